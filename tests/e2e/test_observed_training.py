@@ -1,6 +1,7 @@
 """Observations inside a Trainer: they go into the run of the DeterminismCallback."""
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +52,6 @@ class Observed(Classifier):
 
 class Noisy(Observed):
     is_noisy = True
-
-
-class ReplaysGradient(Classifier):
-    def forward(self, inputs: Tensor) -> Tensor:
-        hidden = self.first(inputs)
-        observe_non_deterministic_grad("hidden", hidden)
-        return self.last(hidden)
 
 
 def record(folder: Path, model: type[Classifier], **options: Any) -> Any:
@@ -133,10 +127,16 @@ def test_a_region_that_is_left_open_goes_on_in_the_next_step_and_not_in_between(
     assert callback.verdict.verdict == "match"
 
 
-@pytest.mark.parametrize("model", [Observed, ReplaysGradient])
-def test_what_is_replayed_needs_every_step(model: type[Classifier], tmp_path: Path) -> None:
+@pytest.mark.parametrize("function", [observe_non_deterministic, observe_non_deterministic_grad])
+def test_what_is_replayed_needs_every_step(function: Callable[..., Any], tmp_path: Path) -> None:
+    class Replays(Classifier):
+        def forward(self, inputs: Tensor) -> Tensor:
+            hidden = self.first(inputs)
+            function("hidden", hidden)
+            return self.last(hidden)
+
     with pytest.raises(SelectionError, match="Record with every_n_steps=1"):
-        record(tmp_path / "run", model, level="state", every_n_steps=2)
+        record(tmp_path / "run", Replays, level="state", every_n_steps=2)
 
 
 class Checkpointed(Validated):

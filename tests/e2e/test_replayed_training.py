@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import seed_everything
 from nondeterministic_ops import NoisyGradient, noisy, noisy_
 from styles import STYLES, Classifier, train
 from tiers import rest_slow
@@ -70,15 +69,6 @@ def test_steps_match_with_replay_and_diverge_without(tmp_path: Path, capsys: pyt
     assert has_same_weights(recorded[0], verified[0])
     with pytest.raises(DivergenceError, match=r"planted\.noisy\.default"):
         verify(tmp_path / "without", tmp_path / "other")
-
-
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four steps that everything is saved of."""
-    folder = tmp_path_factory.mktemp("replayed") / "run"
-    seed_everything(0, verbose=False)  # as before each test
-    record(folder, replay=ALL)
-    return folder
 
 
 def test_one_op_replayed_leaves_the_others_to_be_found(tmp_path: Path) -> None:
@@ -183,10 +173,11 @@ def test_a_wrong_choice_is_refused_at_construction(options: Any, message: str, t
         DeterminismCallback(tmp_path / "run", **{"mode": "record", **options})
 
 
-def test_other_patterns_than_the_references_are_refused(recorded: Path, tmp_path: Path) -> None:
+def test_other_patterns_than_the_references_are_refused(tmp_path: Path) -> None:
+    record(tmp_path / "run", replay=ALL)
     with pytest.raises(SelectionError, match="was recorded with replay="):
-        verify(recorded, tmp_path / "current", replay=ALL[:1])
-    callback, _ = verify(recorded, tmp_path / "current", replay=ALL[::-1])
+        verify(tmp_path / "run", tmp_path / "current", replay=ALL[:1])
+    callback, _ = verify(tmp_path / "run", tmp_path / "current", replay=ALL[::-1])
     assert callback.verdict.verdict == "match"
 
 

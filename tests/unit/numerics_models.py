@@ -69,7 +69,6 @@ def mlp() -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
-    "mlp": lambda: (mlp(), torch.randn(8, 16)),
     "convolutions": lambda: (ConvNet(), torch.randn(4, 3, 12, 12)),
     "transformer": lambda: (Transformer(layers=1), torch.randint(50, (4, 12))),
     "tied with dropout": lambda: (TiedWithDropout(), torch.randint(30, (4, 8))),

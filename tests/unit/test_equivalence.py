@@ -41,11 +41,7 @@ def test_planted_ops_are_found_and_no_other():
         ("backward", "second", "planted.noisy_backward.default"),
     ]
     for found in mode.get_mismatches():
-        assert found.source[0].startswith("tests/nondeterministic_ops.py:")
-        assert found.source[0].endswith(" in forward")
-        assert found.dtype == "float32"
         assert found.num_differing == found.num_elements == math.prod(found.shape)
-        assert found.max_ulps > 0
     assert mode.num_compared > 60
 
 
@@ -67,31 +63,21 @@ def test_ops_are_placed_where_hash_mode_places_them(name, monkeypatch):
     assert mode.num_ops == mode.num_compared + sum(mode.skipped.values())
 
 
-PATTERNS: list[Tensor] = []
+ZEROS: list[Tensor] = []
 
 
-@library.custom_op("flip::next_pattern", mutates_args=())
-def next_pattern(x: Tensor) -> Tensor:
-    """Return one pattern in its first run, and another in its second."""
-    return PATTERNS.pop(0)
+@library.custom_op("flip::next_zero", mutates_args=())
+def next_zero(x: Tensor) -> Tensor:
+    return ZEROS.pop(0)
 
 
-@pytest.mark.parametrize(
-    ("bits", "dtype", "integers", "max_ulps"),
-    [
-        ([0, -(2**31)], torch.float32, torch.int32, 0),
-        ([0x7FC00000, 0x7FC00001], torch.float32, torch.int32, None),
-        ([0, -(2**15)], torch.bfloat16, torch.int16, 0),
-    ],
-    ids=["signed zero", "NaN payload", "bfloat zero"],
-)
-def test_single_bits_count(bits, dtype, integers, max_ulps):
-    PATTERNS[:] = [torch.tensor([word], dtype=integers).view(dtype) for word in bits]
+def test_a_single_bit_counts_and_the_program_gets_what_the_first_run_gave():
+    ZEROS[:] = [torch.tensor([0.0]), torch.tensor([-0.0])]
     with BitwiseEquivalenceMode() as mode:
-        out = next_pattern(torch.empty(1))
+        out = next_zero(torch.empty(1))
     (found,) = mode.get_mismatches()
-    assert (found.num_differing, found.num_elements, found.max_ulps) == (1, 1, max_ulps)
-    assert out.view(integers).item() == bits[0]
+    assert (found.num_differing, found.num_elements, found.max_ulps) == (1, 1, 0)
+    assert not out.signbit().item()
 
 
 @library.custom_op("flip::number", mutates_args=())
@@ -239,15 +225,7 @@ def of_two_types() -> list[Tensor]:
     return [base[2:4], base.view(torch.int32)[2:6], base.view(torch.float64)[3:5]]
 
 
-def expanded() -> list[Tensor]:
-    base = torch.arange(6.0)
-    return [base[:3], base[4:5].expand(4), base[5:]]
-
-
-MAKERS = [overlapping, parameter, odd_memory, of_two_types, expanded]
-
-
-@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("make", [overlapping, parameter, odd_memory, of_two_types])
 def test_copies_lie_as_the_originals_do_and_the_program_gets_what_one_run_writes(make):
     torch.manual_seed(0)
     tensors = make()

@@ -1,6 +1,5 @@
 """BitwiseEquivalenceMode has no effect on what runs under it, nor on modes beside it, nor on the process."""
 
-import copy
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,7 +19,6 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from det_callbacks import BitwiseEquivalenceMode
-from det_callbacks.digest import digest_tensor
 from det_callbacks.equivalence.mode import make_check_plan
 from det_callbacks.equivalence.second_run import difference_of, has_same_bits
 from det_callbacks.errors import CoverageWarning
@@ -55,27 +53,6 @@ def test_generators_passed_as_arguments_and_the_rest():
         assert draw(torch.Generator().manual_seed(3)) == plain
     assert mode.get_mismatches() == []
     assert mode.num_compared >= 7
-
-
-@library.custom_op("unobserved::odd_draw", mutates_args=())
-def odd_draw(x: Tensor) -> Tensor:
-    """Draws in every second run only."""
-    if next(_TURNS) % 2:
-        random.random()
-        np.random.rand()
-        torch.rand(1)
-    return x.clone()
-
-
-_TURNS = iter(range(10))
-
-
-def test_generators_that_only_the_second_run_draws_from_are_put_back():
-    before = generator_states()
-    with BitwiseEquivalenceMode():
-        odd_draw(torch.ones(2))
-    assert generator_states() == before
-    assert next(_TURNS) == 2
 
 
 def test_a_written_argument_keeps_its_version_and_its_graph():
@@ -157,6 +134,7 @@ def raising_again(x: Tensor) -> None:
     torch.rand(1)
     random.random()
     if x.untyped_storage().data_ptr() != _original:
+        np.random.rand()  # from a generator that the first run does not draw from
         raise PlantedError("second")
 
 
@@ -179,7 +157,7 @@ def test_what_the_program_raises_goes_through():
     assert mode.skipped == {"raised": 2}
 
 
-def test_what_only_the_second_run_raises_is_counted():
+def test_what_only_the_second_run_raises_is_counted_and_what_it_draws_is_put_back():
     global _original
     x = torch.ones(2)
     _original = x.untyped_storage().data_ptr()
@@ -202,14 +180,11 @@ def test_compiled_functions():
     def function(x: Tensor) -> Tensor:
         return noisy(layer(x).relu() @ layer.weight)
 
-    plain = copy.deepcopy(layer)
     compiled = torch.compile(function, backend="aot_eager")
     with BitwiseEquivalenceMode(model=layer) as mode:
-        compiled(torch.ones(2, 4)).sum().backward()
-        compiled(torch.ones(2, 4)).sum().backward()
-    assert {found.op for found in mode.get_mismatches()} == {"planted.noisy.default"}
-    assert digest_tensor(plain.weight) == digest_tensor(layer.weight)
-    assert mode.num_mismatches == 2
+        for _ in range(2):
+            compiled(torch.ones(2, 4)).sum().backward()
+    assert [found.op for found in mode.get_mismatches()] == ["planted.noisy.default"] * 2
 
 
 # Tensors and transforms beside the ordinary under BitwiseEquivalenceMode: nothing is reported, nothing fails.
@@ -220,16 +195,6 @@ aten = torch.ops.aten
 def jagged() -> None:
     x = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)], layout=torch.jagged, requires_grad=True)
     nn.Linear(3, 3)(x).relu().values().sum().backward()
-
-
-def nested() -> None:
-    x = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)])
-    (x * 2).mul_(2.0).to_padded_tensor(0.0)
-
-
-def pairs_of_tensors() -> None:
-    x = nn.Parameter(TwoTensor(torch.randn(3), torch.randn(3)))
-    (x * 2).add_(1).square().sum().backward()
 
 
 def copies_on_write() -> None:
@@ -259,7 +224,7 @@ def relayouts() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # what the beta and deprecated parts of torch say of themselves
-@pytest.mark.parametrize("program", [jagged, nested, pairs_of_tensors, copies_on_write, small_dtypes, relayouts])
+@pytest.mark.parametrize("program", [jagged, copies_on_write, small_dtypes, relayouts])
 def test_nothing_is_reported(program: Callable[[], None]):
     with BitwiseEquivalenceMode() as mode:
         program()

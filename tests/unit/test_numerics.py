@@ -17,7 +17,7 @@ import torch
 from numerics_models import MODELS, WRONG, Transformer, compared, mlp, names, only
 from torch import Tensor, nn
 
-from det_callbacks import ModuleRunError, NothingComparedError, NumericsError, NumericsReport, compare_modules
+from det_callbacks import ModuleRunError, NothingComparedError, compare_modules
 from det_callbacks.errors import DetCallbacksError
 
 pytestmark = pytest.mark.usefixtures("single_thread")
@@ -54,17 +54,13 @@ def test_a_copy_is_equal_and_the_module_is_left_as_it_was(name: str) -> None:
 
 @pytest.mark.parametrize("layer", range(3))
 def test_a_wrong_transformation_is_named_first(layer: int) -> None:
-    wrong = WRONG[layer]
     model = Transformer()
     control = copy.deepcopy(model)
-    expected = wrong(control, layer)
+    expected = WRONG[layer](control, layer)
     report = compare_modules(model, control, torch.randint(50, (4, 12)), iterations=2)
     assert not report.close
     assert (report.first.iteration, report.first.phase, report.first.name) == (0, *expected)
     assert report.first.excess > 10
-    with pytest.raises(NumericsError) as caught:
-        report.assert_close()
-    assert f" {expected[1]} in iteration 0" in str(caught.value).splitlines()[2]
     plain = compare_modules(model, control, torch.randint(50, (4, 12)), iterations=1, modules=())
     assert plain.first.phase == ("initial" if expected[0] == "initial" else "output")
 
@@ -119,7 +115,6 @@ def test_nan_and_infinity_on_one_side_are_beyond_and_on_both_no_difference() -> 
             iterations=1,
         )
         found = only(report, "output", "output")
-        assert (found.numbers.num_nan, found.numbers.num_inf) == (int(math.isnan(bad)), int(math.isinf(bad)))
         assert (found.excess, found.numbers.worst) == (math.inf, (2,))
         assert report.first is found
         assert f"1.0 in the base, {bad} in the control at [2]" in " ".join(str(report).split())
@@ -129,27 +124,27 @@ def test_nan_and_infinity_on_one_side_are_beyond_and_on_both_no_difference() -> 
 
     assert compared(broken, broken, torch.ones(4)).equal
     report = compared(broken, lambda w, x: broken(w, x * (1 + 2**-22)), torch.ones(4), iterations=1)
-    found = only(report, "output", "output")
-    assert found.numbers.num_differing == 1
-    assert found.close
+    assert only(report, "output", "output").close
 
 
-def test_a_gradient_that_one_side_lacks() -> None:
-    report = compared(lambda w, x: w * x, lambda w, x: w.detach() * x + x.sum() * 0, torch.ones(4))
-    found = only(report, "gradient", "weight")
+def test_a_gradient_that_one_side_lacks_or_that_of_an_input() -> None:
+    def with_gradient(weight: Tensor, x: Tensor) -> Tensor:
+        return weight * x
+
+    def without(weight: Tensor, x: Tensor) -> Tensor:
+        return weight.detach() * x + x.sum() * 0
+
+    found = only(report := compared(with_gradient, without, torch.ones(4)), "gradient", "weight")
     assert (found.kind, found.control, found.excess) == ("missing", None, math.inf)
     assert report.first is found
     assert only(report, "parameter", "weight").kind == "content"
-    reversed_report = compared(lambda w, x: w.detach() * x, lambda w, x: w * x, torch.ones(4))
-    assert only(reversed_report, "gradient", "weight").kind == "extra"
-    neither = compared(lambda w, x: w.detach() * x, lambda w, x: w.detach() * x, torch.ones(4))
+    assert only(compared(without, with_gradient, torch.ones(4)), "gradient", "weight").kind == "extra"
+    neither = compared(without, without, torch.ones(4))
     assert neither.equal
     assert not names(neither, "gradient")
 
-
-def test_gradients_of_inputs() -> None:
     x = torch.ones(4, requires_grad=True)
-    report = compared(lambda w, x: w * x, lambda w, x: w * x.detach() + x * 2 - x.detach() * 2, x)
+    report = compared(with_gradient, lambda w, x: w * x.detach() + x * 2 - x.detach() * 2, x)
     assert not only(report, "gradient", "input[0]").close
     assert only(report, "output", "output").equal
     assert x.grad is None
@@ -178,23 +173,17 @@ def test_other_shapes_dtypes_and_outputs() -> None:
     assert "float32 [4] in the base, float32 [3] in the control" in " ".join(str(report).split())
 
 
-def test_float8_and_integers_and_sparse_and_views() -> None:
+def test_sparse_tensors_and_views() -> None:
     def outputs(weight: Tensor, x: Tensor) -> list[Tensor]:
-        return [
-            (weight * x).to(torch.float8_e4m3fn),
-            x.long(),
-            torch.diag(weight * x).to_sparse(),
-            torch.diag(weight * x).t()[1::2, 1:],
-            (weight[0] * x).expand(3, 4),
-            torch.complex(weight, x).conj(),
-        ]
+        product = weight * x
+        diagonal = torch.diag(product)
+        return [diagonal.to_sparse(), diagonal.t()[1::2, 1:], product[1].expand(3), torch.complex(weight, x).conj()]
 
     x, change = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([0.0, 1.0, 0.0, 0.0])
     assert compared(outputs, outputs, x).equal
     report = compared(outputs, lambda weight, x: outputs(weight, x + change), x, iterations=1)
-    found = [only(report, "output", f"output[{index}]") for index in range(6)]
-    assert [one.numbers.num_differing for one in found] == [1, 1, 1, 1, 3, 1]
-    assert [one.numbers.max_ulps for one in found][:2] == [4, 1]
+    found = [only(report, "output", f"output[{index}]") for index in range(4)]
+    assert [one.numbers.num_differing for one in found] == [1, 1, 3, 1]
     assert all(one.excess > 1 for one in found)
 
 
@@ -316,25 +305,23 @@ def test_memory_does_not_grow_with_the_iterations() -> None:
     assert max(alive[4:]) <= max(alive[2:4])
 
 
-ODD: dict[str, Callable[[], nn.Module]] = {
-    "weight_norm": lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), nn.Tanh()),
-    "lstm": lambda: nn.LSTM(8, 4),
-    "fast path": lambda: nn.TransformerEncoderLayer(8, 2, batch_first=True).eval(),
-}
-
-
-@pytest.mark.parametrize("name", ODD)
-def test_odd_modules_against_themselves_in_inference_mode_too(name: str) -> None:
-    module = ODD[name]()
-    before = state_of(module)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), nn.Tanh()),
+        lambda: nn.TransformerEncoderLayer(8, 2, batch_first=True).eval(),
+    ],
+    ids=["weight_norm", "fast path"],
+)
+def test_odd_modules_against_themselves_in_inference_mode_too(make: Callable[[], nn.Module]) -> None:
+    module = make()
+    before = state_of(module)["tensors"]
     with torch.inference_mode():
         report = compare_modules(module, module, torch.randn(3, 5, 8), iterations=3)
         assert torch.is_inference_mode_enabled()
     assert report.equal, str(report)
     assert names(report, "gradient", 2)
-    assert state_of(module)["tensors"] == before["tensors"]
-    weights = [found for found in report.comparisons if found.phase == "parameter"]
-    assert len(weights) == 3 * len(list(module.parameters()))
+    assert state_of(module)["tensors"] == before
 
 
 def test_names_may_differ_by_wrappers() -> None:
@@ -354,20 +341,18 @@ def test_the_order_decides_what_is_first_and_the_excess_what_is_worst() -> None:
     some = only(report, "output", "output")
     small, large, bits = (replace(some, excess=excess, name=str(excess)) for excess in (2.0, 9.0, 0.5))
     module = replace(some, excess=99.0, phase="module", name="module")
-
-    def report_of(*comparisons: Any) -> NumericsReport:
-        return replace(report, comparisons=comparisons)
-
-    assert (report_of(bits, small, large).first, report_of(bits, small, large).worst) == (small, large)
-    assert report_of(bits, module).first is bits
-    assert report_of(bits, module).close
-    assert report_of(bits, module, small).first is module
-    assert report_of(bits, module, small).worst is small
     equal = replace(some, kind="equal", excess=0.0)
-    assert report_of(equal, module).equal
-    assert not report_of(equal, bits).equal
-    assert report_of(equal).first is report_of(equal).worst is None
-    form = report_of(replace(some, excess=math.inf)).to_dict()["first"]
+    for found, first, worst, is_close in (
+        ((bits, small, large), small, large, False),
+        ((bits, module), bits, bits, True),  # a submodule alone decides nothing
+        ((bits, module, small), module, small, False),
+        ((equal,), None, None, True),
+    ):
+        one = replace(report, comparisons=found)
+        assert (one.first, one.worst, one.close) == (first, worst, is_close)
+    assert replace(report, comparisons=(equal, module)).equal
+    assert not replace(report, comparisons=(equal, bits)).equal
+    form = replace(report, comparisons=(replace(some, excess=math.inf),)).to_dict()["first"]
     assert form["excess"] == "inf"
     assert set(form) == {field.name for field in fields(some)} | {"close"}
 

@@ -22,6 +22,14 @@ def test_a_phase_there_is_not_is_refused_with_those_there_are(phase: str) -> Non
         OpPattern.parse(f"{phase}/{PUT}")
 
 
+@pytest.mark.parametrize("module", ["", "net.0", "net.[0].what?*", "?"])
+def test_the_pattern_of_one_place_means_no_other(module: str) -> None:
+    pattern = OpPattern.parse(OpPattern.exactly("backward", module, PUT))
+    assert pattern.matches("backward", module, PUT)
+    for other in ("backward", "x" + module, PUT), ("forward", module, PUT), ("backward", module, "aten.put_.out"):
+        assert not pattern.matches(*other)
+
+
 @pytest.mark.parametrize(
     ("text", "phase", "module", "is_meant"),
     [
