@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 from trainers import quiet_trainer
 
 FEATURES = 12
@@ -51,11 +51,6 @@ class Classifier(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-
-class Fused(Classifier):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
 
 
 class Scheduled(Classifier):
@@ -174,44 +169,6 @@ class Validated(Classifier):
         return DataLoader(Samples(), batch_size=16)
 
 
-class Pair(NamedTuple):
-    inputs: Tensor
-    labels: Tensor
-
-
-def nest(samples: list[Any]) -> Any:
-    """Return a nested batch, each of another length."""
-    inputs, labels = default_collate(samples)
-    length = 2 + int(labels.sum()) % 5
-    return {"x": inputs[:length], "rest": (Pair(inputs[:length], labels[:length]), [1.0])}
-
-
-class Nested(Classifier):
-    collate = staticmethod(nest)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return cross_entropy(self(batch["x"]), batch["rest"][0].labels)
-
-
-class Layers(Classifier):
-    """Has layers whose ops are special: workspaces, fast paths, views written in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(20, 4)
-        self.lstm = nn.LSTM(4, 4, batch_first=True)
-        self.layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
-        self.last = nn.Linear(8, CLASSES)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        words = self.table(inputs[:, :3].abs().long() % 20)
-        hidden = torch.cat([self.lstm(inputs.view(-1, 3, 4) + words)[0], self.layer(words)], 2).mean(1).relu_().clone()
-        left, right = hidden[:, :4], hidden[:, 4:]
-        left.mul_(2)
-        right[:, 0] += 1
-        return self.last(torch.cat([left, hidden[:, 4:]], 1))
-
-
 class Sparse(Classifier):
     def __init__(self) -> None:
         super().__init__()
@@ -226,7 +183,6 @@ class Sparse(Classifier):
 
 STYLES: dict[str, tuple[type[Classifier], dict[str, Any]]] = {
     "plain": (Classifier, {}),
-    "fused": (Fused, {}),
     "accumulation": (Scheduled, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}),
     "lbfgs": (Lbfgs, {}),
     "manual": (Manual, {}),
@@ -234,11 +190,9 @@ STYLES: dict[str, tuple[type[Classifier], dict[str, Any]]] = {
     "scripted": (Scripted, {}),
     "bf16_mixed": (Classifier, {"precision": "bf16-mixed"}),
     "checkpoint": (Checkpointed, {}),
-    "layers": (Layers, {}),
     "sparse": (Sparse, {}),
     "skipping": (Skipping, {}),
     "validated": (Validated, {"val_check_interval": 2, "num_sanity_val_steps": 1, "limit_val_batches": 2}),
-    "nested_batch": (Nested, {}),
 }
 
 

@@ -1,53 +1,184 @@
-"""A training whose digests are known at the end of each step only: as on the host, and nothing waits inside a step."""
+"""Trainings whose tensors lie on a device that yields at a step's end: nothing of ours waits for it within a step."""
 
+import itertools
+import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from gpu_fits import ImageModel, fit
 from late_device import in_every_step, late_device
-from trainers import LIGHTNING_ADVICE
+from lightning.pytorch.loggers import CSVLogger
+from safetensors import safe_open
+from styles import Classifier, Samples
+from torch import Tensor, library
+from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import _disable_current_modes  # looked at in torch 2.13
+from torch.utils.data import DataLoader
+from trainers import LIGHTNING_ADVICE, has_same_weights, quiet_trainer
 
-from det_callbacks import DeterminismCallback, DivergenceError
+from det_callbacks import (
+    DeterminismCallback,
+    DivergenceError,
+    observe,
+    observe_grad,
+    observe_non_deterministic,
+    observe_non_deterministic_grad,
+)
+from det_callbacks.runs.evidence import evidence_path, read_evidence
+from det_callbacks.runs.files import stream_path
+from det_callbacks.runs.store import Run
+from det_callbacks.verdict import Verdict
 
 pytestmark = LIGHTNING_ADVICE
 
-
-def train(callback: DeterminismCallback | None, *, fault_at: int | None = None) -> ImageModel:
-    torch.manual_seed(3)
-    model = ImageModel(16, fault_at=fault_at)
-    fit(model, *([] if callback is None else [callback]), device="cpu", num_steps=3, batch_size=4)
-    return model
+_calls = itertools.count(1)
 
 
-def fault_of(reference: Path, current: Path) -> tuple[Any, ...]:
-    with pytest.raises(DivergenceError) as caught:
-        train(DeterminismCallback(reference, current=current), fault_at=1)
-    live = caught.value.verdict
-    assert live is not None
-    return live.first_divergence, live.origins, live.cause, live.explanation
+def entropy() -> float:
+    """Return another number at each call."""
+    return next(_calls) / 1000
 
 
-def test_a_late_device_verifies_what_the_host_recorded_and_names_a_fault_as_it_does(tmp_path: Path) -> None:
-    reference = tmp_path / "run"
-    recorded = train(DeterminismCallback(reference, mode="record"))
-    with late_device() as device, in_every_step(device):
-        callback = DeterminismCallback(reference, current=tmp_path / "current")
-        verified = train(callback)
-        assert (device.waits, device.num_watched) == ([], 3)
-        # what makes up the fit's start and end is fetched outside its steps
-        assert 3 <= device.num_collected <= 12
+@library.custom_op("late::noisy_", mutates_args={"x"})
+def noisy_(x: Tensor) -> None:
+    x.add_(entropy())
+
+
+def disturb(gradient: Tensor) -> Tensor:
+    """Return another gradient at each call, where no mode sees it."""
+    with _disable_current_modes():
+        return gradient + gradient.detach() * entropy()  # its own gradient is what it would be without
+
+
+class Noisy(Classifier):
+    """Not deterministic in an op in place, in a value and in a gradient; and it does much in place."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs, labels = batch
+        hidden = self.first(inputs)
+        observe("hidden", hidden)
+        scratch = torch.zeros_like(hidden)
+        noisy_(scratch[:, 1:])
+        noise = torch.from_numpy(np.full((8, 16), entropy(), np.float32))
+        observe_non_deterministic("noise", noise)
+        hidden = hidden + scratch + noise
+        observe_grad("hidden", hidden)
+        hidden.register_hook(disturb)
+        observe_non_deterministic_grad("hidden", hidden)
+        for written in (scratch, noise, self.loaded):
+            written.zero_()
+        loss = cross_entropy(self.last(torch.relu(self.norm(hidden))), labels)
+        self.log("loss", loss.detach())
+        return loss
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        inputs, labels = batch
+        self.loaded = inputs  # digested as well, since the training step gets another tensor
+        return inputs * 2, labels
+
+
+def train(folder: Path, callback: DeterminismCallback, model: type[Classifier] = Noisy) -> Classifier:
+    torch.manual_seed(1)
+    trained = model()
+    trainer = quiet_trainer(callback, logger=CSVLogger(folder), log_every_n_steps=1)
+    trainer.fit(trained, DataLoader(Samples(), batch_size=8))
+    return trained
+
+
+def record(folder: Path, model: type[Classifier] = Noisy, *, replay: Any = ("late.noisy_.*",)) -> Classifier:
+    options = {"replay": replay, "keep_tensors": ("aten.addmm.*",)}
+    return train(folder, DeterminismCallback(folder / "run", mode="record", **options), model)
+
+
+def verify(folder: Path, model: type[Classifier] = Noisy) -> tuple[Verdict, Classifier]:
+    callback = DeterminismCallback(folder / "run", current=folder / "current")
+    trained = train(folder, callback, model)
     assert callback.verdict is not None
-    assert callback.verdict.verdict == "match"
-    for one, other, plain in zip(*(model.parameters() for model in (recorded, verified, train(None))), strict=True):
-        assert torch.equal(one, other)
-        assert torch.equal(one, plain)
+    return callback.verdict, trained
 
-    found = [fault_of(reference, tmp_path / "on the host")]
+
+class Faulty(Classifier):
+    """Computes something else in step 1."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        scores = super().forward(inputs)
+        return scores * 1.5 if self.global_step == 1 else scores
+
+
+def test_a_fault_is_named_as_on_the_host_and_nobody_disturbs_the_training(tmp_path: Path) -> None:
+    recorded = record(tmp_path, Classifier, replay=())
     with late_device() as device, in_every_step(device):
-        found.append(fault_of(reference, tmp_path / "late"))
-    assert (device.waits, device.num_watched) == ([], 2)
+        verdict, verified = verify(tmp_path, Classifier)
+    assert (device.waits, device.num_watched, verdict.verdict) == ([], 4, "match")
+    assert 4 <= device.num_collected <= 13, "what makes up the fit's start and end is fetched outside its steps"
+    alone = train(tmp_path, DeterminismCallback(tmp_path / "run", mode="disabled"), Classifier)
+    assert has_same_weights(recorded, alone)
+    assert has_same_weights(verified, alone)
+    found = []
+    for folder, place in (("on the host", nullcontext()), ("late", late_device())):
+        callback = DeterminismCallback(tmp_path / "run", current=tmp_path / folder)
+        with place, pytest.raises(DivergenceError) as caught:
+            train(tmp_path, callback, Faulty)
+        verdict = caught.value.verdict
+        assert verdict is not None
+        found.append((verdict.first_divergence, verdict.origins, verdict.cause, verdict.explanation))
     assert found[0] == found[1]
+    assert found[0][0] is not None
     assert found[0][0].step == 1
     assert [origin.is_origin for origin in found[0][1]] == [True]
+
+
+def files(folder: Path, kind: str) -> list[tuple[dict[str, Any], dict[str, list[int]]]]:
+    """Return the entries of the saved steps, and the bytes of their tensors."""
+    found = []
+    for file in sorted((folder / "run" / "rank-00000" / kind).rglob("*.safetensors")):
+        with safe_open(file, framework="pt") as held:
+            entries = json.loads(held.metadata()["det_callbacks"])["entries"]
+            found.append((entries, {key: held.get_tensor(key).tolist() for key in held.keys()}))  # noqa: SIM118  # no mapping
+    return found
+
+
+def test_record_and_verify_match_without_a_wait(tmp_path: Path) -> None:
+    with late_device() as device, in_every_step(device):
+        recorded = record(tmp_path)
+        verdict, verified = verify(tmp_path)
+    assert device.waits == []
+    assert device.num_watched == 8
+    assert verdict.verdict == "match"
+    assert verdict.counts.sites_differing == 0
+    replayed = {name: (entry["count"], entry["differing"]) for name, entry in verdict.coverage.replayed.items()}
+    assert replayed == {"late.noisy_.default": (4, 4), "noise": (4, 4), "grad of hidden": (4, 4)}
+    assert has_same_weights(recorded, verified)
+
+
+def test_what_is_written_is_what_the_host_writes_and_all_digests_are_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = {}
+    for name, mask in (("host", None), ("late", 0), ("masked", 2**64 - 1)):
+        monkeypatch.setattr(f"{__name__}._calls", itertools.count(1))
+        with late_device(mask) if mask is not None else nullcontext():
+            record(tmp_path / name)
+        runs[name] = Run.open(tmp_path / name / "run")
+    views = {name: [run.view(0, 0, step) for step in range(4)] for name, run in runs.items()}
+    for host, late, masked in zip(*views.values(), strict=True):
+        assert host.record.digests.tolist() == late.record.digests.tolist()
+        sites = host.program.sites
+        pairs = zip(sites, host.record.digests, masked.record.digests, strict=True)
+        same = [site for site, digest, masked_digest in pairs if digest == masked_digest]
+        # samples and values are the host's: bits that are sorted, or of what was fetched
+        assert not [site for site in same if site.role in ("named", "output")]
+    for kind in ("replay", "kept"):
+        host_files, late_files, masked_files = (files(tmp_path / name, kind) for name in runs)
+        assert len(host_files) == 4
+        assert host_files == late_files
+        assert [tensors for _, tensors in masked_files] == [tensors for _, tensors in host_files]
+    rows = {}
+    for name, run in runs.items():
+        evidence = read_evidence(evidence_path(stream_path(run.path, 0, 0, 0)), run_id=run.run_id)
+        rows[name] = [row.value for row in evidence if row.name.endswith("as loaded")]
+    assert len(rows["host"]) == 4
+    assert rows["late"] == rows["host"] == [value ^ (2**64 - 1) for value in rows["masked"]]

@@ -5,8 +5,7 @@
 
 import json
 import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from trainers import quiet_trainer
 
 from det_callbacks import DeterminismCallback, DeterminismSettings, enforce_determinism
 from det_callbacks.errors import NondeterministicOpError, NondeterministicOpWarning
-from det_callbacks.trace.nondeterministic_ops import NondeterministicOps, NondeterministicOpWatch
 
 PLACES = [("forward", "op"), ("backward", "state"), ("test", "op")]
 PUT = "aten.put_.default"
@@ -222,43 +220,16 @@ def test_it_is_refused_let_through_or_warned_of(
         assert torch.equal(one, other), "the watch changes no bit"
 
 
-# below the callback: the watch outside traced steps, and what both it and a trace use
+class Wrong(Decoder):
+    """Makes another error than that of an op without a deterministic implementation."""
 
-
-class Calling(nn.Module):
-    def __init__(self, call: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.call = call
-
-    def forward(self, values: Tensor) -> Tensor:
-        return self.call(values)
-
-
-def watch(call: Callable[[Tensor], Tensor], *allow: str, num_calls: int = 1) -> tuple[NondeterministicOps, Tensor]:
-    """Call a function in a watched model, as often as asked; the flags must be what they were."""
-    flags, filters = torch.get_deterministic_debug_mode(), list(warnings.filters)
-    alerts, model = NondeterministicOps(allow), nn.Sequential(OrderedDict(body=Calling(call)))
-    watching = NondeterministicOpWatch(alerts, model)
-    watching.open()
-    try:
-        for _ in range(num_calls):
-            output = model(torch.arange(4.0))
-            assert torch.get_deterministic_debug_mode() == flags
-    finally:
-        watching.close()
-        alerts.close()
-        assert torch.get_deterministic_debug_mode() == flags
-        assert list(warnings.filters) == filters
-    return alerts, output
+    def forward(self, inputs: Tensor, stage: str) -> Tensor:
+        torch.ones(4).put_(torch.tensor([99]), torch.ones(1), accumulate=True)
+        return inputs
 
 
 @pytest.mark.parametrize("algorithms", ["error", "warn"])
-def test_other_errors_pass_as_they_are_and_the_flags_go_back(algorithms: str) -> None:
-    def wrong(values: Tensor) -> Tensor:
-        return values.put_(torch.tensor([99]), torch.ones(1), accumulate=True)
-
-    with enforce_determinism({"deterministic_algorithms": algorithms}):
-        with pytest.raises(IndexError):
-            watch(wrong)
-        with pytest.raises(RuntimeError, match="mat1 and mat2 shapes"):
-            watch(lambda values: values.view(2, 2) @ torch.ones(3, 3))
+@pytest.mark.parametrize("level", ["op", "state"])
+def test_other_errors_pass_as_they_are_and_the_flags_go_back(algorithms: str, level: str, tmp_path: Path) -> None:
+    with pytest.raises(IndexError):
+        watched(tmp_path / "run", "", settings(algorithms), decoder=Wrong, level=level)

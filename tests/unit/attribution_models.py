@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from attribution_networks import Gpt, Recurrent, Views
+import torch.nn.functional as F  # noqa: N812  # as torch's documentation names it
 from module_oracle import name_frames, standing_in
 from torch import Tensor, library, nn
 from torch.utils.checkpoint import checkpoint
@@ -51,25 +51,6 @@ class Through(torch.autograd.Function):
         return result * 1.0, None
 
 
-class Customs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two, self.inner = nn.Linear(4, 4), Functional(), nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = Through.apply(self.two(Scale.apply(self.one(x), 2.0)), self.inner)
-        return y.exp() * self.one(y) * Scale.apply(Turn.apply(y), 0.5)
-
-
-class Functional(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Turn.apply(Scale.apply(Turn.apply(x @ self.weight), 3.0))
-
-
 @library.custom_op("attribution::soften", mutates_args=())
 def soften(x: Tensor, strength: float) -> Tensor:
     return torch.tanh(x * strength)
@@ -87,13 +68,91 @@ def _soften_setup(ctx: Any, inputs: Any, output: Tensor) -> None:
 soften.register_autograd(_soften_backward, setup_context=_soften_setup)
 
 
-class Softened(nn.Module):
+class Functional(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.weight = nn.Parameter(torch.randn(4, 4))
 
     def forward(self, x: Tensor) -> Tensor:
-        return soften(self.two(soften(self.one(x), 0.5)), 2.0)
+        return Turn.apply(Scale.apply(Turn.apply(soften(x @ self.weight, 0.5)), 3.0))
+
+
+class Customs(nn.Module):
+    """Autograd functions and a custom op, whose backward passes are Python's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.inner = nn.Linear(4, 4), Functional(), nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = Through.apply(self.two(Scale.apply(self.one(x), 2.0)), self.inner)
+        return soften(y, 2.0) * self.one(y) * Scale.apply(Turn.apply(y), 0.5)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int = 2) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width), nn.Dropout(0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1)
+        )
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.proj(attended)
+        return x + self.mlp(self.norm2(x))
+
+
+class Gpt(nn.Module):
+    """Tied weights; optionally each block checkpointed as a module."""
+
+    def __init__(self, *, reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.tok, self.pos = nn.Embedding(11, 8), nn.Embedding(6, 8)
+        self.blocks = nn.ModuleList(Block(8) for _ in range(3))
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 11, bias=False)
+        self.head.weight = self.tok.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tok(tokens) + self.pos(torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens.flatten())
+
+
+class Gate(nn.Module):
+    """Writes into views: columns, rows, masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc(x) * 1.0
+        y[:, :3].mul_(2)
+        y[:, 0] += y[:, 1].detach()
+        y[:, 2:4][1:] = 0.5
+        return y.view(-1, 2, 3).transpose(1, 2).masked_fill_(torch.zeros(3, 2, dtype=torch.bool), 0.0)
+
+
+class Views(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate1, self.gate2 = Gate(), Gate()
+        self.last = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.gate1(x)
+        rows = y.reshape(-1, 6).clone()
+        head = rows[:, :2]
+        rows.add_(1)
+        z = self.gate2(rows)
+        z.mul_(3)
+        return self.last(z.reshape(-1, 6)) * head
 
 
 class Inner(nn.Module):
@@ -135,14 +194,25 @@ class Checkpointing(nn.Module):
 Step = Callable[[], None]
 
 
-def _plain(model: nn.Module, make_input: Callable[[], Tensor]) -> tuple[nn.Module, Step]:
+def _plain(model: nn.Module, make_input: Callable[[], Tensor], *, is_lbfgs: bool = False) -> tuple[nn.Module, Step]:
     name_frames(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    weights = model.parameters()
+    optimizer = torch.optim.LBFGS(weights, max_iter=3) if is_lbfgs else torch.optim.SGD(weights, lr=0.01, momentum=0.9)
 
     def step() -> None:
-        optimizer.zero_grad()
-        model(make_input()).float().square().mean().backward()
-        optimizer.step()
+        x = make_input()
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = model(x).float().square().mean()
+            loss.backward()
+            return loss
+
+        if is_lbfgs:
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
 
     return model, step
 
@@ -169,25 +239,6 @@ def _penalised() -> tuple[nn.Module, Step]:
             return checkpoint(self.penalty, y, use_reentrant=False, early_stop=False) + y.sum() + self.penalty(y)
 
     return _plain(Outer(), lambda: torch.randn(3, 4))
-
-
-def _lbfgs() -> tuple[nn.Module, Step]:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
-    name_frames(model)
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
-
-    def step() -> None:
-        x = torch.randn(5, 4)
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = model(x).square().mean()
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-
-    return model, step
 
 
 class Enabled(torch.autograd.Function):
@@ -226,8 +277,12 @@ class Hooked(nn.Module):
         return y.sin()
 
 
+def _small() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
 def _functional() -> tuple[nn.Module, Step]:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    model = _small()
     name_frames(model)
 
     def step() -> None:
@@ -250,14 +305,12 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Step]]] = {
     "gpt": lambda: _plain(Gpt(), _tokens),
     "gpt, checkpointed": lambda: _plain(Gpt(reentrant=False), _tokens),
     "gpt, checkpointed reentrantly": lambda: _plain(Gpt(reentrant=True), _tokens),
-    "recurrent": lambda: _plain(Recurrent(), lambda: torch.randn(5, 3, 4)),
     "views": lambda: _plain(Views(), lambda: torch.randn(3, 6)),
-    "functions": lambda: _plain(Customs(), _rows),
-    "custom op": lambda: _plain(Softened(), _rows),
+    "functions and a custom op": lambda: _plain(Customs(), _rows),
     "nested checkpoints": lambda: _plain(Checkpointing(reentrant=False), lambda: _rows().requires_grad_()),
     "nested checkpoints, reentrant": lambda: _plain(Checkpointing(reentrant=True), lambda: _rows().requires_grad_()),
     "gradient penalty": _penalised,
     "hooks": lambda: _plain(Hooked(), lambda: _rows().requires_grad_()),
-    "lbfgs": _lbfgs,
+    "lbfgs": lambda: _plain(_small(), _rows, is_lbfgs=True),
     "torch.func": _functional,
 }

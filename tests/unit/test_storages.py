@@ -13,7 +13,7 @@ from tracing import position_of, reads_of, site_of, traced, with_role
 
 from det_callbacks.runs.program import Program
 from det_callbacks.runs.steps import StepTrace
-from det_callbacks.trace.storages import UNKNOWN, PartialWrites, Region, region_of
+from det_callbacks.trace.storages import Region, region_of
 
 NUM_ELEMENTS = 24
 
@@ -52,25 +52,6 @@ def test_regions_are_the_bytes_of_views(first, second):
         assert one.contains(other) == (bytes_in(first) >= bytes_in(second))
         if not other.holes:
             assert one.overlaps(other) == bool(shared)
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(views(), min_size=1, max_size=6), views(), st.integers(0, 5))
-def test_partial_writes_against_a_map_of_bytes(written, read, unknown):
-    known = PartialWrites(is_uninitialised=False)
-    last = [None] * NUM_ELEMENTS
-    for position, view in enumerate(written):
-        writer = UNKNOWN if position == unknown else position
-        known.add(region_of(view), writer)
-        for place in bytes_in(view):
-            last[place] = writer
-    there = {last[place] for place in bytes_in(read)}
-    assert there - {None, UNKNOWN} <= set(known.writers(region_of(read)))
-    if known.covers(region_of(read)):
-        assert not there & {None, UNKNOWN}
-    if not any(region_of(view).holes for view in [*written, read]):
-        assert there - {None, UNKNOWN} == set(known.writers(region_of(read)))
-        assert known.covers(region_of(read)) == (not there & {None, UNKNOWN})
 
 
 ROWS = st.tuples(st.just("rows"), st.integers(0, 5), st.integers(1, 6))
@@ -179,18 +160,6 @@ def test_empty_and_nested_tensors_have_regions():
 
 
 # one of each kind
-
-
-def test_a_row_written_in_place_leaves_its_neighbours_alone():
-    def body():
-        heads = [part.transpose(1, 2) for part in torch.zeros(2, 5, 3, 4, 8).transpose(0, 2).contiguous().unbind()]
-        heads[0].neg_()
-        heads[1].cos()
-        heads[0][1, 0, 0].sin()
-
-    trace = traced(body)
-    assert reads_of(trace, "cos.default") == ["clone.default"]
-    assert "neg_.default" in reads_of(trace, "sin.default")
 
 
 def test_views_of_views_lead_to_the_writer():
