@@ -16,7 +16,6 @@ import xxhash
 from stored_runs import append, create, digests_of, record, small_layout, small_program
 
 from det_callbacks.runs.program import Role
-from det_callbacks.runs.stream import END_OF_STREAM, encode_step
 
 PROGRAM = "6992a2677c253c5c"
 LAYOUT = "9d790b2ff43dcaba"
@@ -105,14 +104,6 @@ def test_the_streams_and_their_chains(run: Path) -> None:
             numbers = [chain, row["step"], row["epoch"], row["program_id"], row["layout_id"], *row["digests"]]
             chain = xxh3(struct.pack(f"<{len(numbers)}Q", *numbers))
             assert row["chain"] == chain
-
-
-def test_the_bytes_of_a_step() -> None:
-    message = bytes(encode_step(5, 1, 0x1122334455667788, 2**64 - 1, 9, digests_of(5)))
-    assert message[:16].hex() == "ffffffffa80100001400000000000000"
-    numbers = (5, 1, 0x1122334455667788, 2**64 - 1, 9, 0, 3, *digests_of(5).tolist())
-    assert message[-72:] == struct.pack("<5Q2i3Q", *numbers)
-    assert END_OF_STREAM.hex() == "ffffffff00000000"
 
 
 @pytest.mark.parametrize("num_sites", [1, 5_000])

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
+from process_state import process_state
 
 import det_callbacks.hydra as job_callback
 from det_callbacks.callback import ReplicaAuditCallback
@@ -61,21 +62,6 @@ def run_app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunApp]
         yield run
 
 
-def process_state() -> dict[str, Any]:
-    return {
-        "python": hash(random.getstate()),
-        "numpy": np.random.get_state()[1].tolist(),
-        "torch": torch.get_rng_state().tolist(),
-        "algorithms": torch.get_deterministic_debug_mode(),
-        "cudnn": (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic),
-        "precision": torch.get_float32_matmul_precision(),
-        "threads": torch.get_num_threads(),
-        "dtype": torch.get_default_dtype(),
-        "variables": {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
-        "filters": list(warnings.filters),
-    }
-
-
 def make_a_mess() -> None:
     random.random()
     np.random.random()
@@ -116,8 +102,8 @@ def test_every_job_of_a_multirun_starts_where_the_first_did(run_app: RunApp) -> 
 
     assert run_app(task, *MULTIRUN, *VERIFY, "determinism.settings.seed=3") == 1
     assert starts == [starts[0]] * 2
-    assert starts[0]["algorithms"] == 2
-    assert starts[0]["torch"] == torch.Generator().manual_seed(3).get_state().tolist()
+    assert starts[0]["algorithms"] == (True, 2)
+    assert starts[0]["torch"] == (3, torch.Generator().manual_seed(3).get_state().tolist())
 
 
 @pytest.mark.parametrize(
@@ -147,13 +133,18 @@ def test_our_errors_are_a_message_and_their_own_status(
     assert ("Traceback" in printed, "in task" in printed) == (is_full == "1",) * 2
 
 
-def test_other_failures_are_left_to_hydra(run_app: RunApp, errors: Errors, unchanged: dict[str, Any]) -> None:
+@pytest.mark.usefixtures("unchanged")
+def test_other_failures_are_left_to_hydra_and_a_refused_argument_is_ours(run_app: RunApp, errors: Errors) -> None:
     def task(config: DictConfig) -> None:
         make_a_mess()
         raise ZeroDivisionError("mine")
 
     assert run_app(task, *VERIFY) == 1
     assert "ZeroDivisionError: mine" in errors()
+    assert run_app(lambda config: hydra.utils.instantiate(config.callbacks), *VERIFY, "determinism.phases=[fwd]") == 2
+    printed = errors()
+    assert "fwd" in printed
+    assert "Traceback" not in printed
 
 
 @pytest.mark.parametrize(
@@ -172,13 +163,6 @@ def test_what_cannot_be_applied_starts_no_job(
     assert run_app(jobs.append, *arguments) == 2
     assert words in errors()
     assert jobs == []
-
-
-def test_an_argument_that_hydra_passes_on_is_our_error(run_app: RunApp, errors: Errors) -> None:
-    assert run_app(lambda config: hydra.utils.instantiate(config.callbacks), *VERIFY, "determinism.phases=[fwd]") == 2
-    printed = errors()
-    assert "fwd" in printed
-    assert "Traceback" not in printed
 
 
 def test_a_defect_of_ours_is_not_a_warning(run_app: RunApp, errors: Errors, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,14 +184,6 @@ def test_disabled_applies_nothing_and_asks_for_nothing(run_app: RunApp, unchange
     assert run_app(task, *VERIFY, "determinism.mode=disabled", "determinism.settings.seed=9") == 0
 
 
-def forked(task: Callable[[], object]) -> int | None:
-    """Run a task in a child, as a strategy does, and return its status."""
-    child = multiprocessing.get_context("fork").Process(target=task)
-    child.start()
-    child.join()
-    return child.exitcode
-
-
 def test_a_job_without_a_fit_is_not_verified(run_app: RunApp, errors: Errors) -> None:
     def task(config: DictConfig) -> None:
         if config.seed == 1:
@@ -226,7 +202,10 @@ def test_leaving_by_sys_exit_does_not_look_verified(num_fits: int, status: int, 
             note_ended()
         sys.exit(0)
 
-    assert forked(lambda: run_app(task, *VERIFY)) == status
+    child = multiprocessing.get_context("fork").Process(target=run_app, args=(task, *VERIFY))  # it ends the process
+    child.start()
+    child.join()
+    assert child.exitcode == status
 
 
 def test_an_audit_of_replicas_has_to_run(run_app: RunApp, errors: Errors) -> None:

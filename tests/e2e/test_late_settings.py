@@ -55,7 +55,7 @@ def run(tmp_path: Path, *cases: str, **variables: str) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-W", "error", "train.py", *cases],
         cwd=tmp_path,
-        env={**environment, **variables, "PYTHONPATH": str(Path(__file__).parents[1] / "unit")},
+        env={**environment, **variables, "PYTHONPATH": str(Path(__file__).parents[1])},
         capture_output=True,
         text=True,
         check=False,

@@ -133,7 +133,6 @@ def run(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"world_size": 2}, "is missing, although run.json tells of it"),
         ({"world_size": 10**15}, "is missing, although run.json tells of it"),
         ({"run_id": "another"}, "is of another run, place or version"),
         ({"attempts": (Attempt(segments=10**15),)}, "is missing, although run.json tells of it"),

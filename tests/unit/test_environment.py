@@ -77,9 +77,7 @@ def test_two_captures_in_one_process_are_equal_and_survive_json() -> None:
     ("variables", "settings", "expected"),
     [
         ({}, {"num_threads": 1}, ("torch.num_threads", False, True)),
-        ({}, {"deterministic_algorithms": "warn"}, ("settings.deterministic_algorithms", False, True)),
         ({}, {"seed": 2}, ("settings.seed", False, True)),
-        ({"MKL_CBWR": "COMPATIBLE"}, {}, ("env.MKL_CBWR", True, True)),
         ({"NCCL_ALGO": "Ring"}, {}, ("env.NCCL_ALGO", True, True)),
         ({"FLASH_ATTENTION_DETERMINISTIC": "1"}, {}, ("env.FLASH_ATTENTION_DETERMINISTIC", False, True)),
         ({"MKL_NUM_THREADS": "1"}, {}, ("env.MKL_NUM_THREADS", True, False)),
@@ -104,15 +102,12 @@ def test_one_change_is_one_difference_of_its_kind(
 
 # hyperparameter -> what is given, and what is written
 WRITTEN: dict[str, tuple[Any, Any]] = {
-    "lr": (0.1, 0.1),
     "betas": ((0.9, np.float32(0.5)), [0.9, 0.5]),
     "num_tokens": (512, 512),
-    "pad_token": ("<pad>", "<pad>"),
     "dtype": (torch.bfloat16, "bfloat16"),
     "device": (torch.device("cpu"), "cpu"),
     "colour": (Colour.RED, "red"),
     "limit": (float("inf"), "inf"),
-    "data": (Path("/home/alice/data"), "<place>"),
     "relative": (Path("data/train"), "data/train"),
     "command": (
         "train --data /home/alice/x --url https://alice:pw@example.org/x, twice",
@@ -179,13 +174,10 @@ def test_of_a_command_the_words_that_differ_are_named() -> None:
     assert chosen(commands[0], commands[2]) == {}, "in another order"
 
 
-@pytest.mark.parametrize(("one", "other"), [(1, True), (1, 1.0), (0.0, -0.0), (None, ""), ([1], [1, 1])])
-def test_values_differ_by_type_too(one: Any, other: Any) -> None:
-    (difference,) = compare_environments({"x": entry(one)}, {"x": entry(other)})
-    assert (difference.reference, difference.current) == (one, other)
-
-
-def test_what_one_side_lacks_differs_even_from_none() -> None:
+def test_values_differ_by_type_and_what_one_side_lacks_differs_even_from_none() -> None:
+    for one, other in ((1, True), (1, 1.0), (0.0, -0.0), ([1], [1, 1])):
+        (difference,) = compare_environments({"x": entry(one)}, {"x": entry(other)})
+        assert (difference.reference, difference.current) == (one, other)
     (missing,) = compare_environments({"x": entry(None)}, {})
     assert (missing.reference, missing.current, missing.changes_bits) == (None, NOT_RECORDED, True)
     assert compare_environments({"x": entry(NOT_RECORDED)}, {}) != ()
@@ -232,9 +224,7 @@ def main(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         ("src/train.py", ["src/train.py"]),
         ("{start}/src/train.py", ["src/train.py"]),
         ("/home/somebody/train.py", ["train.py"]),
-        ("../other/train.py", ["train.py"]),
         ("-c", []),
-        ("", []),
     ],
 )
 def test_the_script_goes_by_its_name_in_the_project(
@@ -248,16 +238,13 @@ def test_the_script_goes_by_its_name_in_the_project(
 
 # override -> as it is kept; None where it is ours
 OVERRIDES = {
-    "lr=0.1": "lr=0.1",
     "+model/net=large": "+model/net=large",
     "~callbacks.stopping": "~callbacks.stopping",
     "determinism.settings.seed=0": "determinism.settings.seed=0",
-    "model.num_tokens=5": "model.num_tokens=5",
     "logger.api_key=abc": "logger.api_key=<withheld>",
     "+hub@store.token='a=b'": "+hub@store.token=<withheld>",
     "logger={name: x, nested: {wandb_token: abc}}": "logger=<withheld>",
     "data.dir=/home/somebody/data": "data.dir=<place>",
-    "data.url=https://somewhere/x": "data.url=<place>",
     "determinism.reference=refs/a": None,
     "+determinism=record": None,
     "callbacks.determinism.level=op": None,

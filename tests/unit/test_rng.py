@@ -1,6 +1,7 @@
 """Random generators: what is read is what is put back, whichever it is; those of devices are stood in for."""
 
 import functools
+import itertools
 import json
 import random
 from collections.abc import Callable
@@ -71,18 +72,13 @@ def test_a_process_that_has_not_used_cuda_is_asked_nothing(cuda: StandInDevices)
     assert cuda.queued == []
 
 
-def test_an_op_reads_the_generator_that_its_device_has(cuda: StandInDevices) -> None:
+def test_an_op_reads_the_generator_that_it_is_passed_or_that_its_device_has(cuda: StandInDevices) -> None:
     homes = home_devices()
     for device, index, name in (("cuda", 1, "torch.cuda"), ("cuda:1", 1, "torch.cuda"), ("cuda:3", 3, "torch.cuda:3")):
         assert generator_of((), {"device": torch.device(device)}, homes) == (name, cuda.generators[index])
     assert generator_of((torch.zeros(1),), {}, homes) == ("torch.cpu", torch.default_generator)
     cuda.current = 3  # a thread of the backward pass
-    assert generator_of((), {"device": torch.device("cuda:3")}, homes)[0] == "torch.cuda:3"
     assert generator_of((), {"device": "cuda"}, homes) == ("torch.cuda:3", cuda.generators[3])
-
-
-def test_a_default_generator_that_is_passed_goes_by_its_device(cuda: StandInDevices) -> None:
-    homes = home_devices()
     given, own = StandInGenerator(cuda, 3), cuda.generators[3]
     assert generator_of((torch.zeros(1),), {"generator": own}, homes) == ("torch.cuda:3", own)
     assert generator_of((torch.zeros(1),), {"generator": given}, homes) == ("generator on cuda", given)
@@ -113,47 +109,23 @@ def test_those_of_xpu_and_of_a_mac_are_named_saved_and_put_back(monkeypatch: pyt
 # what is recorded
 
 
-def drawn_on(mode: HashMode, cuda: StandInDevices, monkeypatch: pytest.MonkeyPatch, *indices: int) -> None:
-    """Record a step that draws on devices; the ops run on the CPU, and are taken for those of the devices."""
-    drawing = iter(indices)
-
-    def on(_: torch.device) -> tuple[str, int, torch.Generator]:
-        index = next(drawing)
-        return "cuda", index, cuda.generators[index]
-
-    with monkeypatch.context() as patch, mode:
-        patch.setattr(traced, "generator_on", on)
-        for _ in indices:
-            torch.bernoulli(torch.full((2,), 0.5))
-
-
 def test_what_an_op_draws_follows_from_the_state_of_its_own_device(
     cuda: StandInDevices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mode = HashMode()
-    drawn_on(mode, cuda, monkeypatch, 3, 1, 3)
-    sites = mode.trace.program.sites
-    rows = [(index, site.name, site.inputs) for index, site in enumerate(sites) if "cuda" in str(site.name)]
-    own, other = (index for index, _, _ in rows[:2])
-    drew = [index for index, site in enumerate(sites) if site.op == "aten.bernoulli.default"]
-    assert [(name, inputs) for _, name, inputs in rows] == [
-        ("torch.cuda", ()),
-        ("torch.cuda:3", ()),
-        ("torch.cuda:3", (other,)),
-        ("torch.cuda", (own,)),
-        ("torch.cuda:3", (rows[2][0], drew[0])),
-    ]
-
-
-def test_a_step_begins_with_the_device_that_is_current_then(
-    cuda: StandInDevices, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mode = HashMode()
-    for current, expected in ((1, ["torch.cuda", "torch.cuda:3"]), (3, ["torch.cuda:1", "torch.cuda"])):
+    """The ops run on the CPU, and are taken for those of the devices."""
+    mode, indices = HashMode(), itertools.cycle((3, 1, 3))
+    for current, own, other in ((1, "torch.cuda", "torch.cuda:3"), (3, "torch.cuda:1", "torch.cuda")):
         cuda.current = current
-        drawn_on(mode, cuda, monkeypatch, 1, 3)
-        found = [str(site.name) for site in mode.trace.program.sites if "cuda" in str(site.name)]
-        assert found == [*expected, *expected]
+        with monkeypatch.context() as patch, mode:
+            patch.setattr(traced, "generator_on", lambda _: ("cuda", index := next(indices), cuda.generators[index]))
+            for _ in range(3):
+                torch.bernoulli(torch.full((2,), 0.5))
+        sites = mode.trace.program.sites
+        rows = [(index, site.name, site.inputs) for index, site in enumerate(sites) if "cuda" in str(site.name)]
+        drew = next(index for index, site in enumerate(sites) if site.op == "aten.bernoulli.default")
+        (of_1, _, _), (of_3, _, _), (again, _, _), *_ = rows
+        expected = [(own, ()), (other, ()), (other, (of_3,)), (own, (of_1,)), (other, (again, drew))]
+        assert [(name, inputs) for _, name, inputs in rows] == expected
 
 
 def test_in_a_capture_nothing_is_read(cuda: StandInDevices) -> None:
@@ -207,20 +179,8 @@ def test_states_wait_where_cuda_was_not_used_yet(cuda: StandInDevices) -> None:
 # what is run again
 
 
-def test_an_op_is_run_again_from_where_it_began_on_any_device(cuda: StandInDevices) -> None:
-    before = RewindPoint(with_python=False)
-    cuda.generators[1].draw()
-    cuda.generators[2].draw()  # without a context: the op is the first there
-    after, ended = positions(cuda), RewindPoint(with_python=False)
-    before.put_back()
-    assert positions(cuda) == [0, 0, 0, 0]
-    cuda.generators[0].draw()
-    ended.put_back()
-    assert positions(cuda) == after == [0, 4, 4, 0]
-
-
-def test_settings_and_points_leave_the_generators_as_they_were(cuda: StandInDevices) -> None:
-    cuda.generators[2].offset = 8
+def test_rewinding_and_settings_leave_the_generators_as_they_were(cuda: StandInDevices) -> None:
+    cuda.generators[2].offset = 8  # without a context: the op that is run again may be the first there
     point = RewindPoint()
     settings = DeterminismSettings(seed=3, cublas_workspace_config=None)
     ways: list[tuple[Any, Callable[[], None]]] = [

@@ -184,26 +184,17 @@ def rows_of(step: int) -> list[Row]:
     return [Row(step, "batch start", "torch.cpu", 2**64 - 1 - step), Row(step, "batch", "paths", 7, '["a.png"]')]
 
 
-def write_evidence(path: Path, steps: int, *, ends: bool = True) -> EvidenceWriter:
-    writer = EvidenceWriter(path, run_id="this run")
-    for step in range(steps):
-        writer.append(rows_of(step))
-    if ends:
-        writer.close()
-    return writer
-
-
-@pytest.mark.parametrize("steps", [0, 1, STEPS_PER_BATCH, 3 * STEPS_PER_BATCH + 5])
-def test_what_was_written_is_read_in_order(tmp_path: Path, steps: int) -> None:
-    write_evidence(tmp_path / "evidence", steps)
-    found = list(read_evidence(tmp_path / "evidence", run_id="this run"))
-    assert found == [row for step in range(steps) for row in rows_of(step)]
-
-
-def test_a_kill_loses_the_last_steps_only(tmp_path: Path) -> None:
-    path = tmp_path / "evidence"
-    writer = write_evidence(path, 2 * STEPS_PER_BATCH + 5, ends=False)
-    assert len(list(read_evidence(path, run_id="this run"))) == 2 * len(rows_of(0)) * STEPS_PER_BATCH
+def test_what_was_written_is_read_in_order_and_a_kill_loses_the_last_steps_only(path: Path) -> None:
+    for num_steps in (0, 1, STEPS_PER_BATCH, 2 * STEPS_PER_BATCH + 5):
+        rows = [row for step in range(num_steps) for row in rows_of(step)]
+        writer = EvidenceWriter(path, run_id="this run")
+        for step in range(num_steps):
+            writer.append(rows_of(step))
+        is_whole = num_steps < 2 * STEPS_PER_BATCH
+        if is_whole:
+            writer.close()
+        found = list(read_evidence(path, run_id="this run"))
+        assert found == (rows if is_whole else rows[: 2 * len(rows_of(0)) * STEPS_PER_BATCH])
     content = path.read_bytes()
     sizes = set()
     for size in range(len(content) // 2, len(content), 97):

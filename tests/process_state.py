@@ -3,6 +3,7 @@
 import os
 import pickle
 import random
+import warnings
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,7 @@ def process_state() -> dict[str, Any]:
         "threads": (torch.get_num_threads(), torch.get_num_interop_threads()),
         "dtype": torch.get_default_dtype(),
         "variables": {key: value for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"},
+        "filters": list(warnings.filters),
     }
 
 
