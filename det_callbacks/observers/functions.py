@@ -1,14 +1,25 @@
-"""What a model calls: one check and nothing else without an active observer."""
+"""What a model calls: one check and nothing else without an active observer.
 
+Inside a compiled function an observation is an op of its graph. An op that returns nothing would be dropped as dead
+code, so these have an ordered effect. What was tried instead: a clone whose result is used (it changes what is fused
+even where the return value is ignored), and an op that declares its argument as mutated (torch 2.13 allows no autograd
+through it).
+"""
+
+import ast
+from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
+from torch._library.effects import EffectType  # looked at in torch 2.13
 
-from det_callbacks.observers.observations import REGISTRY
+from det_callbacks.observers.observations import REGISTRY, Leaves, Observations
 from det_callbacks.observers.values import check_name, observed_leaves, rebuild
 from det_callbacks.trace.dispatch import breaks_graph
+
+_registry = REGISTRY
 
 _Tree = TypeVar("_Tree")
 
@@ -16,8 +27,8 @@ _Tree = TypeVar("_Tree")
 def observe(name: str, tree: _Tree) -> _Tree:
     """Record a value by name in the active run; return it as it is.
 
-    Without an active observer it costs one check. In a compiled function it then breaks the graph, and says so once;
-    the function is compiled once more when an observer becomes active.
+    Without an active observer it costs one check. Inside a ``torch.compile``'d function it is an op of the graph; the
+    function is compiled once more when an observer becomes active.
 
     Args:
         name: any text of 1 to 1,000 characters. Its occurrences are counted in each step.
@@ -33,9 +44,8 @@ def observe(name: str, tree: _Tree) -> _Tree:
         >>> observe("input", torch.ones(2))
         tensor([1., 1.])
     """
-    if REGISTRY.sink is None:
-        return tree
-    return _observe(name, tree, is_replayed=False, is_compiled=torch.compiler.is_compiling())
+    sink = _registry.sink
+    return tree if sink is None else _observe(sink, name, tree, is_replayed=False)
 
 
 def observe_non_deterministic(name: str, tree: _Tree) -> _Tree:
@@ -57,9 +67,8 @@ def observe_non_deterministic(name: str, tree: _Tree) -> _Tree:
         ReplayError: the budget does not suffice (recording).
         ReferenceFormatError: the reference has no such value, one of another shape, or a damaged one.
     """
-    if REGISTRY.sink is None:
-        return tree
-    return _observe(name, tree, is_replayed=True, is_compiled=torch.compiler.is_compiling())
+    sink = _registry.sink
+    return tree if sink is None else _observe(sink, name, tree, is_replayed=True)
 
 
 def observe_grad(name: str, tensor: Tensor) -> Tensor:
@@ -72,7 +81,7 @@ def observe_grad(name: str, tensor: Tensor) -> Tensor:
     Raises:
         TypeError, ValueError: the name is no such text as ``observe`` takes, or the value is no tensor.
     """
-    if REGISTRY.sink is not None:
+    if _registry.sink is not None:
         _gradient(name, tensor, is_replayed=False, is_compiled=torch.compiler.is_compiling())
     return tensor
 
@@ -82,7 +91,7 @@ def observe_non_deterministic_grad(name: str, tensor: Tensor) -> Tensor:
 
     Otherwise as ``observe_grad``; the errors of ``observe_non_deterministic`` come in the backward pass.
     """
-    if REGISTRY.sink is not None:
+    if _registry.sink is not None:
         _gradient(name, tensor, is_replayed=True, is_compiled=torch.compiler.is_compiling())
     return tensor
 
@@ -93,8 +102,8 @@ def enable_hash_mode() -> ExitStack:
 
     Regions nest and may be repeated. Without an active observer nothing happens.
     """
-    if REGISTRY.sink is not None:
-        REGISTRY.sink.enable_ops()
+    if _registry.sink is not None:
+        _registry.sink.enable_ops()
     region = ExitStack()
     region.callback(disable_hash_mode)
     return region
@@ -107,17 +116,8 @@ def disable_hash_mode() -> None:
     Raises:
         TraceError: there is none.
     """
-    if REGISTRY.sink is not None:
-        REGISTRY.sink.disable_ops()
-
-
-@breaks_graph("det_callbacks: a value is recorded when it is there, outside a compiled function")
-def _observe(name: str, tree: _Tree, *, is_replayed: bool, is_compiled: bool) -> _Tree:
-    leaves = observed_leaves(name, tree)
-    assert REGISTRY.sink is not None, "the caller asked"
-    values = REGISTRY.sink.observe(name, leaves, is_replayed=is_replayed, is_compiled=is_compiled)
-    changed: _Tree = rebuild(tree, name, values) if values else tree
-    return changed
+    if _registry.sink is not None:
+        _registry.sink.disable_ops()
 
 
 @breaks_graph("det_callbacks: a gradient is observed by a hook, which a compiled graph cannot hold")
@@ -125,5 +125,80 @@ def _gradient(name: str, tensor: Tensor, *, is_replayed: bool, is_compiled: bool
     check_name(name)
     if not isinstance(tensor, Tensor):
         raise TypeError(f"the gradient {name!r} is observed on a tensor; got a {type(tensor).__qualname__}")
-    assert REGISTRY.sink is not None, "the caller asked"
-    REGISTRY.sink.observe_gradient(name, tensor, is_replayed=is_replayed, is_compiled=is_compiled)
+    if _registry.sink is not None:
+        _registry.sink.observe_gradient(name, tensor, is_replayed=is_replayed, is_compiled=is_compiled)
+
+
+def _observe(sink: Observations, name: str, tree: _Tree, *, is_replayed: bool) -> _Tree:
+    leaves = observed_leaves(name, tree)
+    if torch.compiler.is_compiling():
+        _observe_in_graph(name, leaves, is_replayed=is_replayed)
+        return tree
+    values = sink.observe(name, leaves, is_replayed=is_replayed)
+    return rebuild(tree, name, values) if values else tree
+
+
+def _observe_in_graph(name: str, leaves: Leaves, *, is_replayed: bool) -> None:
+    """Make the op that records an observation when the graph runs, or saves its tensors and puts them back.
+
+    The copy back is one that autograd does not see: what it saved of the tensor are the bits put back, as in the run
+    that was recorded. Plain values are part of the graph, and stay as they are.
+    """
+    tensors = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
+    integers = [leaf for _, leaf in leaves if _is_integer(leaf)]
+    entries = "\0".join([text for path, leaf in leaves for text in (path[len(name) :], _kind(leaf))])
+    if not is_replayed:
+        observe_leaves(name, entries, [tensor.detach() for tensor in tensors], integers)
+        return
+    with torch.no_grad():
+        saved = replay_leaves(name, entries, [tensor.detach() for tensor in tensors], integers)
+        for tensor, copy in zip(tensors, saved, strict=True):
+            with torch.autograd.grad_mode._unsafe_preserve_version_counter(tensor):
+                tensor.copy_(copy)
+
+
+def _kind(leaf: Any) -> str:
+    return "tensor" if isinstance(leaf, Tensor) else "int" if _is_integer(leaf) else repr(leaf)
+
+
+def _is_integer(leaf: Any) -> bool:
+    """Return whether a leaf may be a size that is only known when the graph runs."""
+    return isinstance(leaf, int) and not isinstance(leaf, bool)
+
+
+@library.custom_op("det_callbacks::observe_leaves", mutates_args=())
+def observe_leaves(name: str, entries: str, tensors: Sequence[Tensor], integers: Sequence[int]) -> None:
+    """Record an observation: of each leaf the path behind the name, and what it is."""
+    if REGISTRY.sink is not None:
+        REGISTRY.sink.observe(name, _leaves(name, entries, tensors, integers))
+
+
+@library.custom_op("det_callbacks::replay_leaves", mutates_args=())
+def replay_leaves(name: str, entries: str, tensors: Sequence[Tensor], integers: Sequence[int]) -> list[Tensor]:
+    """Return copies of an observation's tensors, with the saved bits where a run is verified."""
+    copies = [tensor.clone() for tensor in tensors]
+    if REGISTRY.sink is not None:
+        REGISTRY.sink.observe(name, _leaves(name, entries, copies, integers), is_replayed=True)
+    return copies
+
+
+observe_leaves.register_fake(lambda *_: None)
+replay_leaves.register_fake(lambda name, entries, tensors, integers: [tensor.clone() for tensor in tensors])
+observe_leaves.register_effect(EffectType.ORDERED)
+replay_leaves.register_effect(EffectType.ORDERED)
+
+
+def _leaves(name: str, entries: str, tensors: Sequence[Tensor], integers: Sequence[int]) -> list[tuple[str, Any]]:
+    sources = {"tensor": iter(tensors), "int": iter(integers)}
+    texts = entries.split("\0")
+    return [
+        (name + path, next(sources[kind]) if kind in sources else _plain(kind))
+        for path, kind in zip(texts[::2], texts[1::2], strict=True)
+    ]
+
+
+def _plain(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except ValueError:  # nan and inf are no literals
+        return complex(text) if "j" in text else float(text)

@@ -118,14 +118,14 @@ class Observations:
     def __str__(self) -> str:
         return self._owner
 
-    def observe(
-        self, name: str, leaves: Leaves, *, is_replayed: bool = False, is_compiled: bool = False
-    ) -> Mapping[str, Any]:
+    def observe(self, name: str, leaves: Leaves, *, is_replayed: bool = False) -> Mapping[str, Any]:
         """Record values at this point of the step; with ``is_replayed`` save them, or put back what was saved.
 
         Tensors are put back in place; returned are the plain values that are others than the saved ones, by path.
         """
-        if not self._takes(name, is_replayed=is_replayed, is_compiled=is_compiled):
+        if is_replayed:
+            self._require_every_step(name)
+        if not self._takes(name):
             return {}
         occurrence = self._occurrence(name)
         changed: dict[str, Any] = {}
@@ -145,8 +145,15 @@ class Observations:
 
     def observe_gradient(self, name: str, tensor: Tensor, *, is_replayed: bool, is_compiled: bool) -> None:
         """Record the gradient of a tensor when it is there; with ``is_replayed`` save it or put it back."""
-        if not self._takes(name, is_replayed=is_replayed, is_compiled=is_compiled):
+        if is_replayed:
+            self._require_every_step(name)
+        if not self._takes(name):
             return
+        if is_compiled:
+            self._report(
+                "A gradient is observed inside a compiled function: torch.compile breaks its graph there, and what the "
+                "graph before the break computes with the tensor is not seen. Observe it before its use, or outside."
+            )
         gradient = _Gradient(
             name=f"grad of {name}",
             module=self._place()[1],
@@ -200,13 +207,8 @@ class Observations:
             self._notify()
             return replaced
 
-    def _takes(self, name: str, *, is_replayed: bool = False, is_compiled: bool = False) -> bool:
+    def _takes(self, name: str) -> bool:
         """Return whether a step is under way in this process; report once why nothing is recorded otherwise."""
-        if is_replayed and not self._is_every_step:
-            raise SelectionError(
-                f"{name!r} is to be saved and put back, and every_n_steps or only_steps leaves steps out, which would "
-                "go on with other bits. Record with every_n_steps=1 and without only_steps, or observe it only."
-            )
         where = ""
         if not self._is_open:
             where = (
@@ -218,12 +220,14 @@ class Observations:
             where = "while a CUDA graph was being captured, whose replay calls no Python: observe what the graph leaves"
         if where:
             self._report(f"{name!r} was observed {where}. Nothing was recorded, compared, saved or put back there.")
-        elif is_compiled:
-            self._report(
-                "A value is observed inside a compiled function: torch.compile breaks its graph there, and a gradient "
-                "has none of what the graph before the break computes with the tensor. Observe it outside, if you can."
-            )
         return not where
+
+    def _require_every_step(self, name: str) -> None:
+        if not self._is_every_step:
+            raise SelectionError(
+                f"{name!r} is to be saved and put back, and every_n_steps or only_steps leaves steps out, which would "
+                "go on with other bits. Record with every_n_steps=1 and without only_steps, or observe it only."
+            )
 
     def _occurrence(self, name: str) -> int:
         """Return which observation of this name in the step it is."""

@@ -1,5 +1,7 @@
-"""Observations inside torch.compile: a graph break that says so, and nothing without an observer."""
+"""Observations inside torch.compile: ops of the graph, or a graph break that says so."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,12 +9,14 @@ import torch
 from compiling import COMPILING
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
 
 from det_callbacks import (
     CoverageWarning,
+    DivergenceError,
     ObserverContext,
+    enable_hash_mode,
     observe,
-    observe_grad,
     observe_non_deterministic,
     observe_non_deterministic_grad,
 )
@@ -23,62 +27,106 @@ pytestmark = COMPILING
 
 def noisy(weight: Tensor, x: Tensor, noise: Tensor) -> Tensor:
     hidden = torch.relu(weight * x)
-    observe("hidden", {"k": [hidden, 3, None], "n": x.shape[0]})
+    observe("hidden", {"k": [hidden, 3, None, True], "text": "é", "f": 0.1})
     hidden = torch.exp(hidden.sin() + noise)  # autograd saves the result of exp
     observe_non_deterministic("noisy", hidden)
-    observe_non_deterministic_grad("noisy", hidden)
-    hidden = hidden * 3
-    observe_grad("after", hidden)
-    return hidden.sum()
+    observe("after", hidden * 2)
+    return (hidden * 3).sum()
 
 
-def train(folder: Path, name: str, function: object, reference: str | None = None) -> tuple[ObserverContext, Tensor]:
+def train(
+    folder: Path, name: str, function: Callable[..., Tensor], reference: str | None = None, steps: int = 2
+) -> tuple[ObserverContext, Tensor]:
     weight = torch.ones(4, requires_grad=True)
     where = None if reference is None else folder / reference
     with ObserverContext(folder, name, where, raise_on_mismatch=True) as observer:
-        for _ in range(2):
+        for _ in range(steps):
             loss = function(weight, torch.arange(4.0), torch.rand(4))  # other noise in each run
             loss.backward()
+            observe("loss", loss)
             observe("gradient", weight.grad)
             observer.next_step()
     return observer, weight.grad
 
 
-def test_values_and_gradients_are_recorded_and_put_back_and_a_graph_break_is_said_once(tmp_path: Path) -> None:
-    compiled = torch.compile(noisy, backend="aot_eager")
-    with pytest.warns(CoverageWarning, match=r"torch\.compile breaks its graph there") as said:
-        _, gradient = train(tmp_path, "reference", compiled)
-    assert len(said) == 1
-    with pytest.warns(CoverageWarning):
-        observer, replayed = train(tmp_path, "current", compiled, "reference")
-    assert observer.verdict.verdict == "match"
+def test_observations_are_ops_of_one_graph(tmp_path: Path) -> None:
+    compiled = torch.compile(noisy, fullgraph=True, backend="aot_eager")
+    _, gradient = train(tmp_path, "reference", compiled)
+    observer, replayed = train(tmp_path, "current", compiled, "reference")
+    assert observer.verdict.verdict == "match"  # the gradients too, although autograd saved the live bits first
     assert observer.verdict.coverage.replayed["noisy"]["differing"] == 2
     assert torch.equal(gradient, replayed)
+
+
+def test_compiled_and_eager_code_observe_the_same_sites(tmp_path: Path) -> None:
     train(tmp_path, "eager", noisy)
-    names = [
-        [site.name for site in Run.open(tmp_path / name).view(0, 0, 1).program.sites] for name in ("eager", "reference")
+    train(tmp_path, "compiled", torch.compile(noisy, fullgraph=True, backend="aot_eager"))
+    steps = [Run.open(tmp_path / name).view(0, 0, 0) for name in ("eager", "compiled")]
+    # the backend calls its graph as a module, which is a name of its own
+    eager, compiled = ([replace(site, module="") for site in step.program.sites] for step in steps)
+    assert eager == compiled
+    assert steps[0].record.digests[:6].tolist() == steps[1].record.digests[:6].tolist()
+    assert [site.name for site in eager][:6] == [
+        "hidden['k'][0]",
+        "hidden['k'][1]",
+        "hidden['k'][2]",
+        "hidden['k'][3]",
+        "hidden['text']",
+        "hidden['f']",
     ]
-    assert names[0] == names[1]
-    assert names[0][:4] == ["hidden['k'][0]", "hidden['k'][1]", "hidden['k'][2]", "hidden['n']"]
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="det_callbacks"):
-        train(tmp_path, "full", torch.compile(noisy, fullgraph=True, backend="eager"))
 
 
-def test_without_an_observer_the_graph_is_whole(tmp_path: Path) -> None:
+def test_without_an_observer_nothing_is_in_the_graph(tmp_path: Path) -> None:
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(noisy, backend=counter)
+    compiled = torch.compile(noisy, fullgraph=True, backend=counter)
 
     def call() -> None:
         compiled(torch.ones(4), torch.arange(4.0), torch.rand(4))
 
+    def num_own_ops() -> int:
+        return sum("det_callbacks" in str(node.target) for node in counter.graphs[-1].graph.nodes)
+
     call()
-    assert counter.frame_count == 1
-    with pytest.warns(CoverageWarning), ObserverContext(tmp_path, "run"):
-        call()
-    count = counter.frame_count
-    assert count > 2
+    assert (counter.frame_count, num_own_ops()) == (1, 0)
+    for name in ("one", "two"):  # compiled once more when an observer is there, and not again for the next one
+        with ObserverContext(tmp_path, name):
+            call()
+        assert (counter.frame_count, num_own_ops()) == (2, 3)
     call()
-    assert counter.frame_count == count
+    assert counter.frame_count == 2
+
+
+@pytest.mark.slow  # inductor compiles C++ for some 20 s
+def test_in_a_region_the_live_bits_are_no_site(tmp_path: Path) -> None:
+    compiled = torch.compile(noisy, fullgraph=True, backend="inductor")
+
+    def in_region(*args: Tensor) -> Tensor:
+        with enable_hash_mode():
+            return compiled(*args)
+
+    train(tmp_path, "reference", in_region, steps=1)
+    with pytest.raises(DivergenceError) as caught:
+        train(tmp_path, "current", in_region, "reference", steps=1)
+    verdict = caught.value.verdict
+    assert verdict.counts.sites_differing == 2, "the noise, as what goes into the region, and nothing made of it"
+    assert verdict.first_divergence.phase == "input"
+    assert verdict.origins == ()
+
+
+def test_gradients_break_the_graph_and_say_so_once(tmp_path: Path) -> None:
+    def model(weight: Tensor, x: Tensor, noise: Tensor) -> Tensor:
+        hidden = weight * x
+        observe_non_deterministic_grad("hidden", hidden)
+        return (hidden.sin() * x).sum()
+
+    with pytest.warns(CoverageWarning, match=r"torch\.compile breaks its graph") as said:
+        observer, _ = train(tmp_path, "reference", torch.compile(model, backend="aot_eager"), steps=3)
+    assert len(said) == 1
+    assert ["_gradient" in reason for reason in counters["graph_break"]] == [True]
+    names = [site.name for site in Run.open(observer.path).view(0, 0, 1).program.sites]
+    assert names == ["grad of hidden", "loss", "gradient"]
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="det_callbacks"):
+        train(tmp_path, "full", torch.compile(model, fullgraph=True, backend="eager"))
 
 
 def test_observation_in_a_checkpointed_and_compiled_function(tmp_path: Path) -> None:
@@ -88,9 +136,24 @@ def test_observation_in_a_checkpointed_and_compiled_function(tmp_path: Path) -> 
     def model(weight: Tensor, x: Tensor, noise: Tensor) -> Tensor:
         return torch.utils.checkpoint.checkpoint(inner, weight * x, use_reentrant=False).sum()
 
-    _, gradient = train(tmp_path, "eager", model)
+    _, gradient = train(tmp_path, "eager", model, steps=1)
     compiled = torch.compile(model, backend="aot_eager")
-    _, other = train(tmp_path, "reference", compiled)  # Dynamo leaves the region to eager code
-    observer, _ = train(tmp_path, "current", compiled, "reference")
+    _, other = train(tmp_path, "reference", compiled, steps=1)
+    observer, _ = train(tmp_path, "current", compiled, "reference", steps=1)
     assert observer.verdict.verdict == "match"
     assert torch.equal(gradient, other)
+
+
+def test_a_size_that_is_only_known_when_the_graph_runs(tmp_path: Path) -> None:
+    def sized(x: Tensor) -> Tensor:
+        return observe("q", {"x": x * 2, "n": x.shape[0]})["x"]
+
+    compiled = torch.compile(sized, backend="eager", fullgraph=True, dynamic=True)
+    with ObserverContext(tmp_path, "run"):
+        for length in (3, 5):
+            compiled(torch.ones(length))
+    with ObserverContext(tmp_path, "plain", tmp_path / "run") as observer:
+        for length in (3, 5):
+            sized(torch.ones(length))
+    assert observer.mismatches == ()
+    assert observer.verdict.counts.sites_compared == 4
