@@ -104,7 +104,7 @@ def _script(options: argparse.Namespace) -> Script:
         print_line(make_console(), f"det-callbacks: {title}: {shlex.join(words)}", "bold")
         sys.stdout.flush()  # before the process writes to the same place
 
-    given = {name: value for name, value in vars(options).items() if value is not None}
+    given = {name: value for name, value in vars(options).items() if value is not None and value is not False}
     arguments, settings = ({name: given[name] for name in names if name in given} for names in (OPTIONS, SETTINGS))
     # a wrong one is an error now, and not only when the script trains
     for name in ("replay", "keep_tensors"):

@@ -6,15 +6,17 @@ is loaded when it runs.
 
 import argparse
 import os
+import shlex
 import sys
+import tomllib
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from det_callbacks.errors import DetCallbacksError
-from det_callbacks.report.console import print_error
+from det_callbacks.errors import CheckError, DetCallbacksError
+from det_callbacks.report.console import make_console, print_error, print_line
 
 INTERRUPTED = 130
 
@@ -29,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     has_script = given[:1] in (["record"], ["verify"], ["check"]) and "--" in given
     end = given.index("--") if has_script else len(given)
     try:
-        options = _parser().parse_args(given[:end])
+        options = _parse(given[:end], _project_words() if has_script else [])
         options.words = given[end + 1 :]
         module, _, command = options.run.partition(".")
         return int(getattr(import_module(f"det_callbacks.cli.{module}"), command)(options))
@@ -42,6 +44,44 @@ def main(argv: Sequence[str] | None = None) -> int:
         # whoever read the output has gone; keep the interpreter from complaining about it at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _parse(given: Sequence[str], project: Sequence[str]) -> argparse.Namespace:
+    """Return the options: those of the project stand before those of the command line, which win."""
+    try:
+        return _parser().parse_args([*given[:1], *project, *given[1:]])
+    except SystemExit as ended:
+        if ended.code and project:
+            text = f"[tool.det_callbacks] of pyproject.toml adds {shlex.join(project)}"
+            print_line(make_console(stderr=True), f"det-callbacks: {text}")
+        raise
+
+
+def _project_words() -> list[str]:
+    """Return ``[tool.det_callbacks]`` of the pyproject.toml that the working directory belongs to, as words.
+
+    Raises:
+        CheckError: it is no TOML, or has an option that there is not.
+    """
+    folder = Path.cwd()
+    file = next((path for path in (it / "pyproject.toml" for it in (folder, *folder.parents)) if path.is_file()), None)
+    if file is None:
+        return []
+    try:
+        table = tomllib.loads(file.read_text(encoding="utf-8")).get("tool", {}).get("det_callbacks", {})
+    except ValueError as error:
+        raise CheckError(f"{file} cannot be read: {error}") from error
+    words = []
+    for key, value in table.items():
+        name, text = key.replace("_", "-"), ",".join(map(str, value)) if isinstance(value, list) else str(value)
+        if name not in PROJECT_OPTIONS:
+            known = ", ".join(PROJECT_OPTIONS)
+            raise CheckError(f"[tool.det_callbacks] of {file} has no option {name}; there are {known}.")
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            words.append(f"--{name}={text}")
+    return words
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -133,7 +173,8 @@ def _script_command(commands: Any, name: str, usage: str, *, help: str, says: st
         name,
         help=help,
         usage=f"det-callbacks {name} {usage} [OPTIONS] -- PROGRAM ARGUMENT ...",
-        description=f"{says} Without --seed and --deterministic no setting is changed.",
+        description=f"{says} Options may also stand in [tool.det_callbacks] of pyproject.toml, by the same names; the "
+        "command line wins. Without --seed and --deterministic no setting is changed.",
         epilog="Exit status: 0 match or recorded, 1 diverged, 2 it could not be done, 3 not comparable.",
     )
     added.set_defaults(run=f"check.{name}")
@@ -152,7 +193,7 @@ def _script_command(commands: Any, name: str, usage: str, *, help: str, says: st
     add("--on-divergence", choices=("raise", "collect", "warn"), help=divergence)
     add("--seed", type=_number, metavar="N", help="seed of all generators, set before the script's first line")
     deterministic = "set the defaults of DeterminismSettings before the script's first line"
-    add("--deterministic", action="store_true", default=None, help=deterministic)
+    add("--deterministic", action=argparse.BooleanOptionalAction, help=deterministic)
     return add
 
 
@@ -160,6 +201,8 @@ OPTIONS = ("level", "modules", "every_n_steps", "only_steps", "replay", "keep_te
 """Arguments of ``DeterminismCallback`` that a script's command may be given."""
 SETTINGS = ("seed", "deterministic")
 """Settings, likewise."""
+PROJECT_OPTIONS = ("keep", *(name.replace("_", "-") for name in (*OPTIONS, *SETTINGS) if name != "keep_tensors"))
+"""Options by their names on the command line, as pyproject.toml may have them too."""
 
 
 def _names(text: str) -> list[str]:

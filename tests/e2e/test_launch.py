@@ -24,13 +24,15 @@ __all__ = ["run_command"]
 
 
 def test_a_script_is_recorded_and_verified_as_it_is(run_command: Run) -> None:
-    """Two Trainers are two segments."""
-    done = run_command("record", "refs/run1", "--level", "state", "--modules", "net*", faults=["twice"])
+    """Two Trainers are two segments; the table of pyproject.toml counts, and the command line counts more."""
+    table = 'level = "op"\nmodules = ["net*", "!metric/time"]\ndeterministic = false\n'
+    Path("pyproject.toml").write_text(f"[tool.det_callbacks]\n{table}")
+    done = run_command("record", "refs/run1", "--level", "state", faults=["twice"])
     assert (done.status, done.errors) == (0, "")
     assert "training with ['twice'], seed 0" in done.text
     assert done.last == f"det-callbacks record: recorded (exit status 0); the run: {Path('refs/run1').absolute()}"
     run = StoredRun.open(Path("refs/run1"))
-    assert (run.selection.level, run.selection.modules) == ("state", ("net*",))
+    assert (run.selection.level, run.selection.modules) == ("state", ("net*", "!metric/time"))
     assert run.rank(0).segments == [0, 1]
 
     done = run_command("verify", "refs/run1", "--level", "state", "--current", "same", faults=["twice"])
@@ -82,6 +84,15 @@ def test_our_errors_have_no_traceback_and_bad_options_start_nothing(run_command:
         (("check", "--vary", "worker"), "there are workers, threads, hash-seed"),
     ):
         done = run_command(*words)
+        assert (done.status, done.text) == (2, "")
+        assert says in done.errors
+    for table, says in (
+        ("levels = 1", "has no option levels; there are keep, level, modules, "),
+        ("only_steps = [1, true]", "[tool.det_callbacks] of pyproject.toml adds --only-steps=1,True"),
+        ("level = ", "pyproject.toml cannot be read: "),
+    ):
+        Path("pyproject.toml").write_text(f"[tool.det_callbacks]\n{table}\n")
+        done = run_command("record", "other")
         assert (done.status, done.text) == (2, "")
         assert says in done.errors
 
