@@ -57,6 +57,8 @@ _KERNEL_VARIABLES = (
 )
 _THREAD_VARIABLES = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")
 _DETERMINISM_VARIABLES = ("FLASH_ATTENTION_DETERMINISTIC", "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "PYTHONHASHSEED")
+_RECORDED_VARIABLES = frozenset((*_KERNEL_VARIABLES, *_DETERMINISM_VARIABLES))
+"""Settings that are these variables are recorded as such."""
 
 # Names under which people keep what must not be copied into a file that is passed around.
 # Whole names: "num_tokens" and "pad_token" are hyperparameters.
@@ -179,7 +181,8 @@ def _own_choices() -> Iterator[tuple[str, Any]]:
     for name, value in settings_in_force().items():
         if name == "inductor_deterministic" and value == torch.are_deterministic_algorithms_enabled():
             value = None  # use_deterministic_algorithms sets it, so that it acts through that
-        if not SETTINGS[name].is_recorded_elsewhere:
+        setting = SETTINGS[name]
+        if not setting.is_recorded_elsewhere and setting.variable not in _RECORDED_VARIABLES:
             yield f"settings.{name}", value
     backends: Any = torch.backends
     yield "torch.default_dtype", _dtype_name(torch.get_default_dtype())

@@ -281,13 +281,13 @@ class DeterminismCallback(CallbackArguments):
         if trainer.fit_loop.epoch_loop._is_training_done or trainer.should_stop:  # read at Lightning 2.6.6
             self._group.set_place("between")  # after the last batch there may be long validations, saves and hooks
         error = self._replicas.after_step(step)
-        self._stop_together(differs=differs, is_last=error is not None)  # what differs from the reference says more
+        self._stop_together(differs=differs, asks_now=error is not None)  # what differs from the reference says more
         raise_if(error)
 
-    def _stop_together(self, *, differs: bool, is_last: bool = True) -> None:
+    def _stop_together(self, *, differs: bool, asks_now: bool = True) -> None:
         """End the fit on all ranks where something differed on one of them."""
         may_stop = self._session is not None and self._session.may_stop
-        if self._group.stops_after(self._logged.step, differs=differs, may_stop=may_stop, is_last=is_last):
+        if self._group.stops_after(self._logged.step, differs=differs, may_stop=may_stop, asks_now=asks_now):
             self._end(is_early=True)
 
     @override

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from det_callbacks.check import PLAIN, CheckedRun, CheckReport, Script, check_script, new_folder
-from det_callbacks.cli.parser import INTERRUPTED, OPTIONS, SETTINGS
+from det_callbacks.cli.parser import ARGUMENTS, INTERRUPTED, SCRIPT_SETTINGS
 from det_callbacks.compare.record import REPORT_FILE
 from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError
 from det_callbacks.patterns import as_patterns
@@ -105,7 +105,9 @@ def _script(options: argparse.Namespace) -> Script:
         sys.stdout.flush()  # before the process writes to the same place
 
     given = {name: value for name, value in vars(options).items() if value is not None and value is not False}
-    arguments, settings = ({name: given[name] for name in names if name in given} for names in (OPTIONS, SETTINGS))
+    arguments, settings = (
+        {name: given[name] for name in names if name in given} for names in (ARGUMENTS, SCRIPT_SETTINGS)
+    )
     # a wrong one is an error now, and not only when the script trains
     for name in ("replay", "keep_tensors"):
         if isinstance(patterns := arguments.get(name), list):

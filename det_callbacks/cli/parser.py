@@ -197,11 +197,14 @@ def _script_command(commands: Any, name: str, usage: str, *, help: str, says: st
     return add
 
 
-OPTIONS = ("level", "modules", "every_n_steps", "only_steps", "replay", "keep_tensors", "steps", "on_divergence")
+ARGUMENTS = ("level", "modules", "every_n_steps", "only_steps", "replay", "keep_tensors", "steps", "on_divergence")
 """Arguments of ``DeterminismCallback`` that a script's command may be given."""
-SETTINGS = ("seed", "deterministic")
+SCRIPT_SETTINGS = ("seed", "deterministic")
 """Settings, likewise."""
-PROJECT_OPTIONS = ("keep", *(name.replace("_", "-") for name in (*OPTIONS, *SETTINGS) if name != "keep_tensors"))
+PROJECT_OPTIONS = (
+    "keep",
+    *(name.replace("_", "-") for name in (*ARGUMENTS, *SCRIPT_SETTINGS) if name != "keep_tensors"),
+)
 """Options by their names on the command line, as pyproject.toml may have them too."""
 
 

@@ -1,11 +1,11 @@
 """Which rows of two steps belong together.
 
-The same program on both sides is aligned by position. Otherwise a sequence diff runs over the units of both sides: an
-op call with the input and generator rows that it made, the row of its varying arguments and its outputs, or one named
-row; what can be inserted or removed as a whole. Each unit has four keys. Digests are anchors: the strictest key comes
-first, and for each key prefix and suffix, then keys that occur once, then common blocks. The occurrence of a site and
-its edges are no keys, so one op inserted among twenty alike shows as one op; where several places are equally good, it
-is the earliest.
+The same program on both sides is aligned by position. Otherwise a sequence diff runs over the units of both sides. A
+unit is what can be inserted or removed as a whole: an op call with the input and generator rows that it made, the row
+of its varying arguments and its outputs, or one named row. Each unit has four keys, which are tried from strict (with
+digests) to loose; with each, equal ends are matched first, then keys that occur once, then repeated blocks. The
+occurrence of a site and its edges are no keys, so one op inserted among twenty alike shows as one op; where several
+places are equally good, it is the earliest.
 """
 
 from collections import defaultdict
@@ -32,13 +32,13 @@ _LEADING = ("input", "generator", "delivered", "graph_output")
 class Alignment:
     """The rows of two steps side by side.
 
+    Two kinds of rows are not aligned: a row of varying arguments that the other side keeps as constants, and the input
+    rows of an op that only one side has.
+
     Attributes:
         reference: int64, position in the reference by row, -1 where only the current step has it.
         current: int64, position in the current step by row, -1 where only the reference has it.
         is_same_program: rows are positions on both sides.
-
-    Rows that say nothing by themselves are left out: a row of varying arguments that the other side keeps as constants,
-    and the input rows of an op that only one side has.
     """
 
     reference: np.ndarray
@@ -69,8 +69,8 @@ class _Units:
 
     Attributes:
         leads: the input rows of each unit.
-        rows: its outputs, or what it has besides; the row of varying arguments where there is nothing else.
-        arguments: its row of varying arguments, where it has outputs besides; else -1.
+        rows: its output rows or its named row; its row of varying arguments, where it has neither.
+        arguments: its row of varying arguments; -1 where there is none, or where ``rows`` has it.
         names: of its rows.
         keys: by level, one number a unit; equal numbers are equal keys, on both sides.
     """
@@ -115,7 +115,7 @@ def _group(view: StepView, numbers: dict[Hashable, int]) -> _Units:
         units.arguments.append(start if first > start else -1)
         rows = sites[first:stop]
         head = rows[0]
-        # by their names the rows of a state or a batch are what they are; an op is its name and place
+        # rows of the state or the batch are told by their names, ops by name and place
         place = (head.phase, head.module, head.op, *(() if head.op else (head.role, head.name)))
         kind = number(OP, place)
         outputs = tuple((row.role, row.output) for row in rows)
@@ -156,7 +156,7 @@ def _skip_leading(sites: tuple[Site, ...], place: int) -> int:
     reader = sites[start]
     if reader.role == "argument" and start + 1 < len(sites):
         reader = sites[start + 1]
-    # Rows of generators at a step's top have no op of their own, though one may come right after them.
+    # Rows of generators at a step's top belong to no op, even where one follows directly.
     first = start
     while first > place and first - 1 in reader.inputs:
         first -= 1
@@ -257,8 +257,8 @@ def _join(views: tuple[StepView, StepView], units: tuple[_Units, _Units], matche
 def _pair_inputs(views: tuple[StepView, StepView], units: tuple[_Units, _Units], matches: Pairs) -> dict[int, int]:
     """Return the input rows of the current step with theirs in the reference.
 
-    Matched calls that read alike have their rows in the same order. All other rows are paired wherever they stand:
-    whoever reads a tensor first makes its row, so that one new op before it takes the row over.
+    Matched calls that read alike have their rows in the same order. All other rows are paired by what they are, wherever
+    they stand: the row belongs to the op that reads the tensor first, so an op that is inserted before it gets the row.
     """
     partners: dict[int, int] = {}
     loose: tuple[list[int], list[int]] = ([], [])

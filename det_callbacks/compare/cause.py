@@ -1,7 +1,7 @@
 """Why a step differs: one table of rules, asked in order, and the first that applies names the cause.
 
 The order is that of time: what a run starts with, what it is given, what it draws, what it computes. The docs list
-the rules by name. Their sentences are made in ``report/sentences.py``.
+the rules by name. The sentence on what differs is made in ``report/sentences.py``, what to do in ``report/advice.py``.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -18,7 +18,7 @@ from det_callbacks.verdict import Divergence, Numbers, TensorNumbers, Verdict
 
 MAX_RANKS = 16
 """Ranks whose tensors are looked into, those that differ first."""
-MAX_ORIGINS = 5
+MEASURED_ORIGINS = 5
 """Origins of a rank that are: each takes the time to read what was kept of it, and up to 10 KB to tell other ranks."""
 MAX_INPUTS = 16
 """Inputs of an op that are listed, those that differ first."""
@@ -61,9 +61,9 @@ class KeptNumbers:
         first = replace(known.first, numbers=self(segment, known.first))
         origins = (
             first if origin == known.first else replace(origin, numbers=self(segment, origin))
-            for origin in known.origins[:MAX_ORIGINS]
+            for origin in known.origins[:MEASURED_ORIGINS]
         )
-        return replace(known, first=first, origins=(*origins, *known.origins[MAX_ORIGINS:]))
+        return replace(known, first=first, origins=(*origins, *known.origins[MEASURED_ORIGINS:]))
 
     def __call__(self, segment: int, divergence: Divergence) -> Numbers | None:
         """Return by how much a divergence differs; None where nothing was to be kept there, or one side has no tensor.

@@ -41,9 +41,9 @@ class ObserverContext:
     ``enable_hash_mode`` and ``disable_hash_mode``. It follows one process: give each one a name of its own.
 
     Args:
-        dump_dir: folder that runs are kept in.
+        dump_dir: folder in which runs are stored.
         name: of this run, and of its folder in ``dump_dir``.
-        reference: folder of the run to compare with; None records a run that can be one.
+        reference: folder of the run to compare with; None records a run, which can later be a reference.
         raise_on_mismatch: raise at the first observation that differs, at the latest at the end. Otherwise the block
             ends with a ``DivergenceWarning``.
         overwrite: recording: replace a run that is there. The folder of an earlier comparison is replaced anyway.
@@ -141,8 +141,8 @@ class ObserverContext:
     def next_step(self) -> None:
         """End the step under way and begin the next; without it the whole block is step 0.
 
-        It may stand at the beginning or at the end of a loop's body: nothing observed before the first call or after
-        the last one makes no step.
+        It may stand at the beginning or at the end of a loop's body: a first or last step in which nothing was observed
+        is dropped.
 
         Raises:
             DivergenceError, NotComparableError: the step differs, and ``raise_on_mismatch`` was asked for.
@@ -191,7 +191,7 @@ class ObserverContext:
         self._observations.on_observed = self._check if self.raise_on_mismatch and self._verification else None
 
     def _end_step(self, *, is_last: bool) -> None:
-        self._observations.on_observed = None  # what is outstanding is compared with the whole step
+        self._observations.on_observed = None  # the rest is compared with the whole step below
         self._observations.end()
         num_sites = self._recorder.num_sites
         if is_last and not num_sites and self._step:
@@ -213,7 +213,7 @@ class ObserverContext:
     def _check(self) -> None:
         """Raise as soon as the step under way is known to differ.
 
-        Only digests are looked at as long as they agree; a difference in nothing but names is found at the step's end.
+        While the digests agree nothing else is compared; a difference in names alone is found at the step's end.
         """
         verification, expected = self._verification, self._expected
         assert verification is not None

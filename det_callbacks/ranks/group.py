@@ -179,16 +179,16 @@ class RankGroup:
             found.append(content)
         return found
 
-    def stops_after(self, step: int, *, differs: bool, may_stop: bool, is_last: bool = False) -> bool:
+    def stops_after(self, step: int, *, differs: bool, may_stop: bool, asks_now: bool = False) -> bool:
         """Return whether all ranks stop now, because of a step that differed on one of them.
 
         Several ranks ask each other after every ``SYNC_EVERY_N_STEPS``-th step: one collective of a few bytes.
 
         Args:
             step: that ended.
-            differs: whether it did here.
-            may_stop: whether a difference stops anything; the same on all ranks.
-            is_last: all ranks stop after this step anyway, and want to know whether for this reason.
+            differs: whether it did here, and this process alone would stop.
+            may_stop: whether a difference stops the ranks; the same on all of them.
+            asks_now: ask also after a step between two of these, on all ranks.
 
         Raises:
             RankError: a rank is at another step, or does not come.
@@ -196,7 +196,7 @@ class RankGroup:
         if self.world_size == 1:
             return differs
         self._has_differed |= differs
-        if not may_stop or ((step + 1) % SYNC_EVERY_N_STEPS and not is_last):
+        if not may_stop or ((step + 1) % SYNC_EVERY_N_STEPS and not asks_now):
             return False
         rows = self.gather(lambda: [step, self._has_differed], task="the sync after every n-th step")
         if len({at for at, _ in rows}) > 1:

@@ -1,7 +1,7 @@
 """Whether the processes of a run start alike.
 
-Data shards, generator states and seeds may differ by design; settings, versions, code, selection and, where they are
-replicated, the initial weights may not.
+Data shards, generator states and seeds may differ. Settings, versions, code and selection must agree, and so must the
+initial weights where they are replicated.
 """
 
 import json
@@ -22,7 +22,7 @@ MAX_NAMED = 5
 _PREFIXES = ("settings.", "python.", "numpy.", "lightning.", "det_callbacks.", "triton.", "trainer.", "torch.")
 _NAMES = frozenset({"code.git_commit"})
 _BY_DESIGN = frozenset({"settings.seed", "torch.cpu_capability", "torch.num_interop_threads"})
-"""What may differ between the ranks: seeds, and what the nodes of a cluster are."""
+"""What may differ between the ranks: seeds, and properties of each node's CPU."""
 
 
 def require_same_start(group: RankGroup, manifest: Mapping[str, Any], weights: Mapping[str, Tensor] | None) -> None:
@@ -46,7 +46,7 @@ def require_same_start(group: RankGroup, manifest: Mapping[str, Any], weights: M
 def start_facts(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return what has to be the same in all processes at the start of a fit: name -> value, as JSON holds it.
 
-    Settings without an effect on this machine are not among it.
+    Settings without an effect on this machine are left out.
     """
     environment = {
         name: entry["value"]

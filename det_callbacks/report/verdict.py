@@ -13,7 +13,7 @@ from det_callbacks.runs.program import REGION
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import Divergence, Numbers, TensorNumbers, Verdict
 
-MAX_ORIGINS = 20
+PRINTED_ORIGINS = 20
 MAX_NUMBERS = 5
 """Divergences with numbers that are shown: the first one and origins."""
 
@@ -75,9 +75,9 @@ def verdict_report(verdict: Verdict) -> list[Section]:
         report.append(Section(title="First divergence", code=indented(facts)))
     report += [_by_how_much(one, is_first=one == first) for one in shown_numbers(verdict)]
     if origins:
-        more = f", the first {MAX_ORIGINS} of {len(origins)}" if len(origins) > MAX_ORIGINS else ""
+        more = f", the first {PRINTED_ORIGINS} of {len(origins)}" if len(origins) > PRINTED_ORIGINS else ""
         title = f"Origins (differing, though nothing they read differs{more})"
-        report.append(Section(title=title, table=origin_table(verdict, MAX_ORIGINS)))
+        report.append(Section(title=title, table=origin_table(verdict, PRINTED_ORIGINS)))
     report.append(Section(title="Compared", lines=indented(coverage_lines(verdict))))
     if verdict.environment:
         report.append(Section(title="Environment differences", table=environment_table(verdict)))

@@ -1,7 +1,7 @@
 """One file of steps: an Arrow IPC stream with one record batch a step.
 
-Arrow readers take it as it is. All steps with as many digests have the same metadata, so messages are put together
-and taken apart here without Arrow, which takes ten times as long; what is not laid out like that is damage.
+Arrow readers take it as it is. Steps with the same number of digests have identical headers, so messages are made and
+parsed here without Arrow, which takes ten times as long. Any other layout counts as damage.
 """
 
 import os
@@ -39,12 +39,12 @@ _ROW = np.dtype(
 
 Fit: TypeAlias = np.recarray[Any, Any]
 """What is known of the steps of a fit without their digests: records with the fields ``steps`` (ascending),
-``num_digests``, ``program_ids``, ``layout_ids``, ``chains``, ``files`` (the number of the file that holds a step: that
-of the last attempt which has it), ``positions`` (its index in there) and ``starts`` (its first byte)."""
+``num_digests``, ``program_ids``, ``layout_ids``, ``chains``, ``files`` (the number of the file that holds a step; where
+several attempts have it, that of the last), ``positions`` (its index in there) and ``starts`` (its first byte)."""
 
 # A message is its length, a FlatBuffer (Arrow columnar format, Message.fbs) and the body. The FlatBuffer holds the
-# length of the body; where in it the 14 buffers of the columns lie, of which the bitmaps are empty; and the number of
-# values and of nulls of 7 arrays, the items of the list being one of their own.
+# length of the body, 14 pairs of offset and length (the buffers of the columns in it; those of the bitmaps are empty), and
+# 7 pairs of the number of values and of nulls (of the columns, and of the items of the list).
 _START = bytes.fromhex("ffffffffa801000014000000000000000c0016000600050008000c000c0000000003040018000000")
 _TABLES = bytes.fromhex("00000a0018000c00040008000a000000fc000000100000000100000000000000000000000e000000")
 _BUFFERS = (0, 0, 0, 8, 8, 0, 8, 4, 16, 0, 16, 8, 24, 0, 24, 8, 32, 0, 32, 8, 40, 0, 40, 8, 48, 0, 48)
@@ -81,9 +81,9 @@ def make_fit(rows: Sequence[tuple[int, ...]] = ()) -> Fit:
 
 
 class StreamFile:
-    """The steps in one file, by position; what stands before their digests is held in memory, 64 bytes a step.
+    """The steps in one file, by position; the fixed fields of each step are kept in memory, 64 bytes a step.
 
-    Opening it reads that: 5 microseconds a step. Digests are read, and checked against the chains, when asked for. The
+    Opening it reads these: 5 microseconds a step. Digests are read, and checked against the chains, when asked for. The
     file is opened for each read and never mapped: mapped pages count as memory of the process, and a mapped file that
     someone cuts off kills it.
 
@@ -97,7 +97,7 @@ class StreamFile:
         unfinished: None, or why the file does not end as it should.
 
     Raises:
-        ReferenceFormatError: it is missing, empty, of another run or version, or damaged, also at its steps' reading.
+        ReferenceFormatError: it is missing, empty, damaged, or of another run or version; also on reading a step.
     """
 
     def __init__(self, path: Path, *, run_id: str, rank: int, attempt: int, segment: int) -> None:

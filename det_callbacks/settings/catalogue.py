@@ -201,7 +201,6 @@ def _flag(name: str, attribute: str, effect: str, **options: Any) -> Setting:
 
 
 def _variable(name: str, variable: str, effect: str, allowed: Any, **options: Any) -> Setting:
-    options = {"is_recorded_elsewhere": True, **options}
     return Setting(name=name, variable=variable, effect=effect, allowed=allowed, **options)
 
 
@@ -235,7 +234,6 @@ _ALL = (
         (":4096:8", ":16:8"),  # the two that torch.use_deterministic_algorithms names
         when="before_cuda",
         is_cuda_only=True,
-        is_recorded_elsewhere=False,
     ),
     *(
         _flag(f"cudnn_{name}", f"torch.backends.cudnn.{name}", effect, is_cuda_only=True)

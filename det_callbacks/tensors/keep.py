@@ -24,7 +24,7 @@ from det_callbacks.trace.deferred_sites import DeferredSites
 class _Call:
     """One call of an op: copies of what it read, with argument and name, and of what it wrote, by index.
 
-    Its first site comes at this position, or one later where it has one for its arguments.
+    ``position`` is that of its first site: the one of its arguments, where it has one, else that of its first output.
     """
 
     op: str
@@ -37,9 +37,9 @@ class _Call:
 class Keeper(OpSelection):
     """Copies what chosen ops read and write, and writes the steps that are to be kept.
 
-    A copy is made at once, since a tensor may change later in its step; from a device that computes digests it has
-    arrived when the step is settled. A call is kept whole or not at all. What the budget or the disk does not suffice
-    for, and what is no plain tensor, is counted with its reason, and the run goes on: no digest depends on it.
+    A copy is made at once, since a tensor may change later in its step; a copy from a GPU is complete when the step is
+    settled. A call is kept whole or not at all. Tensors that exceed the budget or the disk, or that are not plain, are
+    counted with the reason, and the run goes on: no digest depends on them.
 
     Args:
         patterns: which ops, ``[phase/][module:]op`` each.
@@ -61,7 +61,7 @@ class Keeper(OpSelection):
         """Start a step, and forget the one under way.
 
         Args:
-            is_wanted: whether its tensors may be asked for; without it nothing is copied.
+            is_wanted: whether this step may be kept; without it nothing is copied.
         """
         self._is_wanted = is_wanted
         self._calls: list[_Call] = []
@@ -117,7 +117,7 @@ class Keeper(OpSelection):
         except (DetCallbacksError, OSError) as error:  # the run does not depend on it
             self._left_out += [str(error)] * len(self._calls)
             tensors, size = {}, 0
-            with suppress(OSError):  # then the closing line alone says it
+            with suppress(OSError):  # where even this fails, only the closing line says it
                 self.writer.write(step, {}, self._missing())
         if tensors:
             self.counts = replace(

@@ -25,7 +25,7 @@ MAX_MAPS, MAX_COLUMNS, MAX_ROWS = 16, 800, 100
 MAX_STEPS, FIRST_SITES, MAX_SITES = 120, 200, 20
 """Steps that are listed in all, sites of the first step of each map in all, and of any other step."""
 MAX_SPANS = 50
-MAX_ORIGINS = 100
+SHOWN_ORIGINS = 100
 """Origins that a verdict lists; one with as many may have left some out."""
 
 MATCH, ORIGIN, CARRIED, NOT_COMPARED = "moc."
@@ -217,7 +217,7 @@ class _Builder:
         is_first = rank not in self._known_names
         known_names = self._known_names.setdefault(rank, set())
         starting = np.isin(sites.rows, sites.starting("here"))
-        if is_first and len(self._verdict.origins) < MAX_ORIGINS:
+        if is_first and len(self._verdict.origins) < SHOWN_ORIGINS:
             origins = {_place(one) for one in self._verdict.origins if (one.rank, one.step) == (rank, step)}
             starting[:] = [_place(site) in origins for site in found]
         is_of_first = is_first and first is not None and first.rank == rank

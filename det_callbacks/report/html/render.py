@@ -8,7 +8,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.report import verdict as words
 from det_callbacks.report.console import Table, count
-from det_callbacks.report.html.model import MAX_ORIGINS, HeatMap, build_maps
+from det_callbacks.report.html.model import SHOWN_ORIGINS, HeatMap, build_maps
 from det_callbacks.runs.files import replace_atomically
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import Verdict
@@ -51,7 +51,7 @@ def write_report(path: str | Path, verdict: Verdict, *, reference: str | Path, c
         facts_of_first=[] if first is None else words.facts_of(first),
         source=words.source_lines(verdict),
         numbers=[(one, words.place_of(one)) for one in words.shown_numbers(verdict)],
-        origins=words.origin_table(verdict, MAX_ORIGINS),
+        origins=words.origin_table(verdict, SHOWN_ORIGINS),
         environment=words.environment_table(verdict),
         ranks=_rank_table(maps),
         coverage=words.coverage_lines(verdict),
