@@ -257,8 +257,8 @@ def _join(views: tuple[StepView, StepView], units: tuple[_Units, _Units], matche
 def _pair_inputs(views: tuple[StepView, StepView], units: tuple[_Units, _Units], matches: Pairs) -> dict[int, int]:
     """Return the input rows of the current step with theirs in the reference.
 
-    Matched calls that read alike have their rows in the same order. All other rows are paired by what they are, wherever
-    they stand: the row belongs to the op that reads the tensor first, so an op that is inserted before it gets the row.
+    Matched calls that read alike have their rows in the same order. All other rows are paired by what they are: a row
+    belongs to the op that reads the tensor first, so an op that is inserted before it gets the row.
     """
     partners: dict[int, int] = {}
     loose: tuple[list[int], list[int]] = ([], [])

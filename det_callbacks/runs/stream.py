@@ -43,8 +43,8 @@ Fit: TypeAlias = np.recarray[Any, Any]
 several attempts have it, that of the last), ``positions`` (its index in there) and ``starts`` (its first byte)."""
 
 # A message is its length, a FlatBuffer (Arrow columnar format, Message.fbs) and the body. The FlatBuffer holds the
-# length of the body, 14 pairs of offset and length (the buffers of the columns in it; those of the bitmaps are empty), and
-# 7 pairs of the number of values and of nulls (of the columns, and of the items of the list).
+# length of the body, 14 pairs of offset and length (the buffers of the columns; those of the bitmaps are empty), and 7
+# pairs of the number of values and of nulls (of the columns, and of the items of the list).
 _START = bytes.fromhex("ffffffffa801000014000000000000000c0016000600050008000c000c0000000003040018000000")
 _TABLES = bytes.fromhex("00000a0018000c00040008000a000000fc000000100000000100000000000000000000000e000000")
 _BUFFERS = (0, 0, 0, 8, 8, 0, 8, 4, 16, 0, 16, 8, 24, 0, 24, 8, 32, 0, 32, 8, 40, 0, 40, 8, 48, 0, 48)
