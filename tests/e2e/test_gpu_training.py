@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_fits import MIB, ImageModel, fit, fit_without_waits, peak_of_fit, within_steps
+from gpu_fits import MIB, ImageModel, fit_without_waits, peak_of_fit, within_steps
 from late_device import forbid_waiting
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # looked at in torch 2.13
 from torch.utils.data import DataLoader, TensorDataset
 from trainers import LIGHTNING_ADVICE, has_same_weights, quiet_trainer
 
@@ -38,17 +37,6 @@ def run(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
         cwd=folder,
         env={**variables, "PYTHONPATH": path},
     )
-
-
-def test_the_switch_encloses_the_training_and_nothing_of_the_callback(tmp_path: Path) -> None:
-    is_traced: list[tuple[bool, bool]] = []
-
-    def switch(is_on: bool) -> None:
-        is_traced.append((is_on, bool(_get_current_dispatch_mode_stack())))
-
-    ours = DeterminismCallback(tmp_path / "run", mode="record")
-    fit(ImageModel(8), *within_steps(switch, ours, first_step=1), device="cpu", num_steps=3, batch_size=2)
-    assert is_traced == [(False, True), *[(True, True), (False, True)] * 2]
 
 
 @pytest.mark.gpu

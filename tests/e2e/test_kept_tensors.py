@@ -1,31 +1,141 @@
 """By how much runs differ, from what keep_tensors kept; where that is not known it is said, and no number is wrong."""
 
 import json
+import random
 import shutil
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
-from kept import Small, fit, numbers_of, output_of, planted, record, ulps_at, verify
+from faults import Around
 from processes import run_ranks
 from processes import train as train_ranks
 from styles import Classifier
 from torch import Tensor, nn
-from trainers import LIGHTNING_ADVICE, has_same_weights
+from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, TensorDataset
+from trainers import LIGHTNING_ADVICE, has_same_weights, quiet_trainer
 
 from det_callbacks import CoverageWarning, DeterminismCallback, Verdict, compare_runs
 from det_callbacks.cli import main
 from det_callbacks.report.verdict import verdict_lines
 from det_callbacks.tensors import files
+from det_callbacks.verdict import Numbers, TensorNumbers
 
 pytestmark = [
     LIGHTNING_ADVICE,
     pytest.mark.filterwarnings("ignore::det_callbacks.DivergenceWarning"),  # on_divergence="warn", which is tried
 ]
+
+WIDTH, BATCH, STEPS = 6, 4, 4
+
+
+class Small(pl.LightningModule):
+    """Two linear layers, and what a test puts between them."""
+
+    def __init__(self, *middle: nn.Module, optimizer: Callable[..., Any] = torch.optim.SGD, **options: Any) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, WIDTH)
+        self.middle = nn.Sequential(*middle)
+        self.last = nn.Linear(WIDTH, 2)
+        self.make_optimizer = lambda: optimizer(self.parameters(), lr=0.1, **options)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        inputs, labels = batch
+        return cross_entropy(self.last(self.middle(self.first(inputs))), labels)
+
+    def configure_optimizers(self) -> Any:
+        return self.make_optimizer()
+
+
+class Planted(TorchDispatchMode):
+    """Changes what the first call of an op in one step wrote; open below the trace.
+
+    Args:
+        model: whose training it disturbs.
+        op: overload, "aten.addmm.default".
+        change: gets what the op returned and its arguments.
+        step: at which it strikes.
+    """
+
+    def __init__(self, model: pl.LightningModule, op: str, change: Callable[[Any, Any], object], step: int) -> None:
+        super().__init__()
+        self.model, self.op, self.change, self.step = model, op, change, step
+        self.has_struck = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        is_due = str(func) == self.op and self.model.trainer.fit_loop.epoch_loop.total_batch_idx == self.step
+        if is_due and not self.has_struck:
+            self.change(output, args)
+            self.has_struck = True
+        return output
+
+
+def ulps_at(tensor: Tensor, place: tuple[int, ...], num: int = 1) -> None:
+    """Make an element of float32 so many ULPs larger in size."""
+    tensor.detach().view(torch.int32)[place] += num
+
+
+def planted(op: str, change: Callable[[Any, Any], object], *, step: int = 2) -> Around:
+    @contextmanager
+    def around(model: pl.LightningModule) -> Iterator[None]:
+        with Planted(model, op, change, step) as mode:
+            yield
+        assert mode.has_struck
+
+    return around
+
+
+def fit(
+    callback: DeterminismCallback | None,
+    model: Callable[[], pl.LightningModule] = Small,
+    around: Around = lambda model: nullcontext(),
+) -> pl.LightningModule:
+    """Train four steps (an epoch) from one seed."""
+    for seed in (random.seed, np.random.seed, torch.manual_seed):  # seed_everything leaves environment variables
+        seed(5)
+    trained = model()
+    generator = torch.Generator().manual_seed(1)
+    data = TensorDataset(
+        torch.randn(BATCH * STEPS, 3, generator=generator), torch.randint(2, (BATCH * STEPS,), generator=generator)
+    )
+    with around(trained):
+        quiet_trainer(*([] if callback is None else [callback])).fit(trained, DataLoader(data, batch_size=BATCH))
+    return trained
+
+
+def record(folder: Path, patterns: Sequence[str], model: Callable[[], Any] = Small, *, budget: float = 64.0) -> Path:
+    fit(DeterminismCallback(folder, mode="record", keep_tensors=patterns, tensor_budget_mib=budget), model)
+    return folder
+
+
+def verify(folder: Path, model: Callable[[], Any] = Small, *, current: Path | None = None, **options: Any) -> Verdict:
+    """Verify with ``on_divergence="warn"``, and return the verdict."""
+    callback = DeterminismCallback(folder, current=current or folder.with_name("current"), on_divergence="warn")
+    fit(callback, model, **options)
+    assert callback.verdict is not None
+    return callback.verdict
+
+
+def numbers_of(verdict: Verdict) -> Numbers:
+    assert verdict.first_divergence.numbers is not None, "no numbers"
+    return verdict.first_divergence.numbers
+
+
+def output_of(verdict: Verdict) -> TensorNumbers:
+    numbers = numbers_of(verdict)
+    assert not numbers.problem, numbers.problem
+    (output,) = numbers.output
+    return output
+
 
 ADDMM = "aten.addmm.default"
 FIRST = f"forward/first:{ADDMM}"

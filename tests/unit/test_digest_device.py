@@ -194,25 +194,24 @@ def test_a_thread_that_comes_into_another_one_s_launch_waits_for_it(does_write: 
         (False, AssertionError("libcuda.so cannot found!"), "AssertionError: libcuda.so cannot found!"),
         (False, AttributeError("no such name"), "AttributeError: no such name"),
         (True, None, "TRITON_INTERPRET is set"),
+        (None, None, "ModuleNotFoundError"),
     ],
 )
-def test_an_odd_triton_is_not_taken_and_says_why(
-    is_interpreted: bool, error: Exception | None, reason: str, monkeypatch: pytest.MonkeyPatch
+def test_without_triton_or_with_an_odd_one_each_tensor_is_copied_and_it_says_why(
+    is_interpreted: bool | None, error: Exception | None, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernels = late_kernels()
-    kernels.IS_INTERPRETED, kernels.TritonError = is_interpreted, ValueError
-    kernels.Launchers = mock.Mock(side_effect=error)
-    monkeypatch.setattr(triton_digest.TritonDigest, "stream", lambda _: None)
-    monkeypatch.setitem(sys.modules, "det_callbacks.digest.device.triton_kernels", kernels)
+    name = "det_callbacks.digest.device.triton_kernels"
+    if is_interpreted is None:
+        monkeypatch.setitem(sys.modules, "triton", None)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    else:
+        kernels = late_kernels()
+        kernels.IS_INTERPRETED, kernels.TritonError = is_interpreted, ValueError
+        kernels.Launchers = mock.Mock(side_effect=error)
+        monkeypatch.setattr(triton_digest.TritonDigest, "stream", lambda _: None)
+        monkeypatch.setitem(sys.modules, name, kernels)
     said = str(device_choice.__wrapped__(torch.device("cuda", 0)))
     assert said.startswith(f"a copy to the host; no Triton: {reason}")
-
-
-def test_without_triton_each_tensor_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "det_callbacks.digest.device.triton_kernels", raising=False)
-    said = str(device_choice.__wrapped__(torch.device("cuda", 0)))
-    assert said.startswith("a copy to the host; no Triton: ModuleNotFoundError")
     assert str(device_choice(torch.device("mps", 0))) == "a copy to the host"
 
 

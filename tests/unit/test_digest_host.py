@@ -48,30 +48,24 @@ def test_every_contiguous_buffer_is_taken_and_nothing_else() -> None:
             digest_bytes(value)
 
 
-@pytest.fixture
-def threads_seen(monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """Idents of the threads that hashed pieces; each waits for the other, so both get some."""
+def test_many_spans_are_hashed_by_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: set[int] = set()
     both_started = threading.Barrier(2, timeout=60)
     hash_pieces = host._hash_pieces
 
     def noted(*work: object) -> None:
-        both_started.wait()
+        both_started.wait()  # so both get some
         seen.add(threading.get_ident())
         hash_pieces(*work)
 
     monkeypatch.setattr(host, "_hash_pieces", noted)
-    return seen
-
-
-def test_many_spans_are_hashed_by_two_threads(threads_seen: set[int]) -> None:
     sizes = [0, 1, 1024, 5 * MIB + 3, 0, 300_000, 12 * MIB, 17]
     arrays = [np.frombuffer(random_bytes(size, seed), dtype=np.uint8) for seed, size in enumerate(sizes)]
     before = threading.enumerate()
     digests = host.digest_spans([(array.ctypes.data, array.nbytes) for array in arrays])
     assert digests == [digest_reference.digest(array.tobytes()) for array in arrays]
-    assert len(threads_seen) == 2
-    assert threading.get_ident() in threads_seen
+    assert len(seen) == 2
+    assert threading.get_ident() in seen
     assert threading.enumerate() == before, "the second one has ended"
 
 

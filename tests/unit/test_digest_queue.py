@@ -49,25 +49,6 @@ def digests(*values: float, length: int = 4) -> list[int]:
     return [digest_tensor(filled(value, length)) for value in values]
 
 
-@pytest.mark.parametrize(
-    "write",
-    [lambda pending: pending, lambda pending: pending[1:3], lambda pending: pending.view(torch.int32)],
-    ids=["itself", "a view", "one of another dtype"],
-)
-def test_a_write_launches_what_waits_there(write: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    device = LateDevice()
-    queue = DigestQueue(device)
-    base, other = filled(1, 8), filled(2)
-    add(queue, base[2:6])
-    queue.before_write(other.untyped_storage())
-    assert device.launches == []
-    target = write(base)
-    queue.before_write(target.untyped_storage())
-    assert device.launches == [(1, None)]
-    target.fill_(7)
-    assert queue.finish() == digests(1)
-
-
 def test_memory_that_waits_is_held_and_then_let_go_and_the_tensor_never() -> None:
     queue = DigestQueue(LateDevice())
     value = filled(3)

@@ -5,8 +5,6 @@ import numpy as np
 import pytest
 import torch
 from device_cases import DTYPES
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from det_callbacks.digest import components, digest_bytes, digest_output, digest_tensor, digest_tensors
 from det_callbacks.errors import DetCallbacksError
@@ -50,37 +48,32 @@ def test_every_dtype_is_its_stored_bytes_in_row_major_order(dtype: torch.dtype) 
 @pytest.mark.parametrize("dtype", [torch.complex32, torch.complex64, torch.complex128], ids=str)
 def test_conjugate_and_negative_views_are_what_they_mean(dtype: torch.dtype) -> None:
     tensor = torch.complex(torch.arange(6.0), torch.arange(1.0, 7.0)).to(dtype).reshape(2, 3)
-    conjugate = tensor.conj()
-    assert conjugate.is_conj()
-    resolved = conjugate.resolve_conj()
-    assert digest_tensor(conjugate) == digest_output(conjugate) == digest_tensor(resolved) != digest_tensor(tensor)
-    assert digest_tensor(conjugate.t()) == digest_tensor(resolved.t().contiguous())
-    assert digest_output(conjugate.t()) == digest_tensor(resolved)
-    negative = conjugate.imag
-    assert negative.is_neg()
-    assert digest_tensor(negative) == digest_tensor((-tensor.imag).contiguous()) != digest_tensor(tensor.imag)
-    contiguous = torch._neg_view(torch.arange(1.0, 7.0))
-    assert contiguous.is_neg()
-    assert digest_tensor(contiguous) == digest_output(contiguous) == digest_tensor(-torch.arange(1.0, 7.0))
-    both = torch._neg_view(conjugate)
-    assert both.is_conj()
-    assert both.is_neg()
-    expected = digest_tensor(torch.complex(-tensor.real.float(), tensor.imag.float()).to(dtype))
-    assert digest_tensor(both) == digest_output(both) == expected
-    assert digest_output(both.t()) == expected
+    conjugate, numbers = tensor.conj(), torch.arange(1.0, 7.0)
+    for view, meant in (
+        (conjugate, conjugate.resolve_conj()),
+        (conjugate.t(), conjugate.resolve_conj().t().contiguous()),
+        (conjugate.imag, (-tensor.imag).contiguous()),
+        (torch._neg_view(numbers), -numbers),
+        (torch._neg_view(conjugate), torch.complex(-tensor.real.float(), tensor.imag.float()).to(dtype)),
+    ):
+        assert view.is_conj() or view.is_neg()
+        assert digest_tensor(view) == digest_tensor(meant)
+        in_memory_order = conjugate.resolve_conj() if view.shape == (3, 2) else meant
+        assert digest_output(view) == digest_tensor(in_memory_order)
 
 
-def test_outputs_are_read_in_memory_order_where_they_are_dense() -> None:
+def test_outputs_are_read_in_memory_order_where_they_are_dense_and_else_in_row_major_order() -> None:
     tensor = torch.randn(2, 3, 4, 5)
     for order in ((0, 2, 3, 1), (3, 2, 1, 0), (1, 0, 2, 3)):
         permuted = tensor.permute(order)
         assert digest_output(permuted) == digest_tensor(tensor)
         assert digest_tensor(permuted) == digest_tensor(permuted.contiguous()) != digest_tensor(tensor)
-    channels_last = tensor.to(memory_format=torch.channels_last)
-    assert digest_output(channels_last) == digest_tensor(channels_last.permute(0, 2, 3, 1))
     memory = torch.randn(12)
     size_of_one = memory.as_strided((3, 1, 4), (1, 99, 3))
     assert digest_output(size_of_one) == digest_tensor(memory) != digest_tensor(size_of_one)
+    gaps = torch.randn(6, 10)
+    for view in (gaps[:, ::2], gaps.t()[::2], gaps[:1].expand(4, 10), gaps.as_strided((3, 3), (1, 1))):
+        assert digest_output(view) == digest_tensor(view.contiguous())
 
 
 def test_what_lies_in_order_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,12 +85,6 @@ def test_what_lies_in_order_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> No
         digest_tensors([plain])
     for dense in (tensor.permute(3, 0, 2, 1), tensor[1].mT):
         digest_output(dense)
-
-
-def test_outputs_with_gaps_or_overlaps_are_read_in_row_major_order() -> None:
-    tensor = torch.randn(6, 10)
-    for view in (tensor[:, ::2], tensor.t()[::2], tensor[:1].expand(4, 10), tensor.as_strided((3, 3), (1, 1))):
-        assert digest_output(view) == digest_tensor(view.contiguous())
 
 
 def test_parameters_leaves_and_inference_tensors_are_their_data() -> None:
@@ -145,15 +132,3 @@ def test_what_is_no_tensor_is_refused() -> None:
         for value in (None, 1.0, [torch.ones(1)], b"bytes"):
             with pytest.raises(TypeError, match=f"not of a {type(value).__name__}"):
                 digest(value)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.sampled_from([dtype for dtype in DTYPES if dtype is not torch.bool]), st.integers(1, 200), st.integers(0, 10**6)
-)
-def test_any_changed_bit_of_any_dtype_is_seen(dtype: torch.dtype, length: int, place: int) -> None:
-    tensor = make(dtype, length)
-    before = digest_tensor(tensor)
-    raw = tensor.view(torch.uint8)
-    raw[place // 8 % raw.numel()] ^= 1 << place % 8
-    assert digest_tensor(tensor) != before

@@ -87,22 +87,17 @@ def test_raising_at_the_observation_that_differs(tmp_path: Path) -> None:
     assert (tmp_path / "current" / "verdict.json").is_file()
 
 
-def test_two_observers_at_once(tmp_path: Path) -> None:
-    with ObserverContext(tmp_path, "run"):
+def test_a_context_is_used_once_and_only_one_at_a_time(tmp_path: Path) -> None:
+    observer = ObserverContext(tmp_path, "run")
+    with pytest.raises(TraceError, match="not open"):
+        observer.next_step()
+    with observer:
         observe("x", 1)
         with pytest.raises(TraceError, match="active already"), ObserverContext(tmp_path, "other"):
             pass
         observe("y", 1)
     assert names(tmp_path / "run") == ["x", "y"]
     assert not (tmp_path / "other").exists()
-
-
-def test_a_context_is_used_once(tmp_path: Path) -> None:
-    observer = ObserverContext(tmp_path, "run")
-    with pytest.raises(TraceError, match="not open"):
-        observer.next_step()
-    with observer:
-        observe("x", 1)
     with pytest.raises(TraceError, match="entered already"), observer:
         pass
     with pytest.raises(TraceError, match="not open"):
