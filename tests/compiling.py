@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -68,8 +69,13 @@ class Net(nn.Module):
         return self.head(self.blocks(x))
 
 
+def backend_of(run: Callable[..., Any]) -> Any:
+    """Return a compiler whose graphs do what ``run(graph, *inputs)`` does."""
+    return aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(partial(run, graph)))
+
+
 def opaque_backend() -> Any:
-    return aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graph.forward))
+    return backend_of(lambda graph, *inputs: graph.forward(*inputs))
 
 
 def net() -> Net:

@@ -5,12 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from compiling import COMPILING, FOLLOWER, difference
+from compiling import COMPILING, FOLLOWER, backend_of, difference
 from host_graphs import capture, graph_of, host_graphs
 from late_device import as_in_a_step, late_device
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensorMode
 from tracing import assert_same, position_of, site_of, step_of, traced, with_role
 
@@ -165,20 +163,17 @@ def test_a_region_that_runs_as_a_cuda_graph_has_the_same_rows_in_each_step(monke
     graph = graph_of(lambda: out.copy_(kept.mul_(3)))
     runs: list[int] = []
 
-    def compiler(module: Any, inputs: Any) -> Any:
-        def run(x: Tensor) -> Any:
-            runs.append(1)
-            if len(runs) == 1:  # warms up
-                return (x.exp(),)
-            if len(runs) == 2:
-                with capture():
-                    x.exp()
-            graph.replay()
-            return (out,)
+    def run(_: Any, x: Tensor) -> Any:
+        runs.append(1)
+        if len(runs) == 1:  # warms up
+            return (x.exp(),)
+        if len(runs) == 2:
+            with capture():
+                x.exp()
+        graph.replay()
+        return (out,)
 
-        return make_boxed_func(run)
-
-    compiled = torch.compile(lambda x: x + 1, backend=aot_autograd(fw_compiler=compiler))
+    compiled = torch.compile(lambda x: x + 1, backend=backend_of(run))
     mode = HashMode()
 
     def body() -> None:
