@@ -101,15 +101,6 @@ def _is_on_cpu(_: torch.Tensor) -> bool:
     return not sys._getframe(1).f_globals.get("__name__", "").startswith("det_callbacks.")
 
 
-_array_of = torch.Tensor.numpy
-
-
-def _numpy(tensor: torch.Tensor, **kwargs: Any) -> Any:
-    """Return the array that shares a tensor's memory, in the way that CuPy and others come to a device's."""
-    tensor.data_ptr()
-    return _array_of(tensor, **kwargs)
-
-
 @contextmanager
 def late_device(mask: int = 0) -> Iterator[LateDevice]:
     """Have the package take all tensors for those of a device that yields digests at the end of a step."""
@@ -125,7 +116,6 @@ def late_device(mask: int = 0) -> Iterator[LateDevice]:
 
     with (
         mock.patch.object(torch.Tensor, "is_cpu", property(_is_on_cpu)),
-        mock.patch.object(torch.Tensor, "numpy", _numpy),
         mock.patch.object(deferred, "device_choice", return_value=Choice(method=device)),
         mock.patch.object(deferred, "Transfers", LateTransfers),
         mock.patch.object(DeferredSites, "settle", settling),

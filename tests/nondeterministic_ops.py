@@ -3,6 +3,7 @@
 import itertools
 import os
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -73,29 +74,20 @@ class Planted(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.third = NoisyForward(), NoisyBackward(), NoisyInPlace()
+        self.first, self.second, self.third = Around(noisy), Around(NoisyGradient.apply), NoisyInPlace()
         self.head = nn.Linear(4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.third(self.second(self.first(x))))
 
 
-class NoisyForward(nn.Module):
-    def __init__(self) -> None:
+class Around(nn.Module):
+    def __init__(self, op: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.fc = nn.Linear(4, 4)
+        self.fc, self.op = nn.Linear(4, 4), op
 
     def forward(self, x: Tensor) -> Tensor:
-        return noisy(self.fc(x)).tanh()
-
-
-class NoisyBackward(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return NoisyGradient.apply(self.fc(x)).sigmoid()
+        return self.op(self.fc(x)).tanh()
 
 
 class NoisyInPlace(nn.Module):

@@ -89,23 +89,6 @@ class Customs(nn.Module):
         return soften(y, 2.0) * self.one(y) * Scale.apply(Turn.apply(y), 0.5)
 
 
-class Block(nn.Module):
-    def __init__(self, width: int, heads: int = 2) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width), nn.Dropout(0.1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1)
-        )
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        x = x + self.proj(attended)
-        return x + self.mlp(self.norm2(x))
-
-
 class Gpt(nn.Module):
     """Tied weights; optionally each block checkpointed as a module."""
 
@@ -113,7 +96,7 @@ class Gpt(nn.Module):
         super().__init__()
         self.reentrant = reentrant
         self.tok, self.pos = nn.Embedding(11, 8), nn.Embedding(6, 8)
-        self.blocks = nn.ModuleList(Block(8) for _ in range(3))
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(3))
         self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 11, bias=False)
         self.head.weight = self.tok.weight
 

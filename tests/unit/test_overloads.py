@@ -1,7 +1,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from op_sweep import SweepMode, bytes_of
 from torch import Tensor
 from torch.distributed import fsdp  # defines ops of its own
+from tracing import traced, with_role
 
 from det_callbacks.trace.overloads import (
     DECLARED_ONLY,
@@ -153,32 +154,21 @@ def test_batch_norm_writes_in_training_only_and_its_out_variant_what_it_is_given
     assert [id(tensor) for tensor in written] == [id(tensor) for tensor in outs.values()]
 
 
-def fused_update(base: str, grads: list[Tensor], scale: Tensor | None) -> tuple[list[Tensor], Callable[[], None]]:
-    params, sums = [torch.ones(3)], [[torch.zeros(3)] for _ in range(3)]
-    shared = {"grad_scale": scale, "found_inf": None if scale is None else torch.zeros(())}
-    numbers = {"lr": 0.1, "weight_decay": 0.0, "maximize": False}
-    steps = [torch.tensor(1.0)]
-    if base == "aten._fused_sgd_":
-        args = (params, grads, sums[0])
-        more = {"momentum": 0.5, "dampening": 0.0, "nesterov": False, "is_first_step": False}
-    elif base == "aten._fused_adagrad_":
-        args, more = (params, grads, sums[0], steps), {"lr_decay": 0.0, "eps": 1e-8}
-    else:
-        args = (params, grads, sums[0], sums[1], [], steps)
-        more = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "amsgrad": False}
-    kwargs = {**numbers, **more, **shared}
-    func = op_named(base).default
-    return written_arguments(make_plan(func), args, kwargs), lambda: func(*args, **kwargs)
-
-
-@pytest.mark.parametrize("base", DECLARED_ONLY)
-@pytest.mark.parametrize("is_scaled", [False, True])
-def test_fused_updates_write_gradients_only_when_they_unscale_them(base, is_scaled):
-    grads = [torch.full((3,), 4.0)]
-    written, run = fused_update(base, grads, torch.tensor(2.0) if is_scaled else None)
-    run()
-    assert any(tensor is grads[0] for tensor in written) == is_scaled
-    assert grads[0].tolist() == [2.0 if is_scaled else 4.0] * 3
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
+def test_fused_updates_write_gradients_only_when_they_unscale_them(kind):
+    num_written = []
+    for is_scaled in (False, True):
+        weight = torch.nn.Parameter(torch.ones(3))
+        weight.grad = torch.full((3,), 4.0)
+        optimizer = kind([weight], lr=0.1, fused=True)
+        if is_scaled:  # as GradScaler does
+            optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.zeros(())
+        trace = traced(optimizer.step)
+        written = [site for site in with_role(trace, "output") if site.op.startswith("aten._fused_")]
+        assert {site.op.removesuffix(".default") for site in written} <= DECLARED_ONLY.keys()
+        num_written.append(len(written))
+        assert weight.grad.tolist() == [2.0 if is_scaled else 4.0] * 3
+    assert num_written[1] == num_written[0] + 1 > 1
 
 
 def overwrite(base: str, target: Tensor) -> None:

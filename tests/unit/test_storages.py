@@ -15,45 +15,6 @@ from det_callbacks.runs.program import Program
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.trace.storages import Region, region_of
 
-NUM_ELEMENTS = 24
-
-
-@st.composite
-def views(draw: st.DrawFn) -> Tensor:
-    """A strided view of 24 bytes, with holes, overlaps or repetitions."""
-    shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
-    stride = draw(st.lists(st.integers(0, 9), min_size=len(shape), max_size=len(shape)))
-    extent = sum((length - 1) * step for length, step in zip(shape, stride, strict=True)) + 1
-    while extent > NUM_ELEMENTS:
-        stride = [step // 2 for step in stride]
-        extent = sum((length - 1) * step for length, step in zip(shape, stride, strict=True)) + 1
-    offset = draw(st.integers(0, NUM_ELEMENTS - extent))
-    return torch.zeros(NUM_ELEMENTS, dtype=torch.uint8).as_strided(shape, stride, offset)
-
-
-def bytes_in(view: Tensor) -> frozenset[int]:
-    places = torch.arange(NUM_ELEMENTS).as_strided(view.shape, view.stride(), view.storage_offset())
-    return frozenset(places.flatten().tolist())
-
-
-@settings(max_examples=100, deadline=None)
-@given(views(), views())
-def test_regions_are_the_bytes_of_views(first, second):
-    one, other = region_of(first), region_of(second)
-    assert (one.low, one.high) == (min(bytes_in(first)), max(bytes_in(first)) + 1)
-    shared = bytes_in(first) & bytes_in(second)
-    assert one.overlaps(other) == other.overlaps(one)
-    if shared:
-        assert one.overlaps(other)
-    if one.contains(other):
-        assert bytes_in(first) >= bytes_in(second)
-    if not one.holes:
-        assert bytes_in(first) == frozenset(range(one.low, one.high))
-        assert one.contains(other) == (bytes_in(first) >= bytes_in(second))
-        if not other.holes:
-            assert one.overlaps(other) == bool(shared)
-
-
 ROWS = st.tuples(st.just("rows"), st.integers(0, 5), st.integers(1, 6))
 COLUMNS = st.tuples(st.just("columns"), st.integers(0, 3), st.integers(1, 4))
 TURNED = st.tuples(st.just("turned"), st.integers(0, 3), st.integers(1, 3))
