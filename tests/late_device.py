@@ -73,10 +73,6 @@ class LateTransfers(Transfers):
     def __init__(self) -> None:
         self._due: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    @property
-    def num_held(self) -> int:
-        return len(self._due)
-
     def fetch(self, source: torch.Tensor) -> torch.Tensor:
         copy = torch.empty_like(source)
         if copy.numel():

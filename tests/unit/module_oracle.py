@@ -105,24 +105,16 @@ class Attributions:
     judged: list[tuple[Site, Truth]]
 
     @property
-    def wrong(self) -> list[tuple[str, str, str, str, str | None]]:
+    def wrong(self) -> list[tuple[Site, Truth]]:
         return [
-            (site.phase, site.op, site.module, "is", truth.module)
+            (site, truth)
             for site, truth in self.judged
-            if site.module not in (truth.module, "?")
+            if site.module not in (truth.module, "?") or site.recomputed != truth.recomputed
         ]
 
     @property
-    def unnamed(self) -> list[tuple[str, str, str | None]]:
-        return [(site.phase, site.op, truth.module) for site, truth in self.judged if site.module == "?"]
-
-    @property
-    def num_backward(self) -> int:
-        return sum(site.phase == "backward" for site, _ in self.judged)
-
-    @property
-    def misjudged_recomputation(self) -> list[tuple[str, str]]:
-        return [(site.op, site.module) for site, truth in self.judged if site.recomputed != truth.recomputed]
+    def unnamed(self) -> list[tuple[Site, Truth]]:
+        return [(site, truth) for site, truth in self.judged if site.module == "?"]
 
 
 def judge(model: nn.Module, step: Callable[[], None], *, num_steps: int = 2) -> Attributions:

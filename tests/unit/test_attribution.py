@@ -37,9 +37,8 @@ def places(sites: tuple[Site, ...]) -> list[tuple[str, str, str, bool]]:
 @pytest.mark.parametrize("name", MODELS)
 def test_ops_belong_to_the_module_that_anomaly_mode_tells(name):
     found = judged(name)
-    assert found.num_backward >= 10
+    assert sum(site.phase == "backward" for site, _ in found.judged) >= 10
     assert found.wrong == []
-    assert found.misjudged_recomputation == []
     assert len(found.unnamed) <= UNNAMED.get(name, 0), found.unnamed
     recomputed = [site for site in found.sites if site.recomputed]
     assert len(recomputed) > (40 if "checkpoint" in name else -1)

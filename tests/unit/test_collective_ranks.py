@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from forked_ranks import run
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -78,7 +77,6 @@ def shard(model: nn.Module) -> nn.Module:
 
 
 STRATEGIES: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "ddp": DistributedDataParallel,
     "ddp_views": lambda model: DistributedDataParallel(model, gradient_as_bucket_view=True),
     "fsdp": shard,
 }
@@ -100,11 +98,7 @@ def collectives(rank: int) -> Any:
         "all_gather_async": lambda x: _first(
             out := torch.empty(8), dist.all_gather_into_tensor(out, x, async_op=True).wait()
         ),
-        "reduce_scatter_async": lambda x: _first(
-            out := torch.empty(2), dist.reduce_scatter_tensor(out, x, async_op=True).wait()
-        ),
         "message": lambda x: _first(x, dist.send(x, 1) if rank == 0 else dist.recv(x, 0)),
-        "functional": lambda x: functional.all_reduce(x, "sum", dist.group.WORLD),
     }
     for name, call in calls.items():
         seen: list[Tensor] = []

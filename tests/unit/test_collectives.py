@@ -61,13 +61,8 @@ def test_what_goes_in_and_what_comes_out_are_sites() -> None:
     assert int(trace.digests[sent]) == digest_tensor(torch.full((4,), 2.0)) == int(trace.digests[arrived])
     assert "collective" not in trace.program.ops_skipped
     assert trace.program.ops_seen == trace.program.ops_digested == 4
-
-
-def test_it_is_the_same_program_in_the_next_step_and_with_another_group() -> None:
-    first = traced(reduce_twice)
     group = dist.new_group([0])  # its name counts the groups made so far
-    second = traced(lambda: reduce_twice(group))
-    assert first.program.id == second.program.id == traced(reduce_twice).program.id
+    assert {traced(lambda group=group: reduce_twice(group)).program.id for group in (group, None)} == {trace.program.id}
 
 
 CALLS: dict[str, tuple[Callable[[Tensor], Any], int, int]] = {
@@ -205,6 +200,18 @@ def test_ranks_are_shown_in_short(ranks: tuple[int, ...], shown: str) -> None:
     assert shown_ranks(ranks) == shown
 
 
+def delivery(work: Any, *, is_in_stream_order: bool = True) -> Delivery:
+    site = Site(phase="backward", module="", op="c10d.allreduce_.default", occurrence=0, output=0, role="delivered")
+    return Delivery(
+        site=site,
+        number=0,
+        inputs=(0,),
+        work=work,
+        must_be_waited_for=False,
+        is_in_stream_order=is_in_stream_order,
+    )
+
+
 @pytest.mark.parametrize(
     ("is_completed", "future_is_done"), [(True, None), (False, None), (False, False), (False, True)]
 )
@@ -214,20 +221,14 @@ def test_what_is_done_has_arrived(is_completed: bool, future_is_done: bool | Non
     if future_is_done is None:
         work.get_future.side_effect = RuntimeError("there is none")
     work.get_future.return_value.done.return_value = future_is_done
-    delivery = _delivery(work=work)
+    found = delivery(work)
     has_arrived = bool(is_completed or future_is_done)  # gloo: the future is first
-    assert delivery.has_arrived() is has_arrived
-    assert (delivery.work is None) is has_arrived, "it keeps the tensors of the collective alive"
+    assert found.has_arrived() is has_arrived
+    assert (found.work is None) is has_arrived, "it keeps the tensors of the collective alive"
 
 
 def test_on_a_device_ops_wait_and_other_collectives_may_not() -> None:
-    delivery = _delivery(is_in_stream_order=False)
-    assert delivery.has_arrived()
-    assert not delivery.has_arrived(for_collective=True)
-    assert _delivery().has_arrived(for_collective=True)
-
-
-def _delivery(**fields: Any) -> Delivery:
-    site = Site(phase="backward", module="", op="c10d.allreduce_.default", occurrence=0, output=0, role="delivered")
-    values = {"number": 0, "inputs": (0,), "work": None, "must_be_waited_for": False, "is_in_stream_order": True}
-    return Delivery(site=site, **{**values, **fields})
+    found = delivery(None, is_in_stream_order=False)
+    assert found.has_arrived()
+    assert not found.has_arrived(for_collective=True)
+    assert delivery(None).has_arrived(for_collective=True)
