@@ -53,7 +53,7 @@ MAX_ORIGINS = 100
 
 CHAINS_NOTE = (
     "Steps before the first difference were compared by their chains, and their digests were not read again "
-    "(check_files=True, det-callbacks diff --check-files: reads all)"
+    "(det-callbacks export reads and checks every step)"
 )
 
 
@@ -62,23 +62,20 @@ def compare_runs(
     current: str | Path,
     *,
     steps: Literal["all", "common"] = "all",
-    check_files: bool | None = None,
 ) -> Verdict:
     """Compare a run with its reference, bit for bit.
 
     Up to the first difference of a rank, which is found in the chains by bisection, steps are counted and not compared
     (``compare/ranks.py`` says what that proves); from there on each is read, checked against its chain and compared,
-    one at a time: 200 microseconds for a step of 4,000 sites of one program. Of a verification, one step a rank is
-    read, and its records tell of the others.
+    one at a time: 200 microseconds for a step of 4,000 sites of one program. Two recordings of less than 256 MiB
+    together are read whole, so that a damaged file is an error wherever it is damaged; of larger ones the explanation
+    says what was not read. Of a verification, one step a rank is read, and its records tell of the others.
 
     Args:
         reference: folder of the reference.
         current: folder of the run to compare, or of a verification.
         steps: "all" demands exactly the reference's steps: another one, or one that is not there, is a divergence.
             "common" compares the steps that both runs have. Of a verification, what it was asked for holds.
-        check_files: True reads every step of both runs and checks it against its chain, at memory speed, so that a
-            damaged file is an error wherever it is damaged; False only the last equal step and those after it, and
-            says so in the explanation. None does the first with runs of less than 256 MiB together.
 
     Returns:
         The verdict; the ``exit_code`` of the command line is its own. Runs of another number of processes are
@@ -107,17 +104,12 @@ def compare_runs(
     records = {} if theirs.keeps == "all" else read_records(ours, theirs)
     if records:
         steps = next(iter(records.values())).steps
-        check_files = False
-    elif check_files is None:
-        check_files = sum(run.rank(rank).num_bytes for run in (ours, theirs) for rank in run.ranks) < SMALL_BYTES
     require_reference(ours, steps)
     notes = _incompleteness(ours, theirs, steps)
-    walk = RankWalk(
-        reference=ours, current=theirs, is_common=steps == "common", check_files=check_files, records=records
-    )
-    ranks = [walk.compare(rank) for rank in ours.ranks]
-    if not check_files and any(one.is_by_chains for one in ranks):
+    if not records and not _check_small((ours, theirs)):
         notes.append(CHAINS_NOTE)
+    walk = RankWalk(reference=ours, current=theirs, is_common=steps == "common", records=records)
+    ranks = [walk.compare(rank) for rank in ours.ranks]
     differing = {one.name: one for record in records.values() for one in record.environment}
     differing |= {one.name: one for one in environment}
     judge = _Judge(
@@ -128,6 +120,16 @@ def compare_runs(
         notes=notes,
     )
     return with_next_recording(judge.verdict(), ours.selection)
+
+
+def _check_small(runs: Sequence[Run]) -> bool:
+    """Read every step of runs that are small together, and check it; return whether they are."""
+    ranks = [run.rank(rank) for run in runs for rank in run.ranks]
+    if sum(rank.num_bytes for rank in ranks) >= SMALL_BYTES:
+        return False
+    for rank in ranks:
+        rank.check_steps()
+    return True
 
 
 def _require_same_selection(*runs: Run) -> None:

@@ -37,10 +37,9 @@ def diff(options: argparse.Namespace) -> int:
     """Compare two runs."""
     from det_callbacks.judge import compare_runs
 
-    asked = {"steps": options.steps, "check_files": options.check_files or None}
     console = make_console(stderr=True)
     with console.status("comparing steps") if console.is_terminal else nullcontext():
-        verdict = compare_runs(options.reference, options.current, **asked)
+        verdict = compare_runs(options.reference, options.current, steps=options.steps)
     _print(options, verdict.to_dict, lambda: verdict_report(verdict))
     if options.html is not None:
         from det_callbacks.report.html import write_report

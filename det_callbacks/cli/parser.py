@@ -112,8 +112,6 @@ def _parser() -> argparse.ArgumentParser:
     add("current", metavar="CURRENT", help="folder of the run to compare")
     steps = "all: other steps than the reference's are a divergence (default); common: those that both have"
     add("--steps", choices=("all", "common"), default="all", help=steps)
-    files = "read every step of both runs, also of large ones, where chains say that they agree"
-    add("--check-files", action="store_true", help=files)
     add("--html", metavar="FILE", help="write a report to look at, too: one file that loads nothing")
 
     record = "Run any script that trains with a Lightning Trainer, as it is, and record its training."

@@ -48,14 +48,12 @@ class RankFindings:
         tally: of what was compared; whole steps count as differing.
         first: where it first differs; None where no site does.
         whole: steps that only one run has.
-        is_by_chains: several steps were counted as equal, by their chains.
     """
 
     rank: int
     tally: Tally = field(default_factory=Tally)
     first: FirstDifference | None = None
     whole: list[WholeSteps] = field(default_factory=list)
-    is_by_chains: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,22 +66,20 @@ class RankWalk:
     * The chains at the last equal step are compared with the digests there, on both sides. They hold what was written
       to either file up to there: an equal pair cannot come from other steps, but by a collision of 64 bits.
     * Every step from the first difference on is read and compared with its chain.
-    * With ``check_files`` every step of both files is. Without it, digests that were damaged after they were written,
-      before the last equal step, are not noticed; they cannot turn a difference into a match.
+    * Digests that were damaged after they were written, before the last equal step, are not noticed; they cannot turn
+      a difference into a match. The judge reads small runs whole before.
     * Of a verification only the first step that differs is read; its record says what was found in the others.
 
     Attributes:
         reference: the run that is compared with.
         current: the run that is compared.
         is_common: only steps that both have are looked at.
-        check_files: whether every step is read.
         records: of the ranks, where the current run is a verification.
     """
 
     reference: Run
     current: Run
     is_common: bool
-    check_files: bool
     records: Mapping[int, RankRecord]
 
     def compare(self, rank: int) -> RankFindings:
@@ -95,14 +91,10 @@ class RankWalk:
         if rank in self.records:
             return self._verified(self.records[rank])
         ours, theirs = self.reference.rank(rank), self.current.rank(rank)
-        if self.check_files:
-            for run in (ours, theirs):
-                run.check_steps()
         found, counter = RankFindings(rank=rank), StepCounter()
         for segment in sorted({*ours.segments, *theirs.segments}):
             left, right = ours.fit(segment), theirs.fit(segment)
             num_equal = num_equal_steps(left, right)
-            found.is_by_chains |= num_equal > 1
             if num_equal:
                 self._count_equal(found.tally, rank, segment, right, num_equal)
             in_ours, in_theirs = set(left.steps[num_equal:].tolist()), set(right.steps[num_equal:].tolist())

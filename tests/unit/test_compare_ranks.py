@@ -23,6 +23,7 @@ from det_callbacks.runs.program import Layout, Program
 from det_callbacks.runs.store import Run
 from det_callbacks.runs.stream import StreamFile
 from det_callbacks.runs.writer import RunWriter
+from det_callbacks.verdict import Verdict
 
 VIEWS = (
     training_step(muls=2, lr_varies=True).view(),
@@ -100,6 +101,13 @@ def counts_of_every_step(reference: Path, current: Path, *, is_common: bool):
     return num_steps, num_sites, num_differing, first
 
 
+def compare_by_chains(reference: Path, current: Path, **options: Any) -> Verdict:
+    """Compare two runs as if they were large."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(judge, "SMALL_BYTES", 0)
+        return compare_runs(reference, current, **options)
+
+
 @settings(max_examples=20, deadline=None)
 @given(
     ours=RANKS, theirs=RANKS, is_same=st.booleans(), redone=st.integers(0, 2), is_common=st.booleans(), data=st.data()
@@ -130,7 +138,7 @@ def test_the_verdict_is_that_of_reading_every_step(tmp_path_factory, ours, their
     told = found["first_divergence"]
     if told is not None and told["op"]:
         assert told["current_digest"] == first[told["rank"]].divergences[0].current_digest
-    chains = compare_runs(reference, current, check_files=False, **options).to_dict()
+    chains = compare_by_chains(reference, current, **options).to_dict()
     chains["explanation"] = chains["explanation"].replace(f" {CHAINS_NOTE}.", "")
     assert chains == found
 
@@ -157,30 +165,27 @@ def test_chains_spare_reading(tmp_path, monkeypatch, changed, at_most):
     read = []
     read_one = StreamFile._read
     monkeypatch.setattr(StreamFile, "_read", lambda *arguments: read.append(arguments) or read_one(*arguments))
-    with_chains = compare_runs(reference, current, check_files=False)
+    with_chains = compare_by_chains(reference, current)
     assert 0 < len(read) <= at_most + 6  # and the first step of each file, as it is opened
     read.clear()
-    assert compare_runs(reference, current, check_files=True).counts == with_chains.counts
+    assert compare_runs(reference, current).counts == with_chains.counts
     assert len(read) >= 120
 
 
 def test_a_verdict_by_chains_says_so(tmp_path, monkeypatch):
     reference, current = many(tmp_path / "a"), many(tmp_path / "b")
     assert "chains" not in compare_runs(reference, current).explanation
-    assert CHAINS_NOTE in compare_runs(reference, current, check_files=False).explanation
     monkeypatch.setattr(judge, "SMALL_BYTES", 1000)
     assert CHAINS_NOTE in compare_runs(reference, current).explanation
-    assert "chains" not in compare_runs(reference, current, check_files=True).explanation
 
 
 @pytest.mark.parametrize("side", [0, 1])
 def test_damage_that_chains_do_not_see_makes_no_match_of_a_difference(tmp_path, side):
     pair = many(tmp_path / "a"), many(tmp_path / "b")
     damage(pair[side], 2, 5)
-    assert compare_runs(*pair, check_files=False).verdict == "match"  # of what was recorded
-    for options in ({}, {"check_files": True}):
-        with pytest.raises(ReferenceFormatError, match="step 5 is not what its chain says"):
-            compare_runs(*pair, **options)
+    assert compare_by_chains(*pair).verdict == "match"  # of what was recorded
+    with pytest.raises(ReferenceFormatError, match="step 5 is not what its chain says"):
+        compare_runs(*pair)
 
 
 @pytest.mark.parametrize("step", [0, 9, 10, 15])
@@ -188,7 +193,7 @@ def test_what_is_read_is_checked(tmp_path, step):
     reference, current = many(tmp_path / "a"), many(tmp_path / "b", changed=[(1, 10)])
     damage(current, 1, step)  # the first, the last equal one, the one that differs, and one after it
     with pytest.raises(ReferenceFormatError, match=f"step {step} is not what its chain says"):
-        compare_runs(reference, current, check_files=False)
+        compare_by_chains(reference, current)
 
 
 def test_a_step_that_a_later_attempt_did_again_is_checked_too(tmp_path):
@@ -204,7 +209,7 @@ def test_a_program_that_is_gone_is_no_match(tmp_path):
     reference, current = many(tmp_path / "a"), many(tmp_path / "b")
     next((current / "programs").iterdir()).unlink()
     with pytest.raises(ReferenceFormatError, match="it is missing"):
-        compare_runs(reference, current, check_files=False)
+        compare_by_chains(reference, current)
 
 
 def test_origins_of_many_ranks_are_the_earliest(tmp_path):
