@@ -53,6 +53,7 @@ def test_another_seed_of_one_device_is_named(tmp_path: Path, install: Install) -
     fit(again, model=lambda: Drawing(1))
     assert again.verdict is not None
     assert again.verdict.verdict == "match"
+    assert again.verdict.coverage.digested_on == {"cuda": "a copy to the host; there is no such device"}
     other = DeterminismCallback(tmp_path / "run", current=tmp_path / "other", level="state")
     with pytest.raises(DivergenceError) as caught:
         fit(other, model=lambda: Drawing(1, seed=7))

@@ -70,12 +70,12 @@ def test_what_is_not_deterministic_is_found_and_replayed() -> None:
 
 
 def test_a_loop_without_a_trainer() -> None:
-    for arguments, variables, status in (
-        (("first",), {}, 0),
-        (("second", "runs/first"), {}, 0),
-        (("third", "runs/first"), {"PLANTED": "1"}, 1),
+    for words, variables, status in (
+        ("first", {}, 0),
+        ("second runs/first", {}, 0),
+        ("third runs/first", {"PLANTED": "1"}, 1),
     ):
-        ended, text = start("plain_loop.py", *arguments, **variables)
+        ended, text = start("plain_loop.py", *words.split(), **variables)
         assert ended == status, text
     assert "DivergenceError" in text
     assert "Step 2" in text

@@ -18,7 +18,6 @@ from det_callbacks import (
     DivergenceError,
     NotComparableError,
     SettingsError,
-    Verdict,
     enforce_determinism,
 )
 from det_callbacks.runs.store import Run
@@ -63,9 +62,6 @@ def refused(folder: Path, model: Counted, **options: Any) -> str:
 def test_a_seed_after_the_model_is_refused_with_names_and_fine_before_it(tmp_path: Path) -> None:
     early = Counted()
     names = [name for name, _ in early.named_parameters()]
-    with enforce_determinism(SETTINGS), enforce_determinism({"seed": 2}):
-        pass
-    assert "seed=0 comes too late: the model is there" in refused(tmp_path / "run", Counted()), "it is taken back"
     with enforce_determinism(SETTINGS):
         torch.manual_seed(5)
         message = refused(tmp_path / "run", early)
@@ -163,7 +159,7 @@ class Mean(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-6)
 
 
-def fit_mean(path: Path, mode: str, width: int, num_threads: int, *, is_chosen: bool = False) -> Verdict | None:
+def fit_mean(path: Path, mode: str, num_threads: int, width: int = 500_000, *, is_chosen: bool = False) -> Any:
     with enforce_determinism({"seed": 0, "num_threads": num_threads if is_chosen else None}):
         torch.set_num_threads(num_threads)
         callback = DeterminismCallback(path / "reference", mode=mode, current=path / "current")
@@ -172,24 +168,19 @@ def fit_mean(path: Path, mode: str, width: int, num_threads: int, *, is_chosen: 
 
 
 def test_another_thread_count_excuses_other_bits_unless_we_set_it_and_nothing_else(tmp_path: Path) -> None:
-    fit_mean(tmp_path, "record", 500_000, 2)
+    fit_mean(tmp_path, "record", 2)
     with pytest.raises(NotComparableError, match=r"torch\.num_threads: 2 in the reference, 1 now") as caught:
-        fit_mean(tmp_path, "verify", 500_000, 1)
+        fit_mean(tmp_path, "verify", 1)
     assert caught.value.exit_code == 3
-    verdict = caught.value.verdict
-    assert verdict is not None
-    assert verdict.verdict == "not_comparable"
+    verdict: Any = caught.value.verdict
     assert [(entry.name, entry.reference, entry.current) for entry in verdict.environment] == [
         ("torch.num_threads", 2, 1)
     ]
-    assert verdict.first_divergence is not None
-    assert verdict.first_divergence.op == "aten.sum.default"
-    assert verdict.first_divergence.is_origin
+    assert (verdict.first_divergence.op, verdict.first_divergence.is_origin) == ("aten.sum.default", True)
     with pytest.raises(DivergenceError, match=r"torch\.num_threads: 2 in the reference, 1 now") as caught:
-        fit_mean(tmp_path, "verify", 500_000, 1, is_chosen=True)
+        fit_mean(tmp_path, "verify", 1, is_chosen=True)
     assert caught.value.exit_code == 1, "a choice excuses nothing"
-    fit_mean(tmp_path / "equal", "record", 64, 2)
-    verdict = fit_mean(tmp_path / "equal", "verify", 64, 1)
-    assert verdict is not None
+    fit_mean(tmp_path / "equal", "record", 2, width=64)
+    verdict = fit_mean(tmp_path / "equal", "verify", 1, width=64)
     assert verdict.verdict == "match"
     assert [entry.name for entry in verdict.environment] == ["torch.num_threads"]

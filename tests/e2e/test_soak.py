@@ -1,6 +1,7 @@
 """Long trainings: memory stays flat, and lengths that vary do not fill the disk."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,10 @@ import pytest
 TRAIN = """
 import json, sys
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, seed_everything
 from torch import nn
 from torch.utils.data import DataLoader
+from trainers import quiet_trainer
 from det_callbacks import DeterminismCallback
 
 reference, current, mode, num_steps, varies = *sys.argv[1:4], int(sys.argv[4]), sys.argv[5] == "varies"
@@ -57,11 +59,7 @@ class Watch(Callback):
 seed_everything(0)
 watch = Watch()
 tracer = DeterminismCallback(reference, mode=mode, current=current or None)
-trainer = Trainer(
-    max_epochs=1, callbacks=[tracer, watch], logger=False, enable_checkpointing=False, enable_progress_bar=False,
-    enable_model_summary=False, accelerator="cpu",
-)
-trainer.fit(Model(), DataLoader(Batches(), batch_size=None))
+quiet_trainer(tracer, watch).fit(Model(), DataLoader(Batches(), batch_size=None))
 print(json.dumps(watch.resident))
 """
 
@@ -71,9 +69,8 @@ MAX_GROWTH_MIB = 8
 
 def train(reference: Path, mode: str, num_steps: int, lengths: str, current: Path | str = "") -> dict[str, float]:
     command = [sys.executable, "-W", "ignore", "-c", TRAIN, reference, current, mode, num_steps, lengths]
-    done = subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, check=False, timeout=500, stdin=subprocess.DEVNULL
-    )
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False, timeout=500, env=env)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

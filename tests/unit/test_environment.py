@@ -19,7 +19,6 @@ import torch
 from hydra.core.utils import setup_globals
 from omegaconf import OmegaConf
 
-from det_callbacks.digest.device import Choice
 from det_callbacks.environment import capture_environment, code_state, command_choice, script_words
 from det_callbacks.host_digest import digest_bytes, format_digest
 from det_callbacks.hydra import configuration_of
@@ -28,7 +27,6 @@ from det_callbacks.runs.environment import (
     NOT_RECORDED,
     EnvironmentEntry,
     compare_environments,
-    digested_on,
 )
 from det_callbacks.settings import enforce_determinism
 
@@ -191,31 +189,7 @@ def test_values_differ_by_type_and_what_one_side_lacks_differs_even_from_none() 
     assert compare_environments(one, other) == (), "the order of a mapping is no difference"
 
 
-def test_how_a_device_that_is_used_has_its_digests_computed_is_a_fact(monkeypatch: pytest.MonkeyPatch) -> None:
-    def choice(device: torch.device) -> Choice:
-        assert device == torch.device("xpu", 3)
-        return Choice(method=None, reason="no Triton: it is slow")
-
-    assert digested_on(capture_environment()) == {}
-    monkeypatch.setattr(torch.xpu, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.xpu, "current_device", lambda: 3)
-    monkeypatch.setattr("det_callbacks.environment.device_choice", choice)
-    found = capture_environment()
-    assert digested_on(found) == {"xpu": "a copy to the host; no Triton: it is slow"}
-    other = {**found, "digest.xpu": entry("Triton 3.7.1", changes_bits=False)}
-    (difference,) = compare_environments(found, other)
-    assert (difference.name, difference.is_machine, difference.changes_bits) == ("digest.xpu", True, False)
-
-
 # the command
-
-
-@pytest.fixture
-def main(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A program that was started as a script, whatever runs the tests."""
-    module = ModuleType("__main__")
-    monkeypatch.setitem(sys.modules, "__main__", module)
-    return module
 
 
 @pytest.mark.parametrize(
@@ -228,8 +202,10 @@ def main(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     ],
 )
 def test_the_script_goes_by_its_name_in_the_project(
-    main: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, words: list[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, words: list[str]
 ) -> None:
+    main = ModuleType("__main__")  # whatever runs the tests
+    monkeypatch.setitem(sys.modules, "__main__", main)
     monkeypatch.setattr(sys, "argv", [script.format(start=tmp_path), "--password", "hunter2"])
     assert command_choice(start=tmp_path) == {"process": {"argv": words}}
     main.__spec__ = ModuleSpec("project.__main__", None)
