@@ -9,16 +9,11 @@ from torch import Tensor, nn
 from det_callbacks import NumericsReport, compare_modules
 
 
-class ConvNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(
-            *(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Conv2d(8, 8, 3)),
-            *(nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)),
-        )
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.net(images)
+def convolutions() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Conv2d(8, 8, 3)),
+        *(nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)),
+    )
 
 
 class Block(nn.TransformerEncoderLayer):
@@ -69,7 +64,7 @@ def mlp() -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
-    "convolutions": lambda: (ConvNet(), torch.randn(4, 3, 12, 12)),
+    "convolutions": lambda: (convolutions(), torch.randn(4, 3, 12, 12)),
     "transformer": lambda: (Transformer(layers=1), torch.randint(50, (4, 12))),
     "tied with dropout": lambda: (TiedWithDropout(), torch.randint(30, (4, 8))),
 }

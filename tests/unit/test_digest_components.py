@@ -10,6 +10,7 @@ import torch
 from beta_tensors import BETA_TENSORS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.testing._internal.two_tensor import TwoTensor  # looked at in torch 2.13
 
 from det_callbacks.digest import digest_bytes, digest_output, digest_tensor, digest_tensors
 
@@ -53,43 +54,13 @@ def test_nested_jagged_is_values_offsets_and_lengths_whatever_it_caches() -> Non
     assert_digest(torch.nested.nested_tensor_from_jagged(values, offsets, lengths), combined(values, offsets, lengths))
 
 
-class Pair(torch.Tensor):
-    """A wrapper subclass that forbids every op."""
-
-    left: torch.Tensor
-    right: torch.Tensor
-
-    @staticmethod
-    def __new__(cls, left: torch.Tensor, right: torch.Tensor) -> "Pair":
-        pair = torch.Tensor._make_wrapper_subclass(cls, left.shape, dtype=left.dtype)
-        pair.left, pair.right = left, right
-        return pair
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["left", "right"], None
-
-    @staticmethod
-    def __tensor_unflatten__(inner: dict[str, torch.Tensor], meta: None, size: object, stride: object) -> "Pair":
-        return Pair(inner["left"], inner["right"])  # torch calls nothing a wrapper that cannot be put together again
-
-    @classmethod
-    def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> None:
-        raise AssertionError(f"{func} was called")
-
-
 def test_a_wrapper_subclass_is_its_inner_tensors_recursively() -> None:
-    left, right = torch.randn(3, 4), torch.randn(4, 3).t()
-    assert_digest(Pair(left, right), combined(left, right))
-    outer = digest_reference.digest(struct.pack("<3Q", 2, combined(left, right), digest_tensor(left)))
-    assert_digest(Pair(Pair(left, right), left), outer)
-    assert digest_tensor(Pair(right, left)) != digest_tensor(Pair(left, right))
-
-
-class Hollow(Pair):
-    """A wrapper subclass that lists nothing."""
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["shape"], None
+    left, right = torch.randn(3, 4), torch.randn(3, 4)
+    pair = TwoTensor(left, right)
+    assert_digest(pair, combined(left, right))
+    outer = digest_reference.digest(struct.pack("<3Q", 2, combined(left, right), combined(right, left)))
+    assert_digest(TwoTensor(pair, TwoTensor(right, left)), outer)
+    assert_digest(pair.t(), combined(left.t(), right.t()))
 
 
 class Labelled(torch.Tensor):
@@ -100,18 +71,25 @@ class Labelled(torch.Tensor):
         raise AssertionError(f"{func} was called")
 
 
-def test_a_wrapper_that_does_not_say_what_is_inside_is_refused() -> None:
-    class Silent(torch.Tensor):
-        @staticmethod
-        def __new__(cls, inner: torch.Tensor) -> "Silent":
-            return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+class Silent(torch.Tensor):
+    """A wrapper subclass without ``__tensor_flatten__``."""
 
-        __torch_dispatch__ = Pair.__torch_dispatch__
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> "Silent":
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
 
-    with pytest.raises(TypeError, match=r"cannot digest a .*Silent: it has no memory of its own.*__tensor_flatten__"):
+    @classmethod
+    def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> None:
+        raise AssertionError(f"{func} was called")
+
+
+def test_a_wrapper_that_does_not_say_what_is_inside_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TypeError, match=r"cannot digest a Silent: it has no memory of its own.*__tensor_flatten__"):
         digest_tensor(Silent(torch.randn(3)))
-    with pytest.raises(TypeError, match="cannot digest a Hollow: its __tensor_flatten__ names no tensor"):
-        digest_tensor(Hollow(torch.ones(1), torch.ones(1)))
+    hollow = TwoTensor(torch.ones(1), torch.ones(1))
+    monkeypatch.setattr(TwoTensor, "__tensor_flatten__", lambda self: (["shape"], None))
+    with pytest.raises(TypeError, match="cannot digest a TwoTensor: its __tensor_flatten__ names no tensor"):
+        digest_tensor(hollow)
 
 
 def test_a_subclass_with_its_own_memory_is_its_elements() -> None:

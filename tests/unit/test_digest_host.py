@@ -1,6 +1,5 @@
 """Digests of host memory and of files: against another implementation, at the borders, in threads and after a fork."""
 
-import ctypes
 import os
 import threading
 
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 
 from det_callbacks import host_digest as host
-from det_callbacks.digest import digest_bytes, digest_memory
+from det_callbacks.digest import digest_bytes
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -25,15 +24,6 @@ def test_a_third_level_is_equal_to_the_other_implementation() -> None:
     packed = np.asarray(hashes, dtype="<u8").tobytes()
     assert len(packed) > 256 * KIB
     assert host._join_leaves(hashes) == digest_reference.digest(packed)
-
-
-@pytest.mark.parametrize("num_bytes", [1, 1025, 256 * KIB + 3])
-def test_memory_beyond_the_end_plays_no_part(num_bytes: int) -> None:
-    content = bytearray(random_bytes(num_bytes + 2048))
-    start = ctypes.addressof(ctypes.c_char.from_buffer(content))
-    before = digest_memory(start, num_bytes)
-    content[num_bytes:] = bytes(2048)
-    assert digest_memory(start, num_bytes) == before == digest_bytes(bytes(content[:num_bytes]))
 
 
 def test_every_contiguous_buffer_is_taken_and_nothing_else() -> None:
