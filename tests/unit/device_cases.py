@@ -27,6 +27,13 @@ LEAF_EDGES = (LEAF - 1, LEAF, LEAF + 1, 2 * LEAF + 1024, 3 * LEAF)
 LAYOUTS = ("contiguous", "transposed", "permuted", "strided", "expanded", "0-d")
 
 
+def of_bits(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
+    """Return a contiguous tensor of random bits, NaNs with payloads among them (a bool's bytes are 0 or 1)."""
+    num_bytes, high = torch.Size(shape).numel() * dtype.itemsize, 2 if dtype is torch.bool else 256
+    raw = torch.randint(0, high, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return raw.view(dtype).reshape(shape)
+
+
 @contextmanager
 def as_on_a_device(method: DeviceDigest) -> Iterator[None]:
     """Have the package take tensors of the host for those of a device with this method."""
@@ -43,7 +50,6 @@ def tensors(num_cases: int, *, largest: int, seed: int, device: torch.device = H
     They come to a device as bytes: no device copies all dtypes in all layouts.
     """
     draw = random.Random(seed)
-    generator = torch.Generator().manual_seed(seed)
     found = []
     for _ in range(num_cases):
         dtype, layout = draw.choice(DTYPES), draw.choice(LAYOUTS)
@@ -54,9 +60,7 @@ def tensors(num_cases: int, *, largest: int, seed: int, device: torch.device = H
         columns = num_bytes // dtype.itemsize // rows // 2
         offset = draw.randrange(9)
         numel = rows * columns * 2 + offset + 1
-        raw = torch.randint(
-            0, 2 if dtype is torch.bool else 256, (numel * dtype.itemsize,), dtype=torch.uint8, generator=generator
-        )
+        raw = of_bits(dtype, numel, seed=draw.randrange(1 << 32)).view(torch.uint8)
         base = raw.to(device).view(dtype)[offset:]
         box = base[: rows * columns * 2].reshape(rows, columns, 2)
         value = {

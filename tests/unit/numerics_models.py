@@ -1,8 +1,10 @@
 """Small models that tests of numerics compare, wrong transformations of one of them, and what is asked of a report."""
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,16 +18,7 @@ def convolutions() -> nn.Module:
     )
 
 
-class Block(nn.TransformerEncoderLayer):
-    def __init__(self, width: int) -> None:
-        super().__init__(width, 4, 2 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self._sa_block(self.norm1(x), None, None)
-        return x + self._ff_block(self.norm2(x))
-
-
-class WithoutResidual(Block):
+class WithoutResidual(nn.TransformerEncoderLayer):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self._sa_block(self.norm1(x), None, None)
         return self._ff_block(self.norm2(x))
@@ -35,15 +28,15 @@ class Transformer(nn.Module):
     def __init__(self, width: int = 32, layers: int = 3) -> None:
         super().__init__()
         self.tokens = nn.Embedding(50, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        options: Any = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
+        self.blocks = nn.Sequential(
+            *(nn.TransformerEncoderLayer(width, 4, 2 * width, **options) for _ in range(layers))
+        )
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 50, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+        return self.head(self.norm(self.blocks(self.tokens(tokens))))
 
 
 class TiedWithDropout(nn.Module):
@@ -114,3 +107,17 @@ def names(report: NumericsReport, phase: str, iteration: int = 0) -> list[str]:
 def only(report: NumericsReport, phase: str, name: str, iteration: int = 0) -> Any:
     (found,) = (one for one in report.comparisons if (one.phase, one.name, one.iteration) == (phase, name, iteration))
     return found
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """Return what a comparison leaves as it was."""
+    return {
+        "tensors": [
+            (name, id(one), one.data_ptr(), one.tolist()) for name, one in model.state_dict(keep_vars=True).items()
+        ],
+        "grads": [None if one.grad is None else one.grad.tolist() for one in model.parameters()],
+        "training": [part.training for part in model.modules()],
+        "hooks": [len(part._forward_hooks) for part in model.modules()],
+        "generators": (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()),
+        "flags": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_num_threads()),
+    }

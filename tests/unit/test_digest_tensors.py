@@ -4,7 +4,7 @@ import digest_reference
 import numpy as np
 import pytest
 import torch
-from device_cases import DTYPES
+from device_cases import DTYPES, of_bits
 
 from det_callbacks.digest import components, digest_bytes, digest_output, digest_tensor, digest_tensors
 from det_callbacks.errors import DetCallbacksError
@@ -17,14 +17,6 @@ SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16:
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 
 
-def make(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
-    """Return a contiguous tensor of random bits (a bool's bytes are 0 or 1)."""
-    numel = torch.Size(shape).numel()
-    high = 2 if dtype is torch.bool else 256
-    raw = torch.randint(0, high, (numel * dtype.itemsize,), dtype=torch.uint8, generator=torch.manual_seed(seed))
-    return raw.view(dtype).reshape(shape)
-
-
 def stored_bytes(tensor: torch.Tensor) -> bytes:
     """Return the bytes in row-major order, element by element, without any code of the package."""
     integers = tensor.detach().view(SAME_SIZE[tensor.element_size()])
@@ -33,15 +25,15 @@ def stored_bytes(tensor: torch.Tensor) -> bytes:
 
 @dtypes
 def test_every_dtype_is_its_stored_bytes_in_row_major_order(dtype: torch.dtype) -> None:
-    tensor = make(dtype, 6, 5)
+    tensor = of_bits(dtype, 6, 5)
     assert digest_output(tensor) == digest_reference.digest(stored_bytes(tensor))
-    base = make(dtype, 6, 10)
+    base = of_bits(dtype, 6, 10)
     views = [base.t(), base[:, ::2], base[1:, 3:], base[:1].expand(4, 10), base[2], base.t()[3:, ::2], base[0, 1]]
     for view in (tensor, *views):
         expected = digest_reference.digest(stored_bytes(view))
         assert digest_tensor(view) == expected
         assert digest_tensors([view, view]) == [expected] * 2
-    for empty in (make(dtype, 0), make(dtype, 3, 0, 2), make(dtype, 4, 4)[:, 4:], make(dtype, 2, 0).t()):
+    for empty in (of_bits(dtype, 0), of_bits(dtype, 3, 0, 2), of_bits(dtype, 4, 4)[:, 4:], of_bits(dtype, 2, 0).t()):
         assert digest_tensor(empty) == digest_output(empty) == digest_bytes(b"")
 
 
@@ -121,8 +113,8 @@ def test_a_storage_that_is_freed_or_too_short_is_an_error_and_no_crash() -> None
 
 def test_many_tensors_have_the_digests_that_they_have_alone() -> None:
     sizes = [3, 0, 5_000_000, 1, 256 * 1024, 2_000_000]
-    tensors = [make(torch.float32, size, seed=size) for size in sizes]
-    tensors += [make(torch.bfloat16, 300, 200).t(), torch.eye(4).to_sparse(), torch.randn(4).conj(), tensors[0]]
+    tensors = [of_bits(torch.float32, size, seed=size) for size in sizes]
+    tensors += [of_bits(torch.bfloat16, 300, 200).t(), torch.eye(4).to_sparse(), torch.randn(4).conj(), tensors[0]]
     assert digest_tensors(tensors) == [digest_tensor(tensor) for tensor in tensors]
     assert digest_tensors([]) == []
 

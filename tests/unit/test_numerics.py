@@ -14,24 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numerics_models import MODELS, WRONG, Transformer, compared, mlp, names, only
+from numerics_models import MODELS, WRONG, Transformer, compared, mlp, names, only, state_of
 from torch import Tensor, nn
 
 from det_callbacks import ModuleRunError, NothingComparedError, compare_modules
 from det_callbacks.errors import DetCallbacksError
 
 pytestmark = pytest.mark.usefixtures("single_thread")
-
-
-def state_of(model: nn.Module) -> dict[str, Any]:
-    return {
-        "tensors": [(name, id(one), one.tolist()) for name, one in model.state_dict(keep_vars=True).items()],
-        "grads": [None if one.grad is None else one.grad.tolist() for one in model.parameters()],
-        "training": [part.training for part in model.modules()],
-        "hooks": [len(part._forward_hooks) for part in model.modules()],
-        "generators": (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()),
-        "flags": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_num_threads()),
-    }
 
 
 @pytest.mark.parametrize("name", MODELS)

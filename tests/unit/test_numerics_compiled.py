@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from compiling import COMPILING
-from numerics_models import MODELS, Apply, Transformer, mlp
-from torch import fx, nn
+from numerics_models import MODELS, Apply, Transformer, mlp, state_of
+from torch import fx
 from torch._dynamo import config as dynamo_config
 
 from det_callbacks import ModuleRunError, NothingComparedError, compare_compiled
@@ -15,21 +15,15 @@ from det_callbacks import ModuleRunError, NothingComparedError, compare_compiled
 pytestmark = [*COMPILING, pytest.mark.usefixtures("single_thread")]
 
 
-def contents(model: nn.Module) -> list[Any]:
-    return [
-        (name, id(value), value.data_ptr(), value.tolist()) for name, value in model.state_dict(keep_vars=True).items()
-    ]
-
-
 def test_aot_eager_is_equal_and_was_compiled() -> None:
     model, inputs = MODELS["tied with dropout"]()
-    before = contents(model)
+    before = state_of(model)
     report = compare_compiled(model, inputs, backend="aot_eager", iterations=2)
     assert report.equal, str(report)
     assert report.notes[0] == "1 graph compiled by aot_eager, run 2 times"
     assert report.control == f"compiled {type(model).__name__}"
     assert "_orig_mod" not in str([found.name for found in report.comparisons])
-    assert contents(model) == before
+    assert state_of(model) == before
 
 
 @pytest.mark.slow

@@ -67,20 +67,26 @@ def test_another_number_of_steps(tmp_path: Path, count: int, kind: str) -> None:
     assert observers[1].verdict.first_divergence.kind == kind
 
 
-def test_raising_at_the_observation_that_differs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_caught", [False, True], ids=["leaves the block", "is caught in it"])
+def test_raising_at_the_observation_that_differs_and_again_at_the_end(tmp_path: Path, is_caught: bool) -> None:
     reference = record(tmp_path, ("a", 1), ("b", 2), ("c", 3))
-    reached = []
     observer = ObserverContext(tmp_path, "current", reference, raise_on_mismatch=True)
+    raised: list[DivergenceError] = []
 
     def run() -> None:
         with observer:
-            for name, value in (("a", 1), ("b", 9), ("c", 3)):
-                reached.append(name)
-                observe(name, value)
+            observe("a", 1)
+            try:
+                observe("b", 9)
+            except DivergenceError as error:
+                raised.append(error)
+                if not is_caught:
+                    raise
+            observe("c", 3)
 
     with pytest.raises(DivergenceError, match="b holds other bits") as error:
         run()
-    assert reached == ["a", "b"]
+    assert raised == [error.value]
     assert error.value.verdict is observer.verdict
     assert [(found.name, found.kind) for found in observer.mismatches] == [("b", "content")]
     assert observer.verdict.counts.sites_differing == 1
@@ -149,25 +155,6 @@ def test_a_reference_of_another_kind_is_refused(tmp_path: Path) -> None:
     write_manifest(reference, replace(read_manifest(reference), recorded_by=""))
     with pytest.raises(ReferenceFormatError, match="DeterminismCallback"), ObserverContext(tmp_path, "c", reference):
         pass
-
-
-def test_a_mismatch_that_the_block_caught_is_raised_at_its_end(tmp_path: Path) -> None:
-    with ObserverContext(tmp_path, "reference"):
-        observe("x", 1)
-        observe("y", 2)
-    caught: list[BaseException] = []
-
-    def catch_it() -> None:
-        with ObserverContext(tmp_path, "c", tmp_path / "reference", True):
-            try:
-                observe("x", 99)
-            except DivergenceError as error:
-                caught.append(error)
-            observe("y", 2)
-
-    with pytest.raises(DivergenceError) as again:
-        catch_it()
-    assert caught == [again.value]
 
 
 def test_ops_are_sites_only_inside_regions(tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from beta_tensors import BETA_TENSORS
+from device_cases import of_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from late_device import LateDevice, as_in_a_step, late_device
@@ -84,16 +84,6 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def of_bytes(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Return a tensor of any bits at all, NaNs with payloads among them."""
-    count = int(np.prod(shape, dtype=np.int64)) * torch.empty(0, dtype=dtype).element_size()
-    limit = 2 if dtype is torch.bool else 256
-    content = np.random.default_rng(seed).integers(0, limit, count, dtype=np.uint8)
-    flat = torch.empty(count, dtype=torch.uint8)
-    flat.copy_(torch.from_numpy(content))
-    return flat.view(dtype).reshape(shape)
-
-
 @pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")  # torch's, of a dtype in the draw
 @settings(max_examples=60, deadline=None)
 @given(
@@ -112,7 +102,7 @@ def test_any_bits_come_back(
     seed: int,
 ) -> None:
     folder = tmp_path_factory.mktemp("replay")
-    original, live, apart = (LAYOUTS[layout](of_bytes(dtype, shape, seed + more)) for more in (0, 1, 2))
+    original, live, apart = (LAYOUTS[layout](of_bits(dtype, *shape, seed=seed + more)) for more in (0, 1, 2))
     wanted, differed = digest_tensor(original), digest_tensor(original) != digest_tensor(live)
     before = live.stride(), live._version, live.data_ptr(), digest_tensor(apart)
     is_number = dtype.is_floating_point or dtype.is_complex  # of a gradient, and torch cannot clone the others
@@ -267,7 +257,7 @@ def test_every_damaged_byte_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")
 def test_others_can_read_the_file(tmp_path: Path) -> None:
-    tensors = [of_bytes(dtype, (3, 2), 1) for dtype in DTYPES]
+    tensors = [of_bits(dtype, 3, 2, seed=1) for dtype in DTYPES]
     save(tmp_path, *tensors)
     with safe_open(saved_step(tmp_path).path, framework="pt") as file:
         found = [file.get_tensor(str(index) if index else KEY) for index in range(len(tensors))]
