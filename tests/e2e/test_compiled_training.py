@@ -55,11 +55,6 @@ def network(training: Training, backend: Any) -> Any:
     return training
 
 
-def wrapped(training: Training, backend: Any) -> Any:
-    training.network = torch.compile(training.network, backend=backend)
-    return training
-
-
 def every_module(training: Training, backend: Any) -> Any:
     for module in training.network.modules():
         module.compile(backend=backend)
@@ -165,6 +160,6 @@ def test_eager_steps_change_no_bit_of_the_same_steps_forced_to_be_eager(tmp_path
             torch.compiler.set_stance("default")
 
     options = {"compiled": "eager", "only_steps": [1, 2]}
-    _, watched = fit(tmp_path, "record", wrapped, "inductor", **options)
-    _, alone = fit(tmp_path, "disabled", wrapped, "inductor", beside=[Forced()])
+    _, watched = fit(tmp_path, "record", network, "inductor", **options)
+    _, alone = fit(tmp_path, "disabled", network, "inductor", beside=[Forced()])
     assert all(map(torch.equal, watched, alone))

@@ -5,12 +5,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from faults import Training, find, first_of, verify
-from torch import Tensor, nn
+from faults import Deep, Training, find, first_of, verify
 from trainers import LIGHTNING_ADVICE
 
 from det_callbacks import compare_runs
@@ -30,34 +28,19 @@ class InPlace(torch.optim.SGD):
         return loss
 
 
-class Model(pl.LightningModule):
-    def __init__(self, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-        self.make_optimizer = optimizer
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        return self.net(batch[0]).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.make_optimizer(self.parameters(), lr=0.1)
-
-
 def flip_a_bit(model: Any) -> None:
     """Flip a bit of a gradient before the second update."""
 
     def flip(_: torch.optim.Optimizer) -> None:
         if model.global_step == 1:
-            model.net[2].weight.grad.numpy().view(np.int32).flat[3] ^= 1 << 12
+            model.head.weight.grad.numpy().view(np.int32).flat[3] ^= 1 << 12
 
     model.on_before_optimizer_step = flip
 
 
 def trainings(optimizer: Callable[..., torch.optim.Optimizer], **options: Any) -> tuple[Training, Training]:
     """Return two trainings of two steps, of which the second has the fault."""
-    plain = partial(
-        Training, model=partial(Model, optimizer), data=lambda: (torch.randn(16, 4), torch.ones(16)), options=options
-    )
+    plain = partial(Training, model=partial(Deep, optimizer=optimizer, lr=0.1), options={"max_steps": 2, **options})
     return plain(), plain(change=flip_a_bit)
 
 
@@ -70,7 +53,7 @@ def test_the_gradient_is_named_and_no_op_of_the_optimizer(optimizer: Any, tmp_pa
     plain, flipped = trainings(optimizer)
     verdict = find(plain.record(tmp_path / "reference"), flipped, tmp_path)
     first = first_of(verdict)
-    assert (first.step, first.phase, first.name) == (1, "gradient", "grad of net.2.weight")
+    assert (first.step, first.phase, first.name) == (1, "gradient", "grad of head.weight")
     assert (first.kind, first.is_origin, verdict.origins, verdict.cause) == ("content", None, (), "backward")
     assert "what wrote it agrees, so something that the trace did not see" in verdict.explanation
 

@@ -101,12 +101,11 @@ def normalisations() -> None:
 
 def recurrences() -> None:
     x = torch.randn(5, 3, 4)
-    for kind in (nn.LSTM, nn.GRU, nn.RNN):
+    for kind in (nn.LSTM, nn.GRU):
         module(kind(4, 6, num_layers=2, dropout=0.3, bidirectional=True), x)
     module(nn.LSTM(4, 6, proj_size=2), x)
     module(nn.RNN(4, 6, nonlinearity="relu", bias=False), x)
-    for cell in (nn.LSTMCell(4, 6), nn.GRUCell(4, 6), nn.RNNCell(4, 6)):
-        module(cell, x[0])
+    module(nn.LSTMCell(4, 6), x[0])
     packed = nn.utils.rnn.pack_padded_sequence(x, [5, 3, 2])
     nn.utils.rnn.pad_packed_sequence(nn.LSTM(4, 6)(packed)[0])[0].sum().backward()
     with torch.backends.mkldnn.flags(enabled=False):

@@ -244,11 +244,7 @@ def test_where_every_op_is_seen_outputs_wait_for_each_other() -> None:
         x = torch.ones(2)
         for _ in range(5):
             x = x * 2
-    assert num_launched(device) == [6], "the ones and the five products"
-
-
-def num_launched(device: LateDevice) -> list[int]:
-    return [number for number in device.num_launched if number]
+    assert [number for number in device.num_launched if number] == [6], "the ones and the five products"
 
 
 # several threads, Ctrl-C, other patches, and memory of two devices
@@ -290,18 +286,17 @@ def test_ops_of_two_threads_keep_their_own_digests() -> None:
     assert inputs == [digest_tensor(y)]
 
 
-@pytest.mark.parametrize("kind", [StorageLedger, NameTable])
-def test_an_address_is_let_go_once_also_after_ctrl_c(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("module", "kind"), [(storages, StorageLedger), (named_tensors, NameTable)])
+def test_an_address_is_let_go_once_also_after_ctrl_c(module: Any, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = [torch.ones(index + 1) for index in range(3)]
-    held: Any = kind()
-    if isinstance(held, StorageLedger):
-        module: Any = storages
+    held = kind()
+    if kind is NameTable:
+        held.keep({(0, 0): "x"}, [("x", tensor) for tensor in tensors])
+    else:
         for tensor in tensors:
             held.pin(tensor)
-    else:
-        module = named_tensors
-        held.keep({(0, 0): "x"}, [("x", tensor) for tensor in tensors])
     freed = []
+    original = module._free_weak_ref
 
     def free(address: int) -> None:
         freed.append(address)
@@ -309,7 +304,6 @@ def test_an_address_is_let_go_once_also_after_ctrl_c(kind: type, monkeypatch: py
         if len(freed) == 2:
             raise KeyboardInterrupt
 
-    original = module._free_weak_ref
     monkeypatch.setattr(module, "_free_weak_ref", free)
     with pytest.raises(KeyboardInterrupt):
         held.close()

@@ -1,6 +1,8 @@
 import gc
 import sys
 import types
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +15,9 @@ from det_callbacks.trace.source import capture_source
 SITE_PACKAGES = source._TORCH.removesuffix("/torch")
 
 
-def called(code: str, filename: str, **scope: object) -> object:
-    """Run a function ``f`` defined by code that claims to be in a file."""
+def called(filename: str, call: Callable[[], object], code: str = "def f():\n    return call()\n") -> Any:
+    """Call a function from code that claims to be in a file."""
+    scope = {"call": call}
     exec(compile(code, filename, "exec"), scope)
     return scope["f"]()
 
@@ -36,20 +39,20 @@ def test_lines_are_innermost_first_and_relative_to_the_working_directory():
 
 
 def test_the_text_of_a_line_is_read_where_its_file_is_known_beyond_doubt(tmp_path):
-    code = "def f():\n    return capture()  # this one\n\n"
+    code = "def f():\n    return call()  # this one\n\n"
     (tmp_path / "a").mkdir()
     path = tmp_path / "a" / "step_of_a_test.py"
     path.write_text(code)
-    found = called(code, str(path), capture=capture_source)[:1]
-    text = {"a/step_of_a_test.py:2": ("def f():", "    return capture()  # this one", "")}
+    found = called(str(path), capture_source, code)[:1]
+    text = {"a/step_of_a_test.py:2": ("def f():", "    return call()  # this one", "")}
     assert source.read_text([found]) == text
     with HashMode() as mode:
-        called("def f():\n    return capture() + 1\n", str(path), capture=lambda: torch.ones(1))
+        called(str(path), lambda: torch.ones(1))
     assert mode.trace.program.text.items() >= text.items()
-    nowhere = called(code, str(tmp_path / "a" / "is_not_there.py"), capture=capture_source)
-    relative = called(code, "test_source.py", capture=capture_source)
+    nowhere = called(str(tmp_path / "a" / "is_not_there.py"), capture_source)
+    relative = called("test_source.py", capture_source)
     assert source.read_text([nowhere[:1], relative[:1]]) == {}
-    like_it = called(code, str(tmp_path / "b" / "a" / "step_of_a_test.py"), capture=capture_source)
+    like_it = called(str(tmp_path / "b" / "a" / "step_of_a_test.py"), capture_source)
     assert like_it[0] == found[0]
     assert source.read_text([found]) == {}
 
@@ -61,55 +64,30 @@ def test_files_are_shown_without_what_belongs_to_the_machine():
         "/home/someone/project/train.py": "project/train.py",  # no home directory gets into a run
         f"{SITE_PACKAGES}/timm/layers.py": "timm/layers.py",  # installed packages are users' code
     }
-    text = "def f():\n    return capture()\n"
-    assert [called(text, name, capture=capture_source)[0] for name in shown] == [f"{s}:2 in f" for s in shown.values()]
+    assert [called(name, capture_source)[0] for name in shown] == [f"{name}:2 in f" for name in shown.values()]
 
 
-def test_the_training_loop_is_not_users_code():
-    loop = called(
-        "def f():\n    return step()\n",
-        f"{SITE_PACKAGES}/lightning/pytorch/loops/training_epoch_loop.py",
-        step=lambda: capture_source(),
-    )
-    assert len(loop) == 1
-    assert loop[0].endswith("in <lambda>")
-    hooks = called(
-        "def f():\n    return capture()\n", f"{SITE_PACKAGES}/lightning/pytorch/core/hooks.py", capture=capture_source
-    )
+def test_the_training_loop_is_not_users_code_and_an_optimizer_without_any_shows_its_own_line():
+    (line,) = called(f"{SITE_PACKAGES}/lightning/pytorch/loops/training_epoch_loop.py", lambda: capture_source())
+    assert line.endswith("in <lambda>")
+    hooks = called(f"{SITE_PACKAGES}/lightning/pytorch/core/hooks.py", capture_source)
     assert not any("lightning" in line for line in hooks)
-
-
-def test_an_op_has_the_line_of_the_user_and_its_gradient_too():
-    model = nn.Sequential(nn.Linear(2, 2))
-    mode = HashMode(model)
-    with mode:
-        out = model(torch.ones(1, 2))
-        out.exp().sum().backward()
-    here = sys._getframe().f_lineno - 2
-    assert line_of("aten.addmm.default", mode)[0] == f"tests/unit/test_source.py:{here} in {_name()}"
-    assert line_of("aten.exp.default", mode)[0] == f"tests/unit/test_source.py:{here + 1} in {_name()}"
-    gradient = next(s for s in mode.trace.program.sites if s.phase == "backward" and s.op == "aten.mul.Tensor")
-    assert gradient.source == line_of("aten.exp.default", mode)
-
-
-def _name() -> str:
-    return sys._getframe(1).f_code.co_name
-
-
-def test_an_optimizer_without_user_code_shows_its_own_line():
     weight = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     optimizer.step()  # the wrappers of the first call
     weight.grad = torch.ones(2)
-    mode = HashMode()
-    with mode:
-        called(
-            "def f():\n    return step()\n",
-            f"{SITE_PACKAGES}/lightning/pytorch/loops/optimization/automatic.py",
-            step=optimizer.step,
-        )
+    with HashMode() as mode:
+        called(f"{SITE_PACKAGES}/lightning/pytorch/loops/optimization/automatic.py", optimizer.step)
     (line,) = line_of("aten.add_.Tensor", mode)
     assert line.startswith("torch/optim/sgd.py:")
+
+
+def test_an_op_of_torchs_module_has_the_line_of_its_user():
+    with HashMode() as mode:
+        nn.Linear(2, 2)(torch.ones(1, 2))
+    here = sys._getframe()
+    expected = f"tests/unit/test_source.py:{here.f_lineno - 2} in {here.f_code.co_name}"
+    assert line_of("aten.addmm.default", mode)[0] == expected
 
 
 class Double(torch.autograd.Function):
