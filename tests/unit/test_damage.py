@@ -120,16 +120,6 @@ def test_no_damage_ends_in_a_match_that_skipped_something(
     assert outcomes[2] > num // 3, outcomes
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    """A run with two fits, the second of which was resumed."""
-    path = record(tmp_path / "run", range(3), range(2), complete=False)
-    writer = resume(path)
-    append(writer, [1, 2], seed=1)
-    writer.close(complete=True)
-    return path
-
-
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -140,7 +130,11 @@ def run(tmp_path: Path) -> Path:
         ({"attempts": (Attempt(), Attempt())}, "is of another run, place or version"),
     ],
 )
-def test_a_manifest_that_is_not_that_of_the_files_is_refused(run, changes, says):
+def test_a_manifest_that_is_not_that_of_the_files_is_refused(tmp_path, changes, says):
+    run = record(tmp_path / "run", range(3), range(2), complete=False)
+    writer = resume(run)
+    append(writer, [1, 2], seed=1)
+    writer.close(complete=True)
     write_manifest(run, replace(read_manifest(run), **changes))
     with pytest.raises(ReferenceFormatError, match=says) as caught:
         Run.open(run)

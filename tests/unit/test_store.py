@@ -1,6 +1,8 @@
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -273,38 +275,33 @@ KILLED = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWar
 
 
 @KILLED
-@pytest.mark.parametrize("moment", ["create", "segment", "resume"])
-def test_a_kill_before_run_json_leaves_what_was_there(tmp_path, monkeypatch, moment):
-    path = tmp_path / "run"
-    writer = None if moment == "create" else create(path)
-    if writer is not None:
-        append(writer, [0, 1])
-    if writer is not None and moment == "resume":
-        writer.close(complete=False)
+def test_a_kill_before_run_json_leaves_what_was_there(tmp_path, monkeypatch):
+    def kill_in(act: Callable[[], object]) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(writer_module, "write_manifest", Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                act()
 
-    def killed(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(writer_module, "write_manifest", killed)
-    act = {"create": lambda: create(path), "segment": writer and writer.start_segment, "resume": lambda: resume(path)}
-    with pytest.raises(KeyboardInterrupt):
-        act[moment]()
-    monkeypatch.undo()
-    if moment == "create":
-        with pytest.raises(ReferenceNotFoundError):
-            Run.open(path)
-        with pytest.raises(RunExistsError):
-            create(path)
-        append(writer := create(path, overwrite=True), [0, 1])
-        writer.close(complete=True)
-        path = record(tmp_path / "again", [0, 1], complete=False)
-    assert steps_of(path) == [0, 1]
-    assert not Run.open(path).is_complete
-    writer = resume(path)
-    append(writer, [1, 2], seed=1)
+    path = tmp_path / "new"
+    kill_in(lambda: create(path))
+    with pytest.raises(ReferenceNotFoundError):
+        Run.open(path)
+    with pytest.raises(RunExistsError):
+        create(path)
+    append(writer := create(path, overwrite=True), [0, 1])
     writer.close(complete=True)
-    assert seeds_of(path) == {0: 0, 1: 1, 2: 1}
-    assert Run.open(path).is_complete
+    assert steps_of(path) == [0, 1]
+    for path in (tmp_path / "segment", tmp_path / "resume"):
+        append(writer := create(path), [0, 1])
+        if path.name == "segment":
+            kill_in(writer.start_segment)
+        else:
+            writer.close(complete=False)
+            kill_in(lambda path=path: resume(path))
+        assert (steps_of(path), Run.open(path).is_complete) == ([0, 1], False)
+        append(writer := resume(path), [1, 2], seed=1)
+        writer.close(complete=True)
+        assert (seeds_of(path), Run.open(path).is_complete) == ({0: 0, 1: 1, 2: 1}, True)
 
 
 # one folder for all processes
