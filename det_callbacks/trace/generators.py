@@ -92,7 +92,7 @@ class Ledger:
     def __init__(self) -> None:
         self.held: Mapping[str, Any] = {}
         self._rows: list[tuple[str, str, Bits, str]] = []
-        self._late = DeferredDigests()
+        self._deferred = DeferredDigests()
 
     def mark(self, point: str, *, with_seeds: bool = False) -> None:
         """Note the states of all generators; while a graph is captured, not those of devices."""
@@ -110,13 +110,13 @@ class Ledger:
 
     def note_tensor(self, point: str, name: str, tensor: Tensor) -> None:
         """Note the digest of a tensor, read now in the order of its device's work."""
-        bits = tensor_bits(tensor, self._late)
-        self._late.flush()  # nobody tells of writes to it
+        bits = tensor_bits(tensor, self._deferred)
+        self._deferred.flush()  # nobody tells of writes to it
         self._rows.append((point, name, bits, ""))
 
     def take(self, step: int) -> list[Row]:
         """Return what was collected since the last time, as rows of a step; waits for devices that were read."""
-        known = self._late.finish()
+        known = self._deferred.finish()
         rows, self._rows = self._rows, []
         return [Row(step, point, name, value_of(bits, known), text) for point, name, bits, text in rows]
 

@@ -137,10 +137,10 @@ class Recorder:
         """End the step and return what it did."""
         program = self.trie.program(self.counts)
         require_whole(program, self.digests)
-        late = self.deferred.settle(self.digests)
+        settled = self.deferred.settle(self.digests)
         unseen: frozenset[int] = frozenset()
         if (expected := self._expected) is not None:
-            self.unseen_writes.look_back(expected, program, late)
+            self.unseen_writes.look_back(expected, program, settled)
             unseen = frozenset(expected.unseen_writes)
         digests = np.frombuffer(self.digests, dtype=np.uint64) if self.digests else np.empty(0, np.uint64)
         trace = self._trace(program, digests, self.layout_indices, unseen)

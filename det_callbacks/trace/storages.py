@@ -178,9 +178,11 @@ class StorageLedger:
         self.is_invalidated = True
         under_way: dict[int, int | PartialWrites] = {}
         for address, known in self.writers.items():
-            if isinstance(known, PartialWrites) and (late := [write for write in known.writes if write[1] < UNKNOWN]):
+            if isinstance(known, PartialWrites) and (
+                pending := [write for write in known.writes if write[1] < UNKNOWN]
+            ):
                 # what a collective has yet to bring comes later than what may have been written now
-                under_way[address] = PartialWrites(is_uninitialised=False, writes=late)
+                under_way[address] = PartialWrites(is_uninitialised=False, writes=pending)
         self.writers.clear()
         self.writers.update(under_way)
 

@@ -20,10 +20,12 @@ class OutputHook(Protocol):
     def selects(self, phase: str, module: str, op: str) -> bool:
         """Return whether it wants the outputs of an op at this place."""
 
-    def exchange(self, phase: str, module: str, op: str, outputs: Sequence[Any], late: DeferredSites) -> Sequence[Any]:
+    def exchange(
+        self, phase: str, module: str, op: str, outputs: Sequence[Any], deferred: DeferredSites
+    ) -> Sequence[Any]:
         """Return what to go on with: the same tensors, perhaps written to, and perhaps other numbers.
 
-        What has to be known of tensors on a device is asked for in ``late``, of the step under way.
+        What has to be known of tensors on a device is asked for in ``deferred``, of the step under way.
         """
 
 
@@ -33,7 +35,7 @@ class TensorKeeper(Protocol):
     def selects(self, phase: str, module: str, op: str) -> bool:
         """Return whether it wants to know of an op at this place."""
 
-    def begin_call(self, op: str, reads: Sequence[tuple[str, str | None, Tensor]], late: DeferredSites) -> Any:
+    def begin_call(self, op: str, reads: Sequence[tuple[str, str | None, Tensor]], deferred: DeferredSites) -> Any:
         """Take what a call is about to read: argument, qualified name of the tensor, and the tensor itself.
 
         Returns:

@@ -59,11 +59,11 @@ class UnseenWriteCheck:
         Of sites whose digests are known later, that is noted of what they read on the host, whether they differ or not:
         ``look_back`` sees to the rest.
         """
-        digests, late = self._recorder.digests, self._recorder.deferred.bits
+        digests, deferred = self._recorder.digests, self._recorder.deferred.bits
         positions = range(first, len(digests))
-        waiting = [position for position in positions if position in late]
+        waiting = [position for position in positions if position in deferred]
         differs = expected.checks_left and any(
-            position not in late and expected.differs(position, digests[position]) for position in positions
+            position not in deferred and expected.differs(position, digests[position]) for position in positions
         )
         if differs:
             expected.checks_left -= 1
@@ -74,13 +74,13 @@ class UnseenWriteCheck:
             if any(not self._is_written_since(tensor, mark) and self._is_changed(tensor) for tensor in on_host):
                 expected.unseen_writes.update(waiting)
 
-    def look_back(self, expected: Expectation, program: Program, late: frozenset[int]) -> None:
+    def look_back(self, expected: Expectation, program: Program, deferred: frozenset[int]) -> None:
         """Do the same at the end of a step for the sites whose digests are known only then.
 
         What they read is looked at where it is alive still, and no recorded site has written it since.
         """
         sites, digests = program.sites, self._recorder.digests
-        differing = [at for at in sorted(late) if sites[at].role == "output" and expected.differs(at, digests[at])]
+        differing = [at for at in sorted(deferred) if sites[at].role == "output" and expected.differs(at, digests[at])]
         differing = differing[: expected.checks_left]
         expected.checks_left -= len(differing)
         if not differing:

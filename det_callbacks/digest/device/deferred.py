@@ -25,7 +25,7 @@ Bits = int | DeferredBits
 
 
 def derived(parts: Sequence[Bits], combine: Callable[[list[int]], int]) -> DeferredBits:
-    """Return bits that are computed on the host from others, some of which are late, in their order."""
+    """Return bits that are computed on the host from others, some of which are deferred, in their order."""
     return DeferredBits(lambda known: combine([value_of(part, known) for part in parts]))
 
 
