@@ -12,7 +12,7 @@ from typing import Literal
 
 from det_callbacks.compare.cause import LENGTHS, Facts, find_cause
 from det_callbacks.compare.collectives import Classification, FirstDifference, classify
-from det_callbacks.compare.evidence import find_evidence
+from det_callbacks.compare.evidence import Evidence, find_evidence
 from det_callbacks.compare.metrics import MetricComparison, MetricDifference
 from det_callbacks.compare.numbers import KeptNumbers, with_next_recording
 from det_callbacks.compare.ranks import RankFindings, RankWalk, WholeSteps
@@ -96,10 +96,10 @@ def compare_runs(
     if steps not in ("all", "common"):
         raise ValueError(f'steps must be "all" or "common"; got {steps!r}.')
     ours, theirs = (Run.open(path, check_steps=False) for path in (reference, current))
-    names = str(ours.path), str(theirs.path)
     environment = compare_environments(ours.environment, theirs.environment)
     if ours.world_size != theirs.world_size:
-        return Verdict.refused(*names, other_world_size(ours, theirs.world_size), environment)
+        reason = other_world_size(ours, theirs.world_size)
+        return Verdict.refused(str(ours.path), str(theirs.path), reason, environment)
     _require_same_selection(ours, theirs)
     records = {} if theirs.keeps == "all" else read_records(ours, theirs)
     if records:
@@ -109,13 +109,11 @@ def compare_runs(
     if not records and not _check_small((ours, theirs)):
         notes.append(CHAINS_NOTE)
     walk = RankWalk(reference=ours, current=theirs, is_common=steps == "common", records=records)
-    ranks = [walk.compare(rank) for rank in ours.ranks]
     differing = {one.name: one for record in records.values() for one in record.environment}
     differing |= {one.name: one for one in environment}
     judge = _Judge(
         walk=walk,
-        names=names,
-        ranks=ranks,
+        ranks=[walk.compare(rank) for rank in ours.ranks],
         environment=tuple(differing[name] for name in sorted(differing)),
         notes=notes,
     )
@@ -201,18 +199,9 @@ class _Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class _Judge:
-    """Makes a verdict of all that was found in two runs.
-
-    Attributes:
-        walk: the runs, opened.
-        names: of both, as the verdict shows them.
-        ranks: what each of them tells, by rank.
-        environment: how the environments differ.
-        notes: what was left out of the comparison, and why.
-    """
+    """Makes a verdict of all that was found in two runs; ``notes`` say what was left out of the comparison, and why."""
 
     walk: RankWalk
-    names: tuple[str, str]
     ranks: Sequence[RankFindings]
     environment: tuple[EnvironmentDifference, ...]
     notes: Sequence[str]
@@ -223,7 +212,22 @@ class _Judge:
 
     @cached_property
     def metrics(self) -> MetricComparison:
-        return _compare_metrics(self.walk)
+        walk = self.walk
+        ours, theirs, record = walk.reference, walk.current, walk.records.get(0)
+        stop = None if record is None else record.stopped
+        comparison = MetricComparison(is_common=walk.is_common)
+        for segment in sorted({*ours.segments, *theirs.segments}):
+            if stop is not None and segment > stop.segment:
+                break
+            current, fit = read_metrics(theirs, segment), None if record is None else record.fit(segment)
+            comparison.begin(segment, read_metrics(ours, segment))
+            for step in current.resumed:
+                comparison.resume(step, is_first=fit is not None and fit.metrics_since == step)
+            for reading in current.by_key.values():
+                comparison.add(reading)
+            if stop is None or segment < stop.segment:
+                comparison.end()
+        return comparison
 
     @cached_property
     def tally(self) -> Tally:
@@ -257,8 +261,8 @@ class _Judge:
         tally = self.tally
         return Verdict(
             verdict=verdict,
-            reference=self.names[0],
-            current=self.names[1],
+            reference=str(self.walk.reference.path),
+            current=str(self.walk.current.path),
             first_divergence=answer.first,
             origins=tuple(origins[:MAX_ORIGINS]),
             cause=answer.cause,
@@ -292,9 +296,9 @@ class _Judge:
         # steps that only one run has are a difference, but of those alone there is no comparison
         if not tally.num_sites and not tally.num_metrics and not (has_divergence and has_steps):
             raise NothingComparedError(
-                f"Nothing was compared: the reference {self.names[0]} ({_shown_steps(walk.reference)}) and "
-                f"{self.names[1]} ({_shown_steps(walk.current)}) have no step in common, or none that holds a site. "
-                "That is no match. Check that they are recordings of the same training, with the same selection."
+                f"Nothing was compared: the reference {walk.reference.path} ({_shown_steps(walk.reference)}) and "
+                f"{walk.current.path} ({_shown_steps(walk.current)}) have no step in common, or none that holds a site."
+                " That is no match. Check that they are recordings of the same training, with the same selection."
             )
         if has_divergence:
             return
@@ -302,9 +306,9 @@ class _Judge:
             if record.stopped is not None:
                 of_rank = f" of rank {rank}" if self.show_rank else ""
                 raise NothingComparedError(
-                    f"The verification{of_rank} in {self.names[1]} was stopped by {record.stopped.reason} after step "
-                    f"{record.stopped.step}. What it had compared up to there agrees, and nobody knows of the rest. "
-                    "That is no match. Verify again."
+                    f"The verification{of_rank} in {walk.current.path} was stopped by {record.stopped.reason} after "
+                    f"step {record.stopped.step}. What it had compared up to there agrees, and nobody knows of the "
+                    "rest. That is no match. Verify again."
                 )
 
     def _classify(self, first: Mapping[int, FirstDifference]) -> Classification | None:
@@ -372,41 +376,22 @@ class _Judge:
         difference = compare_steps(*self.walk.views(rank, segment, step))
         record = self.walk.records.get(rank)
         fit = None if record is None else record.fit(segment)
+        first_step = reference.rank(rank).steps(segment)[0] if fit is None else min(fit.compared)
         is_recorded = all(run.selection.selects_step(step - 1) for run in (reference, current))
-        evidence, unread = None, ""
+        is_resumed = (segment, step) in reference.resumed_steps | current.resumed_steps
         try:
             evidence = find_evidence(reference, current, difference)
         except ReferenceFormatError as error:
-            unread = str(error)
+            evidence = Evidence(unread=str(error))
         return Facts(
             difference=difference,
             environment=self.environment,
-            is_first_seen=known.is_first,
+            is_first_seen=step == first_step,
             is_after_unrecorded=step > 0 and not is_recorded,
-            is_resumed=known.is_resumed,
-            unrestored=fit.unrestored if fit is not None and known.is_resumed else (),
+            is_resumed=is_resumed,
+            unrestored=fit.unrestored if fit is not None and is_resumed else (),
             evidence=evidence,
-            unread=unread,
         )
-
-
-def _compare_metrics(walk: RankWalk) -> MetricComparison:
-    """Return how what was logged compares, fit by fit."""
-    ours, theirs, record = walk.reference, walk.current, walk.records.get(0)
-    stop = None if record is None else record.stopped
-    comparison = MetricComparison(is_common=walk.is_common)
-    for segment in sorted({*ours.segments, *theirs.segments}):
-        if stop is not None and segment > stop.segment:
-            break
-        current, fit = read_metrics(theirs, segment), None if record is None else record.fit(segment)
-        comparison.begin(segment, read_metrics(ours, segment))
-        for step in current.resumed:
-            comparison.resume(step, is_first=fit is not None and fit.metrics_since == step)
-        for reading in current.by_key.values():
-            comparison.add(reading)
-        if stop is None or segment < stop.segment:
-            comparison.end()
-    return comparison
 
 
 def _environment_notes(environment: Sequence[EnvironmentDifference], verdict: VerdictName) -> list[str]:

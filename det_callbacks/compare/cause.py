@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from det_callbacks.compare.differences import Finding, StepDifference
-from det_callbacks.compare.evidence import BatchChange, Evidence, GeneratorChange
+from det_callbacks.compare.evidence import Evidence, GeneratorChange
 from det_callbacks.verdict import Cause, EnvironmentDifference
 
 LENGTHS = frozenset({"trainer.min_epochs", "trainer.max_epochs", "trainer.min_steps", "trainer.max_steps"})
@@ -41,10 +41,9 @@ _PHASE_CAUSES: Mapping[str, Cause] = {
     "gradient": "backward",
     "optimizer": "optimizer",
 }
-_DRAWING = (("before the loader starts",), ("before a batch is drawn",))
+_DRAWING = ("before the loader starts", "before a batch is drawn")
 """What begins when the data draws for itself."""
 _WITHIN_STEP = ("after forward", "after backward", "batch end")
-_NO_BATCH = BatchChange(settings={})
 _STARTS_BACKWARD = "aten.ones_like.default"
 """The gradient of a loss with respect to itself: ``torch.autograd`` makes it before its engine runs."""
 
@@ -54,24 +53,19 @@ class Facts:
     """What is known of the first step that differs.
 
     Attributes:
-        difference: of its sites.
-        environment: how the environments differ.
-        is_first_seen: whether it is the first recorded step of its fit.
-        is_after_unrecorded: whether the step before it was not recorded.
-        is_resumed: whether one of the runs had just been resumed from a checkpoint.
+        is_first_seen: it is the first recorded step of its fit.
+        is_after_unrecorded: the step before it was not recorded.
+        is_resumed: one of the runs had just been resumed from a checkpoint.
         unrestored: restored state that is not what the reference ended the step before with.
-        evidence: of generators and data; None where one of the runs has none.
-        unread: why the evidence could not be read; "" where it could.
     """
 
     difference: StepDifference
-    environment: Sequence[EnvironmentDifference] = ()
-    is_first_seen: bool = False
-    is_after_unrecorded: bool = False
-    is_resumed: bool = False
-    unrestored: Sequence[str] = ()
-    evidence: Evidence | None = None
-    unread: str = ""
+    environment: Sequence[EnvironmentDifference]
+    is_first_seen: bool
+    is_after_unrecorded: bool
+    is_resumed: bool
+    unrestored: Sequence[str]
+    evidence: Evidence
 
     @cached_property
     def first(self) -> Finding:
@@ -126,23 +120,10 @@ class Facts:
         return not site.op and site.name is not None and (site.role == "input" or is_listed)
 
     @property
-    def batch(self) -> BatchChange:
-        """What is known of how the batch came to differ."""
-        return _NO_BATCH if self.evidence is None else self.evidence.batch
-
-    @property
-    def generators(self) -> Sequence[GeneratorChange]:
-        """The generators that differ at the end of the step, in the order in which they came to."""
-        return () if self.evidence is None else self.evidence.generators
-
-    @property
     def choices(self) -> list[EnvironmentDifference]:
         """The choices that differ and can change the bits of a step: how many steps there are does not."""
-        return [
-            entry
-            for entry in self.environment
-            if not entry.is_machine and entry.changes_bits and entry.name not in LENGTHS
-        ]
+        changing = (one for one in self.environment if one.changes_bits and not one.is_machine)
+        return [one for one in changing if one.name not in LENGTHS]
 
     # the state that a run starts with
 
@@ -155,7 +136,7 @@ class Facts:
     @property
     def num_random(self) -> int:
         """Initial tensors that follow from the seed: the others hold one value, whatever it is."""
-        return self.num_initial - (0 if self.evidence is None else self.evidence.num_constant)
+        return self.num_initial - self.evidence.num_constant
 
     @property
     def has_few_weights(self) -> bool:
@@ -165,7 +146,7 @@ class Facts:
     @property
     def other_seed(self) -> GeneratorChange | None:
         """The generator that the two runs began the fit with in other states, and seeded otherwise."""
-        return next((one for one in self.generators if one.equal_at is None and one.is_reseeded), None)
+        return next((one for one in self.evidence.generators if one.equal_at is None and one.is_reseeded), None)
 
     # the data
 
@@ -191,7 +172,7 @@ class Facts:
     @property
     def data_change(self) -> DataChange:
         """How the batch came to be another one, as far as it is known."""
-        batch = self.batch
+        batch = self.evidence.batch
         if batch.is_loaded_alike is True:
             return "transformed"
         if self.has_equal_samples or batch.indices == "reordered":
@@ -205,20 +186,18 @@ class Facts:
     @property
     def batch_size(self) -> str:
         """The setting of a loader that says that it makes batches of another size; "" where none does."""
-        return next((name for name in self.batch.settings if name.startswith("batch_size")), "")
+        return next((name for name in self.evidence.batch.settings if name.startswith("batch_size")), "")
 
     # the generators
 
     @property
     def consumed(self) -> GeneratorChange | None:
         """The generator that something drew from in one run only; not the data, when its batch was drawn."""
-        for change in self.generators:
-            if change.equal_at is not None and not change.is_reseeded and change.points[:1] not in _DRAWING:
-                return change
-        return None
+        since = (one for one in self.evidence.generators if one.equal_at is not None and not one.is_reseeded)
+        return next((one for one in since if one.points[0] not in _DRAWING), None)
 
     def is_before_step(self, change: GeneratorChange) -> bool:
-        """Return whether a generator came to differ before the step began, and so before its batch."""
+        """Return whether a generator came to differ before the step's batch was drawn."""
         step, point = change.differs_at
         return step < self.difference.step or point not in _WITHIN_STEP
 
@@ -264,13 +243,7 @@ def _explains(choice: str, found: Finding, *, is_other: bool) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One way to a cause.
-
-    Attributes:
-        name: by which the docs list it, and ``report/advice.py`` knows what to advise.
-        applies: whether it does.
-        cause: that it leads to, or what finds it.
-    """
+    """One way to a cause, or to what finds the cause; the docs and ``report/advice.py`` know it by its name."""
 
     name: str
     applies: Callable[[Facts], bool]
@@ -292,7 +265,7 @@ def _has_other_epochs(facts: Facts) -> bool:
     """Return whether an epoch ended, on the way to the step, in one run only."""
     return facts.has_other_data and any(
         {"epoch end", "epoch start"} & {*change.only_reference, *change.only_current}
-        for change in facts.generators
+        for change in facts.evidence.generators
         if facts.is_before_step(change)
     )
 
@@ -304,7 +277,7 @@ def _is_consumed_before_data(facts: Facts) -> bool:
     if facts.consumed is not None and facts.is_before_step(facts.consumed):
         return True
     # a generator that the checkpoint did not bring back draws other samples, and augments them otherwise
-    is_same_data = facts.has_equal_samples or facts.batch.is_whole
+    is_same_data = facts.has_equal_samples or facts.evidence.batch.is_whole
     return facts.is_resumed and "rng" in facts.source_phases and not is_same_data
 
 
@@ -316,10 +289,10 @@ def _is_drawn(facts: Facts) -> bool:
     if facts.sources:
         return False
     # a generator that an object holds was another before an op that got other arguments
-    named = [one for one in facts.generators if not one.name.startswith(("python", "numpy", "torch."))]
+    named = [one for one in facts.evidence.generators if not one.name.startswith(("python", "numpy", "torch."))]
     if first.kind == "argument" and any(map(facts.is_before_step, named)):
         return True
-    within = [one for one in facts.generators if one.equal_at == (first.step, "batch start")]
+    within = [one for one in facts.evidence.generators if one.equal_at == (first.step, "batch start")]
     draws = any(site.role == "generator" for site in facts.difference.sites_read(facts.first.row))
     if first.kind == "extra" and first.op and draws:
         return True
@@ -335,13 +308,8 @@ def _differs_since_before(facts: Facts) -> bool:
         source = facts.sources[0].divergence
         return source.phase == "input" and bool(source.name)
     first = facts.first.divergence
-    return (
-        facts.origin is None and not first.op and first.kind == "content"
-    )  # what it was computed from is not recorded
-
-
-def _differs_in_structure_only(facts: Facts) -> bool:
-    return not {"content", "argument"} & {*facts.difference.kinds.values()}
+    # what it was computed from is not recorded
+    return facts.origin is None and not first.op and first.kind == "content"
 
 
 def _cause_of_batch(facts: Facts) -> Cause:
@@ -397,7 +365,7 @@ RULES: tuple[Rule, ...] = (
     Rule("input from outside", lambda facts: bool(facts.sources), _cause_of_input),
     Rule("choice", lambda facts: facts.explaining_choice is not None, "settings"),
     Rule("compiled graph", lambda facts: facts.origin is not None and facts.origin.role == "graph", "structure"),
-    Rule("structure", _differs_in_structure_only, "structure"),
+    Rule("structure", lambda facts: not {"content", "argument"} & {*facts.difference.kinds.values()}, "structure"),
     Rule("origin", lambda facts: facts.origin is not None, _cause_of_origin),
     Rule("first difference", lambda facts: True, _cause_of_first),
 )

@@ -25,13 +25,9 @@ _POINT_TO_POINT = ("send", "recv", "isend", "irecv", "batch_p2p")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveCall:
-    """A call of a collective in a step: the same one on all ranks of its group.
+    """A call of a collective in a step: the same one on all ranks of its group, such as "0-3".
 
-    Attributes:
-        op: ``namespace.op.overload``.
-        group: ranks, as "0-3".
-        number: how many calls of the same op in the same group came before it; -1 where only the reference has it.
-        source: lines of the user's code, innermost first.
+    ``number`` says how many calls of the same op in the same group came before it; -1 where only the reference has it.
     """
 
     op: str
@@ -78,12 +74,8 @@ class FirstDifference:
     """The first difference of a rank, with what tells, together with that of the other ranks, who started it.
 
     Attributes:
-        order: of it among those of all ranks.
-        first: divergence.
         origins: of the step, as this rank alone sees it.
-        is_first: it is in the first step of its fit.
-        is_resumed: it is in the first step after a checkpoint was restored.
-        begins: what it is.
+        begins: what the first divergence is.
             "local": a batch, a generator, an op whose inputs and arguments agree: nobody else had a part in it.
             "external": it was there when the step read it (a weight, a tensor made between the steps, an argument); at
             the run's first difference that is the rank's own, and later it may follow from what another rank did.
@@ -96,8 +88,6 @@ class FirstDifference:
     order: Order
     first: Divergence
     origins: tuple[Divergence, ...] = ()
-    is_first: bool = False
-    is_resumed: bool = False
     begins: Begins
     changed: frozenset[CallKey] = frozenset()
     received: tuple[tuple[CollectiveCall, Divergence], ...] = ()
@@ -168,8 +158,8 @@ def _side(known: FirstDifference, earliest: Sequence[FirstDifference]) -> Side:
     return "origin" if begun["ambiguous"] == 1 else "unknown"
 
 
-def describe_first(difference: StepDifference, *, is_first: bool = False, is_resumed: bool = False) -> FirstDifference:
-    """Return what is to be known of the first step of a rank that differs, which may be its fit's first."""
+def describe_first(difference: StepDifference) -> FirstDifference:
+    """Return what is to be known of the first step of a rank that differs."""
     calls = _calls_in(difference.current)
     changed = _changed_calls(difference, calls)
     received: list[tuple[CollectiveCall, Divergence]] = []
@@ -184,8 +174,6 @@ def describe_first(difference: StepDifference, *, is_first: bool = False, is_res
         order=(difference.segment, difference.step, first, difference.rank),
         first=difference.describe(first),
         origins=difference.origins,
-        is_first=is_first,
-        is_resumed=is_resumed,
         begins=_begins(difference, first),
         changed=changed,
         received=tuple(received),

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from itertools import dropwhile, zip_longest
 from typing import Any, Literal
@@ -40,7 +40,6 @@ class Window:
     """What one run found from the last step that is known to be equal to the end of the one that differs.
 
     Attributes:
-        rows: in order.
         settings: of the loaders, as of the last time they were started: "num_workers of train_dataloader" -> "2".
         hooks: "before on_train_batch_end" -> the callbacks that have it and are called before ours; "after ..." alike.
         num_constant: initial tensors that hold one value only, whatever the seed.
@@ -52,7 +51,7 @@ class Window:
     num_constant: int = 0
 
     def batch(self, step: int) -> dict[str, Row]:
-        """Return what is known of the batch of a step, by name."""
+        """Return the rows on the batch of a step, by name."""
         return {row.name: row for row in self.rows if row.step == step and row.point == BATCH}
 
     def samples(self, step: int) -> list[int]:
@@ -74,13 +73,11 @@ class GeneratorChange:
     """How a generator came to another state than the reference's.
 
     Attributes:
-        name: "torch.cpu", "train_dataloader.sampler.generator".
         equal_at: (step, point) where both were last equal; None where they never were in this fit.
         differs_at: (step, point) where they first differ.
         points: what ran in between, each point of either run that lies there, from ``equal_at`` on.
-        only_reference: points there that only the reference has.
-        only_current: likewise.
-        seeds: of the reference and the current run, at the next point where they were noted; None where they were not.
+        only_reference: points there that only the reference has; ``only_current`` likewise.
+        seeds: of both runs, at the next point where they were noted; None where one was not.
     """
 
     name: str
@@ -106,10 +103,9 @@ class BatchChange:
             in batches of another size), "other", or None where it cannot be told.
         is_loaded_alike: whether what left the loaders was the same, and only what was made of it differs; None where
             the training step got what left the loaders.
-        found_at: step of the reference whose batch holds samples of this one; None where none does, or none was looked
-            for.
-        is_whole: whether that batch holds all of them, so that it is this one.
-        was_searched: whether samples were looked for.
+        found_at: step of the reference whose batch holds samples of this one; None where none does.
+        is_whole: that batch holds all of them, so that it is this one.
+        was_searched: samples were looked for.
         first_index: loader, position in the batch and the two indices of the first sample that its sampler drew
             otherwise; None where it is not known.
         settings: of the loaders, that differ: name -> text in the reference and in the current run.
@@ -121,7 +117,7 @@ class BatchChange:
     is_whole: bool = False
     was_searched: bool = False
     first_index: tuple[str, int, str, str] | None = None
-    settings: Mapping[str, tuple[str, str]]
+    settings: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,19 +126,19 @@ class Evidence:
 
     Attributes:
         generators: those that differ at the end of the step or before, in the order in which they came to.
-        batch: of the step.
-        hooks: of the callbacks, in the current run.
-        num_constant: initial tensors that hold one value only, whatever the seed.
+        hooks: of the callbacks, in the current run: see ``Window``, as for ``num_constant``.
+        unread: why it could not be read; "" where it could, or where a run has none.
     """
 
-    generators: tuple[GeneratorChange, ...]
-    batch: BatchChange
-    hooks: Mapping[str, str]
+    generators: tuple[GeneratorChange, ...] = ()
+    batch: BatchChange = BatchChange()
+    hooks: Mapping[str, str] = field(default_factory=dict)
     num_constant: int = 0
+    unread: str = ""
 
 
-def find_evidence(reference: Run, current: Run, difference: StepDifference) -> Evidence | None:
-    """Return the evidence of both runs for a step that differs; None where one of them has none.
+def find_evidence(reference: Run, current: Run, difference: StepDifference) -> Evidence:
+    """Return the evidence of both runs for a step that differs; an empty one where one of them has none.
 
     Raises:
         ReferenceFormatError: it is damaged, or one of them has nothing of this step.
@@ -154,7 +150,7 @@ def find_evidence(reference: Run, current: Run, difference: StepDifference) -> E
             path = str(evidence_path(run.rank(place[0]).stream_of(*place[1:])))
             raise ReferenceFormatError(f"{path} has nothing of step {place[2]}: a kill lost it, or it is gone", path)
     if ours is None or theirs is None:
-        return None
+        return Evidence()
     evidence = compare_windows(ours, theirs, place[2])
     if not any(difference.site(row).phase == "data" for row in difference.starting("outside")):
         return evidence
@@ -182,8 +178,7 @@ def read_window(run: Run, rank: int, segment: int, step: int) -> Window | None:
         pairs = zip(texts, points, strict=True)
         lasts = np.array([text != "" and point not in (BATCH, VALUES) for text, point in pairs], dtype=bool)
         numbers = batch.column("step").to_numpy()
-        found: np.ndarray = (numbers <= step) & ((numbers >= (since or 0)) | lasts)
-        return found
+        return np.asarray((numbers <= step) & ((numbers >= (since or 0)) | lasts))
 
     return gather_window(_read_rows(run, rank, segment, step, is_wanted), since=since)
 
@@ -230,12 +225,8 @@ def _find_samples(
     """
     steps: dict[int, set[int]] = {}
     values = np.array(samples, dtype=np.uint64)
-
-    def is_wanted(batch: pa.RecordBatch) -> np.ndarray:
-        found: np.ndarray = np.isin(batch.column("value").to_numpy(), values)
-        return found
-
-    for row in _read_rows(run, rank, segment, step, is_wanted):
+    rows = _read_rows(run, rank, segment, step, lambda batch: np.isin(batch.column("value").to_numpy(), values))
+    for row in rows:
         if row.point == BATCH and row.name.startswith("sample "):
             steps.setdefault(row.value, set()).add(row.step)
     found = [steps[value] for value in others if value in steps]
@@ -321,15 +312,15 @@ def _batch_change(reference: Window, current: Window, step: int) -> BatchChange:
         for position, (one, other) in enumerate(zip_longest(*pair, fillvalue="none"))
         if one != other
     )
+    settings = (
+        (name, (reference.settings.get(name, "none"), current.settings.get(name, "none")))
+        for name in {**reference.settings, **current.settings}
+    )
     return BatchChange(
         indices=indices,
         is_loaded_alike=is_alike(loaded) if loaded else None,
         first_index=next(firsts, None),
-        settings={
-            name: (reference.settings.get(name, "none"), current.settings.get(name, "none"))
-            for name in {**reference.settings, **current.settings}
-            if reference.settings.get(name) != current.settings.get(name)
-        },
+        settings={name: pair for name, pair in settings if pair[0] != pair[1]},
     )
 
 

@@ -18,8 +18,6 @@ class MetricDifference:
 
     Attributes:
         order: among the differences of the run: after all sites of its step.
-        segment: fit.
-        name: of the metric.
         values: of both runs; None in the one that lacks it.
         readings: in which they stand.
     """
@@ -81,13 +79,7 @@ class MetricDifference:
 class MetricComparison:
     """Compares the readings of a run, of its fits and of the calls after each, with the reference's as they come.
 
-    Args:
-        is_common: readings that only one run has are no differences.
-
-    Attributes:
-        first: the first metric that differs; None where none does.
-        num_compared: metrics that both runs have.
-        num_differing: metrics that differ.
+    With ``is_common``, readings that only one run has are no differences. ``num_compared`` metrics are in both runs.
     """
 
     def __init__(self, *, is_common: bool) -> None:
@@ -111,21 +103,18 @@ class MetricComparison:
         return tuple(where for where, *_ in self._left if where in CALLS and not self._is_common)
 
     def resume(self, step: int, *, is_first: bool) -> None:
-        """Leave out what may lack because a process of the current run was resumed: see ``RESUMED``.
+        """Leave out what may lack because the current run was resumed after a step: see ``RESUMED``.
 
-        Args:
-            step: that it went on after.
-            is_first: it had nothing before, so that nothing of the reference before it is missing.
+        ``is_first``: it had nothing before, so that nothing of the reference before it is missing.
         """
         self._resumed.add(step)
         if is_first:
             self._left = {key: reading for key, reading in self._left.items() if reading.step >= step}
 
     def add(self, reading: Reading) -> bool:
-        """Compare a reading, and count those of the reference before it as missing.
+        """Compare a reading, count those of the reference before it as missing, and return whether they differ.
 
-        Returns:
-            Whether they differ; False for one that only this run has so far, which lacking steps may explain later.
+        One that only this run has so far does not: lacking steps may explain it later.
         """
         before = self.num_differing
         self._miss([one for one in self._left.values() if one.where not in CALLS and one.order < reading.order])
@@ -139,11 +128,7 @@ class MetricComparison:
         return differs
 
     def end(self, *, with_calls: bool = True) -> None:
-        """Count the readings that this run had not as missing.
-
-        Args:
-            with_calls: also of calls after the fit, which may still come.
-        """
+        """Count what this run had not as missing; ``with_calls``: also calls after the fit, which may still come."""
         self._miss([one for one in self._left.values() if with_calls or not one.is_after_fit])
 
     def _miss(self, readings: list[Reading]) -> None:

@@ -41,14 +41,7 @@ class WholeSteps:
 
 @dataclass(slots=True, kw_only=True)
 class RankFindings:
-    """What one rank tells; filled while it is walked through.
-
-    Attributes:
-        rank: of the process.
-        tally: of what was compared; whole steps count as differing.
-        first: where it first differs; None where no site does.
-        whole: steps that only one run has.
-    """
+    """What one rank tells, filled while it is walked through; ``first`` is None where no site differs."""
 
     rank: int
     tally: Tally = field(default_factory=Tally)
@@ -71,9 +64,7 @@ class RankWalk:
     * Of a verification only the first step that differs is read; its record says what was found in the others.
 
     Attributes:
-        reference: the run that is compared with.
-        current: the run that is compared.
-        is_common: only steps that both have are looked at.
+        is_common: only steps that both runs have are looked at.
         records: of the ranks, where the current run is a verification.
     """
 
@@ -104,7 +95,7 @@ class RankWalk:
                 found.tally.count([step], views[1].program, num_compared)
                 found.tally.num_differing += num_differing
                 if found.first is None and num_differing:
-                    found.first = self._first(compare_steps(*views), is_first=step == int(left.steps[0]))
+                    found.first = describe_first(compare_steps(*views))
             if not self.is_common:
                 found.whole += _whole("missing", rank, segment, in_ours - in_theirs)
                 found.whole += _whole("extra", rank, segment, in_theirs - in_ours)
@@ -126,7 +117,7 @@ class RankWalk:
             if found.first is None and step is not None:
                 difference = compare_steps(*self.views(rank, fit.segment, step))
                 if difference.num_differing:
-                    found.first = self._first(difference, is_first=step == min(fit.compared))
+                    found.first = describe_first(difference)
             if found.first is None and fit.differing:
                 raise damaged(path, f"it says that step {min(fit.differing)} {place} differs, and no stored step does")
         for segment in self.reference.rank(rank).segments if record.steps == "all" else ():
@@ -150,11 +141,6 @@ class RankWalk:
         if stop is not None and stop.is_within and (stop.segment, stop.step) == (segment, step):
             reference = reached_part(reference, current)
         return reference, current
-
-    def _first(self, difference: StepDifference, *, is_first: bool) -> FirstDifference:
-        resumed = self.reference.resumed_steps | self.current.resumed_steps
-        is_resumed = (difference.segment, difference.step) in resumed
-        return describe_first(difference, is_first=is_first, is_resumed=is_resumed)
 
     def _count_equal(self, tally: Tally, rank: int, segment: int, fit: Fit, num_equal: int) -> None:
         """Count the first steps of a fit; each kind of step is opened once, and the last one of all."""
@@ -201,8 +187,6 @@ class StepOutcome:
     """What became of one step.
 
     Attributes:
-        step: training batch.
-        outcome: see ``Outcome``.
         program_id: of the side that has it, the current run's where both do.
         sites: how they differ; None unless both sides are there and differ.
     """
@@ -218,12 +202,7 @@ def walk_outcomes(
 ) -> Iterator[StepOutcome]:
     """Yield what became of each step of a fit, in order; one is read at a time, if its chains do not agree.
 
-    Args:
-        reference: the run that is compared with.
-        current: the run that is compared; a verification's has its diverging steps only.
-        rank: process.
-        segment: fit.
-        compared: what a verification says that it compared, by fit.
+    Of a verification, whose run has its diverging steps only, ``compared`` says by fit what it compared.
 
     Raises:
         ReferenceFormatError: a file is damaged.

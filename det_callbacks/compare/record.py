@@ -30,19 +30,12 @@ TOGETHER = "divergence"
 
 @dataclass(slots=True, kw_only=True)
 class Tally:
-    """How much was compared; counted up while it is, and added up over ranks.
+    """How much was compared; counted up while it is, and added up over ranks. ``Coverage`` says what the counts mean.
 
     Attributes:
         num_steps: that both runs have.
-        num_sites: of those steps.
         num_differing: sites and metrics that differ, and steps that only one run has.
         steps: the least and the largest that were compared; None before the first.
-        ops_seen: under the trace.
-        ops_digested: those whose outputs were digested.
-        ops_skipped: reason -> number.
-        opaque_regions: names.
-        replayed: op -> count, differing, mib_per_step.
-        num_metrics: values that the module logged.
     """
 
     num_steps: int = 0
@@ -91,7 +84,6 @@ class FitRecord:
     """The steps of one fit that a verification compared; filled while it runs.
 
     Attributes:
-        segment: fit.
         compared: steps that the reference has, too.
         differing: those of them that differ.
         extra: steps that the reference has not.
@@ -121,7 +113,6 @@ class Stop:
     """Where a verification was stopped, so that what comes later is not missing.
 
     Attributes:
-        segment: fit.
         step: the last one that was compared; -1 before the first.
         reason: TOGETHER, or the name of an exception.
         is_within: the step had not ended: only what it had reached was compared.
@@ -138,11 +129,6 @@ class RankRecord:
     """What one rank of a verification compared.
 
     Attributes:
-        run_id: of the verification.
-        reference_id: run id of the reference.
-        rank: process.
-        steps: "all" or "common".
-        fits: in order.
         tally: of all that was compared, stored or not; metrics are not in it, which are stored.
         environment: how that of this rank differs from the reference's.
         stopped: None where all fits came to their end.
@@ -158,7 +144,7 @@ class RankRecord:
     stopped: Stop | None = None
 
     def fit(self, segment: int) -> FitRecord | None:
-        """Return what it says of a fit; None where that was not begun."""
+        """Return what it says of a fit; None where that did not begin."""
         return next((fit for fit in self.fits if fit.segment == segment), None)
 
 

@@ -47,10 +47,10 @@ _OF_BATCH: Mapping[DataChange, str] = {
 def _advise_batch(facts: Facts) -> str:
     if facts.data_change != "drawn":
         return _because(_OF_BATCH[facts.data_change], facts)
-    change = next(filter(facts.is_before_step, facts.generators), None)
-    if facts.batch.settings:
+    change = next(filter(facts.is_before_step, facts.evidence.generators), None)
+    if facts.evidence.batch.settings:
         return _because("Set the loader as in the reference", facts)
-    if facts.batch.indices != "other":
+    if facts.evidence.batch.indices != "other":
         return _because("Look at the order in which the data come", facts)
     if change is None:
         return _because("Look at the sampler itself (its weights, what it sorts by): no known generator differs", facts)
@@ -62,7 +62,7 @@ def _advise_batch(facts: Facts) -> str:
 def _because(todo: str, facts: Facts) -> str:
     """Return what to do, with the setting of a loader, or else what is known of the batch, that says so."""
     known = [line.partition(": ")[2] for line in _batch_lines(facts)[1:]]
-    reasons = known[-len(facts.batch.settings) :] if facts.batch.settings else known[:1]
+    reasons = known[-len(facts.evidence.batch.settings) :] if facts.evidence.batch.settings else known[:1]
     return f"{todo}: {listed(reasons, '; ')}" if reasons else todo
 
 
@@ -71,10 +71,10 @@ def _because(todo: str, facts: Facts) -> str:
 
 def _advise_generator(facts: Facts) -> str:
     change = facts.consumed
-    if change is None or facts.evidence is None:
-        if not facts.generators:
+    if change is None:
+        if not facts.evidence.generators:
             return ""
-        change = facts.generators[0]
+        change = facts.evidence.generators[0]
         seed = ": seed Python, NumPy and torch alike before the model is built (DeterminismSettings(seed=...))"
         is_unseeded = change.equal_at is None and change.seeds is None
         return show_change(change, facts.evidence) + (seed if is_unseeded else "")
@@ -216,17 +216,18 @@ def evidence_lines(facts: Facts) -> tuple[str, ...]:
         first = f", first {initial[0]}" if initial else ""
         lines.append(f"initial state: {len(initial)} of {facts.num_initial} tensors differ{which}{first}")
     lines += _batch_lines(facts)
-    lines += [show_change(change, facts.evidence) for change in facts.generators]
+    lines += [show_change(change, facts.evidence) for change in facts.evidence.generators]
     lines += [f"choice {show_differences([entry])}" for entry in facts.choices]
-    unread = [f"the evidence of generators and data could not be used: {facts.unread}"] if facts.unread else []
-    return (*lines[:MAX_LINES], *unread)
+    unread = facts.evidence.unread
+    more = [f"the evidence of generators and data could not be used: {unread}"] if unread else []
+    return (*lines[:MAX_LINES], *more)
 
 
 def _batch_lines(facts: Facts) -> list[str]:
     tensors = [item for item in facts.sources if item.divergence.phase == "data"]
     if not tensors:
         return []
-    names, batch = [source_name(item) for item in tensors if item.role != "samples"], facts.batch
+    names, batch = [source_name(item) for item in tensors if item.role != "samples"], facts.evidence.batch
     lines = [f"batch: other bits in {listed(names) or 'its samples'}"]
     if batch.indices is not None:
         lines.append(f"batch: the sampler drew {_DREW[batch.indices]}")
@@ -246,7 +247,7 @@ def _batch_lines(facts: Facts) -> list[str]:
     ]
 
 
-def show_change(change: GeneratorChange, evidence: Evidence | None) -> str:
+def show_change(change: GeneratorChange, evidence: Evidence) -> str:
     """Return how a generator came to differ, as one sentence without its final stop."""
     ours, theirs = change.seeds or (None, None)
     if change.equal_at is None:
@@ -261,9 +262,7 @@ def show_change(change: GeneratorChange, evidence: Evidence | None) -> str:
         text += f", seeded anew in between ({ours} in the reference, {theirs} now)"
     elif change.seeds is not None:
         text += ", by another number of draws from the same seed"
-    if evidence is not None:
-        text += f"; in between ran: {_what_ran(change, evidence)}"
-    return text + "".join(
+    return f"{text}; in between ran: {_what_ran(change, evidence)}" + "".join(
         f"; only in {side}: {', '.join(points)}" for side, points in _only_in(change).items() if points
     )
 
