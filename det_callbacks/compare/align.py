@@ -9,8 +9,9 @@ places are equally good, it is the earliest.
 """
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -60,72 +61,50 @@ def align(reference: StepView, current: StepView) -> Alignment:
         return Alignment(reference=places, current=places, is_same_program=True)
     numbers: dict[Hashable, int] = {}
     units = _group(reference, numbers), _group(current, numbers)
-    return _join((reference, current), units, _match_units(*units))
+    rows = _join((reference, current), units, _match_units(*units))
+    table = np.array(rows, dtype=np.int64).reshape(-1, 2)
+    return Alignment(reference=table[:, 0], current=table[:, 1])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Units:
-    """The units of one side, in order.
+class _Unit(NamedTuple):
+    """A unit of one side: its input rows, its output rows or its named row, and the names of these.
 
-    Attributes:
-        leads: the input rows of each unit.
-        rows: its output rows or its named row; its row of varying arguments, where it has neither.
-        arguments: its row of varying arguments; -1 where there is none, or where ``rows`` has it.
-        names: of its rows.
-        keys: by level, one number a unit; equal numbers are equal keys, on both sides.
+    ``argument`` is its row of varying arguments, -1 where there is none; that of a call without outputs is in ``rows``.
+    ``keys`` has a number by level; equal numbers are equal keys, on both sides.
     """
 
-    leads: list[range]
-    rows: list[range]
-    arguments: list[int]
-    names: list[tuple[str | None, ...]]
-    keys: tuple[list[int], ...]
-
-    def __len__(self) -> int:
-        return len(self.rows)
+    leads: range
+    rows: range
+    argument: int
+    names: tuple[str | None, ...]
+    keys: tuple[int, int, int, int]
 
 
-def _group(view: StepView, numbers: dict[Hashable, int]) -> _Units:
-    """Return the units of a step; some 3 microseconds a site.
-
-    Args:
-        view: the step.
-        numbers: of the keys known so far, which both sides share; new ones are added.
-    """
-    sites, entries = view.program.sites, view.layout.entries
-    digests = view.record.digests.tolist()
-    reader = ArgumentReader(view)
-    known_entries: dict[int, int] = {}  # by object: hashing each entry anew would cost more
+def _group(view: StepView, numbers: dict[Hashable, int]) -> list[_Unit]:
+    """Return the units of a step in order; new keys are added to ``numbers``, which both sides share."""
 
     def number(*key: Hashable) -> int:
         return numbers.setdefault(key, len(numbers))
 
-    def entry_number(place: int) -> int:
-        entry = entries[place]
-        known = known_entries.get(id(entry))
-        if known is None:
-            known = known_entries[id(entry)] = number("layout", entry)
-        return known
-
-    units = _Units([], [], [], [], ([], [], [], []))
+    sites, digests, reader = view.program.sites, view.record.digests.tolist(), ArgumentReader(view)
+    # by object: hashing each entry anew would cost more
+    by_object = {id(entry): entry for entry in view.layout.entries}
+    known = {key: number("layout", entry) for key, entry in by_object.items()}
+    layouts = [known[id(entry)] for entry in view.layout.entries]
+    units = []
     for lead, start, stop in _bounds(sites):
         first = start + (sites[start].role == "argument" and stop > start + 1)
-        units.leads.append(range(lead, start))
-        units.rows.append(range(first, stop))
-        units.arguments.append(start if first > start else -1)
         rows = sites[first:stop]
         head = rows[0]
         # rows of the state or the batch are told by their names, ops by name and place
-        place = (head.phase, head.module, head.op, *(() if head.op else (head.role, head.name)))
-        kind = number(OP, place)
-        outputs = tuple((row.role, row.output) for row in rows)
-        units.names.append(tuple(row.name for row in rows))
-        structure = number(STRUCTURE, kind, outputs, units.names[-1])
-        given = (tuple(map(entry_number, range(first, stop))), reader.canonical(first) if head.op else "")
-        units.keys[OP].append(kind)
-        units.keys[STRUCTURE].append(structure)
-        units.keys[ARGUMENTS].append(number(ARGUMENTS, structure, given))
-        units.keys[DIGEST].append(number(DIGEST, kind, outputs, given, tuple(digests[first:stop])))
+        kind = number(OP, head.phase, head.module, head.op, *(() if head.op else (head.role, head.name)))
+        outputs, names = tuple((row.role, row.output) for row in rows), tuple(row.name for row in rows)
+        structure = number(STRUCTURE, kind, outputs, names)
+        given = (tuple(layouts[first:stop]), reader.canonical(first) if head.op else "")
+        arguments = number(ARGUMENTS, structure, given)
+        bits = number(DIGEST, kind, outputs, given, tuple(digests[first:stop]))
+        keys = (bits, arguments, structure, kind)
+        units.append(_Unit(range(lead, start), range(first, stop), start if first > start else -1, names, keys))
     return units
 
 
@@ -173,149 +152,136 @@ def _follows(site: Site, before: Site, output: int) -> bool:
     )
 
 
-def _match_units(reference: _Units, current: _Units) -> Pairs:
+def _match_units(reference: list[_Unit], current: list[_Unit]) -> Pairs:
     """Return the matched units in order: index in the reference, index in the current step."""
     pairs: Pairs = []
     gaps: list[Gap] = [(0, len(reference), 0, len(current))]
-    for level, (left, right) in enumerate(zip(reference.keys, current.keys, strict=True)):
+    for level in (DIGEST, ARGUMENTS, STRUCTURE, OP):
+        left, right = ([unit.keys[level] for unit in units] for units in (reference, current))
         remaining: list[Gap] = []
         for gap in gaps:
-            for part in _split(left, right, gap, pairs, prefix_first=level == DIGEST):
+            for part in _split(left, right, gap, pairs, suffix_first=level > DIGEST):
+                r_start, r_stop, c_start, c_stop = part
                 if level > DIGEST:
                     repeated = match_repeated(left, right, part)
                     pairs.extend(repeated)
                     remaining.extend(gaps_between(repeated, part))
-                elif _has_same_structure(reference, current, part):
-                    pairs.extend(zip(range(part[0], part[1]), range(part[2], part[3]), strict=True))
+                elif _is_same_sequence(reference[r_start:r_stop], current[c_start:c_stop]):
+                    pairs.extend(zip(range(r_start, r_stop), range(c_start, c_stop), strict=True))
                 else:
                     remaining.append(part)
-        gaps = [gap for gap in remaining if gap[0] < gap[1] and gap[2] < gap[3]]
+        gaps = remaining
     return sorted(pairs)
 
 
-def _split(left: list[int], right: list[int], gap: Gap, pairs: Pairs, *, prefix_first: bool) -> list[Gap]:
-    """Match ends and unique keys of a gap into ``pairs``; return the gaps that are left."""
-    ends, inner = trim(left, right, gap, suffix_first=not prefix_first)
-    pairs.extend(ends)
+def _split(left: list[int], right: list[int], gap: Gap, pairs: Pairs, *, suffix_first: bool) -> Iterator[Gap]:
+    """Match ends and unique keys of a gap into ``pairs``; yield the gaps that are left."""
+    inner = trim(left, right, gap, pairs, suffix_first=suffix_first)
     unique = match_unique(left, right, inner)
     pairs.extend(unique)
-    parts = []
     for part in gaps_between(unique, inner):
-        ends, rest = trim(left, right, part, suffix_first=not prefix_first)
-        pairs.extend(ends)
-        if rest[0] < rest[1] or rest[2] < rest[3]:
-            parts.append(rest)
-    return parts
+        yield from gaps_between([], trim(left, right, part, pairs, suffix_first=suffix_first))
 
 
-def _has_same_structure(reference: _Units, current: _Units, gap: Gap) -> bool:
-    """Return whether the two sides of a gap are the same sequence of ops, whatever their arguments, layouts and bits.
+def _is_same_sequence(reference: list[_Unit], current: list[_Unit]) -> bool:
+    """Return whether both are the same ops in order, whatever their arguments, layouts and bits.
 
     They then belong together one by one: a search that wants equal arguments would pair an op with its neighbour.
     """
-    left, right = range(gap[0], gap[1]), range(gap[2], gap[3])
-    if reference.keys[OP][gap[0] : gap[1]] != current.keys[OP][gap[2] : gap[3]]:
-        return False
-    return all(
-        reference.keys[STRUCTURE][one] == current.keys[STRUCTURE][other]
-        or _have_compatible_names(reference.names[one], current.names[other])
-        for one, other in zip(left, right, strict=True)
+    return len(reference) == len(current) and all(
+        ours.keys[OP] == theirs.keys[OP] and _have_compatible_names(ours.names, theirs.names)
+        for ours, theirs in zip(reference, current, strict=True)
     )
 
 
-def _have_compatible_names(left: tuple[str | None, ...], right: tuple[str | None, ...]) -> bool:
-    return len(left) == len(right) and all(map(_are_compatible, left, right))
+def _have_compatible_names(left: Sequence[str | None], right: Sequence[str | None]) -> bool:
+    """Return whether names may be of the same tensors in order: of each two, one may be unknown."""
+    return len(left) == len(right) and all(
+        one is None or other is None or one == other for one, other in zip(left, right, strict=True)
+    )
 
 
-def _are_compatible(left: str | None, right: str | None) -> bool:
-    """Return whether two names may be of the same tensor: one of them may be unknown."""
-    return left is None or right is None or left == right
-
-
-def _join(views: tuple[StepView, StepView], units: tuple[_Units, _Units], matches: Pairs) -> Alignment:
-    """Turn matched units into aligned rows."""
+def _join(views: tuple[StepView, StepView], units: tuple[list[_Unit], list[_Unit]], matches: Pairs) -> Pairs:
+    """Return the aligned rows of matched units; -1 stands for no row."""
     partners = _pair_inputs(views, units, matches)
     moved = set(partners.values())
     ours, theirs = units
     rows: Pairs = []
     left = right = 0
     for left_match, right_match in (*matches, (len(ours), len(theirs))):
-        for unit in range(left, left_match):
-            rows.extend((place, -1) for place in ours.rows[unit])
-        for unit in range(right, right_match):
-            rows.extend((partners[place], place) for place in theirs.leads[unit] if place in partners)
-            rows.extend((-1, place) for place in theirs.rows[unit])
+        rows.extend((place, -1) for unit in ours[left:left_match] for place in unit.rows)
+        for unit in theirs[right:right_match]:
+            rows.extend((partners[place], place) for place in unit.leads if place in partners)
+            rows.extend((-1, place) for place in unit.rows)
         if left_match < len(ours):
-            rows.extend((place, -1) for place in ours.leads[left_match] if place not in moved)
-            rows.extend((partners.get(place, -1), place) for place in theirs.leads[right_match])
-            rows.extend(_pair_outputs(views, units, left_match, right_match))
+            rows.extend((place, -1) for place in ours[left_match].leads if place not in moved)
+            rows.extend((partners.get(place, -1), place) for place in theirs[right_match].leads)
+            rows.extend(_pair_outputs(views, ours[left_match], theirs[right_match]))
         left, right = left_match + 1, right_match + 1
-    table = np.array(rows, dtype=np.int64).reshape(-1, 2)
-    return Alignment(reference=table[:, 0], current=table[:, 1])
+    return rows
 
 
-def _pair_inputs(views: tuple[StepView, StepView], units: tuple[_Units, _Units], matches: Pairs) -> dict[int, int]:
+def _pair_inputs(
+    views: tuple[StepView, StepView], units: tuple[list[_Unit], list[_Unit]], matches: Pairs
+) -> dict[int, int]:
     """Return the input rows of the current step with theirs in the reference.
 
     Matched calls that read alike have their rows in the same order. All other rows are paired by what they are: a row
     belongs to the op that reads the tensor first, so an op that is inserted before it gets the row.
     """
     partners: dict[int, int] = {}
-    loose: tuple[list[int], list[int]] = ([], [])
     for pair in matches:
-        rows = [units[side].leads[pair[side]] for side in (0, 1)]
-        sites = [[view.program.sites[place] for place in known] for view, known in zip(views, rows, strict=True)]
-        if len(rows[0]) == len(rows[1]) and all(map(_may_be_same, *sites)):
+        rows = [known[unit].leads for known, unit in zip(units, pair, strict=True)]
+        ours, theirs = ([view.program.sites[place] for place in known] for view, known in zip(views, rows, strict=True))
+        has_same_roles = [site.role for site in ours] == [site.role for site in theirs]
+        if has_same_roles and _have_compatible_names([site.name for site in ours], [site.name for site in theirs]):
             partners.update(zip(rows[1], rows[0], strict=True))
-        else:
-            loose[0].extend(rows[0])
-            loose[1].extend(rows[1])
-    for side in (0, 1):
-        matched = {pair[side] for pair in matches}
-        for unit, places in enumerate(units[side].leads):
-            if unit not in matched:
-                loose[side].extend(places)
-    for is_exact in (True, False):
-        known: defaultdict[Hashable, list[int]] = defaultdict(list)
-        taken = {*partners.values()}
-        for place in sorted(loose[0], reverse=True):
-            if place not in taken:
-                known[_input_key(views[0], place, is_exact=is_exact)].append(place)
-        for place in sorted(loose[1]):
-            key = _input_key(views[1], place, is_exact=is_exact)
-            if key is not None and place not in partners and known[key]:
-                partners[place] = known[key].pop()
+    for key_of in (_exact_key, _name_key):
+        paired = {*partners.values()}, {*partners}
+        keys = [
+            [
+                (key, place)
+                for unit in known
+                for place in unit.leads
+                if place not in done and (key := key_of(view, place))
+            ]
+            for view, known, done in zip(views, units, paired, strict=True)
+        ]
+        partners.update((place, partner) for partner, place in _pair_by_key(*keys) if partner >= 0)
     return partners
 
 
-def _may_be_same(left: Site, right: Site) -> bool:
-    return left.role == right.role and _are_compatible(left.name, right.name)
-
-
-def _input_key(view: StepView, place: int, *, is_exact: bool) -> Hashable:
-    """Return what an input row is recognised by: name, layout and bits, or its name alone; None for no name."""
+def _exact_key(view: StepView, place: int) -> tuple[Hashable, ...]:
     site = view.program.sites[place]
-    if is_exact:
-        return site.role, site.name, view.layout.entries[place], int(view.record.digests[place])
-    return (site.role, site.name) if site.role in ("input", "graph_output") and site.name else None
+    return site.role, site.name, view.layout.entries[place], int(view.record.digests[place])
 
 
-def _pair_outputs(views: tuple[StepView, StepView], units: tuple[_Units, _Units], left: int, right: int) -> Pairs:
-    ours, theirs = units
-    arguments = ours.arguments[left], theirs.arguments[right]
-    rows: Pairs = [arguments] if min(arguments) >= 0 else []
-    if _have_compatible_names(ours.names[left], theirs.names[right]):
-        return rows + list(zip(ours.rows[left], theirs.rows[right], strict=True))
-    outputs: defaultdict[Hashable, list[int]] = defaultdict(list)
-    for place in reversed(ours.rows[left]):
-        outputs[_output_key(views[0].program.sites[place])].append(place)
-    pairs = []
-    for place in theirs.rows[right]:
-        known = outputs[_output_key(views[1].program.sites[place])]
-        pairs.append((known.pop() if known else -1, place))
-    rows.extend((place, -1) for known in outputs.values() for place in known)
-    return rows + pairs
+def _name_key(view: StepView, place: int) -> tuple[Hashable, ...]:
+    site = view.program.sites[place]
+    return (site.role, site.name) if site.role in ("input", "graph_output") and site.name else ()
 
 
 def _output_key(site: Site) -> Hashable:
     return (site.role, site.output) if site.name is None else (site.role, site.name)
+
+
+def _pair_by_key(ours: Iterable[tuple[Hashable, int]], theirs: Iterable[tuple[Hashable, int]]) -> Pairs:
+    """Return each place of the current step with the first one left in the reference that has its key, else -1."""
+    known: defaultdict[Hashable, list[int]] = defaultdict(list)
+    for key, place in ours:
+        known[key].append(place)
+    unused = {key: iter(places) for key, places in known.items()}
+    return [(next(unused.get(key, iter(())), -1), place) for key, place in theirs]
+
+
+def _pair_outputs(views: tuple[StepView, StepView], ours: _Unit, theirs: _Unit) -> Pairs:
+    rows: Pairs = [(ours.argument, theirs.argument)] if min(ours.argument, theirs.argument) >= 0 else []
+    if _have_compatible_names(ours.names, theirs.names):
+        return rows + list(zip(ours.rows, theirs.rows, strict=True))
+    keys = (
+        [(_output_key(view.program.sites[place]), place) for place in unit.rows]
+        for view, unit in zip(views, (ours, theirs), strict=True)
+    )
+    pairs = _pair_by_key(*keys)
+    paired = {partner for partner, _ in pairs}
+    return [*rows, *((place, -1) for place in ours.rows if place not in paired), *pairs]

@@ -6,7 +6,7 @@ equal entries was inserted, the first one after the matched prefix counts as the
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from difflib import SequenceMatcher
 
 Pairs = list[tuple[int, int]]
@@ -17,34 +17,27 @@ MAX_CELLS = 1_000_000
 """Product of the two lengths up to which a gap is searched for its longest common blocks; some 0.1 s."""
 
 
-def trim(reference: Sequence[int], current: Sequence[int], gap: Gap, *, suffix_first: bool) -> tuple[Pairs, Gap]:
-    """Match the common prefix and suffix of a gap; return the matches in order and the gap that is left.
+def trim(reference: Sequence[int], current: Sequence[int], gap: Gap, pairs: Pairs, *, suffix_first: bool) -> Gap:
+    """Match the common prefix and suffix of a gap into ``pairs``; return the gap that is left.
 
-    Args:
-        reference: keys of the reference.
-        current: keys of the current run.
-        gap: what to look at.
-        suffix_first: whether an entry that could belong to both ends counts as suffix, which places an insertion
-            among equal entries at the earliest place.
+    With ``suffix_first``, an entry that could belong to both ends counts as suffix, which places an insertion among
+    equal entries at the earliest place.
     """
     r_start, r_stop, c_start, c_stop = gap
-    prefix: Pairs = []
-    suffix: Pairs = []
     for is_suffix in (suffix_first, not suffix_first):
-        if is_suffix:
-            while r_start < r_stop and c_start < c_stop and reference[r_stop - 1] == current[c_stop - 1]:
-                r_stop -= 1
-                c_stop -= 1
-                suffix.append((r_stop, c_stop))
-        else:
-            while r_start < r_stop and c_start < c_stop and reference[r_start] == current[c_start]:
-                prefix.append((r_start, c_start))
-                r_start += 1
-                c_start += 1
-    return prefix + suffix[::-1], (r_start, r_stop, c_start, c_stop)
+        while r_start < r_stop and c_start < c_stop:
+            pair = (r_stop - 1, c_stop - 1) if is_suffix else (r_start, c_start)
+            if reference[pair[0]] != current[pair[1]]:
+                break
+            pairs.append(pair)
+            if is_suffix:
+                r_stop, c_stop = pair
+            else:
+                r_start, c_start = r_start + 1, c_start + 1
+    return r_start, r_stop, c_start, c_stop
 
 
-def match_unique(reference: Sequence[int], current: Sequence[int], gap: Gap) -> Pairs:
+def match_unique(reference: Sequence[Hashable], current: Sequence[Hashable], gap: Gap) -> Pairs:
     """Match keys that occur once on either side of a gap: the longest run of them in the same order (patience diff)."""
     r_start, r_stop, c_start, c_stop = gap
     in_reference = Counter(reference[r_start:r_stop])
@@ -59,7 +52,7 @@ def match_unique(reference: Sequence[int], current: Sequence[int], gap: Gap) -> 
 
 
 def match_repeated(reference: Sequence[int], current: Sequence[int], gap: Gap) -> Pairs:
-    """Match what a gap has in common, of keys that repeat: its longest common block, then what is left of either side.
+    """Match what a gap has in common: its longest common block, then what is left of either side; in order.
 
     A gap of more than ``MAX_CELLS`` is matched in the order in which equal keys occur.
     """
@@ -67,9 +60,7 @@ def match_repeated(reference: Sequence[int], current: Sequence[int], gap: Gap) -
     # backwards, because the search puts an insertion as late as it can, and it has to come early
     left, right = reference[r_start:r_stop][::-1], current[c_start:c_stop][::-1]
     if len(left) * len(right) > MAX_CELLS:
-        places = {key: place for place, key in enumerate(_numbered(right))}
-        found = [(place, places[key]) for place, key in enumerate(_numbered(left)) if key in places]
-        matches = _longest_increasing(found)
+        matches = match_unique(_numbered(left), _numbered(right), (0, len(left), 0, len(right)))
     else:
         blocks = SequenceMatcher(None, left, right, autojunk=False).get_matching_blocks()
         matches = [(block.a + offset, block.b + offset) for block in blocks for offset in range(block.size)]
@@ -77,11 +68,11 @@ def match_repeated(reference: Sequence[int], current: Sequence[int], gap: Gap) -
 
 
 def gaps_between(pairs: Pairs, gap: Gap) -> list[Gap]:
-    """Return what matches inside a gap leave over: the gaps before, between and after them."""
+    """Return what matches inside a gap leave over that can still be matched: before, between and after them."""
     r_start, r_stop, c_start, c_stop = gap
     gaps = []
     for r_next, c_next in (*pairs, (r_stop, c_stop)):
-        if r_start < r_next or c_start < c_next:
+        if r_start < r_next and c_start < c_next:
             gaps.append((r_start, r_next, c_start, c_next))
         r_start, c_start = r_next + 1, c_next + 1
     return gaps
