@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from det_callbacks.compare.differences import StepDifference
+from det_callbacks.compare.differences import MAX_DESCRIBED, StepDifference
 from det_callbacks.runs.program import Site, StepView
 from det_callbacks.verdict import Divergence
 
@@ -167,7 +167,7 @@ def describe_first(difference: StepDifference) -> FirstDifference:
         position, sites = difference.places(row)[1], difference.current.program.sites
         read = [(place, sites[place]) for place in (sites[position].inputs if position >= 0 else ())]
         sent = [place - site.output for place, site in read if site.role == "sent"]
-        if sent and calls[sent[0]].key not in changed and len(received) < difference.limit:
+        if sent and calls[sent[0]].key not in changed and len(received) < MAX_DESCRIBED:
             received.append((calls[sent[0]], difference.describe(row)))
     first = next(iter(difference.kinds))
     return FirstDifference(

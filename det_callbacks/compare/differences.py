@@ -4,7 +4,7 @@ Every other difference came in from elsewhere. What is looked at row by row are 
 arrays.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -34,7 +34,7 @@ Start = Literal[
     "written since",  # the recorded writers of a named tensor agree, so something unseen has changed it
     "other arguments",  # each side kept a digest of other arguments
     "unread batch",  # the batch holds something that could not be looked into, and Python may have read it
-    "passed on",  # Python may have read a number or a shape that differs before it: see ``may_be_passed_on``
+    "passed on",  # Python may have read a number or a shape that differs before it: see ``_may_be_passed_on``
     "race",  # it was read before the collective that brings it was done
     "collective",  # a collective delivered it, into which other ranks may have put something else
     "graph replay",  # a replay of a CUDA graph may have written it
@@ -52,6 +52,9 @@ _READ_UNSEEN = ("int", "float", "bool", "int32", "int64")
 """Data types whose values Python or C++ may read without an op: Python's own numbers, and lengths and sizes in tensors
 (``Tensor.tolist``, NumPy, the ``batch_sizes`` of a native LSTM). A site does not say whether it is of the host."""
 _HOST_GENERATORS = ("python", "numpy")
+
+MAX_DESCRIBED = 100
+"""How many divergences and how many origins of a step are described; all are counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +87,6 @@ class StepDifference:
         reference: the step in the reference.
         current: the same step in the current run.
         alignment: which of their sites belong together; a row below is one of its rows.
-        limit: how many divergences and how many origins are described; all are counted.
 
     Attributes:
         kinds: row -> kind of the difference, ascending.
@@ -92,18 +94,24 @@ class StepDifference:
         arguments: row -> how the arguments of its op differ. A call with other arguments and the same bits passes
             nothing on: whoever reads its output reads the same.
         num_compared: rows that both sides have.
+        num_differing: divergences, all of them.
+        rank, segment, step: of the current step.
     """
 
-    def __init__(self, reference: StepView, current: StepView, alignment: Alignment, *, limit: int = 100) -> None:
-        self.reference = reference
-        self.current = current
-        self.alignment = alignment
-        self.limit = limit
+    def __init__(self, reference: StepView, current: StepView, alignment: Alignment) -> None:
+        self.reference, self.current, self.alignment = reference, current, alignment
+        self.rank, self.segment, self.step = current.rank, current.record.segment, current.record.step
         lefts, rights = alignment.reference, alignment.current
-        both = (lefts >= 0) & (rights >= 0)
+        self._pairs = list(zip(lefts.tolist(), rights.tolist(), strict=True))
+        self._both = both = (lefts >= 0) & (rights >= 0)
         other_bits = np.zeros(len(alignment), dtype=bool)
         other_bits[both] = reference.record.digests[lefts[both]] != current.record.digests[rights[both]]
-        other_layout = self._other_layout = _other_layout(reference, current, alignment)
+        other_layout = self._other_layout = np.zeros(len(alignment), dtype=bool)
+        if not alignment.is_same_program or reference.record.layout_id != current.record.layout_id:
+            ours, theirs = reference.layout.entries, current.layout.entries
+            other_layout[both] = [
+                ours[left] != theirs[right] for left, right in self._pairs if left >= 0 and right >= 0
+            ]
         self.num_compared = int(both.sum())
         self.differs = other_bits | other_layout | ~both
         argument_rows = np.flatnonzero(self.differs & both & (self.roles == "argument")).tolist()
@@ -115,47 +123,29 @@ class StepDifference:
         kinds.update(dict.fromkeys(np.flatnonzero(lefts < 0).tolist(), "extra"))
         kinds.update(dict.fromkeys(np.flatnonzero(rights < 0).tolist(), "missing"))
         self.kinds: Mapping[int, Kind] = dict(sorted(kinds.items()))
-
-    @property
-    def rank(self) -> int:
-        """Process."""
-        return self.current.rank
-
-    @property
-    def segment(self) -> int:
-        """Fit of the run."""
-        return self.current.record.segment
-
-    @property
-    def step(self) -> int:
-        """Training batch."""
-        return self.current.record.step
-
-    @property
-    def num_differing(self) -> int:
-        """Divergences, all of them."""
-        return len(self.kinds)
+        self.num_differing = len(kinds)
 
     @cached_property
     def divergences(self) -> tuple[Divergence, ...]:
         """The first ones, in the order of the step."""
-        return tuple(map(self.describe, list(self.kinds)[: self.limit]))
+        return tuple(map(self.describe, list(self.kinds)[:MAX_DESCRIBED]))
 
     @cached_property
     def origins(self) -> tuple[Divergence, ...]:
         """The first ones that are proven to start a difference, even where they lie beyond ``divergences``."""
-        return tuple(map(self.describe, self.starting("here")[: self.limit]))
+        return tuple(map(self.describe, self.starting("here")[:MAX_DESCRIBED]))
 
     def describe(self, row: int) -> Divergence:
         """Return a differing row as the verdict has it."""
         left, right = self.places(row)
         site, ours, theirs = self.site(row), self.reference, self.current
         layout = theirs.layout.entries[right] if right >= 0 else ours.layout.entries[left]
-        is_tensor = layout is not None and site.role not in ("value", "argument", "graph")
+        if site.role in ("value", "argument", "graph"):
+            layout = None
         before = ours.program.sites[left] if left >= 0 else site
         return Divergence(
-            rank=theirs.rank,
-            step=theirs.record.step,
+            rank=self.rank,
+            step=self.step,
             phase=site.phase,
             module=site.module,
             op=site.op,
@@ -164,8 +154,8 @@ class StepDifference:
             name=site.name or before.name,
             kind=self.kinds[row],
             source=site.source or before.source,
-            shape=layout.shape if layout is not None and is_tensor else None,
-            dtype=layout.dtype if layout is not None and is_tensor else None,
+            shape=None if layout is None else layout.shape,
+            dtype=None if layout is None else layout.dtype,
             reference_digest=None if left < 0 else f"{int(ours.record.digests[left]):016x}",
             current_digest=None if right < 0 else f"{int(theirs.record.digests[right]):016x}",
             is_origin=_IS_ORIGIN.get(self.start(row)),
@@ -175,24 +165,18 @@ class StepDifference:
     def finding(self, row: int) -> Finding:
         """Return a differing row with what its explanation needs besides."""
         left, right = self.places(row)
-        layouts = None
-        if self._other_layout[row]:
-            layouts = self.reference.layout.entries[left], self.current.layout.entries[right]
+        ours, theirs = self.reference.layout.entries, self.current.layout.entries
         return Finding(
             divergence=self.describe(row),
             row=row,
             role=self.site(row).role,
             start=self.start(row),
             is_rewired=self._is_rewired(row),
-            layouts=layouts,
+            layouts=(ours[left], theirs[right]) if self._other_layout[row] else None,
             arguments=self.arguments.get(row),
         )
 
     # where a row lies
-
-    @cached_property
-    def _pairs(self) -> list[tuple[int, int]]:
-        return list(zip(self.alignment.reference.tolist(), self.alignment.current.tolist(), strict=True))
 
     def places(self, row: int) -> tuple[int, int]:
         """Return the positions of a row in the reference and in the current step, -1 where there is none."""
@@ -237,11 +221,20 @@ class StepDifference:
         sites = (program.sites[place] for place in readers[read == position].tolist() if place > position)
         return next((site.phase for site in sites if site.op), "")
 
-    def is_in_flight(self, row: int) -> bool:
-        """Return whether a site had not arrived from its collective when it was read, in one of the two steps."""
-        views = zip((self.reference, self.current), self._pairs[row], strict=True)
-        entries = [view.layout.entries[position] for view, position in views if position >= 0]
-        return any(entry is not None and entry.detail == IN_FLIGHT for entry in entries)
+    def _sides_of(self, row: int) -> Iterator[tuple[StepView, int]]:
+        """Yield the steps that have a row, with its position there."""
+        for view, position in zip((self.reference, self.current), self._pairs[row], strict=True):
+            if position >= 0:
+                yield view, position
+
+    def _has_detail(self, row: int, *details: str, is_read: bool) -> bool:
+        """Return whether the layout of a row, or of something that it read, has such a detail in one of the steps."""
+        entries = (
+            view.layout.entries[place]
+            for view, position in self._sides_of(row)
+            for place in (view.program.sites[position].inputs if is_read else (position,))
+        )
+        return any(entry is not None and entry.detail in details for entry in entries)
 
     # where a difference starts
 
@@ -251,27 +244,34 @@ class StepDifference:
 
         That is another writer, or one whose memory a named tensor has shown to be changed since.
         """
-        alignment, programs = self.alignment, (self.reference.program, self.current.program)
-        sides = list(zip(programs, (alignment.reference, alignment.current), strict=True))
-        # by position: readers after it read other bits there
-        since = [np.full(len(program), len(program)) for program in programs]
-        for (_, positions), known in zip(sides, since, strict=True):
+        # by side and position: readers after it read other bits there
+        since = [np.full(len(view.program), len(view.program)) for view in (self.reference, self.current)]
+        for positions, known in zip((self.alignment.reference, self.alignment.current), since, strict=True):
             differing = positions[self.differs]
             known[differing[differing >= 0]] = -1
-        fed = _readers(sides, since)
+        fed = self._readers(since)
         has_changed = False
         for row in np.flatnonzero(self.differs & ~fed & (self.roles == "named")).tolist():
             if self.kinds[row] != "content":
                 continue
-            read = [
-                program.sites[position].inputs for program, position in zip(programs, self._pairs[row], strict=True)
-            ]
+            read = [list(view.program.sites[position].inputs) for view, position in self._sides_of(row)]
             told = list(zip(since, read, self._pairs[row], strict=True))
-            if not any((known[list(places)] < position).any() for known, places, position in told if places):
+            if not any((known[places] < position).any() for known, places, position in told if places):
                 for known, places, position in told:
-                    known[list(places)] = position
+                    known[places] = position
                 has_changed |= any(read)
-        return _readers(sides, since) if has_changed else fed
+        return self._readers(since) if has_changed else fed
+
+    def _readers(self, since: Sequence[np.ndarray]) -> np.ndarray:
+        """Return, bool by row, which rows read other bits, on either side."""
+        found = np.zeros(len(self.alignment), dtype=bool)
+        sides = (self.reference, self.alignment.reference), (self.current, self.alignment.current)
+        for (view, positions), known in zip(sides, since, strict=True):
+            readers, read = view.program.edges
+            is_fed = np.zeros(len(view.program) + 1, dtype=bool)
+            is_fed[readers[known[read] < readers]] = True
+            found |= is_fed[positions]
+        return found
 
     @cached_property
     def rows(self) -> np.ndarray:
@@ -304,10 +304,10 @@ class StepDifference:
             return "written since"
         if row in self.arguments and not self.arguments[row].is_known:
             return "other arguments"
-        if self.may_be_passed_on(row):
+        if self._may_be_passed_on(row):
             return "unread batch" if self.unread else "passed on"
         if site.role == "delivered":
-            return "race" if self.is_in_flight(row) else "collective"
+            return "race" if self._has_detail(row, IN_FLIGHT, is_read=False) else "collective"
         if site.role == "graph_output":
             return "graph replay"
         if not site.op:
@@ -317,14 +317,16 @@ class StepDifference:
         # what goes into a collective or a region was computed by nobody: what wrote it agrees, so something unseen did
         is_given = site.role == "region_input" or (site.role == "sent" and kind in ("content", "structure"))
         is_unseen = self._pairs[row][1] in self.current.unseen_writes
-        return "unseen writer" if is_given or is_unseen or self._reads_unknown(row) else "here"
+        # a collective brings what is in flight, and nobody saw the writer of what is unwritten
+        is_unknown = self._has_detail(row, IN_FLIGHT, UNWRITTEN, is_read=True)
+        return "unseen writer" if is_given or is_unseen or is_unknown else "here"
 
     @property
     def unread(self) -> str:
         """Type of something in the batch that could not be looked into; "" where there is none."""
         return self.reference.layout.unread or self.current.layout.unread
 
-    def may_be_passed_on(self, row: int) -> bool:
+    def _may_be_passed_on(self, row: int) -> bool:
         """Return whether a difference may follow from one that Python could read before, past every edge.
 
         A shape, a number and whether an op runs at all may come from any shape, number, tensor of the batch or host
@@ -332,11 +334,10 @@ class StepDifference:
         called; other bits from the same inputs may not.
         """
         is_backward_of_other_calls = row > self._first_called_otherwise and self.site(row).phase == "backward"
-        if not (self.is_after_readable(row) or is_backward_of_other_calls):
-            return False
-        return self.kinds[row] != "content" or self._is_rewired(row)
+        is_after = is_backward_of_other_calls or self._is_after_readable(row)
+        return is_after and (self.kinds[row] != "content" or self._is_rewired(row))
 
-    def is_after_readable(self, row: int) -> bool:
+    def _is_after_readable(self, row: int) -> bool:
         """Return whether something that Python could read differs before the call that a row belongs to."""
         if self.unread and not self.is_leading[row]:
             return True
@@ -356,15 +357,14 @@ class StepDifference:
     def _first_readable(self) -> int:
         """The first differing row that Python may know of: another structure, or a number that it reads."""
         is_readable = self._by_row(*(_readable_sites(view.program) for view in (self.reference, self.current)))
-        both = (self.alignment.reference >= 0) & (self.alignment.current >= 0)
         is_number = np.isin(_with_blank(self.current.layout.dtypes), _READ_UNSEEN)[self.alignment.current]
-        found = np.flatnonzero(self.differs & (is_readable | (both & (self._other_layout | is_number))))
+        found = np.flatnonzero(self.differs & (is_readable | self._both & (self._other_layout | is_number)))
         return int(found[0]) if len(found) else len(self.alignment)
 
     def _call(self, row: int) -> tuple[bool, int]:
         """Return what the outputs of one call have in common: the side, and the position of the first of them."""
-        left, right = self._pairs[row]
-        return right >= 0, (right if right >= 0 else left) - self.site(row).output
+        program, position = self._side(row)
+        return program is self.current.program, position - program.sites[position].output
 
     def _is_rewired(self, row: int) -> bool:
         """Return whether an op with other bits reads other sites than its partner in the reference does."""
@@ -377,15 +377,6 @@ class StepDifference:
     @cached_property
     def _partners(self) -> dict[int, int]:
         return {current: reference for reference, current in self._pairs if current >= 0}
-
-    def _reads_unknown(self, row: int) -> bool:
-        """Return whether something read at a row has no bits: a collective brings it, or nobody saw its writer."""
-        for position, view in zip(self._pairs[row], (self.reference, self.current), strict=True):
-            places = view.program.sites[position].inputs if position >= 0 else ()
-            entries = (view.layout.entries[place] for place in places)
-            if any(entry is not None and entry.detail in (IN_FLIGHT, UNWRITTEN) for entry in entries):
-                return True
-        return False
 
 
 def num_leading_sites(program: Program) -> int:
@@ -403,37 +394,9 @@ def _with_blank(values: np.ndarray) -> np.ndarray:
     return np.append(values, np.zeros(1, dtype=values.dtype))
 
 
-def _readers(sides: Iterable[tuple[Program, np.ndarray]], since: Iterable[np.ndarray]) -> np.ndarray:
-    """Return, bool by row, which rows read other bits, on either side.
-
-    Args:
-        sides: the program of each, with the position of each row in it.
-        since: by position in each, after which position what is read there differs.
-    """
-    found = np.zeros(0, dtype=bool)
-    for (program, positions), known in zip(sides, since, strict=True):
-        readers, read = program.edges
-        is_fed = np.zeros(len(program) + 1, dtype=bool)
-        is_fed[readers[known[read] < readers]] = True
-        found = is_fed[positions] | found if len(found) else is_fed[positions]
-    return found
-
-
 def _readable_sites(program: Program) -> np.ndarray:
     """Return, bool by position, whether Python may know of what is there: a number, the batch, its own generators."""
     is_readable: np.ndarray = (program.roles == "value") | (program.phases == "data")
     for position in np.flatnonzero(program.roles == "generator").tolist():
         is_readable[position] |= program.sites[position].name in _HOST_GENERATORS
     return is_readable
-
-
-def _other_layout(reference: StepView, current: StepView, alignment: Alignment) -> np.ndarray:
-    if alignment.is_same_program and reference.record.layout_id == current.record.layout_id:
-        return np.zeros(len(alignment), dtype=bool)
-    ours, theirs = reference.layout.entries, current.layout.entries
-    pairs = zip(alignment.reference.tolist(), alignment.current.tolist(), strict=True)
-    return np.fromiter(
-        (left >= 0 and right >= 0 and ours[left] != theirs[right] for left, right in pairs),
-        dtype=bool,
-        count=len(alignment),
-    )

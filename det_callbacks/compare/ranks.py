@@ -10,7 +10,7 @@ import numpy as np
 from det_callbacks.compare.collectives import FirstDifference, Order, describe_first
 from det_callbacks.compare.differences import StepDifference
 from det_callbacks.compare.record import FitRecord, RankRecord, Tally, record_path
-from det_callbacks.compare.step import StepCounter, are_equal, compare_steps, reached_part
+from det_callbacks.compare.step import StepCounter, compare_steps, reached_part
 from det_callbacks.runs.files import damaged
 from det_callbacks.runs.program import StepView
 from det_callbacks.runs.store import Run
@@ -221,9 +221,9 @@ def walk_outcomes(
             outcome = "extra"
         elif left >= num_equal:
             views = reference.view(rank, segment, step), current.view(rank, segment, step)
-            sites = None if are_equal(*views) else compare_steps(*views)
-            sites = sites if sites is not None and sites.kinds else None
-            outcome = "equal" if sites is None else "differs"
+            found = compare_steps(*views)
+            sites = found if found.kinds else None
+            outcome = "differs" if found.kinds else "equal"
         yield StepOutcome(step=step, outcome=outcome, program_id=program_id, sites=sites)
 
 

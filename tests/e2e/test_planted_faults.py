@@ -235,7 +235,8 @@ def differences_in_forward(reference: Path, current: Path) -> dict[str, list[tup
     """Return the divergences of the forward pass of step 0 by kind: module, op and occurrence."""
     ours, theirs = (Run.open(folder).view(0, 0, 0) for folder in (reference, current))
     found: dict[str, list[tuple[str, str, int]]] = {}
-    for item in compare_steps(ours, theirs, limit=10_000).divergences:
+    difference = compare_steps(ours, theirs)
+    for item in map(difference.describe, difference.kinds):
         if item.phase == "forward":
             found.setdefault(item.kind, []).append((item.module, item.op, item.occurrence))
     return found
