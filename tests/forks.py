@@ -27,17 +27,14 @@ def fork_process(
     sys.stderr.flush()
     process = os.fork()
     if not process:
-        if output is not None:
-            os.dup2(output, 1)
-            os.dup2(output, 2)
         if folder is not None:
             os.chdir(folder)
-        _run(words, variables)
+        _run(words, variables, output)
     _, status = os.waitpid(process, 0)
     return os.waitstatus_to_exitcode(status)
 
 
-def _run(words: Sequence[str], variables: Mapping[str, str]) -> NoReturn:
+def _run(words: Sequence[str], variables: Mapping[str, str], output: int | None) -> NoReturn:
     def body() -> None:
         for name in set(os.environ) - set(variables):
             del os.environ[name]
@@ -47,11 +44,14 @@ def _run(words: Sequence[str], variables: Mapping[str, str]) -> NoReturn:
         GlobalHydra.instance().clear()
         runpy.run_path(words[1], run_name="__main__")
 
-    end_with(body)
+    end_with(body, output)
 
 
-def end_with(body: Callable[[], Any]) -> NoReturn:
-    """Run a body in this forked process, and end it as Python would."""
+def end_with(body: Callable[[], Any], output: int | None = None) -> NoReturn:
+    """Run a body in this forked process, which prints to a file, and end it as Python would."""
+    if output is not None:
+        os.dup2(output, 1)
+        os.dup2(output, 2)
     status = 1
     try:
         # not those that pytest put there to capture what is printed

@@ -1,5 +1,6 @@
 """References that many tests compare with, recorded once."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,15 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return folders[key]
 
     return recorded
+
+
+@pytest.fixture
+def environment_again() -> Iterator[None]:
+    """What ``seed_everything`` sets is as before after a test."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture

@@ -7,20 +7,23 @@ import socket
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
+from forks import end_with
 from styles import Classifier, Samples
+from torch import Tensor
 from torch.utils.data import DataLoader
-from trainers import quiet_trainer
+from trainers import has_same_weights, quiet_trainer
 
-from det_callbacks import DeterminismCallback
+from det_callbacks import DetCallbacksError, DeterminismCallback
 
 SECONDS = 60.0
 """Within which every process has to end, whatever happens to the others."""
@@ -72,13 +75,6 @@ def run_ranks(
 
 
 def _start(body: Callable[[int], Any], rank: int, world_size: int, port: int, output: Path) -> None:
-    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    # not those that pytest put there to capture what is printed
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    faulthandler.enable(sys.stderr)
     os.environ.update(
         {
             "MASTER_ADDR": "127.0.0.1",
@@ -88,20 +84,16 @@ def _start(body: Callable[[int], Any], rank: int, world_size: int, port: int, ou
             "NODE_RANK": "0",
         }
     )
-    warnings.simplefilter("ignore")  # a rank's own: what it prints is compared
-    torch.set_num_threads(1)  # threads of the parent's pool are not there
-    status = 0
-    try:
-        body(rank)
-    except SystemExit as leaving:
-        status = int(leaving.code or 0)
-    except BaseException as error:  # what ends the process is what is tested
-        traceback.print_exc()
-        # of a program that ends with the exit code of an error of ours; in a forked process no exit handlers run
-        status = getattr(error, "exit_code", 1)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+
+    def program() -> None:
+        faulthandler.enable(2)
+        try:
+            body(rank)
+        except DetCallbacksError as error:  # the program ends with its exit code; a forked one has no exit handlers
+            traceback.print_exc()
+            sys.exit(error.exit_code)
+
+    end_with(program, os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
 
 
 def train(
@@ -122,6 +114,56 @@ def train(
     size = 32 // (batches * world_size)
     trainer.fit(module, DataLoader(Samples(), batch_size=size), **(fit or {}))
     return trainer, module
+
+
+def require_same_training(*callbacks: pl.Callback, model: Callable[[], Any] = Classifier) -> None:
+    """Fail unless callbacks change neither the weights nor the generator."""
+    found = [(train(None, *some, model=model)[1], torch.get_rng_state()) for some in (callbacks, ())]
+    (seen, seen_state), (alone, state) = found
+    assert has_same_weights(seen, alone)
+    assert torch.equal(seen_state, state)
+
+
+class Faulty(Classifier):
+    """Does something else on rank 1, in step 2; where the collective is at fault, all ranks get something else."""
+
+    fault = "none"
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        total = batch[0].sum(0)
+        dist.all_reduce(total)
+        if self.fault == "collective" and self.trainer.fit_loop.epoch_loop.total_batch_idx == 2:
+            total.numpy().view(np.int32)[0] += 1  # past torch, so that it came out of the collective
+        loss: Tensor = super().training_step(batch, index)
+        return loss + 0 * total.sum()
+
+    def is_due(self, fault: str, *, step: int = 2) -> bool:
+        now = self.trainer.fit_loop.epoch_loop.total_batch_idx
+        return self.fault == fault and self.global_rank == 1 and now == step
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        inputs, labels = batch
+        # the batch is drawn before its step is counted
+        return inputs + 1 if self.is_due("data", step=1) else inputs, labels
+
+    def change_gradient(self, gradient: Tensor) -> Tensor:
+        # one op more in any case, before the gradients are synchronised
+        factor = self.factors[int(self.is_due("gradient"))]
+        return gradient * factor
+
+    def optimizer_step(self, *args: Any, **options: Any) -> None:
+        super().optimizer_step(*args, **options)
+        if self.is_due("weights"):
+            bits = self.last.bias.detach().numpy().view(np.int32)  # past torch, so that no op is to blame
+            bits[0] += 1 << 16  # enough for the other ranks to notice
+
+
+def faulty(fault: str) -> Classifier:
+    model = Faulty()
+    model.fault = fault
+    model.factors = torch.tensor([1.0, 1.0 + 2**-23])
+    model.last.bias.register_hook(model.change_gradient)
+    return model
 
 
 def linked(reference: Path, folder: Path) -> Path:

@@ -1,8 +1,7 @@
 """Trainings in which everything is random, that are recorded, stopped, resumed from a checkpoint and verified."""
 
-import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from det_callbacks.checkpoint.part import Part, part_path
 
 RESUMING = [
     LIGHTNING_ADVICE,
+    pytest.mark.usefixtures("environment_again"),  # seeds of Lightning
     pytest.mark.filterwarnings("ignore:.*dataloader is not resumable"),  # Lightning's advice: a resume within an epoch
     # Lightning's advice: callbacks may differ
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
@@ -33,15 +33,6 @@ RESUMING = [
 SAMPLES = 14
 BATCHES = 7
 """Batches of an epoch, of two samples each."""
-
-
-@pytest.fixture(autouse=True)
-def environment_again() -> Iterator[None]:
-    """What ``seed_everything`` sets is as before after a test."""
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
 
 
 # trainings

@@ -51,10 +51,11 @@ def test_an_exception_inside_a_step(place: str, mode: str, tmp_path: Path) -> No
     assert not (tmp_path / "current" / "verdict.json").exists()
 
 
-# (hook, call that raises, whether it comes before ours, steps that are recorded; None where no run is there)
+# (hook, call that raises, whether it comes before ours, steps that are recorded; none where no run is there)
 HOOKS: list[Any] = [
     ("on_fit_start", 1, True, []),
     ("on_train_start", 1, True, []),
+    ("on_before_backward", 1, False, []),
     ("on_train_batch_start", 3, False, [0, 1]),
     ("on_before_zero_grad", 3, True, [0, 1]),
     ("on_train_batch_end", 3, True, [0, 1]),
@@ -66,7 +67,7 @@ HOOKS: list[Any] = [
 
 @pytest.mark.parametrize(("hook", "call", "is_before", "steps"), HOOKS)
 def test_an_exception_in_another_callback(
-    hook: str, call: int, is_before: bool, steps: list[int], tmp_path: Path
+    hook: str, call: int, is_before: bool, steps: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     callback = DeterminismCallback(tmp_path / "run", mode="record")
     other = RaiseAt(hook, StopError(hook), call=call)
@@ -76,6 +77,9 @@ def test_an_exception_in_another_callback(
     assert_nothing_left(fit, callback)
     if not steps:
         assert not (tmp_path / "run" / "run.json").exists()
+        if hook == "on_before_backward":
+            assert f"before its first step: nothing is recorded in {tmp_path}" in capsys.readouterr().out
+        record(tmp_path / "run")
         return
     run = Run.open(tmp_path / "run")
     assert not run.is_complete
@@ -112,24 +116,20 @@ def test_a_verification_that_found_something_and_was_stopped_has_a_verdict(refer
     assert not Run.open(tmp_path / "current").is_complete
 
 
-@pytest.mark.parametrize(
-    ("mode", "options", "error"),
-    [
-        ("verify", {"limit_train_batches": 0}, DivergenceError),
-        ("record", {"max_epochs": 0}, NothingComparedError),
-    ],
-)
-def test_a_fit_without_steps_is_an_error(mode: Any, options: Any, error: Any, reference: Path, tmp_path: Path) -> None:
-    callback = DeterminismCallback(
-        reference if mode == "verify" else tmp_path / "run", mode=mode, current=tmp_path / "current"
-    )
+@pytest.mark.parametrize(("arguments", "options"), [({}, {"max_epochs": 0}), ({"only_steps": [99]}, {})])
+def test_a_recording_of_no_step_is_an_error_and_leaves_no_run(arguments: Any, options: Any, tmp_path: Path) -> None:
+    callback = DeterminismCallback(tmp_path / "run", mode="record", **arguments)
     fit = Fit(callback, **options)
-    with pytest.raises(error) as caught:
+    with pytest.raises(NothingComparedError) as caught:
         fit.run()
-    assert caught.value.exit_code == (1 if mode == "verify" else 2)
+    assert caught.value.exit_code == 2
     assert_nothing_left(fit, callback)
-    if mode == "record":
-        assert list((tmp_path / "run").iterdir()) == []
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_verification_of_no_step_diverges(reference: Path, tmp_path: Path) -> None:
+    with pytest.raises(DivergenceError):
+        Fit(DeterminismCallback(reference, current=tmp_path / "current"), limit_train_batches=0).run()
 
 
 # other modes, other loops
@@ -168,10 +168,8 @@ class LeavingAModeOpen(Classifier):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("mode", [pytest.param("record", marks=pytest.mark.slow), "verify"])
-def test_a_mode_left_open_above_is_an_error_and_never_a_match(mode: Any, reference: Path, tmp_path: Path) -> None:
-    folder = reference if mode == "verify" else tmp_path / "run"
-    callback = DeterminismCallback(folder, mode=mode, current=tmp_path / "current")
+def test_a_mode_left_open_above_is_an_error_and_never_a_match(reference: Path, tmp_path: Path) -> None:
+    callback = DeterminismCallback(reference, current=tmp_path / "current")
     fit = Fit(callback, model=LeavingAModeOpen)
     with (
         pytest.warns(CoverageWarning, match="FlopCounterMode|_FlopCounterMode"),
@@ -187,9 +185,6 @@ def test_a_mode_left_open_above_is_an_error_and_never_a_match(mode: Any, referen
         assert left.recorder is None
         left.__exit__(None, None, None)
     assert "training_step" not in vars(fit.trainer.strategy)
-    if mode == "record":
-        assert Run.open(folder).rank(0).steps(0).tolist() == [0]
-        assert not Run.open(folder).is_complete
 
 
 # copies, processes, checkpoints

@@ -17,7 +17,7 @@ from fits import Fit, Plain, RaiseAt, Steady, StopError
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
-from resumes import RESUMING, environment_again
+from resumes import RESUMING
 from trainers import quiet_trainer
 
 from det_callbacks import (
@@ -27,8 +27,6 @@ from det_callbacks import (
     DeterminismCallback,
     check_checkpoint,
 )
-
-__all__ = ["environment_again"]  # a fixture of each test
 
 pytestmark = RESUMING
 
@@ -292,16 +290,14 @@ def test_no_flipped_bit_passes(path: Path) -> None:
     assert outcome(path) == "passed"
 
 
-@pytest.mark.parametrize("suffix", ["", ".digests.json"])
-def test_a_truncated_file_is_an_error(suffix: str, path: Path) -> None:
-    place = Path(f"{path}{suffix}")
-    content = place.read_bytes()
+def test_a_truncated_file_is_an_error(path: Path) -> None:
+    content = path.read_bytes()
     for length in [0, 1, 3, 4, 100, len(content) - 1, *random.Random(1).sample(range(len(content)), 20)]:
-        place.write_bytes(content[:length])
-        with pytest.raises(CheckpointFormatError, match=r"digests\.json is damaged|so it is truncated") as caught:
+        path.write_bytes(content[:length])
+        with pytest.raises(CheckpointFormatError, match="so it is truncated") as caught:
             check_checkpoint(path)
         assert caught.value.exit_code == 2
-    with pytest.raises(CheckpointFormatError, match=r"digests\.json is damaged|so it is truncated"):
+    with pytest.raises(CheckpointFormatError, match="so it is truncated"):
         Fit(ours(path.parent), max_epochs=2).run(ckpt_path=str(path))
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from device_stand_ins import StandInDevices
 from resumes import RESUMING, Noisy, SaveAfter, fit, record, refused, resume
-from resumes import environment_again as environment_again  # for every test
 
 from det_callbacks import DeterminismCallback, DivergenceError, environment
 

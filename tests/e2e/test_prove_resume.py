@@ -8,14 +8,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from resumes import RESUMING, Augmented, Manual, Noisy, environment_again, loader
+from resumes import RESUMING, Augmented, Manual, Noisy, loader
 from torch.utils.data import DataLoader
 from trainers import quiet_trainer
 
 from det_callbacks import NotResumableError, SelectionError, Verdict, prove_resume
 from det_callbacks.rng import GeneratorStates
-
-__all__ = ["environment_again"]  # a fixture of each test
 
 pytestmark = RESUMING
 

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,7 +82,6 @@ class Ended:
         } == outcomes
 
 
-Run = Callable[..., Ended]
 RUNNER = "import sys, pytest\nsys.exit(pytest.main(sys.argv[1:]))\n"
 
 

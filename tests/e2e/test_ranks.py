@@ -9,65 +9,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import ranks_program
 import torch
-import torch.distributed as dist
 from html_page import assert_no_receiver_is_an_origin
 from judged import require_one_verdict
 from lightning.pytorch.strategies import DDPStrategy
-from processes import Ended, linked, run_ranks, train, verdict_in
+from processes import Ended, faulty, linked, require_same_training, run_ranks, train, verdict_in
 from styles import Classifier
-from torch import Tensor, nn
+from torch import nn
 
 from det_callbacks import DeterminismCallback
 from det_callbacks.runs.store import Run
 
 pytestmark = pytest.mark.ddp
 SLOW = pytest.mark.slow
-
-
-class Faulty(Classifier):
-    """Does something else on rank 1, in step 2; where the collective is at fault, all ranks get something else."""
-
-    fault = "none"
-
-    def training_step(self, batch: Any, index: int) -> Tensor:
-        total = batch[0].sum(0)
-        dist.all_reduce(total)
-        if self.fault == "collective" and self.trainer.fit_loop.epoch_loop.total_batch_idx == 2:
-            total.numpy().view(np.int32)[0] += 1  # past torch, so that it came out of the collective
-        loss: Tensor = super().training_step(batch, index)
-        return loss + 0 * total.sum()
-
-    def is_due(self, fault: str, *, step: int = 2) -> bool:
-        now = self.trainer.fit_loop.epoch_loop.total_batch_idx
-        return self.fault == fault and self.global_rank == 1 and now == step
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        inputs, labels = batch
-        # the batch is drawn before its step is counted
-        return inputs + 1 if self.is_due("data", step=1) else inputs, labels
-
-    def change_gradient(self, gradient: Tensor) -> Tensor:
-        # one op more in any case, before the gradients are synchronised
-        factor = self.factors[int(self.is_due("gradient"))]
-        return gradient * factor
-
-    def optimizer_step(self, *args: Any, **options: Any) -> None:
-        super().optimizer_step(*args, **options)
-        if self.is_due("weights"):
-            bits = self.last.bias.detach().numpy().view(np.int32)  # past torch, so that no op is to blame
-            bits[0] += 1 << 16  # enough for the other ranks to notice
-
-
-def faulty(fault: str) -> Classifier:
-    model = Faulty()
-    model.fault = fault
-    model.factors = torch.tensor([1.0, 1.0 + 2**-23])
-    model.last.bias.register_hook(model.change_gradient)
-    return model
 
 
 def run(
@@ -205,16 +161,8 @@ def test_parameters_that_no_step_uses_are_no_difference(tmp_path: Path) -> None:
 
 
 def test_the_training_is_bitwise_the_one_without(tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        for name, callback in (("with", DeterminismCallback(tmp_path / "run", mode="record")), ("without", None)):
-            _, module = train(callback)
-            torch.save(module.state_dict(), tmp_path / f"{name}-{rank}.pt")
-
-    run_ranks(body, tmp_path, status=0)
-    for rank in range(2):
-        left, right = (torch.load(tmp_path / f"{name}-{rank}.pt", weights_only=True) for name in ("with", "without"))
-        assert left.keys() == right.keys()
-        assert all(torch.equal(left[name], right[name]) for name in left)
+    callback = DeterminismCallback(tmp_path / "run", mode="record")
+    run_ranks(lambda _: require_same_training(callback), tmp_path, status=0)
 
 
 class OwnWeights(Classifier):

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import random
 import signal
 import time
 from functools import partial
@@ -12,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 from judged import require_one_verdict
-from processes import Ended, linked, run_ranks, train, verdict_in
+from processes import Ended, faulty, linked, run_ranks, train, verdict_in
 from styles import Classifier, Samples
 from tiers import rest_slow
 from torch.utils.data import DataLoader, Subset
@@ -31,6 +30,7 @@ from det_callbacks.callback import take_unfinished
 from det_callbacks.callback.fits import Waiting, wait
 from det_callbacks.compare.record import record_path
 from det_callbacks.ranks import RankGroup, group
+from det_callbacks.runs import writer
 from det_callbacks.runs.store import Run
 
 pytestmark = pytest.mark.ddp
@@ -172,32 +172,13 @@ def test_a_judge_that_fails_is_no_match(tmp_path: Path, monkeypatch: pytest.Monk
         compare_runs(tmp_path / "run", tmp_path / "current")
 
 
-class Planted(Classifier):
-    """Gets another batch on rank 1, in step 2; or has other weights after that step."""
-
-    planted = ""
-
-    def on_train_batch_start(self, batch: Any, index: int) -> None:
-        if self.is_due("batch", index):
-            batch[0].add_(1)
-
-    def optimizer_step(self, epoch: int, index: int, *others: Any, **options: Any) -> None:
-        super().optimizer_step(epoch, index, *others, **options)
-        if self.is_due("weights", index):
-            self.last.bias.detach().numpy()[0] += 1  # past torch: no op is to blame
-
-    def is_due(self, planted: str, index: int) -> bool:
-        return planted == self.planted and index == 2 and self.global_rank == 1
-
-
-def train_fits(folder: Path, *, planted: str = "", num_fits: int = 1, status: int = 0, **options: Any) -> list[Ended]:
+def train_fits(folder: Path, *, fault: str = "none", num_fits: int = 1, status: int = 0, **options: Any) -> list[Ended]:
     """Train one model in several fits, with one callback."""
 
     def body(_: int) -> None:
         callback = DeterminismCallback(folder / "run", current=folder / "current", **options)
         pl.seed_everything(11, verbose=False)
-        module = Planted()
-        module.planted = planted
+        module = faulty(fault)
         trainer = quiet_trainer(callback, devices=2, strategy="ddp")
         for number in range(num_fits):
             trainer.fit_loop.max_epochs = number + 1
@@ -222,17 +203,12 @@ def one_fit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def two_fits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    train_fits(folder := tmp_path_factory.mktemp("two"), mode="record", num_fits=2)
-    return folder
-
-
-def test_two_fits_are_recorded_and_verified_together(two_fits: Path, tmp_path: Path) -> None:
-    run = Run.open(two_fits / "run")
+def test_two_fits_are_verified_together_and_both_have_to_come(tmp_path: Path) -> None:
+    train_fits(tmp_path, mode="record", num_fits=2)
+    run = Run.open(tmp_path / "run")
     assert run.is_complete
     assert [[len(run.rank(rank).steps(segment)) for segment in (0, 1)] for rank in (0, 1)] == [[STEPS, STEPS]] * 2
-    ended = train_fits(linked(two_fits, tmp_path), num_fits=2)
+    ended = train_fits(tmp_path, num_fits=2)
     verdict = verdict_in(tmp_path)
     assert (verdict["verdict"], verdict["counts"]["steps_compared"]) == ("match", 4 * STEPS)
     assert all("fit 0: 8 steps, verdict None" in one.output for one in ended)
@@ -240,16 +216,13 @@ def test_two_fits_are_recorded_and_verified_together(two_fits: Path, tmp_path: P
     first, second = closing_lines(ended)
     assert [line.split(":")[1] for line in first] == [" fit 1 of 2 agrees", " match"]
     assert second == []
-
-
-def test_a_second_fit_that_does_not_come_ends_all_ranks(two_fits: Path, tmp_path: Path) -> None:
-    ended = train_fits(linked(two_fits, tmp_path), status=1)
+    ended = train_fits(tmp_path, status=1)
     assert all("holds 2 fits, and this process ended after 1" in one.output for one in ended)
     assert verdict_in(tmp_path)["verdict"] == "diverged"
 
 
 def test_all_ranks_go_on_to_the_end(one_fit: Path, tmp_path: Path) -> None:
-    ended = train_fits(linked(one_fit, tmp_path), planted="batch", on_divergence="collect", status=1)
+    ended = train_fits(linked(one_fit, tmp_path), fault="data", on_divergence="collect", status=1)
     verdict = verdict_in(tmp_path)
     assert (verdict["verdict"], verdict["counts"]["steps_compared"]) == ("diverged", 2 * STEPS)
     assert (verdict["first_divergence"]["rank"], verdict["first_divergence"]["step"]) == (1, 2)
@@ -260,20 +233,20 @@ def test_all_ranks_go_on_to_the_end(one_fit: Path, tmp_path: Path) -> None:
 
 
 # after other weights only rank 1 differs by then
-@pytest.mark.parametrize(("every", "last", "planted"), [(2, 3, "batch"), (3, 2, "weights")])
+@pytest.mark.parametrize(("every", "last", "fault"), [(2, 3, "data"), (3, 2, "weights")])
 def test_all_ranks_stop_at_the_same_sync(
-    every: int, last: int, planted: str, one_fit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    every: int, last: int, fault: str, one_fit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(group, "SYNC_EVERY_N_STEPS", every)
-    ended = train_fits(linked(one_fit, tmp_path), planted=planted, status=1)
+    ended = train_fits(linked(one_fit, tmp_path), fault=fault, status=1)
     assert all(f"fit 0: {last + 1} steps, verdict diverged" in one.output for one in ended)
     verdict = verdict_in(tmp_path)
     assert (verdict["counts"]["steps_compared"], verdict["coverage"]["steps"]) == (2 * (last + 1), [0, last])
     assert not [row for row in verdict["origins"] if row["kind"] == "missing"]
     run = Run.open(tmp_path / "current")
     stored = [run.rank(rank).steps(0).tolist() for rank in (0, 1)]
-    assert stored == ([[], [2]] if planted == "weights" else [list(range(2, last + 1))] * 2)
-    if planted == "weights":
+    assert stored == ([[], [2]] if fault == "weights" else [list(range(2, last + 1))] * 2)
+    if fault == "weights":
         assert "it started on rank 1; 1 of 2 ranks differ (rank 1 from step 2 on)" in verdict["explanation"]
     require_one_verdict(verdict, tmp_path / "run", tmp_path / "current")
 
@@ -289,46 +262,11 @@ def test_a_rank_that_a_strategy_forks_ends_as_diverged_where_a_fit_is_left() -> 
     assert child.exitcode == 1
 
 
-KILLS = 10
-MANY_EPOCHS = 400
-
-
-def kill_later(process: int, folder: Path, seconds: float) -> None:
-    """Kill a process so many seconds after a folder appeared, from a process of its own: it never knows when."""
-    if os.fork():
-        return
-    deadline = time.monotonic() + 60
-    while not folder.exists() and time.monotonic() < deadline:
-        time.sleep(0.001)
-    time.sleep(seconds)
-    os.kill(process, signal.SIGKILL)
-    os._exit(0)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("number", range(KILLS))
-def test_what_a_kill_leaves_opens_and_can_be_recorded_again(number: int, tmp_path: Path) -> None:
-    folder, killed = tmp_path / "run", number % 2
-    seconds = random.uniform(0, 0.05 if number < KILLS // 2 else 1.5)  # half of them while the run is being opened
-
-    def record(rank: int) -> None:
-        if rank == killed:
-            kill_later(os.getpid(), folder, seconds)
-        train(DeterminismCallback(folder, mode="record"), max_epochs=MANY_EPOCHS)
-
-    ended = run_ranks(record, tmp_path / "record")
-    told = f"rank {killed} was killed after {seconds:.3f} s: {ended[1 - killed].output}"
-    assert ended[killed].exit_code == -signal.SIGKILL, told
-    assert ended[1 - killed].exit_code == 2, told
-
-    if (folder / "run.json").exists():  # else it came before that was written, or before the first step
-        run = Run.open(folder)
-        assert not run.is_complete, told
-        steps = [run.rank(rank).num_steps for rank in run.ranks]
-        assert abs(max(steps) - min(steps)) <= 1 if len(steps) == 2 else sum(steps) == 0, told
-
-    def again(_: int) -> None:
-        train(DeterminismCallback(folder, mode="record", overwrite=True))
-
-    run_ranks(again, tmp_path / "again", status=0)
-    assert Run.open(folder).is_complete
+def test_a_rank_that_is_killed_while_it_opens_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = partial(DeterminismCallback, tmp_path / "run", mode="record")
+    with monkeypatch.context() as killed:
+        killed.setattr(writer, "write_manifest", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        one, other = run_ranks(lambda _: train(record()), tmp_path / "killed")
+    assert (one.exit_code, other.exit_code) == (-signal.SIGKILL, 2), other.output
+    run_ranks(lambda _: train(record(overwrite=True)), tmp_path / "again", status=0)
+    assert Run.open(tmp_path / "run").is_complete

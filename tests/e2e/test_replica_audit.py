@@ -12,7 +12,7 @@ import pytest
 import ranks_program
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-from processes import Ended, run_ranks, train, verdict_in
+from processes import Ended, require_same_training, run_ranks, train, verdict_in
 from styles import Classifier
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from trainers import LIGHTNING_ADVICE
@@ -57,9 +57,7 @@ def test_equal_replicas_are_said_to_be_and_the_training_is_the_one_without(tmp_p
     audit, before = ReplicaAuditCallback(2), num_ended()
 
     def body(rank: int) -> None:
-        for name, others in (("with", [audit]), ("without", [])):
-            _, module = train(None, *others, model=Drifting)
-            torch.save([module.state_dict(), torch.get_rng_state()], tmp_path / f"{name}-{rank}.pt")
+        require_same_training(audit, model=Drifting)
         assert audit.replica_report is not None
         assert num_ended() == before + 1  # to a Hydra job, something was compared
 
@@ -69,10 +67,6 @@ def test_equal_replicas_are_said_to_be_and_the_training_is_the_one_without(tmp_p
     assert ended[0].output.count(line) == 1
     assert "not compared: running statistics of each rank's own batches (2)" in ended[0].output
     assert "replicas" not in ended[1].output
-    for rank in range(2):
-        left, right = (torch.load(tmp_path / f"{name}-{rank}.pt", weights_only=True) for name in ("with", "without"))
-        assert all(torch.equal(left[0][name], right[0][name]) for name in right[0])
-        assert torch.equal(left[1], right[1])
 
 
 def test_a_tensor_is_warned_of_once_and_the_training_goes_on(tmp_path: Path) -> None:
@@ -188,11 +182,8 @@ def test_what_has_no_replicas_is_refused(strategy: Any, model: Any, text: str, t
 
 
 @LIGHTNING_ADVICE
-def test_one_process_has_no_replicas(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # set by Lightning's seed_everything
-        monkeypatch.setenv(name, "0")
+@pytest.mark.usefixtures("environment_again")
+def test_one_process_has_no_replicas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SettingsError, match="One process has no replicas"):
         train(None, ReplicaAuditCallback(1), world_size=1, strategy="auto")
     callback = DeterminismCallback(tmp_path / "run", mode="record", level="state", audit_replicas_every_n_steps=1)

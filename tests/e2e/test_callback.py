@@ -4,19 +4,19 @@ And the number of workers that the environment asks for.
 """
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from torch import Tensor, nn
+from fits import Fit, RaiseAt, StopError, assert_nothing_left
+from styles import Classifier, Validated
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from trainers import LIGHTNING_ADVICE, quiet_trainer
+from trainers import LIGHTNING_ADVICE
 
 from det_callbacks import (
     DetCallbacksError,
@@ -36,55 +36,21 @@ from det_callbacks.variables import NUM_WORKERS
 pytestmark = LIGHTNING_ADVICE
 
 
-class Counted(pl.LightningModule):
-    """Counts the training and validation steps that it is asked for."""
-
-    num_calls = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        self.num_calls += 1
-        return self.net(batch[0]).square().mean()
-
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.num_calls += 1
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def fit(callback: DeterminismCallback, model: Counted | None = None, data: Any = None) -> None:
-    torch.manual_seed(5)
-    loader = DataLoader(TensorDataset(torch.arange(48.0).view(12, 4)), batch_size=4)
-    quiet_trainer(callback).fit(model or Counted(), *([loader, loader] if data is None else [data]))
-
-
 def refused_before_training(callback: DeterminismCallback, data: Any = None) -> DetCallbacksError:
     """Return what a fit is refused with, before its first training or validation step."""
-    model = Counted()
+    too_late = RaiseAt("on_sanity_check_start", StopError("too late"), call=1)
+    fit = Fit(callback, too_late, model=Classifier if data else Validated)
     with pytest.raises(DetCallbacksError) as caught:
-        fit(callback, model, data)
-    assert model.num_calls == 0
-    assert "_load_combined_loader_states" not in vars(model.trainer.fit_loop)
-    assert callback.verdict is None
-    assert caught.value.exit_code == 2
+        fit.trainer.fit(fit.model, data or fit.loader)
+    assert_nothing_left(fit, callback)
+    assert (fit.trainer.global_step, callback.verdict, caught.value.exit_code) == (0, None, 2)
     return caught.value
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("recorded") / "run"
-    fit(DeterminismCallback(folder, mode="record"))
-    return folder
-
-
 @pytest.fixture
-def reference(recorded: Path, tmp_path: Path) -> Path:
-    """A copy that a test may damage."""
-    return Path(shutil.copytree(recorded, tmp_path / "reference"))
+def damageable(reference: Path, tmp_path: Path) -> Path:
+    """A copy of a reference."""
+    return Path(shutil.copytree(reference, tmp_path / "reference"))
 
 
 @pytest.mark.parametrize(
@@ -113,10 +79,10 @@ def test_a_wrong_argument_is_refused_at_construction(arguments: dict[str, Any], 
 
 
 def test_a_pattern_that_matches_no_module(tmp_path: Path) -> None:
-    error = refused_before_training(DeterminismCallback(tmp_path / "new", mode="record", modules=["net.0", "nett.*"]))
+    error = refused_before_training(DeterminismCallback(tmp_path / "new", mode="record", modules=["norm", "nett.*"]))
     assert str(error) == (
-        "The pattern 'nett.*' in modules matches no module of the model. Its modules are: '', 'net', 'net.0', "
-        "'net.1', 'net.2'."
+        "The pattern 'nett.*' in modules matches no module of the model. Its modules are: '', 'first', 'norm', "
+        "'drop', 'last'."
     )
     assert not (tmp_path / "new").exists()
 
@@ -157,7 +123,7 @@ def test_workers_that_cannot_be_had(text: str, message: str, monkeypatch: pytest
 @pytest.fixture(scope="module")
 def other_selection(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("selected") / "run"
-    fit(DeterminismCallback(folder, mode="record", level="state", every_n_steps=2))
+    Fit(DeterminismCallback(folder, mode="record", level="state", every_n_steps=2)).run()
     return folder
 
 
@@ -178,7 +144,7 @@ def test_what_is_given_may_be_the_references(
 ) -> None:
     callback = DeterminismCallback(other_selection, current=tmp_path / "current", **given)
     if is_taken:
-        fit(callback)
+        Fit(callback).run()
         assert callback.verdict is not None
         assert callback.verdict.verdict == "match"
         assert (callback.selection.level, callback.selection.every_n_steps) == ("state", 2)
@@ -203,90 +169,63 @@ def test_what_is_replaced_in_lightning_stands_in_the_registry() -> None:
         ReplacedInLightning().put(nn.Linear(1, 1), "forward", lambda one: one)
 
 
-def test_recording_over_a_run(reference: Path) -> None:
-    error = refused_before_training(DeterminismCallback(reference, mode="record"))
-    assert isinstance(error, RunExistsError)
-    assert Run.open(reference).is_complete
-    fit(DeterminismCallback(reference, mode="record", overwrite=True))
-    assert Run.open(reference).is_complete
-
-
-def test_where_a_verification_writes(
-    reference: Path, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_no_run_is_written_over(
+    reference: Path, damageable: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for current in (reference, recorded):
-        assert isinstance(refused_before_training(DeterminismCallback(recorded, current=current)), RunExistsError)
-        assert Run.open(current).is_complete
+    for run, arguments in (
+        (damageable, {"reference": damageable, "mode": "record"}),
+        (damageable, {"reference": reference, "current": damageable}),
+        (reference, {"reference": reference, "current": reference}),
+    ):
+        assert isinstance(refused_before_training(DeterminismCallback(**arguments)), RunExistsError)
+        assert Run.open(run).is_complete
     monkeypatch.chdir(tmp_path)
     for number in range(2):  # a folder of its own, or the one that is given, again
-        fit(DeterminismCallback(recorded))
+        Fit(DeterminismCallback(reference)).run()
         verdict = json.loads((tmp_path / "determinism" / f"verify-{number:03d}" / "verdict.json").read_text())
         assert verdict["verdict"] == "match"
-        fit(DeterminismCallback(recorded, current=tmp_path / "current"))
+        Fit(DeterminismCallback(reference, current=tmp_path / "current")).run()
     error = refused_before_training(DeterminismCallback(tmp_path / "current", current=tmp_path / "other"))
     assert isinstance(error, ReferenceFormatError)
     assert "a verification wrote it" in str(error)
-
-
-def shorten(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 60)
 
 
 def rewrite(path: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": 99}))
 
 
-MANIFEST, STREAM = "run.json", "rank-00000/attempt-000.arrows"
 # what happens to which file of the run, and what is then said of it
-UNUSABLE: dict[str, tuple[str, Callable[[Path], object], str]] = {
-    "missing": ("", shutil.rmtree, "There is no run at"),
-    "another format version": (
-        MANIFEST,
-        rewrite,
-        "has format_version 99, and this version of det_callbacks reads 1",
-    ),
-    "no steps": (STREAM, Path.unlink, "missing"),
-    "half a step": (STREAM, shorten, "1 is the last whole step"),
+UNUSABLE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "": (shutil.rmtree, "There is no run at"),
+    "run.json": (rewrite, "has format_version 99, and this version of det_callbacks reads 1"),
+    "rank-00000/attempt-000.arrows": (Path.unlink, "missing"),
 }
 
 
-@pytest.mark.parametrize("case", UNUSABLE)
+@pytest.mark.parametrize("file", UNUSABLE)
+@pytest.mark.parametrize("steps", ["all", "common"])
 def test_an_unusable_reference_is_an_error_that_names_the_file(
-    case: str, reference: Path, recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    file: str, steps: Any, damageable: Path, tmp_path: Path
 ) -> None:
-    file, damage, message = UNUSABLE[case]
-    damage(reference / file)
-    for steps in ("all", "common"):
-        callback = DeterminismCallback(reference, current=tmp_path / "current", steps=steps)
-        if steps == "common" and case == "half a step":
-            fit(callback)
-            assert callback.verdict is not None
-            assert (callback.verdict.verdict, callback.verdict.counts.steps_compared) == ("match", 2)
-            return
-        error = refused_before_training(callback)
-        assert isinstance(error, ReferenceFormatError if file else ReferenceNotFoundError)
-        assert message in str(error)
-        assert str(reference / file) in str(error)
-        assert not (tmp_path / "current").exists()
-        assert cli.main(["diff", str(reference), str(recorded), "--steps", steps]) == 2
-        assert str(reference / file) in capsys.readouterr().err
+    damage, message = UNUSABLE[file]
+    damage(damageable / file)
+    error = refused_before_training(DeterminismCallback(damageable, current=tmp_path / "current", steps=steps))
+    assert isinstance(error, ReferenceFormatError if file else ReferenceNotFoundError)
+    assert message in str(error)
+    assert str(damageable / file) in str(error)
+    assert not (tmp_path / "current").exists()
 
 
 @pytest.mark.parametrize("part", ["programs", "layouts"])
-def test_a_damaged_program_is_an_error_also_where_the_steps_agree(
-    part: str, reference: Path, recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for path in (reference / part).iterdir():
+def test_a_damaged_program_is_an_error_also_where_the_steps_agree(part: str, damageable: Path, tmp_path: Path) -> None:
+    for path in (damageable / part).iterdir():
         content = bytearray(path.read_bytes())
         content[300] ^= 1
         path.write_bytes(content)
-    callback = DeterminismCallback(reference, current=tmp_path / "current")
+    callback = DeterminismCallback(damageable, current=tmp_path / "current")
     with pytest.raises(ReferenceFormatError, match="damaged") as caught:
-        fit(callback)
-    assert Path(caught.value.path).parent == reference / part
+        Fit(callback).run()
+    assert Path(caught.value.path).parent == damageable / part
     assert caught.value.path in str(caught.value)
     assert callback.verdict is None
     assert not (tmp_path / "current" / "verdict.json").exists()
-    for pair in ((reference, recorded), (recorded, reference)):
-        assert cli.main(["diff", *map(str, pair)]) == 2
-        assert caught.value.path in capsys.readouterr().err
