@@ -127,7 +127,12 @@ def require_same_training(*callbacks: pl.Callback, model: Callable[[], Any] = Cl
 class Faulty(Classifier):
     """Does something else on rank 1, in step 2; where the collective is at fault, all ranks get something else."""
 
-    fault = "none"
+    def __init__(self, fault: str = "none") -> None:
+        super().__init__()
+        self.fault = fault
+        self.register_buffer("scale", torch.ones(2))
+        self.factors = torch.tensor([1.0, 1.0 + 2**-23])
+        self.last.bias.register_hook(self.change_gradient)
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         total = batch[0].sum(0)
@@ -153,17 +158,10 @@ class Faulty(Classifier):
 
     def optimizer_step(self, *args: Any, **options: Any) -> None:
         super().optimizer_step(*args, **options)
-        if self.is_due("weights"):
-            bits = self.last.bias.detach().numpy().view(np.int32)  # past torch, so that no op is to blame
+        place = {"weights": self.last.bias, "buffer": self.scale}.get(self.fault)
+        if place is not None and self.is_due(self.fault):
+            bits = place.detach().numpy().view(np.int32)  # past torch, so that no op is to blame
             bits[0] += 1 << 16  # enough for the other ranks to notice
-
-
-def faulty(fault: str) -> Classifier:
-    model = Faulty()
-    model.fault = fault
-    model.factors = torch.tensor([1.0, 1.0 + 2**-23])
-    model.last.bias.register_hook(model.change_gradient)
-    return model
 
 
 def linked(reference: Path, folder: Path) -> Path:

@@ -15,7 +15,7 @@ import torch
 from html_page import assert_no_receiver_is_an_origin
 from judged import require_one_verdict
 from lightning.pytorch.strategies import DDPStrategy
-from processes import Ended, faulty, linked, require_same_training, run_ranks, train, verdict_in
+from processes import Ended, Faulty, linked, require_same_training, run_ranks, train, verdict_in
 from styles import Classifier
 from torch import nn
 
@@ -33,7 +33,7 @@ def run(
 
     def body(rank: int) -> None:
         callback = DeterminismCallback(folder / "run", mode=mode, current=folder / "current", level=level)
-        train(callback, **{"model": partial(faulty, fault), **options})
+        train(callback, **{"model": partial(Faulty, fault), **options})
 
     return run_ranks(body, folder / mode, world_size=options.get("world_size", 2), status=status)
 

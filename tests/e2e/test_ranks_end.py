@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 from judged import require_one_verdict
-from processes import Ended, faulty, linked, run_ranks, train, verdict_in
+from processes import Ended, Faulty, linked, run_ranks, train, verdict_in
 from styles import Classifier, Samples
 from tiers import rest_slow
 from torch.utils.data import DataLoader, Subset
@@ -178,7 +178,7 @@ def train_fits(folder: Path, *, fault: str = "none", num_fits: int = 1, status: 
     def body(_: int) -> None:
         callback = DeterminismCallback(folder / "run", current=folder / "current", **options)
         pl.seed_everything(11, verbose=False)
-        module = faulty(fault)
+        module = Faulty(fault)
         trainer = quiet_trainer(callback, devices=2, strategy="ddp")
         for number in range(num_fits):
             trainer.fit_loop.max_epochs = number + 1

@@ -7,12 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import ranks_program
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-from processes import Ended, require_same_training, run_ranks, train, verdict_in
+from processes import Ended, Faulty, require_same_training, run_ranks, train, verdict_in
 from styles import Classifier
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from trainers import LIGHTNING_ADVICE
@@ -32,24 +31,8 @@ pytestmark = pytest.mark.ddp
 SLOW = pytest.mark.slow
 
 
-class Drifting(Classifier):
-    """Adds one unit in the last place to the weights or a buffer of rank 1, once a step is done."""
-
-    def __init__(self, fault: str = "none", step: int = 2) -> None:
-        super().__init__()
-        self.fault, self.fault_step = fault, step
-        self.register_buffer("scale", torch.ones(2))
-
-    def optimizer_step(self, *args: Any, **options: Any) -> None:
-        super().optimizer_step(*args, **options)
-        place = {"weights": self.last.bias, "buffer": self.scale}.get(self.fault)
-        is_due = self.global_rank == 1 and self.trainer.fit_loop.epoch_loop.total_batch_idx == self.fault_step
-        if is_due and place is not None:
-            place.detach().numpy().view(np.int32)[0] += 1
-
-
 def fit(folder: Path, audit: Any, *, fault: str = "none", status: int, **options: Any) -> list[Ended]:
-    model = partial(Drifting, fault)
+    model = partial(Faulty, fault)
     return run_ranks(lambda _: train(None, audit, **{"model": model, **options}), folder, status=status)
 
 
@@ -57,7 +40,7 @@ def test_equal_replicas_are_said_to_be_and_the_training_is_the_one_without(tmp_p
     audit, before = ReplicaAuditCallback(2), num_ended()
 
     def body(rank: int) -> None:
-        require_same_training(audit, model=Drifting)
+        require_same_training(audit, model=Faulty)
         assert audit.replica_report is not None
         assert num_ended() == before + 1  # to a Hydra job, something was compared
 
@@ -75,14 +58,14 @@ def test_a_tensor_is_warned_of_once_and_the_training_goes_on(tmp_path: Path) -> 
     def body(rank: int) -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", DivergenceWarning)
-            train(None, audit, model=partial(Drifting, "weights", 1))
+            train(None, audit, model=partial(Faulty, "weights"))
         print(*(f"{one.category.__name__}: {one.message}" for one in caught), sep="\n")
 
     ended = run_ranks(body, tmp_path, status=0)
     said = ended[0].output
     assert "replicas differ: 6 audits of 26 tensors on 2 ranks, the last after step 3" in said
     assert said.count("  last.bias") == 1
-    assert "DivergenceWarning: The replicas of this training differ after step 1: 1 tensor on 2 ranks" in said
+    assert "DivergenceWarning: The replicas of this training differ after step 2: 1 tensor on 2 ranks" in said
     assert "DivergenceWarning" not in ended[1].output
 
 
@@ -93,11 +76,11 @@ def test_what_agrees_again_has_differed(tmp_path: Path) -> None:
     assert "differ after step 2: 1 tensor on 2 ranks. They last agreed after step 1." in ended[1].output
 
 
-class OwnScale(Drifting):
+class OwnScale(Faulty):
     _ddp_params_and_buffers_to_ignore = ("scale",)
 
 
-class Divided(Drifting):
+class Divided(Faulty):
     """Each rank keeps the state of a part of the parameters."""
 
     def configure_optimizers(self) -> Any:
@@ -113,8 +96,8 @@ OWN_BUFFERS = "buffers of each rank's own, by broadcast_buffers=False (2)"
     ("model", "fault", "strategy", "ignore", "said"),
     [
         (OwnScale, "buffer", {}, [], "what DDP was told to ignore (1)"),
-        (Drifting, "buffer", {}, ["sc*"], "what the audit was told to ignore (1)"),
-        pytest.param(Drifting, "buffer", {"broadcast_buffers": False}, [], OWN_BUFFERS, marks=SLOW),
+        (Faulty, "buffer", {}, ["sc*"], "what the audit was told to ignore (1)"),
+        pytest.param(Faulty, "buffer", {"broadcast_buffers": False}, [], OWN_BUFFERS, marks=SLOW),
     ],
 )
 def test_what_differs_by_design_is_no_difference(
@@ -128,7 +111,7 @@ def test_what_differs_by_design_is_no_difference(
 def test_a_recording_of_drifting_replicas_is_no_reference(tmp_path: Path) -> None:
     def body(rank: int) -> None:
         callback = DeterminismCallback(tmp_path / "run", mode="record", level="state", audit_replicas_every_n_steps=100)
-        train(callback, model=partial(Drifting, "weights"))
+        train(callback, model=partial(Faulty, "weights"))
 
     ended = run_ranks(body, tmp_path, status=1)
     assert all("ReplicaError: The replicas of this training differ after step 3" in one.output for one in ended)
@@ -139,7 +122,7 @@ def test_the_verdict_comes_first_where_the_reference_knows_better(tmp_path: Path
     def run(mode: Any, fault: str, status: int) -> list[Ended]:
         folders = {"reference": tmp_path / "run", "current": tmp_path / "current"}
         audited = partial(DeterminismCallback, level="state", audit_replicas_every_n_steps=1, mode=mode, **folders)
-        return run_ranks(lambda _: train(audited(), model=partial(Drifting, fault)), tmp_path / mode, status=status)
+        return run_ranks(lambda _: train(audited(), model=partial(Faulty, fault)), tmp_path / mode, status=status)
 
     ended = run("record", "none", status=0)
     assert "replicas agree: 6 audits" in ended[0].output
