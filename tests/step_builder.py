@@ -154,7 +154,6 @@ def training_step(
     insert_at: int | None = None,
     lr: float = 0.1,
     lr_varies: bool = False,
-    backward_noise: object = None,
     dtype: str = "float32",
     unseen_at: int | None = None,
     is_first: bool = True,
@@ -186,7 +185,7 @@ def training_step(
     step.named("output", step.digests[value], phase="forward", module="net", inputs=(value,))
     step.named("loss", step.digests[value] ^ 1, phase="forward", inputs=(value,))
     gradient = step.op("aten.native_layer_norm_backward.default", value, phase="backward", module="net.norm")
-    gradient = step.op("aten.mm.default", gradient, batch, phase="backward", module="net.linear", noise=backward_noise)
+    gradient = step.op("aten.mm.default", gradient, batch, phase="backward", module="net.linear")
     step.named("grad of net.weight", step.digests[gradient], phase="gradient", inputs=(gradient,))
     update = {"value": -lr}
     place = step.op(

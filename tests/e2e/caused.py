@@ -48,8 +48,6 @@ class Training:
     dropout_seed: int | None = None
     change_weight: str = ""
     load_from: int | None = None
-    lr: float = 1e-2
-    betas: tuple[float, float] = (0.9, 0.999)
     scheduler: bool = False
     trainer: dict[str, Any] = field(default_factory=dict)
     level: str = "op"
@@ -160,5 +158,5 @@ class Module(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         training: Training = self.training_of.value
-        optimizer = torch.optim.AdamW(self.parameters(), lr=training.lr, betas=training.betas)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         return ([optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]) if training.scheduler else optimizer

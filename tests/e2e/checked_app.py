@@ -5,8 +5,6 @@ Run as a script: ``python checked_app.py set reduction``.
 
 import os
 import sys
-import time
-from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
@@ -31,9 +29,6 @@ class Digits(Dataset[tuple[Tensor, Tensor]]):
         image = self.images[number]
         if "augmentation" in FAULTS:  # in the main process it draws what shuffling and dropout draw from
             image = image + 0.1 * torch.rand(image.shape)
-        if "endless" in FAULTS:  # in workers
-            Path(f"{os.getpid()}.pid").touch()
-            time.sleep(0.05)
         return image, self.labels[number]
 
 
@@ -58,9 +53,6 @@ class Model(pl.LightningModule):
 def train() -> None:
     names = list(set(NAMES)) if "set" in FAULTS else NAMES
     loader = DataLoader(Digits(names), batch_size=8, shuffle=True)
-    if "endless" in FAULTS:
-        Path(f"{os.getpid()}.pid").touch()
-        loader = DataLoader(Digits(NAMES * 1000), batch_size=8, num_workers=2)
     callbacks: list[pl.Callback] = []
     if "own" in FAULTS:
         from det_callbacks import DeterminismCallback

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, library, nn
@@ -59,31 +58,10 @@ class Ladder(nn.Module):
         return inputs
 
 
-class Kernel:
-    """How often the kernel below was called since the fit began, and the call whose result is one ULP off."""
-
-    num_calls = 0
-    wrong_call: int | None = None
-
-
 @library.custom_op("planted_faults::double", mutates_args=())
 def double(values: Tensor) -> Tensor:
     """A kernel of one's own, which torch sees as one op."""
-    result = values.numpy() * 2
-    if Kernel.num_calls == Kernel.wrong_call:
-        result.flat[0] = np.nextafter(result.flat[0], np.float32(np.inf))
-    Kernel.num_calls += 1
-    return torch.from_numpy(result)
-
-
-@contextmanager
-def wrong_kernel(*, call: int) -> Iterator[None]:
-    """Let one call of the kernel above go wrong."""
-    Kernel.num_calls, Kernel.wrong_call = 0, call
-    try:
-        yield
-    finally:
-        Kernel.wrong_call = None
+    return torch.from_numpy(values.numpy() * 2)
 
 
 class OnGradient(torch.autograd.Function):

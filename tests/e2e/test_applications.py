@@ -88,7 +88,6 @@ def test_lightning_cli_builds_it_from_yaml_and_from_arguments(tmp_path: Path) ->
 TEMPLATE = {
     "src/train.py": """
         import logging
-        from typing import Any
 
         import hydra
         import lightning as L
@@ -98,11 +97,8 @@ TEMPLATE = {
 
         def instantiate_callbacks(callbacks_cfg):
             callbacks = []
-            if not callbacks_cfg:
-                return callbacks
             for _, cb_conf in callbacks_cfg.items():
                 if isinstance(cb_conf, DictConfig) and "_target_" in cb_conf:
-                    log.info(f"Instantiating callback <{cb_conf._target_}>")
                     callbacks.append(hydra.utils.instantiate(cb_conf))
             return callbacks
 
@@ -126,12 +122,9 @@ TEMPLATE = {
             model = hydra.utils.instantiate(cfg.model)
             callbacks = instantiate_callbacks(cfg.get("callbacks"))
             trainer = hydra.utils.instantiate(cfg.trainer, callbacks=callbacks, logger=[])
-            if cfg.get("train"):
-                trainer.fit(model=model, datamodule=datamodule, ckpt_path=cfg.get("ckpt_path"))
+            trainer.fit(model=model, datamodule=datamodule, ckpt_path=cfg.get("ckpt_path"))
             train_metrics = trainer.callback_metrics
-            if cfg.get("test"):
-                ckpt_path = trainer.checkpoint_callback.best_model_path
-                trainer.test(model=model, datamodule=datamodule, ckpt_path=ckpt_path or None)
+            trainer.test(model=model, datamodule=datamodule, ckpt_path=trainer.checkpoint_callback.best_model_path)
             return {**train_metrics, **trainer.callback_metrics}, {}
 
         @hydra.main(version_base="1.3", config_path="../configs", config_name="train.yaml")
@@ -144,7 +137,7 @@ TEMPLATE = {
     "src/module.py": """
         import torch
         from lightning import LightningModule
-        from torchmetrics import MaxMetric, MeanMetric
+        from torchmetrics import MeanMetric
         from torchmetrics.classification.accuracy import Accuracy
 
         class MNISTLitModule(LightningModule):
@@ -153,39 +146,24 @@ TEMPLATE = {
                 # the template saves all of them; Lightning 2.6 loads no checkpoint with pickled modules any more
                 self.save_hyperparameters("compile", logger=False)
                 self.net, self.make_optimizer, self.make_scheduler = net, optimizer, scheduler
-                self.criterion = torch.nn.CrossEntropyLoss()
-                self.train_acc, self.val_acc, self.test_acc = (
-                    Accuracy(task="multiclass", num_classes=3) for _ in range(3))
-                self.train_loss, self.val_loss, self.test_loss = MeanMetric(), MeanMetric(), MeanMetric()
-                self.val_acc_best = MaxMetric()
+                self.train_loss, self.val_loss = MeanMetric(), MeanMetric()
+                self.val_acc = Accuracy(task="multiclass", num_classes=3)
             def on_train_start(self):
                 self.val_loss.reset()
                 self.val_acc.reset()
-                self.val_acc_best.reset()
-            def model_step(self, batch):
-                x, y = batch
-                logits = self.net(x)
-                return self.criterion(logits, y), torch.argmax(logits, dim=1), y
             def training_step(self, batch, batch_idx):
-                loss, preds, targets = self.model_step(batch)
+                loss = torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
                 self.train_loss(loss)
-                self.train_acc(preds, targets)
                 self.log("train/loss", self.train_loss, on_step=False, on_epoch=True, prog_bar=True)
-                self.log("train/acc", self.train_acc, on_step=False, on_epoch=True, prog_bar=True)
                 return loss
             def validation_step(self, batch, batch_idx):
-                loss, preds, targets = self.model_step(batch)
-                self.val_loss(loss)
-                self.val_acc(preds, targets)
+                logits = self.net(batch[0])
+                self.val_loss(torch.nn.functional.cross_entropy(logits, batch[1]))
+                self.val_acc(torch.argmax(logits, dim=1), batch[1])
                 self.log("val/loss", self.val_loss, on_step=False, on_epoch=True, prog_bar=True)
                 self.log("val/acc", self.val_acc, on_step=False, on_epoch=True, prog_bar=True)
-            def on_validation_epoch_end(self):
-                self.val_acc_best(self.val_acc.compute())
-                self.log("val/acc_best", self.val_acc_best.compute(), sync_dist=True, prog_bar=True)
             def test_step(self, batch, batch_idx):
-                loss, preds, targets = self.model_step(batch)
-                self.test_loss(loss)
-                self.log("test/loss", self.test_loss, on_step=False, on_epoch=True, prog_bar=True)
+                self.log("test/loss", torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1]), on_epoch=True)
             def configure_optimizers(self):
                 optimizer = self.make_optimizer(params=self.trainer.model.parameters())
                 scheduler = self.make_scheduler(optimizer=optimizer)
@@ -198,29 +176,24 @@ TEMPLATE = {
         from torch.utils.data import DataLoader, TensorDataset, random_split
 
         class MNISTDataModule(LightningDataModule):
-            def __init__(self, batch_size=8, num_workers=0):
+            def __init__(self, batch_size=8):
                 super().__init__()
                 self.save_hyperparameters(logger=False)
-                self.data_train = None
             def setup(self, stage=None):
-                if not self.data_train:
-                    values = torch.linspace(0, 1, 40 * 6).view(40, 6)
-                    data = TensorDataset(values, torch.arange(40) % 3)
-                    self.data_train, self.data_val, self.data_test = random_split(
-                        data, [24, 8, 8], generator=torch.Generator().manual_seed(42))
+                data = TensorDataset(torch.linspace(0, 1, 40 * 6).view(40, 6), torch.arange(40) % 3)
+                generator = torch.Generator().manual_seed(42)
+                self.data_train, self.data_val, self.data_test = random_split(data, [24, 8, 8], generator=generator)
             def train_dataloader(self):
                 return DataLoader(self.data_train, batch_size=self.hparams.batch_size, shuffle=True)
             def val_dataloader(self):
-                return DataLoader(self.data_val, batch_size=self.hparams.batch_size, shuffle=False)
+                return DataLoader(self.data_val, batch_size=self.hparams.batch_size)
             def test_dataloader(self):
-                return DataLoader(self.data_test, batch_size=self.hparams.batch_size, shuffle=False)
+                return DataLoader(self.data_test, batch_size=self.hparams.batch_size)
         """,
     "configs/train.yaml": """
         defaults:
           [_self_, data: mnist, model: mnist, callbacks: default, trainer: default, paths: default, hydra: default]
         task_name: train
-        train: true
-        test: true
         ckpt_path: null
         seed: null
         """,

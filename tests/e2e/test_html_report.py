@@ -16,6 +16,7 @@ from faults import Training, below
 from fits import Fit
 from html_page import Page, read_page
 from playwright.sync_api import sync_playwright
+from step_builder import StepBuilder
 from stored_runs import SELECTION, OneOf, digests_of, join
 from trainers import LIGHTNING_ADVICE
 from verdicts import DIVERGED
@@ -25,7 +26,6 @@ from det_callbacks.callback import verifying
 from det_callbacks.errors import DivergenceError, DivergenceWarning
 from det_callbacks.report.html import write_report
 from det_callbacks.report.html.model import group_modules
-from det_callbacks.runs.program import Layout, Program, Site, TensorLayout
 from det_callbacks.runs.writer import RunWriter
 from det_callbacks.verdict import EnvironmentDifference
 
@@ -142,51 +142,41 @@ def write_run(
     *,
     num_steps: int,
     num_sites: int,
-    num_modules: int,
+    num_modules: int = 2,
     num_ranks: int = 1,
     spreads_from: tuple[int, int] = (9, 9),
     prefix: str = "model.blocks",
 ) -> None:
     """Write a run of a chain of ops; from (rank, step) on, the second half of each step has other bits."""
-    layout = Layout(entries=(TensorLayout(dtype="bfloat16", shape=(8, 64), stride=(64, 1)),) * num_sites)
-    sites = [
-        Site(
-            phase="forward" if place < num_sites // 2 else "backward",
-            module=f"{prefix}.{place * num_modules // num_sites}.attention.proj",
-            op="aten.mm.default",
-            occurrence=place,
-            output=0,
-            role="output",
-            inputs=(place - 1,) if place else (),
-            source=(f"model.py:{place % 90 + 1} in forward",),
+    chain = StepBuilder()
+    for place in range(num_sites):
+        module = f"{prefix}.{place * num_modules // num_sites}.attention.proj"
+        chain.row(
+            0, module=module, op="aten.mm.default", inputs=(place - 1,) if place else (), source=(f"m.py:{place}",)
         )
-        for place in range(num_sites)
-    ]
-    program = Program(sites=tuple(sites), ops_seen=num_sites, ops_digested=num_sites)
-    manifest = {"selection": SELECTION, "environment": {}}
+    view, manifest = chain.view(), {"selection": SELECTION, "environment": {}}
     for rank in range(num_ranks):
-        writer = RunWriter.create(path, peers=OneOf(0, num_ranks), manifest=manifest) if not rank else join(path, rank)
-        writer.put_program(program)
-        writer.put_layout(layout)
+        writer = join(path, rank) if rank else RunWriter.create(path, peers=OneOf(0, num_ranks), manifest=manifest)
+        writer.put_program(view.program)
+        writer.put_layout(view.layout)
         for step in range(num_steps):
             digests = digests_of(step, num_sites)
             if rank == spreads_from[0] and step >= spreads_from[1]:
                 digests[num_sites // 2 :] ^= np.uint64(1)
-            writer.append(step, 0, program.id, layout.id, digests)
+            writer.append(step, 0, view.program.id, view.layout.id, digests)
         writer.close(complete=True)
 
 
 def test_each_rank_has_a_map_and_steps_of_one_run_alone_are_named(tmp_path: Path) -> None:
-    sizes = {"num_sites": 8, "num_modules": 2}
-    write_run(tmp_path / "reference", num_steps=4, num_ranks=2, **sizes)
-    write_run(tmp_path / "current", num_steps=6, num_ranks=2, spreads_from=(1, 2), **sizes)
+    write_run(tmp_path / "reference", num_steps=4, num_ranks=2, num_sites=8)
+    write_run(tmp_path / "current", num_steps=6, num_ranks=2, spreads_from=(1, 2), num_sites=8)
     page = written(tmp_path)
     letters = {heat_map.name: heat_map.letters() for heat_map in page.maps}
     assert letters == {"Rank 0": "mmmm..", "Rank 1": "mmoo.."}
     assert page.text.count("Steps 4 to 5: only in the current run.") == 2
     rows = re.findall(r"(\d) of 6(\d+)", page.text.split("starting here")[1])
     assert rows == [("0", "00"), ("2", "82")], "steps that differ, sites that do, and where it starts"
-    write_run(tmp_path / "alone", num_steps=4, **sizes)
+    write_run(tmp_path / "alone", num_steps=4, num_sites=8)
     page = written(tmp_path, "alone")
     assert (page.maps, "no step of one is a step of the other" in page.text) == ([], True)
 
@@ -210,7 +200,7 @@ def test_it_has_no_script_and_no_address(runs: Path) -> None:
 
 def test_no_text_of_a_run_is_markup(tmp_path: Path) -> None:
     for name, spreads_from in (("reference", (9, 9)), ("current", (0, 1))):
-        write_run(tmp_path / name, num_steps=3, num_sites=6, num_modules=2, prefix=NASTY, spreads_from=spreads_from)
+        write_run(tmp_path / name, num_steps=3, num_sites=6, prefix=NASTY, spreads_from=spreads_from)
     verdict = compare_runs(tmp_path / "reference", tmp_path / "current")
     first = replace(DIVERGED.origins[0], module=NASTY, name=NASTY, phase=NASTY, dtype=NASTY, source=(NASTY,))
     replayed = {NASTY: {"count": 3, "differing": 2, "mib_per_step": 0.5}}

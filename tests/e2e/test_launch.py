@@ -3,16 +3,15 @@
 import os
 import random
 import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from checking import Run, run_command, write_app
 from trainers import LIGHTNING_ADVICE
 
+from det_callbacks import check as checks
 from det_callbacks import compare_runs
 from det_callbacks.launch import callbacks
 from det_callbacks.runs.store import Run as StoredRun
@@ -126,6 +125,18 @@ def test_what_a_failing_script_printed_is_shown(run_command: Run) -> None:
     assert "it could not be checked whether the script repeats itself" in done.last
 
 
+def test_an_interruption_says_what_the_run_holds(run_command: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object, **__: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checks, "run_process", interrupt)
+    done = run_command("record", "run", "--level", "state")
+    assert (done.status, done.last) == (
+        130,
+        f"det-callbacks record: interrupted; {Path('run').absolute()} holds no run",
+    )
+
+
 # real processes
 
 SECONDS = 280.0
@@ -201,32 +212,3 @@ def test_hash_seed_and_threads_are_named(tmp_path: Path) -> None:
     assert hashing.first_divergence.phase == "data"
     assert [entry.name for entry in hashing.environment] == ["env.PYTHONHASHSEED"]
     assert "repeats itself, bit for bit; bits depend on: threads, hash-seed; kept in" in done.stdout
-
-
-@pytest.mark.slow
-def test_an_interruption_ends_the_training_and_its_workers(tmp_path: Path) -> None:
-    script = write_app(tmp_path / "app")
-    # a shell starts what runs in the background with SIGINT ignored, and its children inherit that
-    usual = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    main = f"{usual}; from det_callbacks.cli.parser import main; sys.exit(main())"
-    words = [sys.executable, "-c", main, "record", "run", "--level", "state", "--", sys.executable, script.name]
-    with subprocess.Popen(
-        [*words, "endless"], cwd=script.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        try:
-            deadline = time.monotonic() + SECONDS
-            while len(pids := sorted(script.parent.glob("*.pid"))) < 3:
-                assert process.poll() is None, process.communicate()
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
-            process.send_signal(signal.SIGINT)
-            output, _ = process.communicate(timeout=SECONDS)
-        finally:
-            process.kill()
-    assert process.returncode == 130
-    assert re.search(
-        r"det-callbacks record: interrupted; .*/run holds (no run|\d+ whole steps?, and is incomplete)$", output.strip()
-    )
-    for pid in pids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(int(pid.stem), 0)

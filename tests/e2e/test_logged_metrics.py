@@ -271,35 +271,27 @@ def test_nothing_logged_alone_is_an_error(tmp_path: Path, capsys: pytest.Capture
     assert "recorded nothing of trainer.test" in capsys.readouterr().out.splitlines()[-1]
 
 
-def test_the_parts_of_a_session_are_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Session("record", tmp_path / "run").validate().fit().test().test()
-    assert Run.open(tmp_path / "run").is_complete
-    capsys.readouterr()
-    session = Session("verify", tmp_path / "run").validate()
-    assert "part 1 (trainer.validate) of 4 agrees" in capsys.readouterr().out
-    assert session.callback.verdict is None
-    verdict = verdict_of(session.fit().test().test())
-    assert (verdict.verdict, verdict.counts.steps_compared) == ("match", 6)
-    other = Session("verify", tmp_path / "run", on_divergence="collect").validate().fit().test()
-    with pytest.raises(DivergenceError, match=r"in trainer.test \(call 2\) after step 5 differs"):
-        other.test(loader(other=0))
-
-
-def test_evaluations_before_and_after_a_fit_are_told_apart(tmp_path: Path) -> None:
-    def whole_session(mode: str, name: str, first: Any = None, **options: Any) -> Session:
+def test_the_parts_of_a_session_are_one_run_and_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def whole_session(mode: str, name: str, *, first: Any = None, last: Any = None, **options: Any) -> Session:
         session = Session(mode, tmp_path / name, **options)
-        return session.validate().test(first).fit(max_epochs=1).validate().test()
+        return session.validate().test(first).fit(max_epochs=1).validate().test().test(last)
 
     for name, first in (("run", None), ("other", loader(other=0))):
-        whole_session("record", name, first)
+        whole_session("record", name, first=first)
         calls = [key for key in read_metrics(Run.open(tmp_path / name), 0).by_key if key[0].startswith("trainer.")]
-        assert calls == [
-            (f"trainer.{kind}", 0, is_after) for is_after in (False, True) for kind in ("validate", "test")
+        assert [(where, is_after) for where, _, is_after in calls] == [
+            *(("trainer.validate", False), ("trainer.test", False)),
+            *(("trainer.validate", True), ("trainer.test", True), ("trainer.test", True)),
         ]
+    assert Run.open(tmp_path / "run").is_complete
+    capsys.readouterr()
     assert verdict_of(whole_session("verify", "run")).verdict == "match"
+    assert "part 1 (trainer.validate) of 6 agrees" in capsys.readouterr().out
     verdict = compare_runs(tmp_path / "run", tmp_path / "other")
     assert (verdict.verdict, verdict.cause) == ("diverged", "data_content")
     assert "Metric test/loss in trainer.test differs" in verdict.explanation
+    with pytest.raises(DivergenceError, match=r"in trainer.test \(call 2\) after step 2 differs"):
+        whole_session("verify", "run", last=loader(other=0), current=tmp_path / "call")
     with pytest.raises(DivergenceError, match=r"val/loss in trainer.validate is only in the reference"):
         Session("verify", tmp_path / "run", current=tmp_path / "current").fit(max_epochs=1)
     session = Session("verify", tmp_path / "run", steps="common").fit(max_epochs=1).validate().test()

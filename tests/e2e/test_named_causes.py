@@ -1,7 +1,7 @@
 """What people get wrong, planted one at a time: the cause is named, and so is who did it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,149 +52,123 @@ class LoadsWeights(pl.Callback):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One thing that differs, and what must be said of it.
-
-    ``says`` is text of the explanation or of the evidence; ``base`` is what the reference has, too.
-    """
+    """One thing that differs, what the reference has too, the cause, and text of the explanation or the evidence."""
 
     change: dict[str, Any]
+    base: dict[str, Any]
     cause: str
     says: tuple[str, ...]
-    base: dict[str, Any] = field(default_factory=dict)
-    says_not: tuple[str, ...] = ()
+    says_not: tuple[str, ...]
+
+
+def planted(cause: str, *says: str, base: Any = None, says_not: tuple[str, ...] = (), **change: Any) -> Fault:
+    return Fault(change=change, base=base or {}, cause=cause, says=says, says_not=says_not)
 
 
 FAULTS = {
-    "another seed": Fault(
-        change={"seed": 77},
-        cause="initial_weights",
-        says=("Set the same seed before the model is built", "seeded with 0 in the reference, 77 now"),
+    "another seed": planted(
+        "initial_weights",
+        "Set the same seed before the model is built",
+        "seeded with 0 in the reference, 77 now",
+        seed=77,
     ),
-    "seed set late": Fault(
-        change={"is_seeded_late": True},
-        cause="initial_weights",
-        says=("Set the seed before the model is built", "all that hold more than one value"),
+    "seed set late": planted(
+        "initial_weights",
+        "Set the seed before the model is built",
+        "all that hold more than one value",
+        is_seeded_late=True,
     ),
-    "shuffle with another seed": Fault(
-        change={"shuffle_seed": 2},
-        cause="data_order",
-        says=("Give the shuffle the same seed", "train_dataloader.generator", "seeded with 1 in the reference, 2 now"),
+    "shuffle with another seed": planted(
+        "data_order",
+        "Give the shuffle the same seed",
+        "train_dataloader.generator",
+        "seeded with 1 in the reference, 2 now",
+        shuffle_seed=2,
     ),
-    "unsorted listing": Fault(
-        change={"listing": "unsorted"}, cause="data_order", says=("Sort what the data set lists", "the same indices")
-    ),
-    "unseeded augmentation in workers": Fault(
+    "unsorted listing": planted("data_order", "Sort what the data set lists", "the same indices", listing="unsorted"),
+    "unseeded augmentation in workers": planted(
+        "data_content",
+        "worker seeds",
+        "the sampler drew the same indices",
+        "nowhere in what the reference recorded",
         base={"augment": "unseeded", "num_workers": 1},
-        change={},
-        cause="data_content",
-        says=("worker seeds", "the sampler drew the same indices", "nowhere in what the reference recorded"),
     ),
-    "other content in one transform": Fault(
-        change={"augment": "seeded"}, cause="data_content", says=("Look at transforms", "the same indices")
+    "other content in one transform": planted(
+        "data_content", "Look at transforms", "the same indices", augment="seeded"
     ),
-    "another number of workers": Fault(
+    "another number of workers": planted(
+        "data_content",
+        "num_workers of train_dataloader is 0 in the reference, 2 now",
         base={"augment": "seeded"},
-        change={"num_workers": 2},
-        cause="data_content",
-        says=("num_workers of train_dataloader is 0 in the reference, 2 now",),
+        num_workers=2,
     ),
-    "another batch size": Fault(
-        change={"batch_size": 32},
-        cause="settings",
-        says=(
-            "Give the loader the same batch size: batch_size of train_dataloader is 16 in the reference, 32 now",
-            "the same indices, which are cut into batches of another size",
-        ),
+    "another batch size": planted(
+        "settings",
+        "Give the loader the same batch size: batch_size of train_dataloader is 16 in the reference, 32 now",
+        "the same indices, which are cut into batches of another size",
         says_not=("nowhere", "drew other"),
+        batch_size=32,
     ),
-    "a data set without one sample": Fault(
-        change={"num_samples": 95},
-        cause="data_content",
-        says=("The data set is another one", "96 in the reference, 95 now"),
+    "a data set without one sample": planted(
+        "data_content", "The data set is another one", "96 in the reference, 95 now", num_samples=95
     ),
-    "epochs of another length": Fault(
-        base={"shuffle_seed": None},
-        change={"trainer": {"limit_train_batches": 5}},
-        cause="data_order",
-        says=("limit_train_batches",),
+    "epochs of another length": planted(
+        "data_order", "limit_train_batches", base={"shuffle_seed": None}, trainer={"limit_train_batches": 5}
     ),
-    "validation draws": Fault(
-        change={"draws_in_validation": True},
-        cause="rng",
-        says=("Keep validation from drawing from torch.cpu", "equal before validation", "another number of draws"),
+    "validation draws": planted(
+        "rng",
+        "Keep validation from drawing from torch.cpu",
+        "equal before validation",
+        "another number of draws",
+        draws_in_validation=True,
     ),
-    "callback draws": Fault(
-        change={"callbacks": (DrawsAtBatchEnd,)},
-        cause="rng",
-        says=("on_train_batch_end of DrawsAtBatchEnd", "equal at the batch end of step 0"),
+    "callback draws": planted(
+        "rng", "on_train_batch_end of DrawsAtBatchEnd", "equal at the batch end of step 0", callbacks=(DrawsAtBatchEnd,)
     ),
-    "callback before ours draws": Fault(
-        change={"first_callbacks": (DrawsAtBatchEnd,)},
-        cause="rng",
-        says=("on_train_batch_end of DrawsAtBatchEnd", "equal after backward of step 0"),
+    "callback before ours draws": planted(
+        "rng",
+        "on_train_batch_end of DrawsAtBatchEnd",
+        "equal after backward of step 0",
+        first_callbacks=(DrawsAtBatchEnd,),
     ),
-    "callback draws before the gradients are reset": Fault(
-        change={"callbacks": (DrawsBeforeZeroGrad,)},
-        cause="rng",
-        says=("on_before_zero_grad of DrawsBeforeZeroGrad", "equal at the batch start of step 2"),
+    "callback draws before the gradients are reset": planted(
+        "rng",
+        "on_before_zero_grad of DrawsBeforeZeroGrad",
+        "equal at the batch start of step 2",
         says_not=("optimizer",),
+        callbacks=(DrawsBeforeZeroGrad,),
     ),
-    "a step without a loss": Fault(
-        change={"skips": True}, cause="forward", says=("Step 2, forward: ", " is only in the reference")
+    "a step without a loss": planted("forward", "Step 2, forward: ", " is only in the reference", skips=True),
+    "a weight changed in a step that was not recorded": planted(
+        "unknown", "before step 6, and steps before it were not recorded", base={"every_n_steps": 3}, changes_in_step=4
     ),
-    "a weight changed in a step that was not recorded": Fault(
-        base={"every_n_steps": 3},
-        change={"changes_in_step": 4},
-        cause="unknown",
-        says=("before step 6, and steps before it were not recorded",),
+    "a step with a loss": planted(
+        "forward", "Step 2, forward: ", " is only in the current run", base={"skips": True}, skips=False
     ),
-    "a step with a loss": Fault(
-        base={"skips": True},
-        change={"skips": False},
-        cause="forward",
-        says=("Step 2, forward: ", " is only in the current run"),
-    ),
-    "callback draws at the epoch's end": Fault(
+    "callback draws at the epoch's end": planted(
+        "rng",
+        "on_train_epoch_end of DrawsAtEpochEnd",
+        "the sampler drew other indices",
         base={"shuffle_seed": None},
-        change={"callbacks": (DrawsAtEpochEnd,)},
-        cause="rng",
-        says=("on_train_epoch_end of DrawsAtEpochEnd", "the sampler drew other indices"),
+        callbacks=(DrawsAtEpochEnd,),
     ),
-    "callback seeds anew": Fault(
-        change={"callbacks": (SeedsAnew,)}, cause="rng", says=("seeded anew in between (0 in the reference, 9 now)",)
+    "callback seeds anew": planted("rng", "seeded anew in between (0 in the reference, 9 now)", callbacks=(SeedsAnew,)),
+    "dropout with another seed": planted("rng", "torch.cpu", "equal at the batch start of step 2", dropout_seed=5),
+    "one weight": planted(
+        "initial_weights", "Look at how net.5.bias is initialised", "1 of ", change_weight="net.5.bias"
     ),
-    "dropout with another seed": Fault(
-        change={"dropout_seed": 5}, cause="rng", says=("torch.cpu", "equal at the batch start of step 2")
+    "weights loaded from elsewhere": planted("initial_weights", "load the same weights", load_from=9),
+    "weights loaded by a callback": planted(
+        "initial_weights", "2 of ", "or the weights that were loaded", callbacks=(LoadsWeights,)
     ),
-    "one weight": Fault(
-        change={"change_weight": "net.5.bias"},
-        cause="initial_weights",
-        says=("Look at how net.5.bias is initialised", "1 of "),
+    "learning rate scheduler": planted(
+        "settings",
+        "optimizer.lr_scheduler: none in the reference, StepLR each epoch now, and that is what differs first",
+        scheduler=True,
     ),
-    "weights loaded from elsewhere": Fault(
-        change={"load_from": 9}, cause="initial_weights", says=("load the same weights",)
-    ),
-    "weights loaded by a callback": Fault(
-        change={"callbacks": (LoadsWeights,)},
-        cause="initial_weights",
-        says=("2 of ", "or the weights that were loaded"),
-    ),
-    "learning rate": Fault(
-        change={"lr": 2e-2}, cause="settings", says=("optimizer.AdamW.lr: 0.01 in the reference, 0.02 now",)
-    ),
-    "learning rate scheduler": Fault(
-        change={"scheduler": True},
-        cause="settings",
-        says=("optimizer.lr_scheduler: none in the reference, StepLR each epoch now, and that is what differs first",),
-    ),
-    "betas": Fault(change={"betas": (0.8, 0.999)}, cause="settings", says=("optimizer.AdamW.betas",)),
-    "gradient clipping": Fault(
-        change={"trainer": {"gradient_clip_val": 0.01}}, cause="settings", says=("trainer.gradient_clip_val",)
-    ),
-    "accumulation": Fault(
-        change={"trainer": {"accumulate_grad_batches": 2}},
-        cause="settings",
-        says=("trainer.accumulate_grad_batches: 1 in the reference, 2 now",),
+    "gradient clipping": planted("settings", "trainer.gradient_clip_val", trainer={"gradient_clip_val": 0.01}),
+    "accumulation": planted(
+        "settings", "trainer.accumulate_grad_batches: 1 in the reference, 2 now", trainer={"accumulate_grad_batches": 2}
     ),
 }
 EVERYDAY = (
@@ -208,7 +182,6 @@ EVERYDAY = (
     "weights loaded by a callback",
     "another batch size",
     "a data set without one sample",
-    "learning rate",
 )
 
 Record = Callable[[Training], Path]

@@ -1,82 +1,43 @@
 """From two recordings at level state to the step, and from what the verdict says to record next to the op."""
 
 import shlex
-from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from faults import below
 from fits import Fit, Steady
 from hydra import compose, initialize_config_module
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from resumes import RESUMING
-from torch import Tensor, library
-from torch.nn.functional import cross_entropy
 
 from det_callbacks import DeterminismCallback, DivergenceError, Verdict, cli, compare_runs
 from det_callbacks.runs.store import Run
 
 pytestmark = RESUMING
 
-OP = "recorded_next.double.default"
+OP = "aten.addmm.default"
 FAULT = 14  # of 20 steps; a checkpoint is saved right after it, and after step 9
-EPOCHS = 5
 
 
-@library.custom_op("recorded_next::double", mutates_args=())
-def double(values: Tensor, is_wrong: bool) -> Tensor:
-    """A kernel that goes wrong in one element when it is told to, which no argument of the op shows."""
-    result = values.numpy() * 2
-    if Kernel.is_wrong:
-        result.flat[0] += 1
-    return torch.from_numpy(result)
+def train(*callbacks: Callback, is_faulty: bool, ckpt_path: Path | None = None, **options: Any) -> None:
+    fit = Fit(*callbacks, model=Steady, max_epochs=5, **options)
+    with below(op="aten.addmm", module="first", step=FAULT)(fit.model) if is_faulty else nullcontext():
+        fit.run(ckpt_path=ckpt_path)
 
 
-@double.register_fake
-def _(values: Tensor, is_wrong: bool) -> Tensor:
-    return torch.empty_like(values)
-
-
-double.register_autograd(lambda ctx, gradient: (gradient * 2, None))
-
-
-class Kernel:
-    is_wrong = False
-
-
-class Faulty(Steady):
-    """Goes wrong in one step, if any."""
-
-    fault: int | None = None
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        inputs, labels = batch
-        Kernel.is_wrong = self.trainer.fit_loop.epoch_loop.total_batch_idx == self.fault
-        return cross_entropy(self.last(double(torch.relu(self.first(inputs)), False)), labels)
-
-
-def faulty(fault: int | None) -> Callable[[], Faulty]:
-    def make() -> Faulty:
-        model = Faulty()
-        model.fault = fault
-        return model
-
-    return make
-
-
-def record(folder: Path, *others: Callback, fault: int | None = None, **options: Any) -> Path:
-    callback = DeterminismCallback(folder, mode="record", **{"level": "state", **options})
-    Fit(callback, *others, model=faulty(fault), max_epochs=EPOCHS, enable_checkpointing=bool(others)).run()
-    return folder
+def record(folder: Path, *others: Callback, is_faulty: bool) -> None:
+    callback = DeterminismCallback(folder, mode="record", level="state")
+    train(callback, *others, is_faulty=is_faulty, enable_checkpointing=bool(others))
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     saving = ModelCheckpoint(folder / "kept", every_n_train_steps=5, save_top_k=-1, filename="{step}")
-    record(folder / "good")
-    record(folder / "bad", saving, fault=FAULT)
+    record(folder / "good", is_faulty=False)
+    record(folder / "bad", saving, is_faulty=True)
     return folder
 
 
@@ -86,21 +47,21 @@ def first_of(verdict: Verdict) -> tuple[int, bool | None]:
 
 
 def test_what_is_to_be_recorded_next_names_the_op_and_then_the_numbers(runs: Path, tmp_path: Path) -> None:
-    """One side from the start and one from its checkpoint, one step each: the kernel is found."""
+    """One side from the start and one from its checkpoint, one step each: the op is found."""
     verdict = compare_runs(runs / "good", runs / "bad")
     assert first_of(verdict) == (FAULT, None)
     assert verdict.record_next == {"level": "op", "only_steps": [FAULT]}
-    options = {"max_epochs": EPOCHS, "enable_checkpointing": True, "default_root_dir": tmp_path}
+    options = {"enable_checkpointing": True, "default_root_dir": tmp_path}
     for folder in ("ops", "numbers"):
-        for name, fault, ckpt_path in (("good", None, None), ("bad", FAULT, runs / "kept" / "step=10.ckpt")):
+        for name, ckpt_path in (("good", None), ("bad", runs / "kept" / "step=10.ckpt")):
             callback = DeterminismCallback(tmp_path / folder / name, mode="record", **verdict.record_next)
-            Fit(callback, model=faulty(fault), **options).run(ckpt_path=ckpt_path)
+            train(callback, is_faulty=name == "bad", ckpt_path=ckpt_path, **options)
             assert Run.open(tmp_path / folder / name).rank(0).steps(0).tolist() == [FAULT]
         verdict = compare_runs(tmp_path / folder / "good", tmp_path / folder / "bad")
         assert first_of(verdict) == (FAULT, True)
         assert [origin.op for origin in verdict.origins] == [OP]
         if folder == "ops":
-            keep = f"forward/:{OP}"
+            keep = f"forward/first:{OP}"
             assert verdict.record_next == {"level": "op", "only_steps": [FAULT], "keep_tensors": [keep]}
     assert verdict.record_next is None
     numbers = verdict.origins[0].numbers
@@ -114,7 +75,7 @@ def test_a_verification_says_what_to_record_next_too(
     """As arguments, and as overrides that Hydra understands."""
     callback = DeterminismCallback(runs / "good", current=tmp_path / "current")
     with pytest.raises(DivergenceError) as raised:
-        Fit(callback, model=faulty(FAULT), max_epochs=EPOCHS).run()
+        train(callback, is_faulty=True)
     sentence = "to see where it starts, record step 14 again on both sides and compare the two recordings"
     line = "      in Hydra   determinism.level=op 'determinism.only_steps=[14]'"
     capsys.readouterr()

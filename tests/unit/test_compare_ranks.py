@@ -2,18 +2,14 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from step_builder import training_step
-from stored_runs import SELECTION, OneOf, create, digests_of, record
-from stored_runs import append as append_steps
+from stored_runs import SELECTION, OneOf, digests_of
 
 from det_callbacks import judge
-from det_callbacks.compare.ranks import walk_outcomes
-from det_callbacks.compare.record import FitRecord
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.errors import NothingComparedError, ReferenceFormatError
 from det_callbacks.judge import CHAINS_NOTE, compare_runs
@@ -222,37 +218,3 @@ def test_origins_of_many_ranks_are_the_earliest(tmp_path):
     first = verdict.first_divergence
     assert (first.step, first.rank, first.op, first.is_origin) == (*wanted[0], "aten.mul.Tensor", True)
     assert (verdict.counts.sites_differing, verdict.coverage.ranks) == (num_ranks, num_ranks)
-
-
-# what became of each step
-
-
-def outcomes(reference: Path, current: Path, compared: Any = None) -> list[tuple[int, str]]:
-    ours, theirs = Run.open(reference), Run.open(current)
-    return [(one.step, one.outcome) for one in walk_outcomes(ours, theirs, 0, 0, compared or {})]
-
-
-def write_some(path: Path, *equal: int, **options: Any) -> None:
-    """Write a run of some steps, and of a step 2 with other bits."""
-    writer = create(path, **options)
-    append_steps(writer, [step for step in equal if step < 2])
-    append_steps(writer, [2], seed=1)
-    append_steps(writer, [step for step in equal if step > 2])
-    writer.close(complete=True)
-
-
-def test_steps_of_two_recordings(tmp_path: Path) -> None:
-    reference = record(tmp_path / "reference", range(4))
-    write_some(tmp_path / "current", 0, 1, 4)
-    expected = [(0, "equal"), (1, "equal"), (2, "differs"), (3, "missing"), (4, "extra")]
-    assert outcomes(reference, tmp_path / "current") == expected
-
-
-def test_steps_that_a_verification_did_not_keep(tmp_path: Path) -> None:
-    reference, current = record(tmp_path / "reference", range(7)), tmp_path / "current"
-    write_some(current, purpose="verify")
-    unknown = [(step, "differs" if step == 2 else "unknown") for step in range(7)]
-    assert outcomes(reference, current) == unknown
-    compared = {0: FitRecord(segment=0, compared={*range(1, 6)}, differing={2, 4})}
-    expected = ["unknown", "equal", "differs", "equal", "unkept", "equal", "unknown"]
-    assert outcomes(reference, current, compared) == [*enumerate(expected)]

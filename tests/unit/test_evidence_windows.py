@@ -62,32 +62,23 @@ def test_a_validation_that_only_one_run_has_is_named():
 
 
 @pytest.mark.parametrize(
-    ("theirs", "text", "indices"),
+    ("theirs", "text", "indices", "first"),
     [
-        ((1, 1), "[3, 4]", "same"),
-        ((2, 1), "[4, 3]", "reordered"),
-        ((2, 2), "[3, 5]", "other"),
-        ((2, 2), "[3, 4, 7]", "cut"),
-        (None, "", None),
+        ((1, 1), "[7, 5, 9]", "same", None),
+        ((2, 1), "[5, 7, 9]", "reordered", (0, "7", "5")),
+        ((2, 2), "[7, 3, 9]", "other", (1, "5", "3")),
+        ((2, 2), "[7, 5, 9, 4]", "cut", (3, "none", "4")),
+        ((2, 2), "[7, 5]", "cut", (2, "9", "none")),
+        ((2, 2), "[7, 5, 9]", "other", None),  # further on
+        (None, "", None, None),
     ],
 )
-def test_indices_tell_order_from_content(theirs, text, indices):
+def test_indices_tell_order_from_content_and_the_first_other_one_is_named(theirs, text, indices, first):
     def batch(values, text):
         names = ("indices of train_dataloader", "sorted indices of train_dataloader")
         return [Row(0, "batch", name, value, text) for name, value in zip(names, values or (), strict=False)]
 
-    ours, others = fit(1) + batch((1, 1), "[3, 4]"), fit(1) + batch(theirs, text)
-    assert compare_windows(*windows(ours, others, None, 0), 0).batch.indices == indices
-
-
-@pytest.mark.parametrize(
-    ("text", "first"),
-    [("[7, 3, 9]", (1, "5", "3")), ("[7, 5]", (2, "9", "none")), ("[7, 5, 9]", None)],  # the last: further on
-)
-def test_the_first_other_index_is_named(text, first):
-    ours, theirs = (
-        [*fit(1), Row(0, "batch", "indices of train_dataloader", *kept)] for kept in ((1, "[7, 5, 9]"), (2, text))
-    )
-    evidence = compare_windows(*windows(ours, theirs, None, 0), 0)
-    assert evidence.generators == ()
+    ours, others = fit(1) + batch((1, 1), "[7, 5, 9]"), fit(1) + batch(theirs, text)
+    evidence = compare_windows(*windows(ours, others, None, 0), 0)
+    assert (evidence.batch.indices, evidence.generators) == (indices, ())
     assert evidence.batch.first_index == (first and ("train_dataloader", *first))
