@@ -1,6 +1,7 @@
 """Applications as others write them, untouched: LightningCLI, and the layout of lightning-hydra-template."""
 
 import os
+import shutil
 import sys
 import textwrap
 from pathlib import Path
@@ -20,67 +21,37 @@ def run(script: Path, *arguments: str) -> tuple[int, str]:
     return status, script.with_suffix(".txt").read_text()
 
 
-def write(folder: Path, files: dict[str, str]) -> None:
-    for name, text in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(textwrap.dedent(text).lstrip())
-
-
-CLI = {
-    "app.py": """
-        import lightning.pytorch as pl, torch
-        from lightning.pytorch.cli import LightningCLI
-        from torch.utils.data import DataLoader, TensorDataset
-
-        class Model(pl.LightningModule):
-            def __init__(self, width: int = 4):
-                super().__init__()
-                self.save_hyperparameters()
-                self.net = torch.nn.Linear(4, width)
-            def training_step(self, batch, batch_idx):
-                return self.net(batch[0]).square().mean()
-            def train_dataloader(self):
-                return DataLoader(TensorDataset(torch.arange(48.0).view(12, 4)), batch_size=4)
-            def configure_optimizers(self):
-                return torch.optim.SGD(self.parameters(), lr=0.01)
-
-        LightningCLI(Model, save_config_callback=None, trainer_defaults={
-            "max_epochs": 1, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
-            "enable_model_summary": False, "accelerator": "cpu"})
-        """,
-    "config.yaml": """
-        seed_everything: 3
-        trainer:
-          deterministic: false
-          callbacks:
-            - class_path: det_callbacks.DeterminismCallback
-              init_args:
-                reference: refs/run
-                mode: record
-                modules: [net, "*"]
-                settings: {seed: 3, float32_matmul_precision: highest}
-        """,
-}
+CALLBACK = """
+trainer:
+  deterministic: false
+  callbacks:
+    - class_path: det_callbacks.DeterminismCallback
+      init_args:
+        reference: refs/run
+        mode: record
+        modules: [net, "*"]
+        settings: {seed: 7, float32_matmul_precision: highest}
+"""
 
 
 def test_lightning_cli_builds_it_from_yaml_and_from_arguments(tmp_path: Path) -> None:
-    write(tmp_path, CLI)
-    app = tmp_path / "app.py"
-    status, printed = run(app, "fit", "--config=config.yaml")
+    for name in ("cli.py", "cli.yaml", "synthetic.py"):
+        shutil.copy(Path(__file__).parent / "projects" / name, tmp_path)
+    (tmp_path / "callback.yaml").write_text(CALLBACK)
+    app, ours = tmp_path / "cli.py", ("fit", "--config=cli.yaml")
+    status, printed = run(app, *ours, "--config=callback.yaml")
     assert status == 0, printed
-    assert "recorded 3 steps" in printed
     recorded = Run.open(tmp_path / "refs" / "run")
     assert recorded.selection.modules == ("net", "*")
     # set by the callback: Trainer(deterministic=False) had switched them off
     assert recorded.environment["settings.deterministic_algorithms"].value == "error"
-    ours = ("--trainer.callbacks+=det_callbacks.DeterminismCallback", "--trainer.callbacks.reference=refs/run")
-    settings = '--trainer.callbacks.settings={"seed": 3, "float32_matmul_precision": "highest"}'
-    status, printed = run(app, "fit", "--seed_everything=3", *ours, settings, "--trainer.callbacks.current=now")
+    ours += ("--trainer.callbacks+=det_callbacks.DeterminismCallback", "--trainer.callbacks.reference=refs/run")
+    settings = '--trainer.callbacks.settings={"seed": 7, "float32_matmul_precision": "highest"}'
+    status, printed = run(app, *ours, settings, "--trainer.callbacks.current=now")
     assert status == 0, printed
-    assert "det_callbacks: match: verified 3 steps" in printed
+    assert "det_callbacks: match: verified " in printed
     for wrong in ("mode=on", "sync_every_n_steps=2"):
-        status, printed = run(app, "fit", *ours, f"--trainer.callbacks.{wrong}")
+        status, printed = run(app, *ours, f"--trainer.callbacks.{wrong}")
         assert (status, wrong.partition("=")[0] in printed) == (2, True)
 
 
@@ -244,7 +215,9 @@ TEMPLATE = {
 @pytest.mark.parametrize("seed", ["determinism.settings.seed=5", pytest.param("seed=5", marks=pytest.mark.slow)])
 def test_an_untouched_template_records_verifies_and_finds(seed: str, tmp_path: Path) -> None:
     """Seeded by the preset, or by itself."""
-    write(tmp_path, TEMPLATE)
+    for name, text in TEMPLATE.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(textwrap.dedent(text).lstrip())
 
     def train(*arguments: str) -> tuple[int, str]:
         ours = ("hydra.searchpath=[pkg://det_callbacks.conf]", "determinism.reference=../refs/run", seed)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from caused import Training
-from styles import Classifier, Samples
+from styles import Classifier, Samples, Validated
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 from trainers import LIGHTNING_ADVICE, quiet_trainer
 
@@ -123,14 +123,20 @@ def test_the_generators_of_loaders_and_samplers_are_found(tmp_path: Path) -> Non
 
 
 class Noisy(Classifier):
+    noise = 0.0
+
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         inputs, labels = batch
-        return inputs + 0.5, labels
+        return inputs + self.noise, labels
+
+
+class Noisier(Noisy):
+    noise = 0.5
 
 
 def test_what_a_hook_makes_of_a_batch_is_told_from_what_was_loaded(tmp_path: Path) -> None:
-    reference = record(tmp_path / "run", DataLoader(Samples(), 4), Classifier)
-    verdict = verify(reference, DataLoader(Samples(), 4), Noisy)
+    reference = record(tmp_path / "run", DataLoader(Samples(), 4), Noisy)
+    verdict = verify(reference, DataLoader(Samples(), 4), Noisier)
     assert verdict.cause == "data_content"
     assert "on_after_batch_transfer" in verdict.explanation
     assert "batch: what left the loader agrees" in verdict.evidence
@@ -159,11 +165,6 @@ def test_a_verdict_stands_without_its_evidence(tmp_path: Path, damage: str) -> N
     verdict = replace(training, shuffle_seed=2).verify(reference)
     assert (verdict.verdict, verdict.cause) == ("diverged", "data_content")
     assert any("could not be used" in line and str(path) in line for line in verdict.evidence)
-
-
-class Validated(Classifier):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self(batch[0])
 
 
 def test_how_much_is_trained_on_is_a_choice(tmp_path: Path) -> None:
