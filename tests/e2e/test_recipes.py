@@ -71,11 +71,11 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
 
 @pytest.mark.ddp
 @pytest.mark.slow
-def test_the_table_of_ddp_audit_tells_the_truth(load: Load, tmp_path: Path) -> None:
+def test_the_table_of_ddp_audit_tells_the_truth(tmp_path: Path) -> None:
     readme = (RECIPES / "ddp_audit" / "README.md").read_text()
     rows = re.findall(r"^\| `fault=(\w+)` \|.*\| `(\w+)`: (.*) \|$", readme, re.MULTILINE)
-    module, _ = load("ddp_audit", "train", "planted")
-    assert {fault for fault, _, _ in rows} == set(module.FAULTS) - {None}
+    (faults,) = re.findall(r"^FAULTS = \(None, (.*)\)$", (RECIPES / "ddp_audit" / "train.py").read_text(), re.MULTILINE)
+    assert [f'"{fault}"' for fault, _, _ in rows] == faults.split(", ")
     train = "$ python recipes/ddp_audit/train.py determinism.reference=refs/ddp"
     verify = [
         f"{train} +determinism=verify fault={fault} determinism.current=current-{fault}\n{sentence}\n$ echo $?\n1\n"
