@@ -138,16 +138,6 @@ class Facts:
         """Initial tensors that follow from the seed: the others hold one value, whatever it is."""
         return self.num_initial - self.evidence.num_constant
 
-    @property
-    def has_few_weights(self) -> bool:
-        """Whether at most half of the initial tensors that follow from the seed differ."""
-        return 2 * len(self.initial_sources) <= self.num_random or self.num_random < 2
-
-    @property
-    def other_seed(self) -> GeneratorChange | None:
-        """The generator that the two runs began the fit with in other states, and seeded otherwise."""
-        return next((one for one in self.evidence.generators if one.equal_at is None and one.is_reseeded), None)
-
     # the data
 
     @property

@@ -161,9 +161,6 @@ def find_evidence(reference: Run, current: Run, difference: StepDifference) -> E
     return replace(evidence, batch=batch)
 
 
-# what a run holds
-
-
 def read_window(run: Run, rank: int, segment: int, step: int) -> Window | None:
     """Return the evidence of a run up to a step; None where it has none.
 
@@ -184,12 +181,7 @@ def read_window(run: Run, rank: int, segment: int, step: int) -> Window | None:
 
 
 def gather_window(rows: Iterable[Row], *, since: int | None) -> Window | None:
-    """Return what rows up to a step say; None where there are none.
-
-    Args:
-        rows: from the start of the fit, or from the last equal step on.
-        since: step that is known to be equal; None takes all rows.
-    """
+    """Return what rows say that come after a step that is known to be equal, or all rows; None where there are none."""
     kept: list[Row] = []
     last: list[Row] = []
     settings: dict[str, str] = {}
@@ -242,9 +234,6 @@ def _read_rows(
 ) -> Iterator[Row]:
     path = evidence_path(run.rank(rank).stream_of(segment, step))
     return read_evidence(path, run_id=run.run_id, keep=lambda batch: pa.array(is_wanted(batch)))
-
-
-# two windows
 
 
 def compare_windows(reference: Window, current: Window, step: int) -> Evidence:

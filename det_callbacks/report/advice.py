@@ -23,12 +23,13 @@ def advise(facts: Facts, rule: str) -> str:
 
 
 def _advise_initial(facts: Facts) -> str:
-    if facts.has_few_weights:
+    initial = facts.initial_sources
+    if 2 * len(initial) <= facts.num_random or facts.num_random < 2:
         return (
-            f"Look at how {facts.initial_sources[0]} is initialised or loaded: the seed was the same and the code, or "
+            f"Look at how {initial[0]} is initialised or loaded: the seed was the same and the code, or "
             "the weights that were loaded, are not"
         )
-    seeded = facts.other_seed
+    seeded = next((one for one in facts.evidence.generators if one.equal_at is None and one.is_reseeded), None)
     if seeded is not None:
         return f"Set the same seed before the model is built: {show_change(seeded, facts.evidence)}"
     return "Set the seed before the model is built, and load the same weights"
