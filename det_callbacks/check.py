@@ -255,7 +255,7 @@ def _workers(script: Script, run: Run) -> _Change:
 
 
 def _threads(script: Script, run: Run) -> _Change:
-    entry = run.environment.get(_THREADS_ENTRY)
+    entry = run.manifest.environment.get(_THREADS_ENTRY)
     if entry is None or not isinstance(entry.value, int):
         raise CheckError("the reference does not say how many threads computed it")
     number = 2 if entry.value == 1 else 1

@@ -106,7 +106,7 @@ class StepDetector:
 
         Nothing is done at level "op", whose steps record what they read, nor where the reference lacks that step.
         """
-        if self.reference.selection.level != "op" and step - 1 in self._known:
+        if self.reference.manifest.selection.level != "op" and step - 1 in self._known:
             before = self.reference.view(self.rank, self.fit.segment, step - 1)
             self.fit.unrestored = _find_unrestored(before, digest_state())
 
@@ -193,8 +193,8 @@ class StepDetector:
     ) -> None:
         """Write what was compared, beside the steps that were stored; ``environment`` is how it differs."""
         record = RankRecord(
-            run_id=writer.run_id,
-            reference_id=self.reference.run_id,
+            run_id=writer.manifest.run_id,
+            reference_id=self.reference.manifest.run_id,
             rank=self.rank,
             steps=self._steps,
             fits=tuple(self._fits),

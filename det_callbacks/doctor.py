@@ -126,7 +126,7 @@ def _differences(run: Run) -> tuple[EnvironmentFinding, ...]:
     here = capture_environment()
     found = [
         EnvironmentFinding(difference=one, to_do=_line_for_entry(one.name, one.reference))
-        for one in compare_environments(run.environment, here)
+        for one in compare_environments(run.manifest.environment, here)
         # what a Trainer or a configuration chose is nothing that can be seen without it
         if one.name in here and not one.name.startswith(("settings.", "code."))
     ]

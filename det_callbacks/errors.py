@@ -86,10 +86,7 @@ class NumericsError(DetCallbacksError, AssertionError):
 
 
 class ModuleRunError(DetCallbacksError):
-    """One of two modules that are compared raised: ``side`` "base" or "control", in ``iteration``.
-
-    Its own error is the cause (``__cause__``).
-    """
+    """One of two modules that are compared, ``side`` "base" or "control", raised its ``__cause__`` in ``iteration``."""
 
     _data = ("side", "iteration")
     side: str = ""
@@ -97,10 +94,7 @@ class ModuleRunError(DetCallbacksError):
 
 
 class ReplicaError(DetCallbacksError):
-    """Ranks that have to hold the same parameters, buffers or optimizer state do not.
-
-    ``report`` says what differs, on which ranks, and since when.
-    """
+    """Ranks that have to hold the same tensors do not; ``report`` says which differ, on which ranks, and since when."""
 
     exit_code = 1
     _data = ("report",)
@@ -135,10 +129,7 @@ class CheckError(DetCallbacksError):
 
 
 class CheckpointMismatchError(_PathError):
-    """A checkpoint is not what the digests beside it say.
-
-    ``entries`` differ, each as "section: name"; there are none where only the file's bytes do.
-    """
+    """A checkpoint is not what the digests beside it say: ``entries`` ("section: name") differ, or the bytes alone."""
 
     exit_code = 1
     _data = ("path", "entries")
@@ -158,10 +149,7 @@ class SettingsError(DetCallbacksError):
 
 
 class NondeterministicOpError(SettingsError, RuntimeError):
-    """An op without a deterministic implementation was called, and the allow-list does not let it through.
-
-    ``op`` is its ``namespace.op.overload``, and ``module`` the qualified name of the module that called it.
-    """
+    """``op``, without a deterministic implementation, was called in ``module``, and the allow-list does not have it."""
 
     _data = ("op", "module")
     op: str = ""

@@ -96,9 +96,9 @@ def compare_runs(
     if steps not in ("all", "common"):
         raise ValueError(f'steps must be "all" or "common"; got {steps!r}.')
     ours, theirs = (Run.open(path, check_steps=False) for path in (reference, current))
-    environment = compare_environments(ours.environment, theirs.environment)
-    if ours.world_size != theirs.world_size:
-        reason = other_world_size(ours, theirs.world_size)
+    environment = compare_environments(ours.manifest.environment, theirs.manifest.environment)
+    if ours.manifest.world_size != theirs.manifest.world_size:
+        reason = other_world_size(ours, theirs.manifest.world_size)
         return Verdict.refused(str(ours.path), str(theirs.path), reason, environment)
     _require_same_selection(ours, theirs)
     records = {} if theirs.keeps == "all" else read_records(ours, theirs)
@@ -117,7 +117,7 @@ def compare_runs(
         environment=tuple(differing[name] for name in sorted(differing)),
         notes=notes,
     )
-    return with_next_recording(judge.verdict(), ours.selection)
+    return with_next_recording(judge.verdict(), ours.manifest.selection)
 
 
 def _check_small(runs: Sequence[Run]) -> bool:
@@ -131,7 +131,7 @@ def _check_small(runs: Sequence[Run]) -> bool:
 
 
 def _require_same_selection(*runs: Run) -> None:
-    ours, theirs = (run.selection.to_dict() for run in runs)
+    ours, theirs = (run.manifest.selection.to_dict() for run in runs)
     differing = [name for name in ("level", "modules", "phases") if ours[name] != theirs[name]]
     if differing:
         shown = "; ".join(f"{name}: {ours[name]!r} and {theirs[name]!r}" for name in differing)
@@ -144,8 +144,8 @@ def _require_same_selection(*runs: Run) -> None:
 def other_world_size(reference: Run, world_size: int) -> str:
     """Return what is said where a run has another number of processes than its reference."""
     return (
-        f"The reference {reference.path} ran on {count_processes(reference.world_size)} and this run has {world_size}: "
-        "each sees other batches, so no step of one is a step of the other."
+        f"The reference {reference.path} ran on {count_processes(reference.manifest.world_size)} and this run has "
+        f"{world_size}: each sees other batches, so no step of one is a step of the other."
     )
 
 
@@ -208,7 +208,7 @@ class _Judge:
 
     @property
     def show_rank(self) -> bool:
-        return self.walk.reference.world_size > 1
+        return self.walk.reference.manifest.world_size > 1
 
     @cached_property
     def metrics(self) -> MetricComparison:
@@ -279,7 +279,7 @@ class _Judge:
                 opaque_regions=tuple(sorted(tally.opaque_regions)),
                 replayed=tally.replayed,
                 metrics=tally.num_metrics,
-                digested_on=digested_on(self.walk.current.environment),
+                digested_on=digested_on(self.walk.current.manifest.environment),
             ),
             environment=self.environment,
             evidence=answer.evidence,
@@ -377,7 +377,7 @@ class _Judge:
         record = self.walk.records.get(rank)
         fit = None if record is None else record.fit(segment)
         first_step = reference.rank(rank).steps(segment)[0] if fit is None else min(fit.compared)
-        is_recorded = all(run.selection.selects_step(step - 1) for run in (reference, current))
+        is_recorded = all(run.manifest.selection.selects_step(step - 1) for run in (reference, current))
         is_resumed = (segment, step) in reference.resumed_steps | current.resumed_steps
         try:
             evidence = find_evidence(reference, current, difference)

@@ -14,10 +14,7 @@ PHASES = ("forward", "backward", "gradient", "optimizer", "other")
 class OpPattern:
     """Ops by phase, module and name, each an fnmatch pattern: "backward/decoder.*:aten.index_put_.*".
 
-    Attributes:
-        phase: "*" where none was given.
-        module: over qualified module names; "*" where none was given.
-        op: over ``namespace.op.overload``.
+    A phase or a module that is not given is "*".
 
     Example:
         >>> OpPattern.parse("decoder.*:aten.index_put_.*").matches("forward", "decoder.0", "aten.index_put_.default")
@@ -65,11 +62,7 @@ def as_names(argument: str, value: object, error: type[DetCallbacksError] = Sele
 
 
 def as_patterns(argument: str, value: object) -> tuple[str, ...]:
-    """Return a list of op patterns as a tuple, each once.
-
-    Raises:
-        SelectionError: it is no list of strings, or one of them is no pattern; the argument is named.
-    """
+    """Return a list of op patterns as a tuple, each once; SelectionError, which names the argument, for others."""
     patterns = tuple(dict.fromkeys(as_names(argument, value)))
     for pattern in patterns:
         try:

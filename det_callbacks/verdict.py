@@ -42,7 +42,6 @@ class TensorNumbers:
     Attributes:
         tensor: what it is to the op: "output 0", or the name of an argument ("self", "tensors[3]").
         name: parameter, buffer or optimizer state that it is; None for an ordinary activation.
-        num_differing: elements whose bits differ.
         ulps: elements by distance: 0 ULPs (equal, or zeros of the other sign), 1, 2 to 3, 4 to 7 and so on, up to the
             largest; () for dtypes without a distance. Of a complex number the larger distance of its parts.
         num_nan: elements that differ and of which one or both are NaN; in no bin of ``ulps``.
@@ -80,7 +79,7 @@ class TensorNumbers:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
-        return _plain(self)
+        return as_json(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +104,6 @@ class Divergence:
     """One aligned place where two runs differ.
 
     Attributes:
-        rank: process that saw it.
         step: training batch, counted from 0 over the whole run.
         phase: forward, backward, gradient, optimizer, input, state, data, rng, metric or other.
         module: qualified name in the LightningModule; "" outside any module, "?" when unknown.
@@ -117,10 +115,8 @@ class Divergence:
         kind: content (other bits), argument (another scalar or option), structure (another shape, dtype or layout),
             missing (only in the reference), extra (only in the current run).
         source: lines of the user's code, innermost first, as "train.py:41 in forward".
-        shape: sizes in elements, None where the site is no tensor.
-        dtype: "float32" and so on, None where the site is no tensor.
-        reference_digest: 16 hexadecimal digits, None when there is none on that side.
-        current_digest: likewise.
+        shape: in elements; it and ``dtype`` are None where the site is no tensor.
+        reference_digest: 16 hexadecimal digits, None when there is none on that side; likewise ``current_digest``.
         is_origin: True when nothing it read differs, False when it passed a difference on or is itself a source
             (an input, a batch, a weight), None where neither can be proven.
         numbers: by how much it differs; None where ``keep_tensors`` did not ask for its op.
@@ -160,7 +156,6 @@ class Coverage:
     """What the verdict speaks of.
 
     Attributes:
-        ranks: number of processes compared.
         steps: first and last step compared, None when none was.
         ops_seen: ops that ran under the trace, over all compared steps.
         ops_digested: those of them whose outputs were digested.
@@ -247,7 +242,7 @@ class Verdict:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form of schema 1, as ``det-callbacks diff --json`` prints it."""
-        content = _plain(self)
+        content = as_json(self)
         return {"schema": VERDICT_SCHEMA, **content, "environment": {"differences": content["environment"]}}
 
     @classmethod
@@ -266,7 +261,7 @@ class _Environment:
     differences: tuple[EnvironmentDifference, ...]
 
 
-def _plain(data: Any) -> dict[str, Any]:
-    """Return data as JSON has it: lists for tuples, text for keys."""
-    content: dict[str, Any] = json.loads(json.dumps(msgspec.to_builtins(data, str_keys=True)))
+def as_json(data: object) -> dict[str, Any]:
+    """Return a dataclass as JSON has it: lists for tuples, text for keys; ValueError where it has no such number."""
+    content: dict[str, Any] = json.loads(json.dumps(msgspec.to_builtins(data, str_keys=True), allow_nan=False))
     return content

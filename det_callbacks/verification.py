@@ -15,6 +15,7 @@ from det_callbacks.judge import compare_runs, other_world_size, require_referenc
 from det_callbacks.runs.environment import compare_environments
 from det_callbacks.runs.evidence import NondeterministicOp, Row
 from det_callbacks.runs.files import replace_atomically
+from det_callbacks.runs.manifest import Manifest
 from det_callbacks.runs.metrics import Reading, Readings, read_metrics
 from det_callbacks.runs.peers import ALONE, END_OF_FIT, Peers
 from det_callbacks.runs.steps import StepTrace
@@ -49,7 +50,7 @@ def open_reference(
         NotComparableError: it is of another number of processes.
     """
     run = Run.open(path, ranks=(peers.rank,))
-    if run.world_size != peers.world_size:
+    if run.manifest.world_size != peers.world_size:
         text = (
             f"{other_world_size(run, peers.world_size)} Nothing was trained. Verify with as many processes, or record "
             f"a reference of {peers.world_size}."
@@ -57,7 +58,7 @@ def open_reference(
         raise NotComparableError(text, Verdict.refused(str(run.path), "", text))
     require_reference(run, steps)
     manifest = run.manifest
-    known = {**asdict(run.selection), "replay": manifest.replay, "keep_tensors": manifest.keep_tensors}
+    known = {**asdict(run.manifest.selection), "replay": manifest.replay, "keep_tensors": manifest.keep_tensors}
     others = [name for name, value in asked.items() if _unordered(value) != _unordered(known[name])]
     if others:
         raise SelectionError(
@@ -112,15 +113,15 @@ class Verification(StepDetector):
         self.differs_anywhere = False
         self._peers = peers
         self._writer = RunWriter.create(current, manifest=manifest, peers=peers, purpose="verify")
-        self._environment = compare_environments(reference.environment, self._writer.manifest.environment)
+        self._environment = compare_environments(reference.manifest.environment, self._writer.manifest.environment)
         self._metrics = MetricComparison(is_common=steps == "common")
         self._metrics.begin(0, self._readings(0))
         self._num_stored = 0
 
     @property
-    def run_id(self) -> str:
-        """Random identity of the current run."""
-        return self._writer.run_id
+    def manifest(self) -> Manifest:
+        """The content of run.json of the current run."""
+        return self._writer.manifest
 
     @property
     def num_differing(self) -> int:
@@ -148,7 +149,7 @@ class Verification(StepDetector):
     def withdraw_verdict(self) -> None:
         """Take away what was written of a verdict that no longer holds: more is compared."""
         record_path(self.current, self.rank).unlink(missing_ok=True)
-        if self._writer.is_leader:
+        if self._peers.rank == 0:
             for name in (VERDICT_FILE, REPORT_FILE):
                 (self.current / name).unlink(missing_ok=True)
 
@@ -265,7 +266,7 @@ class Verification(StepDetector):
 
     def write(self, verdict: Verdict) -> None:
         """Write a verdict into the current run's folder, once."""
-        if self._writer.is_leader:
+        if self._peers.rank == 0:
             write_verdict(self.current, verdict)
 
     def close(self, *, complete: bool) -> None:

@@ -99,7 +99,7 @@ class Recording(Session):
             for step_writer in self._step_writers:
                 step_writer.start_segment(writer.stream, writer.segment)
             return
-        place: dict[str, Any] = {"run_id": writer.run_id, "rank": self.peers.rank, "segment": writer.segment}
+        place: dict[str, Any] = {"run_id": writer.manifest.run_id, "rank": self.peers.rank, "segment": writer.segment}
         replayed, kept = self._step_writers = [StepWriter(writer.stream, kind, **place) for kind in (REPLAY, KEPT)]
         budget = TensorBudget(self.arguments.tensor_budget_mib)
         self.replay = Replay(replayed, budget)

@@ -146,7 +146,7 @@ class Session:
     @property
     def run_id(self) -> str | None:
         """Random identity of the run; None where nothing is written."""
-        return None if self.run is None else self.run.run_id
+        return None if self.run is None else self.run.manifest.run_id
 
     @property
     def stage(self) -> Stage:

@@ -65,7 +65,7 @@ class Verifying(Session):
                 folder.mkdir(parents=True, exist_ok=True)
                 write_verdict(folder, replace(error.verdict, current=str(folder)))
             raise
-        return self._reference.selection
+        return self._reference.manifest.selection
 
     @override
     def begin(self, stage: Stage) -> None:
@@ -93,7 +93,7 @@ class Verifying(Session):
             self.op_replay = OpReplay(patterns, self.replay)
         if patterns := run.manifest.keep_tensors:
             stream = stream_path(verification.current, peers.rank, 0, 0)
-            writer = StepWriter(stream, KEPT, run_id=verification.run_id, rank=peers.rank)
+            writer = StepWriter(stream, KEPT, run_id=verification.manifest.run_id, rank=peers.rank)
             self.keeper = Keeper(patterns, writer, TensorBudget(arguments.tensor_budget_mib))
             verification.keep_tensors = self.keeper.write
         return verification

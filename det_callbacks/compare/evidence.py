@@ -147,7 +147,7 @@ def find_evidence(reference: Run, current: Run, difference: StepDifference) -> E
     ours, theirs = read_window(reference, *place), read_window(current, *place)
     for run, window, other in ((reference, ours, theirs), (current, theirs, ours)):
         if other is not None and (window is None or all(row.step != place[2] for row in window.rows)):
-            path = str(evidence_path(run.rank(place[0]).stream_of(*place[1:])))
+            path = str(evidence_path(run.rank(place[0]).file_of(*place[1:]).path))
             raise ReferenceFormatError(f"{path} has nothing of step {place[2]}: a kill lost it, or it is gone", path)
     if ours is None or theirs is None:
         return Evidence()
@@ -232,8 +232,8 @@ def _find_samples(
 def _read_rows(
     run: Run, rank: int, segment: int, step: int, is_wanted: Callable[[pa.RecordBatch], np.ndarray]
 ) -> Iterator[Row]:
-    path = evidence_path(run.rank(rank).stream_of(segment, step))
-    return read_evidence(path, run_id=run.run_id, keep=lambda batch: pa.array(is_wanted(batch)))
+    path = evidence_path(run.rank(rank).file_of(segment, step).path)
+    return read_evidence(path, run_id=run.manifest.run_id, keep=lambda batch: pa.array(is_wanted(batch)))
 
 
 def compare_windows(reference: Window, current: Window, step: int) -> Evidence:

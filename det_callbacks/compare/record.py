@@ -186,7 +186,7 @@ def read_record(current: Run, rank: int) -> RankRecord:
         ) from error
     except (OSError, msgspec.MsgspecError) as error:
         raise damaged(path, f"it is no record of what was compared ({error})") from error
-    if (record.run_id, record.rank) != (current.run_id, rank):
+    if (record.run_id, record.rank) != (current.manifest.run_id, rank):
         raise damaged(path, f"it is of rank {record.rank} of another verification ({record.run_id})")
     return record
 
@@ -198,12 +198,12 @@ def read_records(reference: Run, current: Run) -> dict[int, RankRecord]:
         ReferenceFormatError: one is missing or damaged, or the reference is another one now.
     """
     records = {rank: read_record(current, rank) for rank in current.ranks}
-    others = {record.reference_id for record in records.values()} - {reference.run_id}
+    others = {record.reference_id for record in records.values()} - {reference.manifest.run_id}
     if others:
         raise ReferenceFormatError(
             f"{current.path} was verified against another reference ({', '.join(sorted(others))}) than "
-            f"{reference.path} holds now ({reference.run_id}): it was recorded anew since. Nothing is said about them. "
-            "Verify again.",
+            f"{reference.path} holds now ({reference.manifest.run_id}): it was recorded anew since. Nothing is said "
+            "about them. Verify again.",
             str(reference.path),
         )
     return records

@@ -165,7 +165,7 @@ class ObserverContext:
         }
         if self.reference is None:
             self._writer = writer = RunWriter.create(self.path, manifest=manifest, overwrite=self.overwrite)
-            saving = StepWriter(writer.stream, REPLAY, run_id=writer.run_id)
+            saving = StepWriter(writer.stream, REPLAY, run_id=writer.manifest.run_id)
             self._replay = Replay(saving, TensorBudget(self.tensor_budget_mib))
             return
         run = open_reference(self.reference, steps="all")

@@ -57,12 +57,12 @@ def ops_to_dict(facts: Sequence[OpFact], run: Run | None = None) -> dict[str, An
             most[fact] |= modules  # the larger count of each
     if not ops:
         raise SelectionError(
-            f"{run.path} holds no ops (level {run.selection.level}, "
+            f"{run.path} holds no ops (level {run.manifest.selection.level}, "
             f"{count(run.rank(0).num_steps, 'step')} of rank 0), so it cannot say which it uses. Record a run of at "
             'least one step with level="op".'
         )
-    about = {"path": str(run.path), "run_id": run.run_id, "complete": run.is_complete}
-    about |= {"selection": run.selection.to_dict(), "num_ops": len(ops), "num_programs": len(places)}
+    about = {"path": str(run.path), "run_id": run.manifest.run_id, "complete": run.is_complete}
+    about |= {"selection": run.manifest.selection.to_dict(), "num_ops": len(ops), "num_programs": len(places)}
     entries = [
         {
             **asdict(fact),

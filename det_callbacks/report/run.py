@@ -21,13 +21,13 @@ def run_to_dict(run: Run, rank: RankRun) -> dict[str, Any]:
     return {
         "schema": 1,
         "path": str(run.path),
-        "run_id": run.run_id,
+        "run_id": run.manifest.run_id,
         "complete": run.is_complete,
         "incomplete_reason": run.incomplete_reason,
         "keeps": run.keeps,
-        "world_size": run.world_size,
+        "world_size": run.manifest.world_size,
         "rank": rank.rank,
-        "selection": run.selection.to_dict(),
+        "selection": run.manifest.selection.to_dict(),
         "attempts": len(run.manifest.attempts),
         "resumed_from": [{"segment": segment, "step": step} for segment, step in sorted(run.resumed_steps)],
         "replay": list(run.manifest.replay),
@@ -73,11 +73,12 @@ def _digest_at(view: StepView, position: int) -> str:
 
 def head_lines(run: Run) -> list[str]:
     """Return what a run is."""
-    shown = ", ".join(f"{name} {value}" for name, value in run.selection.to_dict().items() if value is not None)
+    chosen = run.manifest.selection.to_dict()
+    shown = ", ".join(f"{name} {value}" for name, value in chosen.items() if value is not None)
     state = "complete" if run.is_complete else f"INCOMPLETE: {run.incomplete_reason}"
     return [
-        f"run {run.run_id} in {run.path}: {state}",
-        f"recorded: {shown}; keeps {run.keeps} steps; {count(run.world_size, 'rank')}",
+        f"run {run.manifest.run_id} in {run.path}: {state}",
+        f"recorded: {shown}; keeps {run.keeps} steps; {count(run.manifest.world_size, 'rank')}",
     ]
 
 

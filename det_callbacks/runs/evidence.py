@@ -80,13 +80,9 @@ class NondeterministicOp:
     """An op without a deterministic implementation, at one place of the program.
 
     Attributes:
-        op: ``namespace.op.overload``.
-        phase: of the call.
-        module: qualified name, "" outside any module, "?" when unknown.
         source: the user's lines, innermost first.
         message: what torch says of it, in short.
         is_allowed: whether the allow-list lets it through; False under "warn" for the others.
-        num_calls: how often it was called.
     """
 
     op: str

@@ -18,7 +18,9 @@ from det_callbacks.host_digest import DIGEST_VERSION, digest_bytes, format_diges
 from det_callbacks.runs.environment import EnvironmentEntry
 from det_callbacks.runs.files import FORMAT_VERSION, MANIFEST, damaged, read_json, replace_atomically
 from det_callbacks.runs.selection import Selection
+from det_callbacks.verdict import as_json
 
+Purpose = Literal["record", "verify"]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
@@ -50,17 +52,13 @@ class Manifest:
     """The content of run.json.
 
     Attributes:
-        selection: which sites were recorded.
         environment: dotted name -> what can change bits, see ``runs/environment.py``.
         settings: the determinism settings in force, and the ops that were allowed to be nondeterministic.
         replay: patterns of the ops whose outputs were saved, to be put back.
         keep_tensors: patterns of the ops whose tensors were kept, to say by how much they differ.
         recorded_by: "" for DeterminismCallback.
-        run_id: random identity of the run.
         purpose: whether it was recorded, with all steps, or written by a verification, with those that differ from the
             reference's.
-        world_size: number of processes.
-        attempts: one a launch.
     """
 
     selection: Selection
@@ -70,27 +68,17 @@ class Manifest:
     keep_tensors: tuple[str, ...] = ()
     recorded_by: str = ""
     run_id: str
-    purpose: Literal["record", "verify"] = "record"
+    purpose: Purpose = "record"
     world_size: Count = 1
     attempts: Annotated[tuple[Attempt, ...], msgspec.Meta(min_length=1)] = (Attempt(),)
     format_version: int = FORMAT_VERSION
     digest_version: int = DIGEST_VERSION
     det_callbacks_version: str = field(default_factory=lambda: version("det_callbacks"))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form: lists for tuples, text for keys that are numbers.
-
-        Raises:
-            ValueError: there is a number that JSON does not have.
-            TypeError: there is something else that it does not have.
-        """
-        content: dict[str, Any] = json.loads(json.dumps(msgspec.to_builtins(self, str_keys=True), allow_nan=False))
-        return content
-
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write run.json with a digest of its content."""
-    content = manifest.to_dict()
+    content = as_json(manifest)
     content["digest"] = _digest(content)
     replace_atomically(folder / MANIFEST, json.dumps(content, indent=1).encode() + b"\n")
 
@@ -121,7 +109,7 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = msgspec.convert(content, Manifest)
     except msgspec.ValidationError as error:
         raise damaged(path, str(error)) from error
-    if manifest.to_dict() != content:
+    if as_json(manifest) != content:
         raise damaged(path, "it has entries that this version of det_callbacks does not know")
     return manifest
 

@@ -124,10 +124,10 @@ def append_reading(path: Path, reading: Reading, *, run_id: str) -> None:
 def read_metrics(run: Run, segment: int) -> Readings:
     """Return the readings of a fit: of what several attempts have, the latest one's; of tests after it, the last's."""
     found = Readings()
-    for stream in run.streams(0, segment):
+    for stream, num_told in run.streams(segment):
         for key in [key for key, reading in found.by_key.items() if reading.is_after_fit]:
             del found.by_key[key]
-        for reading in _read(metrics_path(stream), run.run_id, num_told=run.num_readings(stream)):
+        for reading in _read(metrics_path(stream), run.manifest.run_id, num_told=num_told):
             if reading.where == RESUMED:
                 found.resumed.add(reading.step)
             else:

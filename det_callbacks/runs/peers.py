@@ -11,7 +11,6 @@ from typing import Any, Protocol, TypeVar
 
 from det_callbacks.errors import RankError
 from det_callbacks.runs.files import MANIFEST
-from det_callbacks.runs.place import Purpose, make_room
 
 Value = TypeVar("Value")
 
@@ -20,56 +19,32 @@ END_OF_FIT = "the end of the fit"
 
 
 class Peers(Protocol):
-    """The processes of a run, as far as they tell each other something."""
+    """The processes of a run, as far as they tell each other something; by default there is only this one."""
 
-    rank: int
-    world_size: int
+    rank: int = 0
+    world_size: int = 1
 
     def gather(self, action: Callable[[], Any], *, task: str) -> list[Any]:
         """Do something on every rank and return what came out, by rank, or raise on every rank."""
+        return [action()]
 
     def run_on_all(self, action: Callable[[], Value], *, task: str) -> Value:
         """Do something on every rank and return what came out on this one, or raise on every rank."""
+        return action()
 
     def broadcast(self, action: Callable[[], Value], *, task: str) -> Value:
         """Do something on rank 0 and return what came out (as JSON holds it) on every rank, or raise on every rank.
 
         However long it takes: the others wait for up to ten minutes.
         """
-
-
-class _Alone:
-    """A process without others."""
-
-    rank = 0
-    world_size = 1
-
-    def gather(self, action: Callable[[], Any], *, task: str) -> list[Any]:
-        return [action()]
-
-    def run_on_all(self, action: Callable[[], Value], *, task: str) -> Value:
         return action()
 
-    broadcast = run_on_all
+
+class _Alone(Peers):
+    """A process without others."""
 
 
-ALONE: Peers = _Alone()
-
-
-def agree_on_folder(path: Path, peers: Peers, *, purpose: Purpose, overwrite: bool) -> tuple[str, Path]:
-    """Make a folder for a new run that all processes see; return the identity of the run, and where to write it.
-
-    Raises:
-        RunExistsError: there is a run, or something else under our names, or a file.
-        RankError: a rank does not see the folder that rank 0 made.
-    """
-
-    def lead() -> list[str]:
-        return [uuid.uuid4().hex, str(make_room(path, purpose=purpose, overwrite=overwrite).relative_to(path))]
-
-    run_id, place = peers.broadcast(lead, task=f"making room in {path}")
-    require_shared(path / place, peers)
-    return run_id, path / place
+ALONE = _Alone()
 
 
 def require_shared(path: Path, peers: Peers) -> None:

@@ -4,13 +4,10 @@ import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
 
 from det_callbacks.errors import RunExistsError
 from det_callbacks.runs.files import LAYOUTS, MANIFEST, PROGRAMS, SOURCES
-from det_callbacks.runs.manifest import read_manifest
-
-Purpose = Literal["record", "verify"]
+from det_callbacks.runs.manifest import Purpose, read_manifest
 
 REPLACEMENT = ".replacement"
 """Folder in a run's folder that holds the recording which is to replace it, until that is whole."""

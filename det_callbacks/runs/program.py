@@ -84,7 +84,6 @@ class Site:
         occurrence: how many sites of the same (phase, module, op, output, role) came before it in the step; a label,
             never the key of an alignment.
         output: index among the tensors that the op wrote, from 0; 0 for roles that have only one.
-        role: what the 8 bytes are.
         name: parameter, gradient ("grad of net.weight"), optimizer state ("exp_avg of net.weight"), place in the
             batch ("batch[0]") or generator ("torch.cpu") that the tensor is; None for an ordinary activation.
         arguments: JSON object of the op's arguments by name, without tensors and ``varying``; "{}" where no op is
@@ -122,7 +121,6 @@ class TensorLayout:
 
     Attributes:
         dtype: "float32"; for a Python scalar "float", "int" or "bool".
-        shape: sizes in elements.
         stride: in elements, () where there is none (sparse, quantised per component, scalars).
         detail: placements of a DTensor, "sparse_coo" and the like; "" for an ordinary strided tensor.
     """
@@ -220,16 +218,9 @@ def layout_id(entry_digests: Sequence[int] | np.ndarray) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepRecord:
-    """One recorded step as it lies in the stream.
+    """One recorded step as it lies in the stream: the number of its training batch, epoch and fit, each from 0.
 
-    Attributes:
-        step: training batch, counted from 0 over the whole run.
-        epoch: counted from 0.
-        program_id: id of its program.
-        layout_id: id of its layout.
-        digests: uint64 array, one entry a site.
-        chain: digest of the previous chain and of this step (see ``chain_digest``); 0 before the first step.
-        segment: which ``fit`` of the run it belongs to, from 0.
+    ``digests`` is a uint64 array with an entry a site; ``chain`` is what ``chain_digest`` gives.
     """
 
     step: int

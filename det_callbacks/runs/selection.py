@@ -1,15 +1,13 @@
 """Which sites a run records."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
-import msgspec
-
 from det_callbacks.errors import SelectionError
 from det_callbacks.patterns import as_names
+from det_callbacks.verdict import as_json
 
 Level = Literal["op", "module", "state"]
 Compiled = Literal["run", "eager"]
@@ -115,8 +113,7 @@ class Selection:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form kept in run.json."""
-        content: dict[str, Any] = json.loads(msgspec.json.encode(self))
-        return content
+        return as_json(self)
 
 
 def _as_steps(value: object) -> tuple[int, ...]:

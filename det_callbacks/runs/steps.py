@@ -18,9 +18,7 @@ class StepTrace:
     """What one step did.
 
     Attributes:
-        program: its ordered sites.
         digests: uint64, one entry a site.
-        layout_id: id of its layout.
         unseen_writes: positions whose inputs something untraced had changed (see ``StepView``).
         values: digest -> JSON text of arguments, of this step and of others.
     """
@@ -83,9 +81,7 @@ class Expectation:
     @classmethod
     def of(cls, digests: np.ndarray) -> "Expectation":
         """Return the expectation of a recorded step."""
-        values = array("Q")
-        values.frombytes(np.ascontiguousarray(digests, dtype=np.uint64).tobytes())
-        return cls(digests=values)
+        return cls(digests=array("Q", np.ascontiguousarray(digests, dtype=np.uint64).tobytes()))
 
     def differs(self, position: int, digest: int) -> bool:
         """Return whether the reference had something else at this position."""

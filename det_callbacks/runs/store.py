@@ -16,14 +16,13 @@ torn tail. The end-of-stream marker is written when a fit ends as it should; wit
 """
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
 from det_callbacks.errors import ReferenceNotFoundError
-from det_callbacks.runs.environment import Environment
 from det_callbacks.runs.evidence import NondeterministicOp, read_unseen_writes, read_values
 from det_callbacks.runs.files import (
     NONDETERMINISTIC_FILE,
@@ -39,7 +38,6 @@ from det_callbacks.runs.files import (
 )
 from det_callbacks.runs.manifest import Manifest, read_manifest
 from det_callbacks.runs.program import Layout, Program, StepRecord, StepView
-from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.stream import Fit, StreamFile, make_fit
 
 _CACHED = 64
@@ -102,10 +100,6 @@ class RankRun:
         """Return the file that a step is in: that of the attempt that counts."""
         return self._files[self._place(segment, step)[0]]
 
-    def stream_of(self, segment: int, step: int) -> Path:
-        """Return the path of that file."""
-        return self.file_of(segment, step).path
-
     def read(self, segment: int, step: int) -> StepRecord:
         """Return a step; ReferenceFormatError where its bytes are not those that were written."""
         file, position = self._place(segment, step)
@@ -149,20 +143,20 @@ class Run:
         self.path = path
         self.manifest = manifest
         self.incomplete_reason: str | None = None
-        wanted = range(self.world_size) if ranks is None else [rank for rank in ranks if rank < self.world_size]
+        present = range(manifest.world_size)
+        wanted = present if ranks is None else [rank for rank in ranks if rank in present]
         self._ranks = {rank: self._open_rank(rank) for rank in wanted}
         self._program = lru_cache(_CACHED)(read_program)
         self._layout = lru_cache(_CACHED)(read_layout)
+        self._text = lru_cache(1)(read_source_text)
         self._values = lru_cache(_CACHED)(read_values)
 
     @classmethod
     def open(cls, path: str | Path, *, ranks: Sequence[int] | None = None, check_steps: bool = True) -> "Run":
         """Open a run; every step is read once and checked against its chain, some 20 microseconds a step.
 
-        Args:
-            path: its folder.
-            ranks: whose steps are wanted; None is all. Others are not looked at, and do not count in ``is_complete``.
-            check_steps: False leaves that check to the reading of a step; 5 microseconds a step.
+        Without ``check_steps`` that is left to the reading of a step: 5 microseconds a step. Ranks that are not among
+        ``ranks`` (None is all) are not looked at, and do not count in ``is_complete``.
 
         Raises:
             ReferenceNotFoundError: there is none.
@@ -173,26 +167,6 @@ class Run:
         for rank in run.ranks if check_steps else ():
             run.rank(rank).check_steps()
         return run
-
-    @property
-    def run_id(self) -> str:
-        """Random identity of the run."""
-        return self.manifest.run_id
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes."""
-        return self.manifest.world_size
-
-    @property
-    def selection(self) -> Selection:
-        """What was recorded."""
-        return self.manifest.selection
-
-    @property
-    def environment(self) -> Environment:
-        """Where and how it ran."""
-        return self.manifest.environment
 
     @property
     def keeps(self) -> str:
@@ -223,10 +197,9 @@ class Run:
     def rank(self, rank: int) -> RankRun:
         """Return the steps of a process; raise ReferenceNotFoundError when there is no such one."""
         if rank not in self._ranks:
-            here = "" if len(self._ranks) == self.world_size else f", of which {list(self._ranks)} were opened here"
-            raise ReferenceNotFoundError(
-                f"{self.path} has no rank {rank}; it has {self.world_size}, from 0{here}.", str(self.path)
-            )
+            num = self.manifest.world_size
+            here = "" if len(self._ranks) == num else f", of which {list(self._ranks)} were opened here"
+            raise ReferenceNotFoundError(f"{self.path} has no rank {rank}; it has {num}, from 0{here}.", str(self.path))
         return self._ranks[rank]
 
     def nondeterministic_ops(self, rank: int) -> list[NondeterministicOp]:
@@ -251,11 +224,7 @@ class Run:
         number = place.rpartition(":")[2]
         if not number.isdecimal():
             return ()
-        return tuple(enumerate(self._text.get(place, ()), start=max(1, int(number) - 1)))
-
-    @cached_property
-    def _text(self) -> dict[str, tuple[str, ...]]:
-        return read_source_text(self.path)
+        return tuple(enumerate(self._text(self.path).get(place, ()), start=max(1, int(number) - 1)))
 
     def view(self, rank: int, segment: int, step: int) -> StepView:
         """Return a step opened for comparison."""
@@ -268,31 +237,23 @@ class Run:
                 f"it has {len(program)} sites, its layout {layout_path(self.path, record.layout_id).name} has "
                 f"{len(layout)}, and step {step} has {len(record.digests)} digests",
             )
-        stream = self.rank(rank).stream_of(segment, step)
-        unseen: frozenset[int] = frozenset()
-        if self.keeps != "all":
-            unseen = read_unseen_writes(stream, self.run_id, step, len(program))
+        stream = self.rank(rank).file_of(segment, step).path
+        run_id, is_verification = self.manifest.run_id, self.manifest.purpose == "verify"
         return StepView(
             rank=rank,
             record=record,
             program=program,
             layout=layout,
-            unseen_writes=unseen,
-            read_values=partial(self._values, stream, self.run_id),
+            unseen_writes=read_unseen_writes(stream, run_id, step, len(program)) if is_verification else frozenset(),
+            read_values=partial(self._values, stream, run_id),
         )
 
-    def streams(self, rank: int, segment: int) -> list[Path]:
-        """Return the files of a process's fit, one an attempt, also those that hold no step."""
-        return [
-            stream_path(self.path, rank, attempt, number) for attempt, number, fit in self._places() if fit == segment
-        ]
-
-    def num_readings(self, stream: Path) -> int:
-        """Return how many readings of metrics run.json tells of beside a stream."""
-        for attempt, number, _ in self._places():
-            if stream_path(self.path, 0, attempt, number) == stream:
-                return dict(enumerate(self.manifest.attempts[attempt].readings)).get(number, 0)
-        return 0
+    def streams(self, segment: int) -> Iterator[tuple[Path, int]]:
+        """Yield rank 0's files of a fit, one an attempt, and how many readings of metrics run.json tells of there."""
+        for attempt, number, fit in self._places():
+            if fit == segment:
+                readings = self.manifest.attempts[attempt].readings
+                yield stream_path(self.path, 0, attempt, number), readings[number] if number < len(readings) else 0
 
     def _open_rank(self, rank: int) -> RankRun:
         files: list[StreamFile] = []
@@ -301,7 +262,7 @@ class Run:
         for attempt, number, segment in self._places():
             later = next(following, None)
             path = stream_path(self.path, rank, attempt, number)
-            files.append(StreamFile(path, run_id=self.run_id, rank=rank, attempt=attempt, segment=segment))
+            files.append(StreamFile(path, run_id=self.manifest.run_id, rank=rank, attempt=attempt, segment=segment))
             # only of an attempt that another one went on with the last fit may have no end
             if later is None or later[0] == attempt:
                 self.incomplete_reason = self.incomplete_reason or files[-1].unfinished

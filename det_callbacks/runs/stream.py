@@ -87,13 +87,7 @@ class StreamFile:
     file is opened for each read and never mapped: mapped pages count as memory of the process, and a mapped file that
     someone cuts off kills it.
 
-    Args:
-        path: of the file.
-        run_id: of the run that it must belong to; rank, attempt and segment (which fit) likewise.
-
     Attributes:
-        rows: one a step.
-        num_bytes: size of the file when it was opened.
         unfinished: None, or why the file does not end as it should.
 
     Raises:

@@ -1,9 +1,10 @@
 """Writing a run: what its folder looks like stands in ``runs/store.py``."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,10 +24,10 @@ from det_callbacks.runs.files import (
     write_program,
     write_source_text,
 )
-from det_callbacks.runs.manifest import Attempt, Manifest, ResumedFit, write_manifest
+from det_callbacks.runs.manifest import Attempt, Manifest, Purpose, ResumedFit, write_manifest
 from det_callbacks.runs.metrics import Reading, append_reading, metrics_path
-from det_callbacks.runs.peers import ALONE, Peers, agree_on_folder, count_processes, require_shared
-from det_callbacks.runs.place import REPLACEMENT, Purpose, put_in_place, remove_run
+from det_callbacks.runs.peers import ALONE, Peers, count_processes, require_shared
+from det_callbacks.runs.place import REPLACEMENT, make_room, put_in_place, remove_run
 from det_callbacks.runs.program import Layout, Program, chain_digest
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.store import Run
@@ -44,7 +45,6 @@ class RunWriter:
     def __init__(self, path: Path, peers: Peers, manifest: Manifest, attempt: int, segment: int) -> None:
         self.path = path
         self.bytes_written = 0
-        self.is_leader = peers.rank == 0
         self.segment = segment
         """Fit of the run whose steps are appended now, from 0."""
         self._peers = peers
@@ -59,7 +59,7 @@ class RunWriter:
         self._evidence: EvidenceWriter | None = None
         self._values: dict[int, str] = {}
         self._open_stream(is_new=True)
-        self._write_manifest()
+        self._tell_of_files()
 
     @classmethod
     def create(
@@ -73,21 +73,24 @@ class RunWriter:
     ) -> "RunWriter":
         """Start a new run.
 
-        Args:
-            path: the folder; it and its parents are made.
-            manifest: further entries of run.json, JSON-able: selection, environment, and the others of ``Manifest``.
-            peers: the processes that write it.
-            purpose: "record", or "verify" for a run with the steps that differ, which replaces an earlier such one.
-            overwrite: replace a run that is there when this one is closed as complete; until then this one is written
-                in a folder inside, which the attribute ``path`` names.
+        ``manifest`` holds further entries of run.json, JSON-able: selection, environment, and the others of
+        ``Manifest``. A run whose purpose is "verify", with the steps that differ, replaces an earlier such one. With
+        ``overwrite`` any run that is there is replaced when this one is closed as complete; until then this one is
+        written in a folder inside, which the attribute ``path`` names.
 
         Raises:
             RunExistsError: there is a run, or something else under our names, or a file.
             RankError: another process could not do it.
         """
-        run_id, path = agree_on_folder(Path(path), peers, purpose=purpose, overwrite=overwrite)
+        path = Path(path)
+
+        def lead() -> list[str]:
+            return [uuid.uuid4().hex, str(make_room(path, purpose=purpose, overwrite=overwrite).relative_to(path))]
+
+        run_id, place = peers.broadcast(lead, task=f"making room in {path}")
+        require_shared(path / place, peers)
         content = {"run_id": run_id, "purpose": purpose, "world_size": peers.world_size, **manifest}
-        return cls(path, peers, msgspec.convert(content, Manifest), attempt=0, segment=0)
+        return cls(path / place, peers, msgspec.convert(content, Manifest), attempt=0, segment=0)
 
     @classmethod
     def resume(cls, path: str | Path, *, manifest: Mapping[str, Any], peers: Peers = ALONE) -> "RunWriter":
@@ -103,11 +106,6 @@ class RunWriter:
         attempts = run.manifest.attempts
         manifest_now = replace(run.manifest, attempts=(*attempts, Attempt()))
         return cls(run.path, peers, manifest_now, attempt=len(attempts), segment=run.segments[-1])
-
-    @property
-    def run_id(self) -> str:
-        """Random identity of the run."""
-        return self.manifest.run_id
 
     @property
     def stream(self) -> Path:
@@ -154,7 +152,7 @@ class RunWriter:
     def put_evidence(self, rows: Sequence[Row]) -> None:
         """Write what explains a step, beside the steps of this fit."""
         if self._evidence is None:
-            self._evidence = EvidenceWriter(evidence_path(self.stream), run_id=self.run_id)
+            self._evidence = EvidenceWriter(evidence_path(self.stream), run_id=self.manifest.run_id)
         self._evidence.append(rows)
 
     def put_values(self, step: int, values: Mapping[int, str]) -> None:
@@ -171,11 +169,11 @@ class RunWriter:
 
     def put_reading(self, reading: Reading) -> None:
         """Add what the module logged, also after the fit, and say in run.json that it is there; by rank 0."""
-        append_reading(metrics_path(self.stream), reading, run_id=self.run_id)
+        append_reading(metrics_path(self.stream), reading, run_id=self.manifest.run_id)
         last = self.manifest.attempts[-1]
         known = (*last.readings, *[0] * (last.segments - len(last.readings)))
         self._change_attempt(readings=(*known[:-1], known[-1] + 1))
-        write_manifest(self.path, self.manifest)
+        self._write_manifest()
 
     def put_nondeterministic_ops(self, ops: Sequence[NondeterministicOp]) -> None:
         """Write the list of ops without a deterministic implementation that this process has called so far."""
@@ -186,7 +184,7 @@ class RunWriter:
         """Say in run.json that the fit under way goes on from a checkpoint, and that this is the first step of it."""
         fits = (*self.manifest.attempts[-1].resumed_from, ResumedFit(segment=self.segment, step=step))
         self._change_attempt(resumed_from=fits)
-        self._lead(lambda: write_manifest(self.path, self.manifest))
+        self._write_manifest()
 
     # fits and attempts
 
@@ -204,7 +202,7 @@ class RunWriter:
         self._chain = 0
         self._change_attempt(segments=self.manifest.attempts[-1].segments + 1)
         self._open_stream(is_new=True)
-        self._write_manifest()
+        self._tell_of_files()
         # Last, so that after a kill in between the run is incomplete, and not a whole one with a fit less.
         self._end(finished, complete=True)
 
@@ -224,7 +222,10 @@ class RunWriter:
     def _replace(self) -> bool:
         """Put this run in the place of the one that it replaces, and return True, where it is whole."""
         run, earlier = Run.open(self.path, check_steps=False), self.path.parent
-        is_whole = run.is_complete and (run.rank(0).num_steps > 0 or not _has_steps(earlier))
+        is_whole = run.is_complete
+        if not run.rank(0).num_steps:  # then it replaces none that has some
+            with suppress(ReferenceNotFoundError, ReferenceFormatError):
+                is_whole &= not Run.open(earlier, ranks=(0,), check_steps=False).rank(0).num_steps
         if is_whole:
             put_in_place(earlier)
         return is_whole
@@ -236,12 +237,13 @@ class RunWriter:
         """
         self.close(complete=False)
         if not self._attempt:
-            self._lead(lambda: remove_run(self.path))
+            if self._peers.rank == 0:
+                remove_run(self.path)
             return
         *earlier, last = self.manifest.attempts
         self.manifest = replace(self.manifest, attempts=tuple(earlier))
         # run.json first: what a kill leaves of the files after that is of no attempt, and the next one writes over it
-        self._write_manifest()
+        self._tell_of_files()
         for number in range(last.segments):
             stream = stream_path(self.path, self._peers.rank, self._attempt, number)
             for path in (stream, evidence_path(stream), metrics_path(stream)):
@@ -251,17 +253,16 @@ class RunWriter:
         *earlier, last = self.manifest.attempts
         self.manifest = replace(self.manifest, attempts=(*earlier, replace(last, **changes)))
 
-    def _lead(self, action: Callable[[], object]) -> None:
-        if self.is_leader:
-            action()
-
     def _write_manifest(self) -> None:
-        write = partial(self._lead, lambda: write_manifest(self.path, self.manifest))
-        self._peers.run_on_all(write, task=f"writing run.json in {self.path}")
+        if self._peers.rank == 0:
+            write_manifest(self.path, self.manifest)
+
+    def _tell_of_files(self) -> None:
+        self._peers.run_on_all(self._write_manifest, task=f"writing run.json in {self.path}")
 
     def _open_stream(self, *, is_new: bool = False) -> None:
         path, rank = self.stream, self._peers.rank
-        header = encode_header(run_id=self.run_id, rank=rank, attempt=self._attempt, segment=self.segment)
+        header = encode_header(run_id=self.manifest.run_id, rank=rank, attempt=self._attempt, segment=self.segment)
 
         def open_it() -> None:
             for folder in (PROGRAMS, LAYOUTS, path.parent.name):
@@ -298,28 +299,20 @@ class RunWriter:
                 self.bytes_written += file.write(END_OF_STREAM) if complete else 0
 
 
-def _has_steps(path: Path) -> bool:
-    """Return whether there is a run that could be verified, with a step: one without any does not replace it."""
-    try:
-        return Run.open(path, ranks=(0,), check_steps=False).rank(0).num_steps > 0
-    except (ReferenceNotFoundError, ReferenceFormatError):
-        return False
-
-
 def _open_resumed(path: Path, manifest: Mapping[str, Any], peers: Peers) -> Run:
     """Return the run as far as it is of this process; all processes do it before one changes run.json."""
     run = Run.open(path, ranks=(peers.rank,))
     selection = msgspec.convert(manifest["selection"], Selection)
-    if run.selection != selection:
+    if run.manifest.selection != selection:
         raise ReferenceFormatError(
-            f"{path} was recorded with the selection {run.selection.to_dict()}, and this attempt has "
+            f"{path} was recorded with the selection {run.manifest.selection.to_dict()}, and this attempt has "
             f"{selection.to_dict()}. Resume with the same arguments.",
             str(path),
         )
-    if run.world_size != peers.world_size:
+    if run.manifest.world_size != peers.world_size:
         raise ReferenceFormatError(
-            f"{path} was recorded on {count_processes(run.world_size)}, and this attempt runs on {peers.world_size}. "
-            "Nothing was changed. Resume with as many, or record to another folder.",
+            f"{path} was recorded on {count_processes(run.manifest.world_size)}, and this attempt runs on "
+            f"{peers.world_size}. Nothing was changed. Resume with as many, or record to another folder.",
             str(path),
         )
     return run

@@ -151,8 +151,8 @@ class SavedStep:
     @classmethod
     def of(cls, run: Run, *, rank: int, segment: int, step: int, kind: str = REPLAY) -> Self:
         """Return those of a recorded step, of the attempt that counts; raise KeyError where there is no such step."""
-        place = StepPlace(run_id=run.run_id, rank=rank, segment=segment, step=step)
-        return cls(tensor_path(run.rank(rank).stream_of(segment, step), kind, step), place)
+        place = StepPlace(run_id=run.manifest.run_id, rank=rank, segment=segment, step=step)
+        return cls(tensor_path(run.rank(rank).file_of(segment, step).path, kind, step), place)
 
     @property
     def exists(self) -> bool:

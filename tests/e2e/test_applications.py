@@ -42,9 +42,9 @@ def test_lightning_cli_builds_it_from_yaml_and_from_arguments(tmp_path: Path) ->
     status, printed = run(app, *ours, "--config=callback.yaml")
     assert status == 0, printed
     recorded = Run.open(tmp_path / "refs" / "run")
-    assert recorded.selection.modules == ("net", "*")
+    assert recorded.manifest.selection.modules == ("net", "*")
     # set by the callback: Trainer(deterministic=False) had switched them off
-    assert recorded.environment["settings.deterministic_algorithms"].value == "error"
+    assert recorded.manifest.environment["settings.deterministic_algorithms"].value == "error"
     ours += ("--trainer.callbacks+=det_callbacks.DeterminismCallback", "--trainer.callbacks.reference=refs/run")
     settings = '--trainer.callbacks.settings={"seed": 7, "float32_matmul_precision": "highest"}'
     status, printed = run(app, *ours, settings, "--trainer.callbacks.current=now")

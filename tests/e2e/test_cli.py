@@ -133,7 +133,7 @@ def test_show_lists_the_steps(runs: Path, command: Command) -> None:
     assert (status, err) == (0, "")
     run = Run.open(runs / "reference")
     lines = out.splitlines()
-    assert lines[0] == f"run {run.run_id} in reference: complete"
+    assert lines[0] == f"run {run.manifest.run_id} in reference: complete"
     assert "level op" in lines[1]
     assert lines[2] == "rank 0: 4 steps in 1 fit"
     assert lines[3].split() == ["fit", "step", "epoch", "sites", "program", "layout", "chain"]

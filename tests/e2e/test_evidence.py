@@ -54,8 +54,8 @@ class OfNamed(Classifier):
 
 def rows_of(path: Path) -> list[Row]:
     run = Run.open(path)
-    stream = run.rank(0).stream_of(0, int(run.rank(0).steps(0)[0]))
-    return list(read_evidence(evidence_path(stream), run_id=run.run_id))
+    stream = run.rank(0).file_of(0, int(run.rank(0).steps(0)[0])).path
+    return list(read_evidence(evidence_path(stream), run_id=run.manifest.run_id))
 
 
 def fit(callback: DeterminismCallback, loader: Any, model: type[Classifier], **options: Any) -> None:
@@ -156,7 +156,7 @@ def test_nothing_is_left_on_loaders_and_samplers(tmp_path: Path) -> None:
 def test_a_verdict_stands_without_its_evidence(tmp_path: Path, damage: str) -> None:
     training = Training(level="state", trainer={"max_steps": 2})
     reference = training.record(tmp_path / "run")
-    path = evidence_path(Run.open(reference).rank(0).stream_of(0, 0))
+    path = evidence_path(Run.open(reference).rank(0).file_of(0, 0).path)
     content = path.read_bytes()
     if damage == "remove":
         path.unlink()

@@ -178,7 +178,7 @@ def test_what_is_written_is_what_the_host_writes_and_all_digests_are_late(
         assert [tensors for _, tensors in masked_files] == [tensors for _, tensors in host_files]
     rows = {}
     for name, run in runs.items():
-        evidence = read_evidence(evidence_path(stream_path(run.path, 0, 0, 0)), run_id=run.run_id)
+        evidence = read_evidence(evidence_path(stream_path(run.path, 0, 0, 0)), run_id=run.manifest.run_id)
         rows[name] = [row.value for row in evidence if row.name.endswith("as loaded")]
     assert len(rows["host"]) == 4
     assert rows["late"] == rows["host"] == [value ^ (2**64 - 1) for value in rows["masked"]]

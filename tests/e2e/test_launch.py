@@ -31,7 +31,7 @@ def test_a_script_is_recorded_and_verified_as_it_is(run_command: Run) -> None:
     assert "training with ['twice'], seed 0" in done.text
     assert done.last == f"det-callbacks record: recorded (exit status 0); the run: {Path('refs/run1').absolute()}"
     run = StoredRun.open(Path("refs/run1"))
-    assert (run.selection.level, run.selection.modules) == ("state", ("net*", "!metric/time"))
+    assert (run.manifest.selection.level, run.manifest.selection.modules) == ("state", ("net*", "!metric/time"))
     assert run.rank(0).segments == [0, 1]
 
     done = run_command("verify", "refs/run1", "--level", "state", "--current", "same", faults=["twice"])

@@ -109,9 +109,9 @@ def test_steps_that_agree_are_not_written_twice(recorded: Path, run: Path, capsy
     resumed = Run.open(run)
     assert resumed.is_complete
     assert steps_of(run) == list(range(3 * BATCHES))
-    attempt = resumed.rank(0).stream_of(0, 2 * BATCHES)
+    attempt = resumed.rank(0).file_of(0, 2 * BATCHES).path
     assert attempt.parent == run / "rank-00000"
-    assert resumed.rank(0).stream_of(0, 2 * BATCHES - 1) != attempt
+    assert resumed.rank(0).file_of(0, 2 * BATCHES - 1).path != attempt
     assert f"2 steps there already, and equal; recorded {BATCHES} new steps" in capsys.readouterr().out
     assert callback.verdict is None
     # the steps before are what they were, and all of it is one training
@@ -263,5 +263,5 @@ def test_an_overwriting_recording_that_fails_leaves_the_old_run(recorded: Path, 
     assert f"{run}/.replacement is incomplete, and {run} is as it was before" in capsys.readouterr().out
     assert {name: content for name, content in files_of(run).items() if ".replacement" not in name} == before
     fit(recording(run, overwrite=True, level="state"))
-    assert Run.open(run).selection.level == "state"
+    assert Run.open(run).manifest.selection.level == "state"
     assert not (run / ".replacement").exists()

@@ -210,8 +210,8 @@ def test_a_rank_that_was_stopped_before_is_not_known_to_agree(reason: str, tmp_p
     for rank, stored in enumerate((1, 0)):
         fit = FitRecord(segment=0, compared={1}, differing={1} if stored else set(), num_stored=stored)
         found = RankRecord(
-            run_id=runs[1].run_id,
-            reference_id=runs[0].run_id,
+            run_id=runs[1].manifest.run_id,
+            reference_id=runs[0].manifest.run_id,
             rank=rank,
             steps="all",
             fits=(fit,),

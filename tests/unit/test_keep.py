@@ -53,9 +53,9 @@ def trace(keeping: Keeper, body: Body, step: int = 0) -> StepTrace:
 
 def run_of(folder: Path, *patterns: str) -> Any:
     """Return as much of a run as tells where its tensors are, and of which ops they were to be."""
-    rank = SimpleNamespace(stream_of=lambda segment, _: stream_path(folder, 0, 0, segment))
-    manifest = SimpleNamespace(keep_tensors=patterns)
-    return SimpleNamespace(run_id=folder.name, rank=lambda _: rank, manifest=manifest)
+    rank = SimpleNamespace(file_of=lambda segment, _: SimpleNamespace(path=stream_path(folder, 0, 0, segment)))
+    manifest = SimpleNamespace(keep_tensors=patterns, run_id=folder.name)
+    return SimpleNamespace(rank=lambda _: rank, manifest=manifest)
 
 
 def divergence(first: StepTrace, second: StepTrace, op: str, occurrence: int = 0, output: int = 0) -> Divergence:

@@ -27,6 +27,7 @@ from det_callbacks.runs.place import make_room, put_in_place
 from det_callbacks.runs.program import Program
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.store import Run
+from det_callbacks.verdict import as_json
 
 
 def manifest_with(**changes: object) -> Manifest:
@@ -125,7 +126,7 @@ def test_the_text_of_source_lines_is_kept_once_and_only_where_it_is_certain(tmp_
 
 def whole(**changes: object) -> bytes:
     """Return a run.json whose digest is right."""
-    content = {**manifest_with().to_dict(), **changes}
+    content = {**as_json(manifest_with()), **changes}
     return json.dumps({**content, "digest": _digest(content)}).encode()
 
 

@@ -97,7 +97,7 @@ def build_maps(verdict: Verdict, reference: Run, current: Run) -> tuple[list[Hea
     Raises:
         ReferenceFormatError: a file of a run is damaged.
     """
-    if reference.world_size != current.world_size:
+    if reference.manifest.world_size != current.manifest.world_size:
         return [], ["The runs had another number of processes, so that no step of one is a step of the other."]
     return _Builder(verdict, reference, current).build()
 
@@ -234,9 +234,10 @@ class _Builder:
             for run, name in ((reference, "The reference"), (current, "The current run"))
             if not run.is_complete and run.keeps == "all"
         ]
-        absent = [rank for rank in range(reference.world_size) if rank not in self._compared]
+        num_ranks = reference.manifest.world_size
+        absent = [rank for rank in range(num_ranks) if rank not in self._compared]
         if absent:
-            notes.append(f"Not here, so not shown: {len(absent)} of {reference.world_size} ranks, from {absent[0]} on.")
+            notes.append(f"Not here, so not shown: {len(absent)} of {num_ranks} ranks, from {absent[0]} on.")
         if num_fits > MAX_MAPS:
             notes.append(f"Heat maps of {MAX_MAPS} of {num_fits}: first those of ranks where a difference starts.")
         if self._verdict.coverage.replayed:
