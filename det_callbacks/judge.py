@@ -5,7 +5,7 @@ Everything that a verdict says is read from the two folders, so a verification t
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -14,7 +14,7 @@ from det_callbacks.compare.cause import LENGTHS, Facts, find_cause
 from det_callbacks.compare.collectives import Classification, FirstDifference, classify
 from det_callbacks.compare.evidence import Evidence, find_evidence
 from det_callbacks.compare.metrics import MetricComparison, MetricDifference
-from det_callbacks.compare.numbers import KeptNumbers, with_next_recording
+from det_callbacks.compare.numbers import KeptNumbers, next_recording
 from det_callbacks.compare.ranks import RankFindings, RankWalk, WholeSteps
 from det_callbacks.compare.record import TOGETHER, Tally, read_records
 from det_callbacks.compare.step import compare_steps
@@ -117,7 +117,8 @@ def compare_runs(
         environment=tuple(differing[name] for name in sorted(differing)),
         notes=notes,
     )
-    return with_next_recording(judge.verdict(), ours.manifest.selection)
+    verdict = judge.verdict()
+    return replace(verdict, record_next=next_recording(verdict, ours.manifest.selection))
 
 
 def _check_small(runs: Sequence[Run]) -> bool:

@@ -100,7 +100,7 @@ def _group(view: StepView, numbers: dict[Hashable, int]) -> list[_Unit]:
         kind = number(OP, head.phase, head.module, head.op, *(() if head.op else (head.role, head.name)))
         outputs, names = tuple((row.role, row.output) for row in rows), tuple(row.name for row in rows)
         structure = number(STRUCTURE, kind, outputs, names)
-        given = (tuple(layouts[first:stop]), reader.canonical(first) if head.op else "")
+        given = (tuple(layouts[first:stop]), reader.canonical(first) if head.op else None)
         arguments = number(ARGUMENTS, structure, given)
         bits = number(DIGEST, kind, outputs, given, tuple(digests[first:stop]))
         keys = (bits, arguments, structure, kind)
@@ -196,9 +196,15 @@ def _is_same_sequence(reference: list[_Unit], current: list[_Unit]) -> bool:
 
 def _have_compatible_names(left: Sequence[str | None], right: Sequence[str | None]) -> bool:
     """Return whether names may be of the same tensors in order: of each two, one may be unknown."""
-    return len(left) == len(right) and all(
-        one is None or other is None or one == other for one, other in zip(left, right, strict=True)
-    )
+    return len(left) == len(right) and all(map(_are_compatible, left, right))
+
+
+def _are_compatible(left: str | None, right: str | None) -> bool:
+    return left is None or right is None or left == right
+
+
+def _may_be_same(left: Site, right: Site) -> bool:
+    return left.role == right.role and _are_compatible(left.name, right.name)
 
 
 def _join(views: tuple[StepView, StepView], units: tuple[list[_Unit], list[_Unit]], matches: Pairs) -> Pairs:
@@ -230,12 +236,11 @@ def _pair_inputs(
     belongs to the op that reads the tensor first, so an op that is inserted before it gets the row.
     """
     partners: dict[int, int] = {}
-    for pair in matches:
-        rows = [known[unit].leads for known, unit in zip(units, pair, strict=True)]
-        ours, theirs = ([view.program.sites[place] for place in known] for view, known in zip(views, rows, strict=True))
-        has_same_roles = [site.role for site in ours] == [site.role for site in theirs]
-        if has_same_roles and _have_compatible_names([site.name for site in ours], [site.name for site in theirs]):
-            partners.update(zip(rows[1], rows[0], strict=True))
+    for left, right in matches:
+        leads = units[0][left].leads, units[1][right].leads
+        ours, theirs = (view.program.sites[rows.start : rows.stop] for view, rows in zip(views, leads, strict=True))
+        if len(ours) == len(theirs) and all(map(_may_be_same, ours, theirs)):
+            partners.update(zip(leads[1], leads[0], strict=True))
     for key_of in (_exact_key, _name_key):
         paired = {*partners.values()}, {*partners}
         keys = [

@@ -2,7 +2,7 @@
 
 import json
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,22 +44,14 @@ class Arguments:
 
 
 class ArgumentReader:
-    """Reads the arguments of the ops of one step.
-
-    Args:
-        view: the step.
-    """
+    """Reads the arguments of the ops of one step."""
 
     def __init__(self, view: StepView) -> None:
         self._view = view
         self._parsed: dict[str, dict[str, str]] = {}
 
     def read(self, output: int) -> Arguments:
-        """Return the arguments of the call that an output row belongs to.
-
-        Args:
-            output: position of the row; that of the argument row itself for a call without outputs.
-        """
+        """Return the arguments of the call that an output row belongs to, or, without outputs, an argument row."""
         site = self._view.program.sites[output]
         constants = self._parsed.get(site.arguments)
         if constants is None:
@@ -81,13 +73,10 @@ class ArgumentReader:
         numbers = zip(site.varying, map(json.dumps, json.loads(known)), strict=True)
         return Arguments(values={**constants, **dict(numbers)})
 
-    def canonical(self, output: int) -> str:
-        """Return a text that is equal for equal arguments, whichever were left to their defaults."""
-        site = self._view.program.sites[output]
-        if site.arguments == "{}" and not site.varying:
-            return "{}"
+    def canonical(self, output: int) -> Hashable:
+        """Return what is equal for equal arguments, whichever were left to their defaults."""
         known = self.read(output)
-        return json.dumps([sorted(known.values.items()), known.digested, known.bits])
+        return tuple(sorted(known.values.items())), known.digested, known.bits
 
 
 def _differing(reference: Arguments, current: Arguments) -> ArgumentDifference | None:
@@ -120,12 +109,8 @@ def other_arguments(
 ) -> dict[int, ArgumentDifference]:
     """Return the rows whose op was called with other arguments: the first of each call, and those that differ.
 
-    Args:
-        reference: step of the reference.
-        current: the same step of the current run.
-        pairs: position of each row in both.
-        argument_rows: rows of varying arguments that differ.
-        differs: bool by row.
+    ``pairs`` has the positions of each row in both steps, ``argument_rows`` the rows of varying arguments that differ,
+    and ``differs`` is by row.
     """
     if reference.record.program_id == current.record.program_id:
         candidates = _outputs_of(current.program.sites, argument_rows)
@@ -136,8 +121,7 @@ def other_arguments(
     found: dict[int, ArgumentDifference] = {}
     for row, left, right in candidates:
         call = right - current.program.sites[right].output
-        is_first = call not in by_call
-        if is_first:
+        if is_first := call not in by_call:
             by_call[call] = _differing(readers[0].read(left), readers[1].read(right))
         difference = by_call[call]
         if difference is not None and (is_first or differs[row]):

@@ -57,21 +57,13 @@ class KeptNumbers:
         return {**first, **{rank: self._measured(first[rank]) for rank in ranks}}
 
     def _measured(self, known: FirstDifference) -> FirstDifference:
-        segment = known.order[0]
-        first = replace(known.first, numbers=self(segment, known.first))
-        origins = (
-            first if origin == known.first else replace(origin, numbers=self(segment, origin))
-            for origin in known.origins[:MEASURED_ORIGINS]
-        )
-        return replace(known, first=first, origins=(*origins, *known.origins[MEASURED_ORIGINS:]))
+        listed = dict.fromkeys((known.first, *known.origins[:MEASURED_ORIGINS]))
+        measured = {one: replace(one, numbers=self(known.order[0], one)) for one in listed}
+        origins = tuple(measured.get(one, one) for one in known.origins)
+        return replace(known, first=measured[known.first], origins=origins)
 
     def __call__(self, segment: int, divergence: Divergence) -> Numbers | None:
-        """Return by how much a divergence differs; None where nothing was to be kept there, or one side has no tensor.
-
-        Args:
-            segment: fit of the step.
-            divergence: of a step that both runs have.
-        """
+        """Return by how much a divergence differs; None where nothing was to be kept, or one side has no tensor."""
         place = divergence.phase, divergence.module, divergence.op
         if not divergence.op or not any(pattern.matches(*place) for pattern in self._patterns):
             return None
@@ -126,18 +118,11 @@ def _compare_tensors(reference: KeptTensor, current: KeptTensor) -> TensorNumber
 # what to record again
 
 
-def with_next_recording(verdict: Verdict, selection: Selection) -> Verdict:
-    """Return the verdict with the arguments that record what it lacks, as ``record_next``.
+def next_recording(verdict: Verdict, selection: Selection) -> dict[str, Any] | None:
+    """Return the arguments of ``DeterminismCallback`` that record what a verdict on two runs lacks.
 
-    Args:
-        verdict: on two runs.
-        selection: what both recorded.
+    None where nothing differs, or the runs, which both recorded this selection, hold all there is.
     """
-    return replace(verdict, record_next=_arguments(verdict, selection))
-
-
-def _arguments(verdict: Verdict, selection: Selection) -> dict[str, Any] | None:
-    """Return arguments of ``DeterminismCallback``; None where nothing differs, or the runs hold all there is."""
     first = verdict.first_divergence
     if first is None or (first.kind in ("missing", "extra") and first.shape is None and not first.op):
         return None  # a whole step that only one run has

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from verdicts import DIVERGED, DIVERGENCE, MATCH, NOT_COMPARABLE
 
-from det_callbacks.compare.numbers import with_next_recording
+from det_callbacks.compare.numbers import next_recording
 from det_callbacks.runs.selection import Selection
 from det_callbacks.verdict import Divergence, Verdict
 
@@ -80,6 +80,6 @@ KEEP = {"level": "op", "only_steps": [3], "keep_tensors": ["forward/net.head:ate
     ],
 )
 def test_what_more_can_be_recorded(verdict: Verdict, selection: dict[str, Any], expected: dict[str, Any]) -> None:
-    found = with_next_recording(verdict, Selection(**selection))
+    found = replace(verdict, record_next=next_recording(verdict, Selection(**selection)))
     assert found.record_next == expected
     assert Verdict.from_dict(found.to_dict()) == found
