@@ -131,12 +131,15 @@ def print_line(console: Console, text: str = "", style: str = "") -> None:
 
 
 def _print_table(console: Console, table: Table) -> None:
-    """Print a table; the widest columns are folded until it fits."""
+    """Print a table; the widest columns are folded until it fits, between words as long as that is enough."""
     rows = [[str(cell) for cell in row] for row in (table.columns, *table.rows)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    columns = [*zip(*rows, strict=True)]
+    widths = [max(map(len, column)) for column in columns]
+    words = [max(len(word) for cell in column for word in (cell.split() or [""])) for column in columns]
     room = sys.maxsize if table.is_wide and not console.is_terminal else console.width - 2 * (len(widths) - 1)
     while sum(widths) > room and max(widths) > 1:
-        widths[widths.index(max(widths))] -= 1
+        between = [column for column, width in enumerate(widths) if width > words[column]]
+        widths[max(between or range(len(widths)), key=lambda column: widths[column])] -= 1
     signs = [">" if table.is_number(column) else "<" for column in range(len(widths))]
     for number, row in enumerate(rows):
         folded = (

@@ -126,6 +126,9 @@ def test_sentences_and_tables_stay_below_120_columns_and_what_is_copied_is_one_l
     assert text.count("x") == 300
     wide = to_text([Section(table=Table(columns="ab", rows=rows, is_wide=True))])
     assert wide.splitlines()[1].split() == ["x" * 300, "7"], "other programs read it line by line"
+    name = "recipe.racing_sum.default" * 3
+    folded = to_text([Section(table=Table(columns="ab", rows=[(name, "at train.py:41 in forward " * 3)]))])
+    assert name in folded, "words are cut only where nothing else helps"
 
 
 def test_show_lists_the_steps(runs: Path, command: Command) -> None:
