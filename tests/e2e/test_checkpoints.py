@@ -166,7 +166,6 @@ def test_an_io_that_writes_later_gets_no_digests(io: Any, line: str, tmp_path: P
 def test_a_trainer_without_it_finds_the_last_checkpoint(tmp_path: Path) -> None:
     fit(tmp_path, every(tmp_path, 4, save_last=True)).run()
     with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)  # of files that it takes for checkpoints, say
         warnings.filterwarnings("ignore", "Checkpoint directory")
         warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`")
         plain = Fit(every(tmp_path, 100, save_last=True), enable_checkpointing=True, max_epochs=2)
