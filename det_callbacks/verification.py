@@ -153,6 +153,11 @@ class Verification(StepDetector):
             for name in (VERDICT_FILE, REPORT_FILE):
                 (self.current / name).unlink(missing_ok=True)
 
+    def reopen(self, manifest: Mapping[str, Any]) -> None:
+        """Be ready for the first fit after a test, in the environment of the fit."""
+        self._writer.reopen(manifest)
+        self._environment = compare_environments(self.reference.manifest.environment, self._writer.manifest.environment)
+
     def begin_fit(self, segment: int, *, is_resumed: bool = False, is_every_step: bool = True) -> None:
         """Start a fit; the verdict on the fits before it no longer holds."""
         self.withdraw_verdict()
@@ -160,8 +165,6 @@ class Verification(StepDetector):
         if segment:
             self._metrics.begin(segment, self._readings(segment))
             self._writer.start_segment()
-        else:
-            self._writer.reopen()
 
     def add(self, trace: StepTrace, *, step: int, epoch: int, is_whole: bool = True) -> bool:
         """Compare a step; see ``StepDetector.add``."""

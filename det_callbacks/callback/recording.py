@@ -80,7 +80,10 @@ class Recording(Session):
         self._is_resumed = stage.is_resumed and stage.selection.is_every_step
         if self.run is not None:
             self.detector = None
-            (self.run.start_segment if has_fit else self.run.reopen)()
+            if has_fit:
+                self.run.start_segment()
+            else:
+                self.run.reopen(stage.manifest)
         elif stage.is_resumed and not self.arguments.overwrite and self._is_there():
             earlier = self.peers.run_on_all(self._open_earlier, task=f"opening the run {self.path}")
             self.run = RunWriter.resume(self.path, manifest=stage.manifest, peers=self.peers)

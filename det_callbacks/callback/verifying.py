@@ -71,7 +71,7 @@ class Verifying(Session):
     def begin(self, stage: Stage) -> None:
         super().begin(stage)
         go_on(self)
-        self.verdict = None
+        self.verdict, was_open = None, self.run is not None
         if self.run is None:
             self.run = self.detector = self._begin_verification(self._reference, stage)
             self.may_stop = self.arguments.on_divergence == "raise"
@@ -79,6 +79,8 @@ class Verifying(Session):
             self.run.withdraw_verdict()
             return
         segment = self.stages.count(FIT) - 1
+        if was_open and not segment:
+            self.run.reopen(stage.manifest)
         if self.keeper is not None and segment:
             stream = stream_path(self.run.current, self.peers.rank, 0, segment)
             self.keeper.writer.start_segment(stream, segment)

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError
+from det_callbacks.runs.environment import EnvironmentEntry
 from det_callbacks.runs.evidence import VALUES, EvidenceWriter, NondeterministicOp, Row, evidence_path
 from det_callbacks.runs.files import (
     LAYOUTS,
@@ -188,8 +189,14 @@ class RunWriter:
 
     # fits and attempts
 
-    def reopen(self) -> None:
-        """Be ready for the steps of the first fit, where the stream was closed because only a test came before it."""
+    def reopen(self, manifest: Mapping[str, Any]) -> None:
+        """Be ready for the steps of the first fit, also after a test; run.json tells of the fit's environment.
+
+        A test before it had no optimizers, for one; and its end has closed the stream.
+        """
+        environment = msgspec.convert(manifest["environment"], dict[str, EnvironmentEntry])
+        self.manifest = replace(self.manifest, environment=environment)
+        self._tell_of_files()
         if self._file is None:
             self._open_stream()
 
