@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 from trainers import quiet_trainer
 
-from det_callbacks import DeterminismCallback, Divergence, DivergenceError, Verdict, compare_runs
+from det_callbacks import DeterminismCallback, Divergence, DivergenceError, Verdict
 from det_callbacks.runs.store import Run
 
 WIDTH = 16
@@ -154,8 +154,7 @@ class Below(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        is_in_backward = torch._C._current_graph_task_id() != -1 or self.op == "aten.ones_like"  # what starts one
-        is_here = is_in_backward if self.is_backward else self.is_inside
+        is_here = torch._C._current_graph_task_id() != -1 if self.is_backward else self.is_inside
         is_meant = str(func).startswith(f"{self.op}.") and self.model.global_step == self.step
         if is_meant and (is_here or self.written is not None):
             if self.num_calls == self.call:
@@ -192,22 +191,10 @@ def samples() -> tuple[Tensor, Tensor]:
     return inputs, torch.randint(CLASSES, (STEPS * BATCH,), generator=generator)
 
 
-def swap_rows() -> tuple[Tensor, Tensor]:
-    order = torch.arange(STEPS * BATCH)
-    order[[9, 12]] = order[[12, 9]]
-    inputs, labels = samples()
-    return inputs[order], labels[order]
-
-
 def other_content() -> tuple[Tensor, Tensor]:
     inputs, labels = samples()
     add_ulp(inputs[17])
     return inputs, labels
-
-
-def draw_before_step(model: Any) -> None:
-    """Draw from the generator after step 1, outside the trace."""
-    model.on_train_batch_end = lambda outputs, batch, batch_idx: torch.rand(1) if batch_idx == 1 else None
 
 
 class Cast(nn.Module):
@@ -221,40 +208,6 @@ class Cast(nn.Module):
         return inputs.to(self.dtype).tanh().float()
 
 
-class Frozen(nn.Module):
-    """Adds what a norm gives in inference mode."""
-
-    def __init__(self, norm: Callable[..., nn.Module], **options: Any) -> None:
-        super().__init__()
-        self.norm = norm(WIDTH, **options)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        with torch.inference_mode():
-            normed = self.norm(inputs.detach())
-        return inputs + normed.clone()
-
-
-class TypedLinear(nn.Linear):
-    """A linear layer that takes inputs of any dtype."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return super().forward(inputs.to(self.weight.dtype)).float()
-
-
-def make_head_double(model: Any) -> None:
-    model.head.__class__ = TypedLinear
-    model.head.double()
-
-
-class Twice(nn.Module):
-    def __init__(self, *, by_sum: bool = False) -> None:
-        super().__init__()
-        self.by_sum = by_sum
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs + inputs if self.by_sum else inputs * 2
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
     """One training, with or without a fault.
@@ -262,27 +215,21 @@ class Training:
     Attributes:
         model: makes the model, after the seed was set.
         around: opened around the fit.
-        change: changes the model before the fit.
         data: inputs and labels, four batches of eight in order.
         callbacks: before ours.
         options: of the Trainer.
-        seed: of the initial weights and of dropout.
     """
 
     model: Callable[[], pl.LightningModule] = Deep
     around: Around = lambda model: nullcontext()
-    change: Callable[[Any], object] = lambda model: None
     data: Callable[[], tuple[Tensor, Tensor]] = samples
     callbacks: tuple[pl.Callback, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
-    seed: int = 11
 
-    def fit(self, callback: DeterminismCallback | None = None) -> pl.LightningModule:
-        torch.manual_seed(self.seed)
+    def fit(self, callback: DeterminismCallback) -> pl.LightningModule:
+        torch.manual_seed(11)
         model = self.model()
-        torch.manual_seed(self.seed)
-        self.change(model)
-        trainer = quiet_trainer(*self.callbacks, *([] if callback is None else [callback]), **self.options)
+        trainer = quiet_trainer(*self.callbacks, callback, **self.options)
         loader = DataLoader(TensorDataset(*self.data()), batch_size=BATCH)
         with self.around(model):
             trainer.fit(model, loader)
@@ -309,15 +256,6 @@ def verify(reference: Path, training: Training, current: Path, **options: Any) -
     assert verdict.first_divergence is not None
     assert Run.open(current).rank(0).steps(0).tolist() == [verdict.first_divergence.step]
     return verdict
-
-
-def find(reference: Path, training: Training, folder: Path, **options: Any) -> Verdict:
-    """Find a fault while it trains and in a second recording: both say the same."""
-    live = verify(reference, training, folder / "current", **options)
-    offline = compare_runs(reference, training.record(folder / "second", **options))
-    for name in ("verdict", "first_divergence", "origins", "cause", "explanation", "exit_code"):
-        assert getattr(offline, name) == getattr(live, name)
-    return live
 
 
 def first_of(verdict: Verdict) -> Divergence:

@@ -2,14 +2,14 @@
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from styles import Classifier, Validated, train
+from styles import Validated, train
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 from trainers import LIGHTNING_ADVICE
 
@@ -27,152 +27,140 @@ from det_callbacks import (
     observe_non_deterministic,
     observe_non_deterministic_grad,
 )
-from det_callbacks.runs.program import Site
+from det_callbacks.runs.program import Program
 from det_callbacks.runs.store import Run
 
 pytestmark = LIGHTNING_ADVICE
 
-_noise = itertools.count(1)
+_calls = itertools.count(1)
 
 
-class Observed(Classifier):
-    """Observes values and gradients; what it adds to its hidden layer differs at each run."""
+class Calls(Validated):
+    """Hands what its layers give to each other to a function, with the number of the batch, and its batches of
+    validation to another one.
+    """
 
-    is_noisy = False
+    def __init__(self, function: Callable[[Tensor, int], Tensor], validated: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.function, self.validated = function, validated
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.batch_idx = batch_idx
+        return super().training_step(batch, batch_idx)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        hidden = torch.relu(self.first(inputs))
-        if self.is_noisy:
-            hidden.data.add_(next(_noise) / 100)
-        observe_non_deterministic("after noise", hidden)
-        observe("hidden.mean/std", {"mean": hidden.mean(), "std": [hidden.std(), 3, "text"]})
-        observe_grad("hidden", hidden)
-        return self.last(hidden)
+        return self.last(self.function(self.first(inputs), self.batch_idx))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated(batch[0])
 
 
-class Noisy(Observed):
-    is_noisy = True
-
-
-def record(folder: Path, model: type[Classifier], **options: Any) -> Any:
-    return train(model, DeterminismCallback(folder, mode="record", **options), epochs=1)
-
-
-def verify(folder: Path, current: Path, model: type[Classifier]) -> DeterminismCallback:
-    callback = DeterminismCallback(folder, current=current)
-    train(model, callback, epochs=1)
+def fit(callback: DeterminismCallback, function: Any, validated: Any = id) -> DeterminismCallback:
+    train(partial(Calls, function, validated), callback, epochs=1)
     return callback
 
 
-def named_sites(folder: Path, step: int = 0) -> list[Site]:
-    view = Run.open(folder).view(0, 0, step)
-    return [site for site in view.program.sites if site.name and ("hidden" in site.name or "noise" in site.name)]
+def recorded(folder: Path, function: Any, validated: Any = id, **options: Any) -> Program:
+    """Record a run, and return the program of its third step."""
+    fit(DeterminismCallback(folder / "run", mode="record", **options), function, validated)
+    run = Run.open(folder / "run")
+    assert (run.is_complete, run.rank(0).num_steps) == (True, 4)
+    return run.view(0, 0, 2).program
+
+
+def matching(folder: Path, function: Any) -> dict[str, Any]:
+    """Verify the run; return what was replayed."""
+    verdict = fit(DeterminismCallback(folder / "run", current=folder / "current"), function).verdict
+    assert verdict.verdict == "match"
+    return verdict.coverage.replayed
+
+
+def observed(hidden: Tensor, index: int, *, is_noisy: bool = False) -> Tensor:
+    """Observes values and gradients; what it may add to them differs at each run."""
+    hidden = torch.relu(hidden)
+    if is_noisy:
+        hidden.data.add_(next(_calls) / 100)
+    observe_non_deterministic("after noise", hidden)
+    observe("hidden.mean/std", {"mean": hidden.mean(), "std": [hidden.std(), 3, "text"]})
+    return observe_grad("hidden", hidden)
 
 
 @pytest.mark.parametrize("level", ["op", "state"])
 def test_observations_are_sites_of_the_run_at_every_level(level: str, tmp_path: Path) -> None:
-    record(tmp_path / "run", Observed, level=level)
-    found = [(site.phase, site.module, site.op, site.name) for site in named_sites(tmp_path / "run")]
+    sites = recorded(tmp_path, observed, level=level).sites
+    found = [(site.phase, site.module, site.op, site.name) for site in sites]
     paths = ("['mean']", "['std'][0]", "['std'][1]", "['std'][2]")
-    assert found == [
+    assert [place for place in found if "hidden" in (place[3] or "") or "noise" in (place[3] or "")] == [
         ("forward", "", "", "after noise"),
         *(("forward", "", "", f"hidden.mean/std{path}") for path in paths),
         ("backward", "", "", "grad of hidden"),
     ]
-    callback = verify(tmp_path / "run", tmp_path / "current", Observed)
-    assert callback.verdict.verdict == "match"
-    assert callback.verdict.coverage.replayed["after noise"]["differing"] == 0
+    assert matching(tmp_path, observed)["after noise"]["differing"] == 0
     if level == "op":
         with pytest.raises(DivergenceError, match=r"aten\.add_\.Tensor"):  # the noise itself is an op
-            verify(tmp_path / "run", tmp_path / "noisy", Noisy)
+            matching(tmp_path, partial(observed, is_noisy=True))
 
 
-class Regions(Classifier):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        inputs, labels = batch
-        hidden = self.first(inputs)
-        with enable_hash_mode():
-            hidden = torch.relu(hidden)
-            enable_hash_mode()
-            hidden = hidden * 2
-            disable_hash_mode()
-        return cross_entropy(self.last(hidden), labels)
+def with_regions(hidden: Tensor, index: int) -> Tensor:
+    with enable_hash_mode():
+        hidden = torch.relu(hidden)
+        enable_hash_mode()
+        hidden = hidden * 2
+        disable_hash_mode()
+    return hidden.tanh()
 
 
-class LeavesOpen(Classifier):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch_idx == 0:
-            enable_hash_mode()
-        return super().training_step(batch, batch_idx)
+def leaving_a_region_open(hidden: Tensor, index: int) -> Tensor:
+    if index == 0:
+        enable_hash_mode()
+    return hidden.tanh()
 
 
 def test_regions_add_ops_at_level_module(tmp_path: Path) -> None:
-    record(tmp_path / "run", Regions, level="module")
-    sites = Run.open(tmp_path / "run").view(0, 0, 1).program.sites
+    sites = recorded(tmp_path, with_regions, level="module").sites
     assert [site.op for site in sites if site.op and site.role == "output"] == ["aten.relu.default", "aten.mul.Tensor"]
-    callback = verify(tmp_path / "run", tmp_path / "current", Regions)
-    assert callback.verdict.verdict == "match"
+    matching(tmp_path, with_regions)
 
 
 @pytest.mark.parametrize("level", ["module", "state"])
 # ours, of a region that is too late
 @pytest.mark.filterwarnings("ignore:enable_hash_mode records nothing:det_callbacks.CoverageWarning")
 def test_a_region_that_is_left_open_goes_on_in_the_next_step_and_not_in_between(level: str, tmp_path: Path) -> None:
-    record(tmp_path / "run", LeavesOpen, level=level)
-    run = Run.open(tmp_path / "run")
-    assert run.is_complete
-    assert run.rank(0).num_steps == 4
-    assert any(site.op for site in run.view(0, 0, 2).program.sites) is (level != "state")
-    callback = verify(tmp_path / "run", tmp_path / "current", LeavesOpen)
-    assert callback.verdict.verdict == "match"
+    sites = recorded(tmp_path, leaving_a_region_open, level=level).sites
+    assert any(site.op for site in sites) is (level != "state")
+    matching(tmp_path, leaving_a_region_open)
 
 
 @pytest.mark.parametrize("function", [observe_non_deterministic, observe_non_deterministic_grad])
 def test_what_is_replayed_needs_every_step(function: Callable[..., Any], tmp_path: Path) -> None:
-    class Replays(Classifier):
-        def forward(self, inputs: Tensor) -> Tensor:
-            hidden = self.first(inputs)
-            function("hidden", hidden)
-            return self.last(hidden)
-
     with pytest.raises(SelectionError, match="Record with every_n_steps=1"):
-        record(tmp_path / "run", Replays, level="state", every_n_steps=2)
+        recorded(tmp_path, lambda hidden, _: function("hidden", hidden), level="state", every_n_steps=2)
 
 
-class Checkpointed(Validated):
-    """Observes a gradient inside checkpointed regions of both kinds, and a value in its validation."""
+def checkpointed(hidden: Tensor, index: int) -> Tensor:
+    """Observes a gradient inside checkpointed regions of both kinds."""
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        def block(hidden: Tensor, name: str) -> Tensor:
-            hidden = torch.tanh(hidden)
-            observe_grad(name, hidden)
-            return (hidden * hidden).exp()
+    def block(hidden: Tensor, name: str) -> Tensor:
+        hidden = torch.tanh(hidden)
+        observe_grad(name, hidden)
+        return (hidden * hidden).exp()
 
-        hidden = checkpoint(block, self.first(inputs), "inner", use_reentrant=False)
-        return self.last(checkpoint(block, hidden, "reentrant", use_reentrant=True))
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        observe("in validation", batch[0])
+    hidden = checkpoint(block, hidden, "inner", use_reentrant=False)
+    return checkpoint(block, hidden, "reentrant", use_reentrant=True)
 
 
 def test_gradients_in_checkpointed_regions_and_values_outside_of_the_steps(tmp_path: Path) -> None:
     with pytest.warns(CoverageWarning, match="'in validation' was observed outside the steps of the Determinism"):
-        record(tmp_path / "run", Checkpointed)
-    sites = Run.open(tmp_path / "run").view(0, 0, 1).program.sites
-    assert [sum(site.name == f"grad of {name}" for site in sites) for name in ("inner", "reentrant")] == [1, 1]
+        names = [site.name for site in recorded(tmp_path, checkpointed, partial(observe, "in validation")).sites]
+    assert [names.count(f"grad of {name}") for name in ("inner", "reentrant")] == [1, 1]
 
 
-class OpensAnother(Classifier):
-    folder = Path()
+def test_an_observer_inside_a_recorded_fit_is_refused(tmp_path: Path) -> None:
+    def opening_another(hidden: Tensor, index: int) -> Tensor:
+        with ObserverContext(tmp_path, "inner"):
+            return hidden
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        with ObserverContext(self.folder, "inner"):
-            return super().training_step(batch, batch_idx)
-
-
-def test_an_observer_inside_a_recorded_fit_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(OpensAnother, "folder", tmp_path)
     with pytest.raises(TraceError, match="Another observer is active"):
-        record(tmp_path / "run", OpensAnother)
+        recorded(tmp_path, opening_another)
     with ObserverContext(tmp_path, "after"):
         observe("nothing is left active", 1)

@@ -5,10 +5,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from faults import Deep, Training, find, first_of, verify
+from faults import Deep, Training, first_of, verify
 from trainers import LIGHTNING_ADVICE
 
 from det_callbacks import compare_runs
@@ -28,20 +29,18 @@ class InPlace(torch.optim.SGD):
         return loss
 
 
-def flip_a_bit(model: Any) -> None:
-    """Flip a bit of a gradient before the second update."""
+class FlipABit(pl.Callback):
+    """Flips a bit of a gradient before the second update."""
 
-    def flip(_: torch.optim.Optimizer) -> None:
-        if model.global_step == 1:
-            model.head.weight.grad.numpy().view(np.int32).flat[3] ^= 1 << 12
-
-    model.on_before_optimizer_step = flip
+    def on_before_optimizer_step(self, trainer: pl.Trainer, module: Any, optimizer: torch.optim.Optimizer) -> None:
+        if trainer.global_step == 1:
+            module.head.weight.grad.numpy().view(np.int32).flat[3] ^= 1 << 12
 
 
 def trainings(optimizer: Callable[..., torch.optim.Optimizer], **options: Any) -> tuple[Training, Training]:
     """Return two trainings of two steps, of which the second has the fault."""
     plain = partial(Training, model=partial(Deep, optimizer=optimizer, lr=0.1), options={"max_steps": 2, **options})
-    return plain(), plain(change=flip_a_bit)
+    return plain(), plain(callbacks=(FlipABit(),))
 
 
 @pytest.mark.parametrize(
@@ -51,7 +50,11 @@ def trainings(optimizer: Callable[..., torch.optim.Optimizer], **options: Any) -
 )
 def test_the_gradient_is_named_and_no_op_of_the_optimizer(optimizer: Any, tmp_path: Path) -> None:
     plain, flipped = trainings(optimizer)
-    verdict = find(plain.record(tmp_path / "reference"), flipped, tmp_path)
+    reference = plain.record(tmp_path / "reference")
+    verdict = verify(reference, flipped, tmp_path / "current")
+    offline = compare_runs(reference, flipped.record(tmp_path / "second"))
+    for name in ("first_divergence", "origins", "cause", "explanation"):
+        assert getattr(offline, name) == getattr(verdict, name)
     first = first_of(verdict)
     assert (first.step, first.phase, first.name) == (1, "gradient", "grad of head.weight")
     assert (first.kind, first.is_origin, verdict.origins, verdict.cause) == ("content", None, (), "backward")
