@@ -36,6 +36,7 @@ from det_callbacks.runs.metrics import read_metrics
 from det_callbacks.runs.peers import count_processes
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import (
+    MAX_ORIGINS,
     Cause,
     Counts,
     Coverage,
@@ -47,9 +48,6 @@ from det_callbacks.verdict import (
 
 SMALL_BYTES = 256 * 2**20
 """Two runs whose steps take less than this together are read whole: it takes a second or less."""
-
-MAX_ORIGINS = 100
-"""Origins that a verdict lists, those of the first ranks."""
 
 CHAINS_NOTE = (
     "Steps before the first difference were compared by their chains, and their digests were not read again "

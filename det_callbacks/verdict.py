@@ -12,6 +12,8 @@ from typing import Any, Literal
 import msgspec
 
 VERDICT_SCHEMA = 1
+MAX_ORIGINS = 100
+"""Origins that a verdict lists, those of the first ranks; one with as many may have left some out."""
 
 VerdictName = Literal["match", "diverged", "not_comparable"]
 Kind = Literal["content", "argument", "structure", "missing", "extra"]

@@ -59,11 +59,13 @@ def ranks_text(ranks: Sequence[int]) -> str:
 class Table:
     """Rows below their headings; columns of numbers are aligned to the right.
 
-    ``is_wide`` keeps each row in one line, however long, where there is no terminal: other programs can read it.
+    Of more rows than ``limit`` the first ones are printed, and the others counted. ``is_wide`` keeps each row in one
+    line, however long, where there is no terminal: other programs can read it.
     """
 
     columns: Sequence[str]
     rows: Sequence[Sequence[object]]
+    limit: int = sys.maxsize
     is_wide: bool = False
 
     def is_number(self, column: int) -> bool:
@@ -73,21 +75,27 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """One part of a report: a title, sentences, lines that are not wrapped, and a table; each may be missing."""
+    """One part of a report, as it is printed and as a page has it; each of what it is made of may be missing.
+
+    Attributes:
+        title: one line, printed in ``style``.
+        lines: sentences.
+        items: entries of a list.
+        facts: what is known, each with its name; "" for the name of the one before.
+        code: lines that are not wrapped, since they are copied, or align by themselves.
+        table: rows.
+    """
 
     title: str = ""
     style: str = "bold"
     lines: Sequence[str] = ()
+    items: Sequence[str] = ()
+    facts: Sequence[tuple[str, str]] = ()
     code: Sequence[str] = ()
     table: Table | None = None
 
 
 Report = Sequence[Section]
-
-
-def indented(lines: Iterable[str]) -> list[str]:
-    """Return lines two columns further to the right."""
-    return [f"  {line}" for line in lines]
 
 
 def make_console(*, stderr: bool = False) -> Console:
@@ -114,13 +122,15 @@ def print_report(report: Report, console: Console | None = None) -> None:
             print_line(console)
         if section.title:
             print_line(console, section.title, section.style)
-        for line in section.lines:
-            indent = line[: len(line) - len(line.lstrip())]
-            wrapper = textwrap.TextWrapper(console.width, subsequent_indent=indent)
+        indent = "  " if section.title else ""
+        width = max((len(name) for name, _ in section.facts), default=0)
+        facts = [f"{indent}{name:<{width}}  {fact}" for name, fact in section.facts]
+        for line in (*section.lines, *(f"  {item}" for item in section.items), *facts):
+            wrapper = textwrap.TextWrapper(console.width, subsequent_indent=line[: len(line) - len(line.lstrip())])
             wrapper.break_long_words = wrapper.break_on_hyphens = False
             print_line(console, "\n".join(wrapper.wrap(line)))
         for line in section.code:
-            print_line(console, line)
+            print_line(console, indent + line)
         if section.table is not None:
             _print_table(console, section.table)
 
@@ -132,7 +142,7 @@ def print_line(console: Console, text: str = "", style: str = "") -> None:
 
 def _print_table(console: Console, table: Table) -> None:
     """Print a table; the widest columns are folded until it fits, between words as long as that is enough."""
-    rows = [[str(cell) for cell in row] for row in (table.columns, *table.rows)]
+    rows = [[str(cell) for cell in row] for row in (table.columns, *table.rows[: table.limit])]
     columns = [*zip(*rows, strict=True)]
     widths = [max(map(len, column)) for column in columns]
     words = [max(len(word) for cell in column for word in (cell.split() or [""])) for column in columns]
@@ -149,6 +159,8 @@ def _print_table(console: Console, table: Table) -> None:
         for cells in zip_longest(*folded, fillvalue=""):
             padded = (f"{cell:{sign}{width}}" for cell, sign, width in zip(cells, signs, widths, strict=True))
             print_line(console, "  ".join(padded).rstrip(), "" if number else "bold")
+    if len(table.rows) > table.limit:
+        print_line(console, f"and {len(table.rows) - table.limit:,} more")
 
 
 # ends

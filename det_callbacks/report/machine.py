@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from det_callbacks.compare.arguments import ArgumentReader
 from det_callbacks.errors import SelectionError
 from det_callbacks.nondeterminism import BEHAVIOURS, OpFact, may_apply
-from det_callbacks.report.console import Section, Table, count, indented
+from det_callbacks.report.console import Section, Table, count
 from det_callbacks.report.run import head_lines
 from det_callbacks.runs.program import StepView
 from det_callbacks.runs.store import Run
@@ -134,7 +134,7 @@ def doctor_report(diagnosis: "Diagnosis") -> list[Section]:
         asked.append(line + (f", here {one.in_force!r}: {one.effect}" if one.state != "in force" else ""))
         asked += [f"{'':<16}{one.to_do}"] if one.to_do else []
     asker = "the defaults of DeterminismSettings" if against is None else f"in force in {against}"
-    report = [Section(lines=head), Section(title=f"Asked for ({asker})", lines=indented(asked))]
+    report = [Section(lines=head), Section(title=f"Asked for ({asker})", items=asked)]
     if others := [f"{one.name} {one.in_force!r}" for one in diagnosis.settings if one.state == "left alone"]:
         report.append(Section(title="Left as they are", lines=[", ".join(others)]))
     if against is not None:

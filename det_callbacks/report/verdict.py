@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError
-from det_callbacks.report.console import Section, Table, count, indented, listed, to_text
+from det_callbacks.report.console import Section, Table, count, listed, to_text
 from det_callbacks.runs.program import REGION
 from det_callbacks.runs.store import Run
-from det_callbacks.verdict import Divergence, Numbers, TensorNumbers, Verdict
+from det_callbacks.verdict import MAX_ORIGINS, Divergence, TensorNumbers, Verdict
 
 PRINTED_ORIGINS = 20
 MAX_NUMBERS = 5
@@ -62,27 +62,47 @@ def disagreement_text(verdict: Verdict, *, path: Path, num_agreed: int, num_drop
 
 def verdict_report(verdict: Verdict) -> list[Section]:
     """Return the word, the sentence, where it began, what was covered, and what to do next."""
-    first, origins = verdict.first_divergence, verdict.origins
+    return [*head_report(verdict), *difference_report(verdict), *coverage_report(verdict)]
+
+
+def head_report(verdict: Verdict) -> list[Section]:
+    """Return the word with the sentence, the runs and the cause, and what led to it."""
     named = [(name, getattr(verdict, name)) for name in ("reference", "current", "cause")]
-    facts = [f"{name:<9}  {fact}" for name, fact in named if fact is not None]
     head = Section(title=_word(verdict), style=_STYLES[verdict.verdict], lines=[verdict.explanation])
-    report = [head, Section(code=facts)]
-    if verdict.evidence:
-        report.append(Section(title="Evidence", lines=indented(verdict.evidence)))
+    report = [head, Section(facts=[(name, fact) for name, fact in named if fact is not None])]
+    return [*report, Section(title="Evidence", items=verdict.evidence)] if verdict.evidence else report
+
+
+def difference_report(verdict: Verdict) -> list[Section]:
+    """Return the first divergence with its source text, by how much it and origins differ, and all origins."""
+    first, origins, report = verdict.first_divergence, verdict.origins, list[Section]()
     if first is not None:
-        facts = [f"{name:<8} {fact}" for name, fact in facts_of(first)]
-        facts += [f"{'':<8} {line}" for line in source_lines(verdict)]
-        report.append(Section(title="First divergence", code=indented(facts)))
-    report += [_by_how_much(one, is_first=one == first) for one in shown_numbers(verdict)]
+        report.append(Section(title="First divergence", facts=_facts(first), code=_source_text(verdict)))
+    known = [one for one in dict.fromkeys((*([] if first is None else [first]), *origins)) if one.numbers is not None]
+    report += [_by_how_much(one, is_first=one == first) for one in known[:MAX_NUMBERS]]
     if origins:
-        more = f", the first {PRINTED_ORIGINS} of {len(origins)}" if len(origins) > PRINTED_ORIGINS else ""
-        title = f"Origins (differing, though nothing they read differs{more})"
-        report.append(Section(title=title, table=origin_table(verdict, PRINTED_ORIGINS)))
-    report.append(Section(title="Compared", lines=indented(coverage_lines(verdict))))
+        which = f"the first {MAX_ORIGINS}, " if len(origins) >= MAX_ORIGINS else ""
+        title = f"Origins ({which}differing, though nothing they read differs)"
+        report.append(Section(title=title, table=_origin_table(verdict)))
+    return report
+
+
+def coverage_report(verdict: Verdict) -> list[Section]:
+    """Return in which environments how much was compared, and what to do next."""
+    report = list[Section]()
     if verdict.environment:
-        report.append(Section(title="Environment differences", table=environment_table(verdict)))
+        rows = [
+            (
+                *(one.name, str(one.reference), str(one.current)),
+                *("machine" if one.is_machine else "choice", "yes" if one.changes_bits else "no"),
+            )
+            for one in verdict.environment
+        ]
+        table = Table(columns=("name", "reference", "current", "kind", "can change bits"), rows=rows)
+        report.append(Section(title="Environment differences", table=table))
+    report.append(Section(title="Compared", items=_coverage(verdict)))
     if lines := next_lines(verdict):
-        report.append(Section(title="Next", code=indented(lines)))
+        report.append(Section(title="Next", code=lines))
     return report
 
 
@@ -93,7 +113,7 @@ def _word(verdict: Verdict) -> str:
 # the first divergence and the origins
 
 
-def facts_of(divergence: Divergence) -> list[tuple[str, str]]:
+def _facts(divergence: Divergence) -> list[tuple[str, str]]:
     """Return what is known of a divergence, each with its name."""
     is_graph = divergence.op.startswith(REGION) and divergence.op.endswith(".graph")
     kind = "another compiled graph" if is_graph and divergence.kind == "structure" else _KINDS[divergence.kind]
@@ -120,7 +140,7 @@ def facts_of(divergence: Divergence) -> list[tuple[str, str]]:
     return [(name, fact) for name, fact in facts if fact]
 
 
-def source_lines(verdict: Verdict) -> list[str]:
+def _source_text(verdict: Verdict) -> list[str]:
     """Return the source text of the first divergence as its run recorded it; [] where the run has none of it."""
     first = verdict.first_divergence
     if first is None or not first.source:
@@ -138,50 +158,42 @@ def source_lines(verdict: Verdict) -> list[str]:
     return [f"{'>' if str(at) == number else ' '} {at:>4}  {line}".rstrip() for at, line in shown]
 
 
-def origin_table(verdict: Verdict, limit: int) -> Table:
-    """Return the first origins, with ranks where there are several."""
-    shown = verdict.origins[:limit]
-    start = 0 if verdict.coverage.ranks > 1 or any(origin.rank for origin in shown) else 1
+def _origin_table(verdict: Verdict) -> Table:
+    """Return the origins, with ranks where there are several."""
+    start = 0 if verdict.coverage.ranks > 1 or any(origin.rank for origin in verdict.origins) else 1
     columns = ("rank", "step", "phase", "module", "op", "name", "kind", "source")
     rows = [
         (
             *(one.rank, one.step, one.phase, one.module or "-", f"{one.op}#{one.occurrence}", one.name or "-"),
             *(one.kind, one.source[0] if one.source else "-"),
         )[start:]
-        for one in shown
+        for one in verdict.origins
     ]
-    return Table(columns=columns[start:], rows=rows)
+    return Table(columns=columns[start:], rows=rows, limit=PRINTED_ORIGINS)
 
 
 # by how much
 
 
-def shown_numbers(verdict: Verdict) -> tuple[Divergence, ...]:
-    """Return the divergences of a verdict whose numbers are shown: the first one, and the first origins."""
-    first = verdict.first_divergence
-    known = dict.fromkeys(() if first is None else (first,)) | dict.fromkeys(verdict.origins)
-    return tuple(divergence for divergence in known if divergence.numbers is not None)[:MAX_NUMBERS]
-
-
-def place_of(divergence: Divergence) -> str:
-    """Return where a divergence is, in a few words."""
-    module = f" in {divergence.module}" if divergence.module else ""
-    rank = f", rank {divergence.rank}" if divergence.rank else ""
-    return f"{divergence.phase}: {divergence.op} #{divergence.occurrence}, output {divergence.output}{module}{rank}"
-
-
-def tensor_lines(numbers: Numbers) -> list[tuple[str, str]]:
-    """Return name and difference of each output and of what was read, and how many of these are not listed."""
-    lines = [
-        (f"{role}{tensor.tensor}{f' ({tensor.name})' if tensor.name else ''}", how_much(tensor))
-        for role, tensors in (("", numbers.output), ("read: ", numbers.inputs))
-        for tensor in tensors
-    ]
+def _by_how_much(one: Divergence, *, is_first: bool) -> Section:
+    numbers, title = one.numbers, "By how much"
+    assert numbers is not None, "it was chosen by them"
+    if not is_first:
+        module, rank = one.module and f" in {one.module}", f", rank {one.rank}" if one.rank else ""
+        title += f", {one.phase}: {one.op} #{one.occurrence}, output {one.output}{module}{rank}"
+    if numbers.problem:
+        return Section(title=title, items=[f"cannot be told: {numbers.problem}"])
+    facts = list[tuple[str, str]]()
+    for role, tensors in (("", numbers.output), ("read: ", numbers.inputs)):
+        for tensor in tensors:
+            facts.append((f"{role}{tensor.tensor}{f' ({tensor.name})' if tensor.name else ''}", _how_much(tensor)))
+            if not role and tensor.num_differing and (distances := _distances(tensor)):
+                facts.append(("", f"elements at each distance in ULPs: {distances}"))
     more = numbers.num_inputs - len(numbers.inputs)
-    return [*lines, ("", f"and {count(more, 'further input')}")] if more > 0 else lines
+    return Section(title=title, facts=[*facts, *([("", f"and {count(more, 'further input')}")] if more > 0 else [])])
 
 
-def how_much(tensor: TensorNumbers) -> str:
+def _how_much(tensor: TensorNumbers) -> str:
     """Return by how much a tensor differs: "1 of 320 elements differ, by 1 ULP, first at [3, 7]: ..."."""
     if tensor.problem:
         return tensor.problem
@@ -207,45 +219,17 @@ def how_much(tensor: TensorNumbers) -> str:
     return text
 
 
-def histogram(tensor: TensorNumbers) -> list[tuple[str, int]]:
-    """Return how many elements lie in each range of distances ("0", "1", "2-3", ..., "NaN"), where any does."""
+def _distances(tensor: TensorNumbers) -> str:
+    """Return how many elements lie in each range of distances, where any does: "0: 7, 2-3: 1, NaN: 2"."""
     ranges = (str(index) if index < 2 else f"{2 ** (index - 1):,}-{2**index - 1:,}" for index in range(99))
     rows = [*zip(ranges, tensor.ulps, strict=False), ("NaN", tensor.num_nan), ("Inf", tensor.num_inf)]
-    return [(label, number) for label, number in rows if number]
-
-
-def _by_how_much(divergence: Divergence, *, is_first: bool) -> Section:
-    numbers = divergence.numbers
-    assert numbers is not None, "it was chosen by them"
-    title = "By how much" + ("" if is_first else f", {place_of(divergence)}")
-    if numbers.problem:
-        return Section(title=title, lines=[f"  cannot be told: {numbers.problem}"])
-    lines = tensor_lines(numbers)
-    width = max(len(name) for name, _ in lines)
-    shown = [f"  {name:<{width}}  {text}" for name, text in lines]
-    for tensor in numbers.output:
-        if tensor.num_differing and (bins := histogram(tensor)):
-            each = ", ".join(f"{label}: {number:,}" for label, number in bins)
-            shown.append(f"  {'':<{width}}  elements at each distance in ULPs: {each}")
-    return Section(title=title, lines=shown)
+    return ", ".join(f"{label}: {number:,}" for label, number in rows if number)
 
 
 # what was compared, and what comes next
 
 
-def environment_table(verdict: Verdict) -> Table:
-    """Return the environment's differences."""
-    rows = [
-        (
-            *(one.name, str(one.reference), str(one.current)),
-            *("machine" if one.is_machine else "choice", "yes" if one.changes_bits else "no"),
-        )
-        for one in verdict.environment
-    ]
-    return Table(columns=("name", "reference", "current", "kind", "can change bits"), rows=rows)
-
-
-def coverage_lines(verdict: Verdict) -> list[str]:
+def _coverage(verdict: Verdict) -> list[str]:
     """Return how much was compared, and what was not looked into."""
     counts, coverage = verdict.counts, verdict.coverage
     span = "" if coverage.steps is None else f" ({coverage.steps[0]} to {coverage.steps[1]})"

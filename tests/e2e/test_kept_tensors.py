@@ -194,7 +194,6 @@ def test_one_ulp_is_said_alike_live_by_diff_and_in_the_report(
     for content in (printed, page, (tmp_path / "current" / "report.html").read_text()):
         assert sentence in unwrapped(content)
         assert place in unwrapped(content)
-    assert page.count('class="bar"') == 1
     assert "record step" not in text, "there is nothing left to record"
 
 
@@ -295,7 +294,7 @@ def test_what_a_budget_does_not_suffice_for_is_said_everywhere(
     assert numbers_of(verdict).problem.startswith(problem)
     assert numbers_of(verdict).output == ()
     assert f"cannot be told: {problem}" in unwrapped(verdict_lines(verdict))
-    assert f"This cannot be told: {problem}" in (tmp_path / "current" / "report.html").read_text()
+    assert f"cannot be told: {problem}" in (tmp_path / "current" / "report.html").read_text()
     assert "keep_tensors=" in verdict_lines(verdict)
     assert numbers_of(compare_runs(reference, tmp_path / "current")) == numbers_of(verdict)
 

@@ -18,15 +18,13 @@ from det_callbacks.report.console import Table, count
 from det_callbacks.report.run import describe_site, describe_tensor
 from det_callbacks.runs.program import Site
 from det_callbacks.runs.store import Run
-from det_callbacks.verdict import Divergence, Verdict
+from det_callbacks.verdict import MAX_ORIGINS, Divergence, Verdict
 
 MAX_MAPS, MAX_COLUMNS, MAX_ROWS = 16, 800, 100
 """Heat maps (one for each rank and fit), columns of all of them (200 of each at most), and rows of each."""
 MAX_STEPS, FIRST_SITES, MAX_SITES = 120, 200, 20
 """Steps that are listed in all, sites of the first step of each map in all, and of any other step."""
 MAX_SPANS = 50
-SHOWN_ORIGINS = 100
-"""Origins that a verdict lists; one with as many may have left some out."""
 
 MATCH, ORIGIN, CARRIED, NOT_COMPARED = "moc."
 """The states of a cell."""
@@ -217,7 +215,7 @@ class _Builder:
         is_first = rank not in self._known_names
         known_names = self._known_names.setdefault(rank, set())
         starting = np.isin(sites.rows, sites.starting("here"))
-        if is_first and len(self._verdict.origins) < SHOWN_ORIGINS:
+        if is_first and len(self._verdict.origins) < MAX_ORIGINS:
             origins = {_place(one) for one in self._verdict.origins if (one.rank, one.step) == (rank, step)}
             starting[:] = [_place(site) in origins for site in found]
         is_of_first = is_first and first is not None and first.rank == rank
@@ -241,7 +239,7 @@ class _Builder:
         if num_fits > MAX_MAPS:
             notes.append(f"Heat maps of {MAX_MAPS} of {num_fits}: first those of ranks where a difference starts.")
         if self._verdict.coverage.replayed:
-            notes.append("Where saved tensors were restored, as Coverage says, the heat map shows a match.")
+            notes.append("Where saved tensors were restored, as it says under Compared, the heat map shows a match.")
         return notes
 
 

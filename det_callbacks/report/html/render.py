@@ -1,14 +1,15 @@
 """A report as one HTML file that loads and runs nothing; all text of a run is foreign, and Jinja2 escapes it."""
 
+import re
 from importlib.metadata import version
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from det_callbacks.errors import DetCallbacksError
-from det_callbacks.report import verdict as words
-from det_callbacks.report.console import Table, count
-from det_callbacks.report.html.model import SHOWN_ORIGINS, HeatMap, build_maps
+from det_callbacks.report.console import Section, Table, count
+from det_callbacks.report.html.model import HeatMap, build_maps
+from det_callbacks.report.verdict import coverage_report, difference_report, head_report
 from det_callbacks.runs.files import replace_atomically
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import Verdict
@@ -33,7 +34,7 @@ def write_report(path: str | Path, verdict: Verdict, *, reference: str | Path, c
         ReferenceNotFoundError: there is no run at one of the paths.
         ReferenceFormatError: a file of a run is damaged.
     """
-    path, first = Path(path), verdict.first_divergence
+    path = Path(path)
     maps, notes = build_maps(verdict, *(Run.open(run, check_steps=False) for run in (reference, current)))
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -42,20 +43,17 @@ def write_report(path: str | Path, verdict: Verdict, *, reference: str | Path, c
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters = {"count": count, "number": "{:,}".format, "histogram": words.histogram, "lines": words.tensor_lines}
-    environment.filters.update(filters, size=_size, strokes=_strokes, diamonds=_diamonds)
+    environment.filters.update(count=count, number="{:,}".format, size=_size, strokes=_strokes, diamonds=_diamonds)
+    ranks = [Section(title="Ranks", table=_rank_table(maps))] if len(maps) > 1 else []
+    sections = [*difference_report(verdict), *ranks, *coverage_report(verdict)]
+    names = [re.split(r", | \(", section.title)[0] for section in sections]
     content = environment.get_template("report.html.j2").render(
+        verdict=verdict,
+        head=head_report(verdict)[2:],
+        names={name: names.index(name) for name in names},
+        sections=sections,
         maps=maps,
         notes=notes,
-        verdict=verdict,
-        facts_of_first=[] if first is None else words.facts_of(first),
-        source=words.source_lines(verdict),
-        numbers=[(one, words.place_of(one)) for one in words.shown_numbers(verdict)],
-        origins=words.origin_table(verdict, SHOWN_ORIGINS),
-        environment=words.environment_table(verdict),
-        ranks=_rank_table(maps),
-        coverage=words.coverage_lines(verdict),
-        next=words.next_lines(verdict),
         version=version("det_callbacks"),
     )
     try:
