@@ -58,20 +58,10 @@ class LateLaunchers:
             content = b"".join(self.tiles.get(sums + SUM_BYTES_PER_TILE * tile, b"") for tile in range(num_tiles))
             content = content.ljust(size, b"?")
             for begin in range(0, size, LEAF_BYTES):
-                self.store(target, content[begin : begin + LEAF_BYTES])
+                ctypes.c_uint64.from_address(target).value = digest_bytes(content[begin : begin + LEAF_BYTES])
                 target += 8
                 leaf += 1
         assert leaf == num_programs
-
-    def hash_words(self, num_programs: int, stream: int, constants: int, rows: int) -> None:
-        self.note("hash_words", num_programs, stream)
-        for number in range(num_programs):
-            address, size, target = words_at(rows + 24 * number, 3)
-            assert 0 < size <= LEAF_BYTES
-            self.store(target, ctypes.string_at(address, size))
-
-    def store(self, target: int, content: bytes) -> None:
-        ctypes.c_uint64.from_address(target).value = digest_bytes(content)
 
 
 def late_kernels() -> SimpleNamespace:

@@ -94,7 +94,7 @@ def compile_for(capability):
     launched.clear()
     driver.set_active(Driver(capability))
     from det_callbacks.digest.device import triton_kernels as kernels
-    functions = (kernels._sum_blocks, kernels._hash_leaves, kernels._hash_words)
+    functions = (kernels._sum_blocks, kernels._hash_leaves)
     for function in functions:
         function.device_caches.clear()
     launchers = kernels.Launchers()
@@ -106,7 +106,6 @@ def compile_for(capability):
     for sums, first in ((big, 16), (big + 16, 1), (16, big)):
         launchers.sum_blocks(5, 77, big, sums, first, 1, *spans[:-2], 0, first)
         launchers.hash_leaves(6, 77, big, sums, first)
-        launchers.hash_words(7, 77, big, sums)
     for function in functions:
         (compiled,) = function.device_caches[0][0].values()
         assert compiled.asm["cubin"] and "ld.global" in compiled.asm["ptx"], capability
@@ -114,11 +113,10 @@ def compile_for(capability):
     # aligned spans are read 16 bytes at a time
     (compiled,) = kernels._sum_blocks.device_caches[0][0].values()
     assert "ld.global.v2" in compiled.asm["ptx"]
-    assert [name for name, _, _ in launched] == ["_sum_blocks", "_hash_leaves", "_hash_words"] * 3
+    assert [name for name, _, _ in launched] == ["_sum_blocks", "_hash_leaves"] * 3
     assert launched[0][1:] == ((5, 1, 1, 77), (big, big, 16, 1, *spans[:-2], 0, 16)), launched[0]
     assert launched[1][1:] == ((6, 1, 1, 77), (big, big, 16)), launched[1]
-    assert launched[2][1:] == ((7, 1, 1, 77), (big, big)), launched[2]
-    assert launched[6][2] == (big, 16, big, 1, *spans[:-2], 0, big)
+    assert launched[4][2] == (big, 16, big, 1, *spans[:-2], 0, big)
 
 
 for capability in (80, 90):
@@ -130,7 +128,7 @@ for capability in (80, 90):
 def test_the_kernels_compile_once_for_gpus_that_are_not_there(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason=NEEDS_TRITON)
     output = run_python("-c", COMPILE, TRITON_CACHE_DIR=str(tmp_path))
-    names = ["_sum_blocks", "_hash_leaves", "_hash_words"]
+    names = ["_sum_blocks", "_hash_leaves"]
     assert output.splitlines() == [f"{name} {capability}" for capability in (80, 90) for name in names]
 
 

@@ -71,12 +71,12 @@ def digests(values: list[torch.Tensor]) -> list[int]:
     return [digest_tensor(value) for value in values]
 
 
-def test_a_flush_is_one_launch_and_a_step_two_more(method: StreamedDigest) -> None:
+def test_a_flush_is_one_launch_and_a_step_one_more(method: StreamedDigest) -> None:
     values = random_bytes(5, 3 * LEAF_BYTES, 70_000)
     launched = [method.launch(spans(values), "main") for _ in range(40)]
     assert method.names() == ["sum_blocks"] * 40
     assert method.collect(launched) == digests(values) * 40
-    assert method.names() == ["hash_leaves", "hash_words"]
+    assert method.names() == ["hash_leaves"]
     assert method.collect([method.launch(spans(values[:1]), "main")]) == digests(values[:1])
     assert method.names() == ["sum_blocks", "hash_leaves"]
 
@@ -108,22 +108,6 @@ def test_random_launches_give_the_digests_of_their_moment(seed: int, monkeypatch
         assert method.collect(waiting[queue]) == expected[queue]
 
 
-def test_hashes_of_hashes_go_level_by_level(method: StreamedDigest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With small leaves; in truth a third level begins above 8 GiB."""
-    leaf = 1024
-    monkeypatch.setattr(triton_digest, "LEAF_BYTES", leaf)
-    monkeypatch.setattr("late_kernels.LEAF_BYTES", leaf)
-
-    def level_by_level(content: bytes) -> int:
-        hashes = [triton_digest.digest_bytes(content[begin : begin + leaf]) for begin in range(0, len(content), leaf)]
-        return hashes[0] if len(hashes) == 1 else level_by_level(b"".join(one.to_bytes(8, "little") for one in hashes))
-
-    values = random_bytes(leaf, leaf + 1, 128 * leaf, 128 * leaf + 1, 20_000 * leaf, 5)
-    expected = [level_by_level(value.numpy().tobytes()) for value in values]
-    assert method.collect([method.launch(spans(values), "main")]) == expected
-    assert method.names() == ["sum_blocks", "hash_leaves", *["hash_words"] * 3]
-
-
 def test_streams_have_their_own_launches_and_the_end_waits_for_those_that_are_asked_for(method: StreamedDigest) -> None:
     values = random_bytes(100, 2 * LEAF_BYTES)
     launched = [method.launch(spans(values), stream) for stream in ("main", "side", "main")]
@@ -131,7 +115,7 @@ def test_streams_have_their_own_launches_and_the_end_waits_for_those_that_are_as
     assert method.waits() == []
     assert method.collect(launched) == digests(values) * 3
     assert method.waits() == [("main", "waits for", "side")]
-    assert method.names() == ["sum_blocks"] * 4 + ["hash_leaves", "hash_words"] * 2
+    assert method.names() == ["sum_blocks"] * 4 + ["hash_leaves"] * 2
     method.notes.clear()
     # a stream of an earlier step may be gone: a library's own one is destroyed with the library's objects
     assert method.collect([method.launch(spans(values), "main")]) == digests(values)
@@ -165,7 +149,7 @@ def test_nothing_is_done_in_a_capture(method: StreamedDigest, monkeypatch: pytes
     assert method.collect([saved]) == digests(values)
 
 
-@pytest.mark.parametrize("kernel", ["sum_blocks", "hash_leaves", "hash_words"])
+@pytest.mark.parametrize("kernel", ["sum_blocks", "hash_leaves"])
 def test_what_raises_loses_the_digests_of_its_stream_at_most(
     kernel: str, method: StreamedDigest, monkeypatch: pytest.MonkeyPatch
 ) -> None:

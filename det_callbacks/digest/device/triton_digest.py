@@ -41,13 +41,13 @@ class Launched:
         stream: that they are read on.
         sizes: in bytes.
         sums: of their blocks; None once the kernels that need them are enqueued.
-        digests: on the device, in the order of the spans, there when these kernels have run.
+        hashes: of the spans' leaves, on the device, there when these kernels have run.
     """
 
     stream: Hashable
     sizes: tuple[int, ...]
     sums: torch.UntypedStorage | None
-    digests: torch.UntypedStorage
+    hashes: torch.UntypedStorage
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class _Waiting:
 class TritonDigest:
     """Triton kernels on a CUDA device: no copy of the tensors, no synchronisation before the digests are collected.
 
-    A launch is one kernel for up to 16 spans, without a copy, and every half GiB of spans a small copy and two more.
+    A launch is one kernel for up to 16 spans, without a copy, and every half GiB of spans a small copy and one more.
     Takes up to 32 MiB of the device's memory for each stream that is used, and a sixteenth of the largest launch.
 
     A launch tells the allocator of each span's storage that the stream uses it: memory that was allocated on another
@@ -112,7 +112,8 @@ class TritonDigest:
         with self._lock, self._on(stream):
             self._hold([span for span in spans if span[0]._cdata not in unheld] if unheld else spans, stream)
             num_tiles = sum(-(-size // self._tile_bytes) for _, size in places)
-            sums, digests = self._memory(num_tiles * self._tile_words), self._memory(len(spans))
+            sizes = tuple(size for _, size in places)
+            sums, hashes = self._memory(num_tiles * self._tile_words), self._memory(sum(map(_num_leaves, sizes)))
             address = sums.data_ptr()
             for first in range(0, len(places), self._spans_per_launch):
                 group = places[first : first + self._spans_per_launch]
@@ -123,8 +124,7 @@ class TritonDigest:
                     group_tiles, self._handle(stream), self._constants.data_ptr(), address, *arguments
                 )
                 address += 8 * self._tile_words * group_tiles
-            sizes = tuple(size for _, _, size in spans)
-            launched = Launched(stream=stream, sizes=sizes, sums=sums, digests=digests)
+            launched = Launched(stream=stream, sizes=sizes, sums=sums, hashes=hashes)
             waiting = self._waiting.setdefault(stream, _Waiting())
             waiting.launches.append(launched)
             waiting.num_bytes += sums.nbytes()
@@ -133,7 +133,7 @@ class TritonDigest:
         return launched
 
     def collect(self, launched: Sequence[Launched]) -> list[int]:
-        """Fetch the digests: one copy on the device, one to the host, and one event that is waited for.
+        """Fetch the hashes: one copy on the device, one to the host, and one event that is waited for.
 
         Raises:
             DetCallbacksError: if the current stream is capturing a CUDA graph, or a launch failed that these digests
@@ -152,58 +152,45 @@ class TritonDigest:
                     "their digests again"
                 )
             with torch.inference_mode(False), self._on(self.stream()):
-                found = self._host_words(sum(len(part.sizes) for part in launched))
-                found.copy_(torch.cat([self._words(part.digests) for part in launched]), non_blocking=True)
+                found = self._host_words(sum(part.hashes.nbytes() // 8 for part in launched))
+                found.copy_(torch.cat([self._words(part.hashes) for part in launched]), non_blocking=True)
                 if self._is_cuda:
                     passed = torch.cuda.Event()
                     passed.record()
                     passed.synchronize()
-        words: list[int] = found.numpy().view("uint64").tolist()
-        return words
+        hashes, digests, first = found.numpy().view("uint64"), [], 0
+        for size in (size for part in launched for size in part.sizes):
+            leaves = hashes[first : first + _num_leaves(size)]
+            digests.append(int(leaves[0]) if len(leaves) == 1 else digest_bytes(leaves.data))
+            first += len(leaves)
+        return digests
 
     def _finish(self, stream: Hashable) -> None:
-        """Enqueue the kernels that make digests of the sums that wait on a stream, the current one.
+        """Enqueue the kernel that makes leaf hashes of the sums that wait on a stream, the current one.
 
         Where anything raises, Ctrl-C included, the digests of these launches are lost: they keep their sums.
         """
         launches = self._waiting.pop(stream, _Waiting()).launches
         if not launches:
             return
-        # the leaf hashes of spans that have several, and the hashes of these, level by level
-        hashes = self._memory(sum(sum(_counts(size)[:-1]) for launched in launches for size in launched.sizes))
-        place = hashes.data_ptr()
         rows: list[int] = []
-        levels: list[list[int]] = []
         num_leaves = 0
         for launched in launches:
             assert launched.sums is not None
-            sums, digest = launched.sums.data_ptr(), launched.digests.data_ptr()
+            sums, target = launched.sums.data_ptr(), launched.hashes.data_ptr()
             for size in launched.sizes:
-                counts = _counts(size)
-                rows += (num_leaves, sums, size, place if len(counts) > 1 else digest)
-                num_leaves += counts[0]
-                for number, count in enumerate(counts[:-1]):
-                    following = place + 8 * count if number + 2 < len(counts) else digest
-                    if len(levels) == number:
-                        levels.append([])
-                    for begin in range(0, 8 * count, LEAF_BYTES):
-                        length = min(LEAF_BYTES, 8 * count - begin)
-                        levels[number] += (place + begin, length, following + begin // LEAF_BYTES * 8)
-                    place += 8 * count
+                rows += (num_leaves, sums, size, target)
+                num_leaves += _num_leaves(size)
                 sums += -(-size // self._tile_bytes) * self._tile_words * 8
-                digest += 8
-        words = [word for part in (rows, *levels) for word in part]
+                target += 8 * _num_leaves(size)
         with torch.inference_mode(False):
-            host = self._host_words(len(words))
-            host.numpy().view("int64")[:] = words
-            table = self._memory(len(words))
+            host = self._host_words(len(rows))
+            host.numpy().view("int64")[:] = rows
+            table = self._memory(len(rows))
             self._words(table).copy_(host, non_blocking=True)
-        handle, constants, address = self._handle(stream), self._constants.data_ptr(), table.data_ptr()
-        self._launchers.hash_leaves(num_leaves, handle, constants, address, len(rows) // 4)
-        address += 8 * len(rows)
-        for level in levels:
-            self._launchers.hash_words(len(level) // 3, handle, constants, address)
-            address += 8 * len(level)
+        self._launchers.hash_leaves(
+            num_leaves, self._handle(stream), self._constants.data_ptr(), table.data_ptr(), len(rows) // 4
+        )
         for launched in launches:
             launched.sums = None
 
@@ -251,12 +238,8 @@ class TritonDigest:
                 yield
 
 
-def _counts(size: int) -> list[int]:
-    """Return how many hashes there are of a span's leaves, of the leaves of these, and so on until there is one."""
-    counts = [-(-size // LEAF_BYTES)]
-    while counts[-1] > 1:
-        counts.append(-(-8 * counts[-1] // LEAF_BYTES))
-    return counts
+def _num_leaves(size: int) -> int:
+    return -(-size // LEAF_BYTES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,8 @@ blocks are found at once. Between two blocks the accumulators are scrambled, one
 
 * ``_sum_blocks``: 64 bytes for each block, up to 16 spans a launch. They come as the launch's arguments: a table would
   have to be copied to the device first, and the device idles between a copy and the kernel that waits for it.
-* ``_hash_leaves``, a warp for each leaf, and ``_hash_words``, a warp for the leaf hashes of each span that has several:
-  once for what hundreds of MiB have left of sums, told by one table (``det_callbacks.digest.device.lanes`` says when).
+* ``_hash_leaves``, a warp for each leaf: once for what hundreds of MiB have left of sums, told by one table
+  (``det_callbacks.digest.device.triton_digest`` says when). The host joins the hashes of a span's leaves.
 
 Bytes of a span are read as aligned words of 8 bytes, of which two are joined where the span begins between them: a load
 that is not aligned is an error on a GPU. An aligned word with one byte of a span in it lies in the same page and
@@ -92,10 +92,10 @@ def _mix(word, key):
 
 
 @triton.jit
-def _with_neighbours(products, totals, NUM_ROWS: tl.constexpr):  # noqa: N803  # a constexpr is written so
-    """Return accumulators: a word is added to its neighbour's."""
-    even, odd = tl.split(tl.reshape(totals, [NUM_ROWS, 4, 2]))
-    return products + tl.reshape(tl.join(odd, even), [NUM_ROWS, 8])
+def _with_neighbours(products, totals):
+    """Return the accumulators of a tile's 32 blocks: a word is added to its neighbour's."""
+    even, odd = tl.split(tl.reshape(totals, [32, 4, 2]))
+    return products + tl.reshape(tl.join(odd, even), [32, 8])
 
 
 @triton.jit(do_not_specialize=_SUM_ARGUMENTS)
@@ -222,7 +222,7 @@ def _sum_blocks(
                 key = tl.where(is_last, last_key, key)
             products += _mix(word, key)
             totals += word
-    added = _with_neighbours(products, totals, 32)
+    added = _with_neighbours(products, totals)
     target = tl.multiple_of(_words_at(sums), 16) + program * 256 + row[:, None] * 8 + lane[None, :]
     # rows past the span's end write what nothing reads: the tile's sums are its own
     tl.store(target, added.to(tl.int64, bitcast=True))
@@ -293,36 +293,6 @@ def _hash_leaves(constants: tl.int64, rows: tl.int64, num_rows: tl.int64):
     tl.store(_words_at(tl.load(row + 3) + leaf * 8), value)
 
 
-@triton.jit(do_not_specialize=["constants", "rows"])
-def _hash_words(constants: tl.int64, rows: tl.int64):
-    """Write the hash of one leaf's words of 8 bytes, read from memory: what leaf hashes are.
-
-    A row is a leaf: address, bytes, address of its hash.
-    """
-    row = _words_at(rows) + tl.program_id(0) * 3
-    words = _words_at(tl.load(row))
-    num_words = tl.load(row + 1) // 8
-    num_blocks = (num_words + 127) // 128
-    stripe = tl.arange(0, 16)[:, None]
-    lane = tl.arange(0, 8)
-    table = _words_at(constants)
-    keys = _unsigned_at(table + stripe + lane[None, :])
-    last_keys = tl.where(stripe == 15, _unsigned_at(table + 24 + lane)[None, :], keys)
-    scramble = _unsigned_at(table + 16 + lane)
-    state = _unsigned_at(table + 40 + lane)
-    for block in range(0, num_blocks):
-        is_last = block == num_blocks - 1
-        index = block * 128 + stripe * 8 + lane[None, :]
-        word = tl.load(words + index, mask=index < num_words, other=0).to(tl.uint64, bitcast=True)
-        products = tl.sum(_mix(word, tl.where(is_last, last_keys, keys)), 0)
-        added = _with_neighbours(products[None, :], tl.sum(word, 0)[None, :], 1)
-        state += tl.reshape(added, [8])
-        # a leaf of 256 blocks is last with its last block too, and no other has as many
-        state = tl.where(is_last, state, _scrambled(state, scramble))
-    value = _merged(state, _unsigned_at(table + 32 + lane), num_blocks)
-    tl.store(_words_at(tl.load(row + 2)), value)
-
-
 IS_INTERPRETED = not isinstance(_sum_blocks, triton.JITFunction)
 """Whether Triton's interpreter runs the kernels, which takes every address for one of the host."""
 
@@ -336,7 +306,6 @@ class Launchers:
     def __init__(self) -> None:
         self.sum_blocks = _launcher(_sum_blocks, num_warps=4)
         self.hash_leaves = _launcher(_hash_leaves, num_warps=1)
-        self.hash_words = _launcher(_hash_words, num_warps=1)
 
 
 def _launcher(kernel: triton.JITFunction, *, num_warps: int) -> Callable[..., None]:
