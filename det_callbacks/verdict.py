@@ -42,8 +42,7 @@ class TensorNumbers:
     A distance in ULPs (units in the last place) is how many numbers of the dtype lie between two: 1 for neighbours.
 
     Attributes:
-        tensor: what it is to the op: "output 0", or the name of an argument ("self", "tensors[3]").
-        name: parameter, buffer or optimizer state that it is; None for an ordinary activation.
+        tensor: what it is: "output 0".
         ulps: elements by distance: 0 ULPs (equal, or zeros of the other sign), 1, 2 to 3, 4 to 7 and so on, up to the
             largest; () for dtypes without a distance. Of a complex number the larger distance of its parts.
         num_nan: elements that differ and of which one or both are NaN; in no bin of ``ulps``.
@@ -58,7 +57,6 @@ class TensorNumbers:
     """
 
     tensor: str
-    name: str | None = None
     shape: tuple[int, ...] = ()
     dtype: str = ""
     num_differing: int = 0
@@ -89,15 +87,11 @@ class Numbers:
     """By how much a divergence differs, from tensors that both runs kept (``keep_tensors``).
 
     Attributes:
-        output: the tensor that the divergence is of; several where it is made of several (a sparse one).
-        inputs: what the op read, those that differ first.
-        num_inputs: all of them, where ``inputs`` has the first ones only.
+        output: the one tensor that the divergence is of; none where there is a problem.
         problem: why there are none: what was not kept, or could not be read; "" where there are.
     """
 
     output: tuple[TensorNumbers, ...] = ()
-    inputs: tuple[TensorNumbers, ...] = ()
-    num_inputs: int = 0
     problem: str = ""
 
 

@@ -70,7 +70,7 @@ class DeterminismCallback(CallbackArguments):
             in either case.
         replay: ops whose outputs are saved while recording and put back while verifying: ``[phase/][module:]op``
             patterns, or the path of a YAML file with a list of them, such as the ``replay.yaml`` of an audit.
-        keep_tensors: ops whose outputs, and what they read, are kept with each step (verify: that differs), so that a
+        keep_tensors: ops whose outputs are kept with each step (verify: that differs), so that a
             verdict says by how much they differ: ``[phase/][module:]op`` patterns.
         tensor_budget_mib: MiB that one step of a process may save, for replay and to keep together. What replay
             cannot save is a ReplayError; what is not kept is said.

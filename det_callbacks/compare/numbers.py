@@ -1,6 +1,6 @@
 """By how much two runs differ, from the tensors that both kept; and what to record again to learn more."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,16 +12,14 @@ from det_callbacks.runs.files import MANIFEST, damaged
 from det_callbacks.runs.program import REGION
 from det_callbacks.runs.selection import PHASES, Selection
 from det_callbacks.runs.store import Run
-from det_callbacks.tensors.files import KEPT, SavedStep
-from det_callbacks.tensors.kept import KeptStep, KeptTensor
+from det_callbacks.tensors.files import KEPT, SavedStep, SavedTensor
+from det_callbacks.tensors.kept import KeptStep
 from det_callbacks.verdict import Divergence, Numbers, TensorNumbers, Verdict
 
 MAX_RANKS = 16
 """Ranks whose tensors are looked into, those that differ first."""
 MEASURED_ORIGINS = 5
 """Origins of a rank that are: each takes the time to read what was kept of it, and up to 10 KB to tell other ranks."""
-MAX_INPUTS = 16
-"""Inputs of an op that are listed, those that differ first."""
 MAX_OP_STEPS = 10
 """Steps that are recorded again at level op at once; of more, first all are recorded at level state."""
 
@@ -70,17 +68,17 @@ class KeptNumbers:
         if divergence.kind in ("missing", "extra") or divergence.shape is None:
             return None
         digests = divergence.reference_digest, divergence.current_digest
-        calls: list[list[KeptTensor]] = []
+        found: list[SavedTensor] = []
         for name, digest in zip(self._sides, digests, strict=True):
             try:
                 step = self._open(name, divergence.rank, segment, divergence.step)
-                call = step.find(divergence, str(digest))
+                kept = step.find(divergence, str(digest))
             except ReferenceFormatError as error:
                 return Numbers(problem=f"what {name} kept could not be read: {error}")
-            if not call:
+            if kept is None:
                 return Numbers(problem=f"{name} did not keep it" + (f": {step.reason}" if step.reason else ""))
-            calls.append(call)
-        return _compare(*calls)
+            found.append(kept)
+        return Numbers(output=(_compare(f"output {divergence.output}", *found),))
 
     def _open(self, name: str, rank: int, segment: int, step: int) -> KeptStep:
         key = name, rank, segment, step
@@ -90,29 +88,13 @@ class KeptNumbers:
         return self._steps[key]
 
 
-def _compare(reference: Sequence[KeptTensor], current: Sequence[KeptTensor]) -> Numbers:
-    output = _compare_tensors(reference[0], current[0])
-    first, second = ({one.label: one for one in kept[1:]} for kept in (reference, current))
-    inputs: list[TensorNumbers] = []
-    for label in dict.fromkeys((*first, *second)):
-        ours, theirs = first.get(label), second.get(label)
-        if ours is not None and theirs is not None:
-            inputs.append(_compare_tensors(ours, theirs))
-        else:
-            side = "the current run" if ours is None else "the reference"
-            inputs.append(TensorNumbers(tensor=label, problem=f"only {side} kept it"))
-    listed = sorted(inputs, key=lambda one: not (one.num_differing or one.problem))[:MAX_INPUTS]
-    return Numbers(output=(output,), inputs=tuple(listed), num_inputs=len(inputs))
-
-
-def _compare_tensors(reference: KeptTensor, current: KeptTensor) -> TensorNumbers:
-    label = TensorNumbers(tensor=reference.label, name=reference.name or current.name)
-    ours, theirs = reference.saved, current.saved
-    if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
-        shapes = [f"{one.dtype} {list(one.shape)}" for one in (ours, theirs)]
+def _compare(name: str, reference: SavedTensor, current: SavedTensor) -> TensorNumbers:
+    label = TensorNumbers(tensor=name)
+    if (reference.shape, reference.dtype) != (current.shape, current.dtype):
+        shapes = [f"{one.dtype} {list(one.shape)}" for one in (reference, current)]
         problem = f"{shapes[0]} in the reference and {shapes[1]} now, so that no element has a partner"
         return replace(label, problem=problem)
-    return tensor_numbers(replace(label, shape=ours.shape, dtype=ours.dtype), ours.bits, theirs.bits)
+    return tensor_numbers(replace(label, shape=reference.shape, dtype=reference.dtype), reference.bits, current.bits)
 
 
 # what to record again

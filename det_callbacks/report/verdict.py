@@ -184,13 +184,11 @@ def _by_how_much(one: Divergence, *, is_first: bool) -> Section:
     if numbers.problem:
         return Section(title=title, items=[f"cannot be told: {numbers.problem}"])
     facts = list[tuple[str, str]]()
-    for role, tensors in (("", numbers.output), ("read: ", numbers.inputs)):
-        for tensor in tensors:
-            facts.append((f"{role}{tensor.tensor}{f' ({tensor.name})' if tensor.name else ''}", _how_much(tensor)))
-            if not role and tensor.num_differing and (distances := _distances(tensor)):
-                facts.append(("", f"elements at each distance in ULPs: {distances}"))
-    more = numbers.num_inputs - len(numbers.inputs)
-    return Section(title=title, facts=[*facts, *([("", f"and {count(more, 'further input')}")] if more > 0 else [])])
+    for tensor in numbers.output:
+        facts.append((tensor.tensor, _how_much(tensor)))
+        if tensor.num_differing and (distances := _distances(tensor)):
+            facts.append(("", f"elements at each distance in ULPs: {distances}"))
+    return Section(title=title, facts=facts)
 
 
 def _how_much(tensor: TensorNumbers) -> str:

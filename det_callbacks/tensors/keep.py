@@ -1,9 +1,9 @@
-"""Keeping what chosen ops read and wrote, so that a verdict can say by how much they differ."""
+"""Keeping what chosen ops wrote, so that a verdict can say by how much they differ."""
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,22 +20,16 @@ from det_callbacks.trace.components import holds_data
 from det_callbacks.trace.deferred_sites import DeferredSites
 
 
-@dataclass(slots=True, kw_only=True)
-class _Call:
-    """One call of an op: copies of what it read, with argument and name, and of what it wrote, by index.
-
-    ``position`` is that of its first site: the one of its arguments, where it has one, else that of its first output.
-    """
+class _Call(NamedTuple):
+    """One call of an op: the position of its first site, the arguments' where it has one, and its outputs by index."""
 
     op: str
-    deferred: DeferredSites | None
-    reads: list[tuple[dict[str, Any], SavedTensor]] = field(default_factory=list)
-    outputs: list[tuple[int, SavedTensor]] = field(default_factory=list)
-    position: int = 0
+    position: int
+    outputs: list[tuple[int, SavedTensor]]
 
 
 class Keeper(OpSelection):
-    """Copies what chosen ops read and write, and writes the steps that are to be kept.
+    """Copies what chosen ops write, and writes the steps that are to be kept.
 
     A copy is made at once, since a tensor may change later in its step; a copy from a GPU is complete when the step is
     settled. A call is kept whole or not at all. Tensors that exceed the budget or the disk, or that are not plain, are
@@ -68,39 +62,18 @@ class Keeper(OpSelection):
         self._left_out: list[str] = []
         self._budget.begin()
 
-    def begin_call(
-        self, op: str, reads: Sequence[tuple[str, str | None, Tensor]], deferred: DeferredSites | None = None
-    ) -> _Call | None:
-        """Copy what a call is about to read; see ``TensorKeeper``."""
-        if not self._is_wanted:
-            return None
-        call = _Call(op=op, deferred=deferred)
-        held = [read for read in reads if holds_data(read[2])]
-        copies = self._copy(call, [tensor for _, _, tensor in held])
-        if copies is None:
-            return None
-        options = [{"argument": argument, "name": name} for argument, name, _ in held]
-        call.reads = list(zip(options, copies, strict=True))
-        return call
-
-    def end_call(self, call: _Call, outputs: Sequence[Any], position: int) -> None:
+    def keep(self, op: str, outputs: Sequence[Any], position: int, deferred: DeferredSites | None = None) -> None:
         """Copy what a call wrote; see ``TensorKeeper``."""
-        held = [index for index, out in enumerate(outputs) if isinstance(out, Tensor) and holds_data(out)]
-        copies = self._copy(call, [outputs[index] for index in held])
-        if not copies:
+        if not self._is_wanted:
             return
-        call.outputs = list(zip(held, copies, strict=True))
-        call.position = position
-        self._calls.append(call)
-
-    def _copy(self, call: _Call, tensors: Sequence[Tensor]) -> list[SavedTensor] | None:
-        """Return copies, None where they do not fit or cannot be made."""
+        held = [index for index, out in enumerate(outputs) if isinstance(out, Tensor) and holds_data(out)]
         try:
-            return self._budget.copy(tensors, call.op, call.deferred)
+            copies = self._budget.copy([outputs[index] for index in held], op, deferred)
         except (DetCallbacksError, torch.OutOfMemoryError) as error:  # the training goes on
-            self._budget.num_bytes -= sum(copy.bits.nbytes for _, copy in call.reads)  # what it read is dropped too
             self._left_out.append(str(error))
-            return None
+            return
+        if copies:
+            self._calls.append(_Call(op, position, list(zip(held, copies, strict=True))))
 
     def write(self, trace: StepTrace, step: int) -> None:
         """Write what was kept of a step that ended, before the step itself is appended to its stream.
@@ -146,9 +119,7 @@ def _entries(call: _Call, trace: StepTrace) -> dict[str, SavedTensor]:
             return {}
         place = {name: getattr(site, name) for name in ("phase", "module", "op", "occurrence", "output")}
         digest = format_digest(int(trace.digests[first + index]))
-        entries[_key(site)] = replace(copy, options={"call": first, "site_digest": digest, **place})
-    for options, copy in call.reads:
-        entries[f"{_key(sites[first])} {options['argument']}"] = replace(copy, options={"call": first, **options})
+        entries[_key(site)] = replace(copy, options={"site_digest": digest, **place})
     return entries
 
 

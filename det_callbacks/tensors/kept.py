@@ -16,7 +16,7 @@ class KeptCounts:
     """What a run kept of the tensors of ops, and what it was asked to keep and did not.
 
     Attributes:
-        num_tensors: outputs of ops and what they read.
+        num_tensors: outputs of ops.
         num_steps: of which something was kept.
         num_bytes: on the disk.
         num_missing: calls of ops that were not kept.
@@ -51,21 +51,6 @@ class KeptCounts:
         return asdict(self)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class KeptTensor:
-    """One tensor that was kept.
-
-    Attributes:
-        label: "output 0", or the argument that the op read it as.
-        name: parameter, buffer or optimizer state that it is; None otherwise.
-        saved: its bits.
-    """
-
-    label: str
-    name: str | None
-    saved: SavedTensor
-
-
 class KeptStep:
     """The kept tensors of one step of a run. The header is read here, a tensor when it is asked for.
 
@@ -81,48 +66,24 @@ class KeptStep:
     """
 
     def __init__(self, saved: SavedStep) -> None:
-        self._saved, entries = saved, saved.entries
+        self._saved, self._entries = saved, saved.entries
         self.num_missing, self.reason = saved.values.get(LEFT_OUT, (0, ""))
-        self._outputs = {key: entry for key, entry in entries.items() if "argument" not in entry}
-        self._inputs = {key: entry for key, entry in entries.items() if "argument" in entry}
 
-    def find(self, divergence: Divergence, digest: str) -> list[KeptTensor]:
-        """Return what was kept of a site: the output, and what the op read; nothing where nothing was.
-
-        Where the op takes lists and changes each of their tensors, what it read is what belongs to this output.
+    def find(self, divergence: Divergence, digest: str) -> SavedTensor | None:
+        """Return what was kept of a site; None where nothing was.
 
         Args:
-            divergence: place of the site; its occurrence decides only where several sites there have this digest.
-            digest: of the site, as the run holds it.
+            divergence: place of the site.
+            digest: of the site, as the run holds it; where several sites there have it, so have their tensors.
 
         Raises:
             ReferenceFormatError: what was kept is damaged.
         """
-        place = {name: getattr(divergence, name) for name in ("phase", "module", "op", "output")}
-        found = [
-            (abs(entry["occurrence"] - divergence.occurrence), key)
-            for key, entry in self._outputs.items()
-            if entry["site_digest"] == digest and all(entry[name] == value for name, value in place.items())
-        ]
-        if not found:
-            return []
-        _, key = min(found)
-        call = self._outputs[key]["call"]
-        is_alone = sum(entry["call"] == call for entry in self._outputs.values()) == 1
-        return [
-            KeptTensor(label=f"output {divergence.output}", name=None, saved=self._saved.read(key)),
-            *(
-                KeptTensor(label=entry["argument"], name=entry["name"], saved=self._saved.read(key))
-                for key, entry in self._inputs.items()
-                if entry["call"] == call and (is_alone or _index_of(entry["argument"]) in (None, divergence.output))
-            ),
-        ]
-
-
-def _index_of(argument: str) -> int | None:
-    """Return which tensor of a list an argument is: 3 of "self[3]"; None where it is no list."""
-    _, bracket, rest = argument.partition("[")
-    return int(rest.rstrip("]")) if bracket else None
+        place = {name: getattr(divergence, name) for name in ("phase", "module", "op", "output")} | {
+            "site_digest": digest
+        }
+        keys = (key for key, entry in self._entries.items() if place.items() <= entry.items())
+        return next(map(self._saved.read, keys), None)
 
 
 def not_kept(run: Run, rank: int) -> KeptCounts:

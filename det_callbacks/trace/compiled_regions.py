@@ -26,7 +26,7 @@ from det_callbacks.trace.named_tensors import has_place
 from det_callbacks.trace.overloads import OpKind, comes_apart, in_flight, tensors_in, written_arguments, written_by_call
 from det_callbacks.trace.program_trie import CallNode, OpScope
 from det_callbacks.trace.sites import InputName, arguments_json, source_of
-from det_callbacks.trace.tensor_hooks import begin_kept_call, hook_outputs
+from det_callbacks.trace.tensor_hooks import hook_outputs, keep_outputs
 
 if TYPE_CHECKING:
     from det_callbacks.trace.recorder import Recorder
@@ -317,7 +317,6 @@ class CompiledRegions:
         phase, scope = region.phase, region.scope
         if recorder.deferred.is_used and not plan.is_functional:
             recorder.deferred.before_writes(written_arguments(plan, args, kwargs))
-        kept = begin_kept_call(recorder, plan, phase, scope, args, kwargs)
         out = plan.call(*args, **kwargs)
         if plan.may_be_in_flight and all(flying := in_flight(plan, out, args, kwargs)):
             recorder.undigested.mark_in_flight(*flying)
@@ -328,8 +327,7 @@ class CompiledRegions:
         if not outputs:
             recorder.counts.skipped["no_data"] += 1
             return out
-        if recorder.keeper is not None and kept is not None:
-            recorder.keeper.end_call(kept, outputs, recorder.num_sites)
+        keep_outputs(recorder, plan, phase, scope, outputs)
         region.record_op(func, plan.name, outputs)
         recorder.counts.num_digested += 1
         return out

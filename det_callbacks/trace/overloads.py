@@ -378,17 +378,6 @@ def tensors_read(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return read
 
 
-def read_by_argument(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that a call reads, by argument: not those that it only writes."""
-    for name, value in plan.inputs(args, kwargs):
-        if isinstance(value, Tensor):
-            yield name, value
-        elif isinstance(value, list | tuple):
-            for index, item in enumerate(value):
-                if isinstance(item, Tensor):
-                    yield f"{name}[{index}]", item
-
-
 def in_flight(
     plan: OpPlan, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[Tensor], set[torch.device]]:

@@ -43,7 +43,7 @@ from det_callbacks.trace.reads import Reads
 from det_callbacks.trace.replaced import REPLACED
 from det_callbacks.trace.sites import InputName, build_op, source_of_call
 from det_callbacks.trace.storages import StorageLedger
-from det_callbacks.trace.tensor_hooks import OutputHook, TensorKeeper, begin_kept_call, hook_outputs
+from det_callbacks.trace.tensor_hooks import OutputHook, TensorKeeper, hook_outputs, keep_outputs
 from det_callbacks.trace.undigested_ops import UndigestedOps
 from det_callbacks.trace.unseen_writes import UnseenWriteCheck
 
@@ -68,7 +68,7 @@ class Recorder:
         deferred: the sites whose digests a device computes.
         nondeterministic_ops: who is told of ops without a deterministic implementation; set before the first step.
         output_hook: called with an op's outputs before they are digested.
-        keeper: keeps the tensors of chosen ops.
+        keeper: keeps the outputs of chosen ops.
         counts: what became of the ops of the step.
         parameter_names: ``id`` of a parameter -> qualified name.
         selects_all: whether ops are digested wherever they run.
@@ -213,7 +213,7 @@ class Recorder:
         writers = ledger.writers
         is_functional = plan.is_functional
         expected = self._expected
-        was_changed, kept = False, None
+        was_changed = False
         try:
             if plan.is_overwrite or (plan.may_be_in_flight and ledger.in_flight):
                 self.reads.gather_unwritten(plan, args, kwargs, consts, reads, names)
@@ -244,8 +244,6 @@ class Recorder:
                     was_changed = self.unseen_writes.look_before(written, mark, is_update=phase == "optimizer")
                 if self.deferred.is_used:
                     self.deferred.before_writes(written)
-            if self.keeper is not None:
-                kept = begin_kept_call(self, plan, phase, scope, args, kwargs)
             out = plan.call(*args, **kwargs)
         except BaseException:  # Ctrl-C too: a user may catch it and go on with the step
             self.reads.roll_back(mark)
@@ -265,8 +263,8 @@ class Recorder:
 
         if self.output_hook is not None:
             out, outputs = hook_outputs(self, plan, phase, scope, out, outputs, args, kwargs)
-        if self.keeper is not None and kept is not None:
-            self.keeper.end_call(kept, outputs, len(digests))
+        if self.keeper is not None:
+            keep_outputs(self, plan, phase, scope, outputs)
         node = self.trie.at.likely
         if (
             node is None

@@ -1,4 +1,4 @@
-"""Who may look at what an op reads and writes before it is digested: to put other bits there, or to keep them."""
+"""Who may look at what an op wrote before it is digested: to put other bits there, or to keep them."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from det_callbacks.trace.deferred_sites import DeferredSites
-from det_callbacks.trace.named_tensors import has_place
-from det_callbacks.trace.overloads import OpPlan, read_by_argument, written_by_call
+from det_callbacks.trace.overloads import OpPlan, written_by_call
 from det_callbacks.trace.program_trie import OpScope
 
 if TYPE_CHECKING:
@@ -35,15 +34,8 @@ class TensorKeeper(Protocol):
     def selects(self, phase: str, module: str, op: str) -> bool:
         """Return whether it wants to know of an op at this place."""
 
-    def begin_call(self, op: str, reads: Sequence[tuple[str, str | None, Tensor]], deferred: DeferredSites) -> Any:
-        """Take what a call is about to read: argument, qualified name of the tensor, and the tensor itself.
-
-        Returns:
-            What stands for the call in ``end_call``; None when it is not kept.
-        """
-
-    def end_call(self, call: Any, outputs: Sequence[Any], position: int) -> None:
-        """Take what the call wrote; its first site is the first output after this position."""
+    def keep(self, op: str, outputs: Sequence[Any], position: int, deferred: DeferredSites) -> None:
+        """Take what a call wrote; its first site is the first output from this position on."""
 
 
 def hook_outputs(
@@ -68,15 +60,8 @@ def hook_outputs(
     return exchanged[0] if is_number else out, exchanged
 
 
-def begin_kept_call(
-    recorder: "Recorder", plan: OpPlan, phase: str, scope: OpScope, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Tell the keeper of a call that is about to be made; return what stands for it, None when it is not kept."""
+def keep_outputs(recorder: "Recorder", plan: OpPlan, phase: str, scope: OpScope, outputs: Sequence[Any]) -> None:
+    """Hand what a call wrote to the keeper, before the call has rows."""
     keeper = recorder.keeper
-    if keeper is None or not keeper.selects(phase, scope.module, plan.name):
-        return None
-    reads = [
-        (argument, recorder.names.of(tensor) if has_place(tensor) else None, tensor)
-        for argument, tensor in read_by_argument(plan, args, kwargs)
-    ]
-    return keeper.begin_call(plan.name, reads, recorder.deferred)
+    if keeper is not None and keeper.selects(phase, scope.module, plan.name):
+        keeper.keep(plan.name, outputs, recorder.num_sites, recorder.deferred)

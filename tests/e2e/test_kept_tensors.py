@@ -172,12 +172,6 @@ def test_one_ulp_is_said_alike_live_by_diff_and_in_the_report(
     one, other = (torch.tensor(float(text)) for text in output.first_values)
     assert int(other.view(torch.int32)) - int(one.view(torch.int32)) == 1
     assert output.max_absolute == float((one.double() - other.double()).abs())
-    inputs = numbers_of(verdict).inputs
-    assert [(tensor.tensor, tensor.name, tensor.num_differing) for tensor in inputs] == [
-        ("self", "first.bias", 0),
-        ("mat1", None, 0),
-        ("mat2", "first.weight", 0),
-    ]
 
     sentence = "1 of 24 elements differ, by 1 ULP (absolute "
     place = f"first at [1, 3]: {output.first_values[0]} in the reference, {output.first_values[1]} now"
@@ -217,13 +211,11 @@ def test_a_nan_on_one_side_is_apart(reference: Path, tmp_path: Path) -> None:
     assert "4-7: 1, NaN: 1, Inf: 1" in text
 
 
-def test_an_in_place_op_is_compared_with_what_it_read_before(tmp_path: Path) -> None:
+def test_what_an_op_writes_in_place_is_kept_as_it_left_it(tmp_path: Path) -> None:
     model = partial(Small, nn.ReLU(inplace=True))
     reference = record(tmp_path / "ref", ["aten.relu_.default"], model)
     verdict = verify(reference, model, around=planted("aten.relu_.default", lambda out, args: args[0].fill_(-1.0)))
     assert output_of(verdict).num_differing == 24
-    (read,) = numbers_of(verdict).inputs
-    assert (read.tensor, read.num_differing) == ("self", 0)
 
 
 def test_one_tensor_of_a_list_that_the_optimizer_changes(tmp_path: Path) -> None:
@@ -235,10 +227,6 @@ def test_one_tensor_of_a_list_that_the_optimizer_changes(tmp_path: Path) -> None
     assert (first.phase, first.op, first.output, first.name) == ("optimizer", op, 2, "last.weight")
     output = output_of(verdict)
     assert (output.tensor, output.num_differing, output.max_ulps, output.first) == ("output 2", 1, 2, (1, 4))
-    inputs = numbers_of(verdict).inputs
-    assert [tensor.tensor for tensor in inputs] == ["self[2]", "tensor1[2]", "tensor2[2]"]
-    assert {tensor.shape for tensor in inputs} == {(2, 6)}
-    assert not any(tensor.num_differing for tensor in inputs)
 
 
 @pytest.mark.slow
@@ -278,10 +266,10 @@ def test_a_pattern_that_meant_no_op_is_said(tmp_path: Path) -> None:
 def test_what_a_budget_does_not_suffice_for_is_said_everywhere(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # the 4 tensors of a call have 240 bytes
-    reference = record(tmp_path / "ref", [FIRST], budget=0.0002)
+    # the output of a call has 96 bytes
+    reference = record(tmp_path / "ref", [FIRST], budget=0.00005)
     line = capsys.readouterr().out
-    reason = f"This step would save 0.000229 MiB with {ADDMM}, and tensor_budget_mib is 0.0002."
+    reason = f"This step would save 9.16e-05 MiB with {ADDMM}, and tensor_budget_mib is 5e-05."
     assert "NOT those of 4 calls from step 0 on: " in line
     assert f"from step 0 on: {reason}" in line
     assert "By how much these differ cannot be told later" in line
@@ -350,7 +338,7 @@ def test_damage_is_said_and_never_a_number(
     verdict = compare_runs(tmp_path / "ref", tmp_path / "current")
     assert verdict.verdict == "diverged"
     numbers = numbers_of(verdict)
-    assert (numbers.output, numbers.inputs) == ((), ())
+    assert numbers.output == ()
     name = "the reference" if side == "ref" else "the current run"
     if damage is Path.unlink:
         assert numbers.problem == f"{name} did not keep it"
