@@ -356,6 +356,8 @@ class DeterminismCallback(CallbackArguments):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.end_training()
         error = self._replicas.end()
         if self.mode == "record":
             raise_if(error)  # before the run is complete: it is no reference

@@ -6,13 +6,11 @@ first step after a resume would have other bits than the same step of the uninte
 collectives would be others with any number of ranks.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 Buckets = tuple[tuple[str, ...], ...]
@@ -32,13 +30,12 @@ class GradientBuckets:
         trainer: whose strategy it is.
 
     Attributes:
-        wanted: buckets that the DDP module which is about to be made begins with; empty for its own.
+        wanted: buckets that a new DDP module begins with, before its first step; empty for its own.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self.wanted: Buckets = ()
         self._trainer = trainer
-        self._names: list[str] = []
 
     @property
     def is_ddp(self) -> bool:
@@ -61,19 +58,15 @@ class GradientBuckets:
             return "DDP was about to put the gradients in other buckets, as in its second step; save after that step"
         return None
 
-    def setup_model(
-        self, refuse: Callable[[str], object], original: Callable[[nn.Module], nn.Module], model: nn.Module
-    ) -> nn.Module:
-        """Make the DDP module with the buckets that are wanted; where it cannot have them, call ``refuse``."""
-        ddp = original(model)
-        if isinstance(ddp, DistributedDataParallel):
-            self._names = _names(ddp)
-            if self.wanted and _make(ddp, self._names, self.wanted) != self.wanted:
-                refuse(
-                    "DDP puts the gradients in other buckets than it did then: freeze the same parameters, and give "
-                    "it the same bucket_cap_mb"
-                )
-        return ddp
+    def make(self) -> str:
+        """Let a new DDP module have the buckets that are wanted; return why it cannot, "" where it has them."""
+        ddp = self._ddp()
+        if ddp is None or not self.wanted or _make(ddp, _names(ddp), self.wanted) == self.wanted:
+            return ""
+        return (
+            "DDP puts the gradients in other buckets than it did then: freeze the same parameters, and give it the same "
+            "bucket_cap_mb"
+        )
 
     def syncs_buffers(self) -> bool:
         """Return whether DDP's next forward pass sends rank 0's buffers to the others."""
@@ -102,8 +95,8 @@ class GradientBuckets:
             told = ddp._get_ddp_logging_data()
         if not told.get("has_rebuilt_buckets"):
             return ()
-        text = told["rebuilt_per_bucket_param_indices"]
-        return tuple(tuple(self._names[int(index)] for index in bucket.split()) for bucket in text.split(","))
+        names, text = _names(ddp), told["rebuilt_per_bucket_param_indices"]
+        return tuple(tuple(names[int(index)] for index in bucket.split()) for bucket in text.split(","))
 
 
 def _names(ddp: DistributedDataParallel) -> list[str]:

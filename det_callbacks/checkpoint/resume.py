@@ -6,8 +6,7 @@ has. The loops are reached into by the methods that stand at those moments (read
 
 * ``_FitLoop.setup_data`` begins a fit's run, and may have been called before for a scheduler that asks for the steps;
 * ``_FitLoop._load_combined_loader_states`` runs just before the loader is first iterated over;
-* ``_TrainingEpochLoop.on_run_start`` begins the batches of an epoch, after its hooks;
-* ``_FitLoop.on_run_end`` comes after the hooks of the last epoch's end.
+* ``_TrainingEpochLoop.on_run_start`` begins the batches of an epoch, after its hooks.
 """
 
 from collections.abc import Callable, Mapping
@@ -84,14 +83,9 @@ class Resuming:
             return
         self._trainer = trainer
         self._buckets = GradientBuckets(trainer)
-        if self._buckets.is_ddp:
-            # makes the DDP module, before its communication hooks are registered
-            setup_model = partial(self._buckets.setup_model, self._refuse)
-            self._replaced.put(trainer.strategy, "_setup_model", lambda one: partial(setup_model, one))
         loop, put = trainer.fit_loop, self._replaced.put
         put(loop, "setup_data", lambda one: partial(self._at_setup, loop, one))
         put(loop, "_load_combined_loader_states", lambda one: partial(self._before_iteration, loop, one))
-        put(loop, "on_run_end", lambda one: partial(self._at_end, one))
         put(loop.epoch_loop, "on_run_start", lambda one: partial(self._at_epoch, loop, one))
         self._is_attached = True
 
@@ -234,6 +228,16 @@ class Resuming:
 
     # what Lightning calls
 
+    def begin_fit(self) -> None:
+        """Make what the strategy keeps on each rank, which is set up now, what it was."""
+        if self._pending is not None and (problem := self._buckets.make()):
+            self._refuse(problem)
+
+    def end_training(self) -> None:
+        """Complete what was saved since the last batch: the hooks of the last epoch's end have run."""
+        if self._is_attached:
+            self._complete(is_end=True)
+
     def begin_epoch(self) -> None:
         """Restore what was saved before the hooks of a new epoch run, where that is its moment."""
         state = self._pending
@@ -275,10 +279,6 @@ class Resuming:
         is_new_iteration = self._position is not before
         go_on = partial(self._go_on, loop, state, fetcher, is_new_iteration)
         self._peers.run_on_all(go_on, task="going to the place that it is of")
-
-    def _at_end(self, original: Callable[[], None]) -> None:
-        self._complete(is_end=True)
-        original()
 
     # restoring
 

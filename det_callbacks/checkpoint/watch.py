@@ -87,12 +87,17 @@ class CheckpointWatch:
             self._resuming.attach(trainer)
 
     def begin_fit(self, run: Mapping[str, str | None]) -> None:
-        """Know the id, mode and reference of the run of a fit."""
+        """Know the id, mode and reference of the run of a fit, whose strategy is set up."""
         self._run = run
+        self._resuming.begin_fit()
 
     def begin_epoch(self) -> None:
         """Restore generators before the hooks of an epoch, where a resumed training begins with one."""
         self._resuming.begin_epoch()
+
+    def end_training(self) -> None:
+        """Complete what was saved for an exact resume; before the hooks of the training's end."""
+        self._resuming.end_training()
 
     def end_fit(self) -> None:
         """Leave loops and loaders; checkpoints are still followed, since some are saved later."""
