@@ -64,8 +64,8 @@ class GradientBuckets:
         if ddp is None or not self.wanted or _make(ddp, _names(ddp), self.wanted) == self.wanted:
             return ""
         return (
-            "DDP puts the gradients in other buckets than it did then: freeze the same parameters, and give it the same "
-            "bucket_cap_mb"
+            "DDP puts the gradients in other buckets than it did then: freeze the same parameters, and give "
+            "it the same bucket_cap_mb"
         )
 
     def syncs_buffers(self) -> bool:
