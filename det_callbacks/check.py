@@ -3,12 +3,12 @@
 import contextlib
 import json
 import os
-import re
+import shlex
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -17,20 +17,19 @@ from typing import IO, Any, Literal
 from det_callbacks.compare.evidence import read_window
 from det_callbacks.compare.record import VERDICT_FILE
 from det_callbacks.errors import CheckError, ReferenceFormatError
+from det_callbacks.report.console import make_console, print_line
 from det_callbacks.runs.files import MANIFEST
 from det_callbacks.runs.store import Run
 from det_callbacks.variables import LAUNCH, NUM_WORKERS
-from det_callbacks.verdict import Verdict
+from det_callbacks.verdict import EXIT_CODES, Verdict
 
 RECORDING = "recording"
-PLAIN = "plain"
+FACTORS = ("workers", "threads", "hash-seed")
+"""What can be varied, in this order."""
 GRACE_SECONDS = 20.0
 """For an interrupted script to end by itself; a second Ctrl-C ends the wait."""
 
 _HASH_SEED = "PYTHONHASHSEED"
-_THREADS_ENTRY = "torch.num_threads"
-_NUM_WORKERS = "num_workers of "
-_IGNORES_VARIABLES = re.compile(r"-[A-Za-z]*[EI][A-Za-z]*")
 _STARTUP = Path(__file__).with_name("startup")
 _NOTHING = (
     "the script ended well, and nothing was {}: no Trainer had a fit, or each had a DeterminismCallback of the "
@@ -39,11 +38,25 @@ _NOTHING = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """What a process has different: in words, its variables, its settings and the entry of run.json that shows it."""
+
+    name: str = "plain"
+    text: str = "nothing"
+    variables: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    entry: str = ""
+
+
+PLAIN = Change()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedRun:
     """One process and what it came to.
 
     Attributes:
-        name: of a check: "recording", "plain" (the verification with nothing changed) or the factor.
+        name: "recording", or that of the change.
         change: what it has different ("2 instead of 0").
         outcome: "failed" also where the script failed by itself after what was compared agreed.
         reason: why it failed.
@@ -52,7 +65,7 @@ class CheckedRun:
     """
 
     name: str
-    change: str = ""
+    change: str = PLAIN.text
     outcome: Literal["recorded", "match", "diverged", "not_comparable", "failed"]
     reason: str = ""
     verdict: Verdict | None = None
@@ -61,36 +74,7 @@ class CheckedRun:
     @property
     def exit_code(self) -> int:
         """0 recorded or match, 1 diverged, 2 failed, 3 not comparable."""
-        return {"diverged": 1, "failed": 2, "not_comparable": 3}.get(self.outcome, 0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckReport:
-    """The runs of a check in their folder; factors are ``not_run`` where the plain verification is no match."""
-
-    folder: Path
-    runs: tuple[CheckedRun, ...]
-    not_run: tuple[str, ...]
-
-    @property
-    def exit_code(self) -> int:
-        """1 where a run diverged, else 2 where one failed, else 3 where one is not comparable, else 0."""
-        codes = {run.exit_code for run in self.runs}
-        return next((code for code in (1, 2, 3) if code in codes), 0 if len(self.runs) > 1 else 2)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Change:
-    """What a process has different: in words, its variables, its settings and the entry of run.json that shows it."""
-
-    name: str = PLAIN
-    text: str = ""
-    variables: Mapping[str, str] = field(default_factory=dict)
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    entry: str = ""
-
-
-_NO_CHANGE = _Change()
+        return {**EXIT_CODES, "recorded": 0, "failed": 2}[self.outcome]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +86,7 @@ class Script:
         arguments: of ``DeterminismCallback``, but for the mode and the folders.
         settings: what is set before the script's first line: "seed", and "deterministic" for the defaults of
             ``DeterminismSettings``; nothing where both are missing.
-        variables: the environment.
-        announce: called with a title and the words of each process before it is started.
+        variables: what is added to the environment.
 
     Raises:
         CheckError: no words, or (of the methods) the program cannot be started.
@@ -112,8 +95,7 @@ class Script:
     words: Sequence[str]
     arguments: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
-    variables: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    announce: Callable[[str, Sequence[str]], object] = lambda title, words: None
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.words:
@@ -121,20 +103,17 @@ class Script:
 
     def record(self, run: Path, *, overwrite: bool = False, output: Path | None = None) -> CheckedRun:
         """Run the script, and record it into a folder; what it prints goes to ``output``, or is printed."""
-        asked = {"mode": "record", "reference": str(run), "overwrite": overwrite}
         before = _manifest(run)
-        reason = self._start("record", asked, _NO_CHANGE, output)
+        reason = self._start(PLAIN, output, mode="record", reference=str(run), overwrite=overwrite)
         if not reason:
             reason = _NOTHING.format("recorded") if _manifest(run) == before else _unfinished(run)
         return CheckedRun(name=RECORDING, outcome="failed" if reason else "recorded", reason=reason, output=output)
 
     def verify(
-        self, reference: Path, current: Path, *, change: _Change = _NO_CHANGE, output: Path | None = None
+        self, reference: Path, current: Path, *, change: Change = PLAIN, output: Path | None = None
     ) -> CheckedRun:
         """Run the script with a change, and verify it against a run, into a folder that is empty or not there."""
-        asked = {"mode": "verify", "reference": str(reference), "current": str(current)}
-        title = "verify" if not change.text else f"verify, {change.name}, {change.text}"
-        reason = self._start(title, asked, change, output)
+        reason = self._start(change, output, mode="verify", reference=str(reference), current=str(current))
         done = CheckedRun(name=change.name, change=change.text, outcome="failed", reason=reason, output=output)
         try:
             verdict = Verdict.from_dict(json.loads((current / VERDICT_FILE).read_text(encoding="utf-8")))
@@ -142,23 +121,25 @@ class Script:
             return replace(done, reason=reason or _NOTHING.format("verified"))
         except ValueError as error:  # no JSON, no text, or no verdict
             return replace(done, reason=f"{current / VERDICT_FILE} cannot be read: {error}")
-        done, outcome = replace(done, verdict=verdict), verdict.verdict
-        if outcome == "match" and reason:
+        done = replace(done, verdict=verdict)
+        if verdict.verdict == "match" and reason:
             return replace(done, reason=f"{reason}. What was compared before agrees")
-        if outcome == "match" and change.entry and change.entry not in {it.name for it in verdict.environment}:
-            return replace(done, reason=f"it could not be varied: the script sets {change.entry} by itself")
-        return replace(done, outcome=outcome, reason="")
+        if verdict.verdict == "match" and change.entry not in {"", *(one.name for one in verdict.environment)}:
+            return replace(done, reason=f"it could not be varied: {change.entry} is what it was, by the script itself")
+        return replace(done, outcome=verdict.verdict, reason="")
 
-    def _start(self, title: str, asked: Mapping[str, Any], change: _Change, output: Path | None) -> str:
+    def _start(self, change: Change, output: Path | None, **arguments: Any) -> str:
         """Run a process to its end; return what was wrong with that, "" for nothing."""
-        self.announce(title, self.words)
+        title = arguments["mode"] if change == PLAIN else f"verify, {change.name}, {change.text}"
+        print_line(make_console(), f"det-callbacks: {title}: {shlex.join(self.words)}", "bold")
+        sys.stdout.flush()  # before the process writes to the same place
         settings = {**self.settings, **change.settings}
-        variables = {**self.variables, **change.variables}
+        variables = {**os.environ, **self.variables, **change.variables}
         if settings:
             variables["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_STARTUP), variables.get("PYTHONPATH"))))
         with contextlib.ExitStack() as files:
             claim = Path(files.enter_context(tempfile.TemporaryDirectory(prefix="det_callbacks-")), "claim")
-            launch = {"arguments": {**self.arguments, **asked}, "settings": settings, "claim": str(claim)}
+            launch = {"arguments": {**self.arguments, **arguments}, "settings": settings, "claim": str(claim)}
             variables[LAUNCH] = json.dumps(launch)
             try:
                 file = None if output is None else files.enter_context(output.open("wb"))
@@ -184,40 +165,68 @@ def _unfinished(path: Path) -> str:
         run = Run.open(path)
     except ReferenceFormatError as error:
         return str(error)
-    if run.is_complete:
-        return ""
-    return f"the script ended well, and its recording is incomplete: {run.incomplete_reason}"
+    return "" if run.is_complete else f"the script ended well, and its recording is incomplete: {run.incomplete_reason}"
 
 
-def check_script(script: Script, *, to: str | Path | None = None, vary: Sequence[str] = ()) -> CheckReport:
+def check_script(script: Script, home: Path, *, vary: Sequence[str] = ()) -> list[CheckedRun]:
     """Run a script twice in fresh processes, the second verified against the first, bit for bit.
 
     That takes the time of so many trainings, less where one differs. What the scripts print is kept beside the runs.
 
     Args:
         script: the script.
-        to: folder for the runs; it must not exist, or be empty. None is a new one below ``determinism-check``.
-        vary: what is changed, one at a time, in a further process each, where the plain verification is a match:
-            workers, threads, hash-seed.
+        home: new folder for the runs.
+        vary: what is changed, one at a time, in a further process each, where the plain verification is a match.
 
     Raises:
-        CheckError: the arguments are not what a check can do, or the program cannot be started.
+        CheckError: the program cannot be started.
     """
-    if unknown := [factor for factor in vary if factor not in _CHANGES]:
-        raise CheckError(f"There is no {unknown[0]!r} to vary; there are {', '.join(_CHANGES)}.")
-    factors = tuple(factor for factor in _CHANGES if factor in vary)
-    home = new_folder(to, "determinism-check")
-    if "hash-seed" in factors and script.variables.get(_HASH_SEED, "") in ("", "random"):
-        # else each process has another one, also two that are to be the same
-        script = replace(script, variables={**script.variables, _HASH_SEED: "0"})
+    seed = os.environ.get(_HASH_SEED, "")
+    if "hash-seed" in vary and seed in ("", "random"):
+        seed = "0"  # else each process has another one, also two that are to be the same
+        script = replace(script, variables={_HASH_SEED: seed})
     reference = home / "reference"
     runs = [script.record(reference, output=home / f"{RECORDING}.txt")]
     if runs[0].outcome == "recorded":
-        runs.append(script.verify(reference, home / PLAIN, output=home / f"{PLAIN}.txt"))
-        if runs[-1].outcome == "match":
-            runs += [_vary(script, factor, home, reference) for factor in factors]
-            factors = ()
-    return CheckReport(folder=home, runs=tuple(runs), not_run=factors)
+        runs.append(script.verify(reference, home / PLAIN.name, output=home / f"{PLAIN.name}.txt"))
+    if runs[-1].outcome == "match":
+        for change in _changes(Run.open(reference), seed):
+            if change.name in vary:
+                output = home / f"{change.name}.txt"
+                runs.append(script.verify(reference, home / change.name, change=change, output=output))
+    return runs
+
+
+def _changes(run: Run, seed: str) -> tuple[Change, ...]:
+    """Return the change of each factor, against what the recording had."""
+    steps, entry = run.rank(0).steps(0), "torch.num_threads"
+    window = read_window(run, 0, 0, int(steps[0])) if len(steps) else None
+    noted = {} if window is None else window.settings
+    workers = sorted({text for name, text in noted.items() if name.startswith("num_workers of ")})
+    num_workers = 0 if workers and workers != ["0"] else 2  # a training without a torch DataLoader refuses it
+    threads = run.manifest.environment.get(entry)
+    before = None if threads is None else threads.value
+    number, other = 2 if before == 1 else 1, "1" if seed == "0" else "0"
+    return (
+        Change(
+            name="workers",
+            text=f"{num_workers} instead of {' and '.join(workers) or 'none'}",
+            variables={NUM_WORKERS: str(num_workers)},
+        ),
+        Change(
+            name="threads",
+            text=f"{number} instead of {before}",
+            variables={"OMP_NUM_THREADS": str(number)},  # what NumPy's libraries ask
+            settings={"num_threads": number},
+            entry=entry,
+        ),
+        Change(
+            name="hash-seed",
+            text=f"{_HASH_SEED} {other} instead of {seed}",
+            variables={_HASH_SEED: other},
+            entry=f"env.{_HASH_SEED}",
+        ),
+    )
 
 
 def new_folder(to: str | Path | None, kind: str) -> Path:
@@ -232,58 +241,6 @@ def new_folder(to: str | Path | None, kind: str) -> Path:
     home.mkdir(parents=True, exist_ok=True)
     (home / ".gitignore").write_text("*\n", encoding="utf-8")
     return home
-
-
-def _vary(script: Script, factor: str, home: Path, reference: Path) -> CheckedRun:
-    try:
-        change = _CHANGES[factor](script, Run.open(reference))
-    except (CheckError, ReferenceFormatError) as error:
-        return CheckedRun(name=factor, outcome="failed", reason=f"it could not be varied: {error}")
-    return script.verify(reference, home / factor, change=change, output=home / f"{factor}.txt")
-
-
-def _workers(script: Script, run: Run) -> _Change:
-    steps = run.rank(0).steps(0)
-    window = read_window(run, 0, 0, int(steps[0])) if len(steps) else None
-    settings = {} if window is None else window.settings
-    known = {int(text) for name, text in settings.items() if name.startswith(_NUM_WORKERS) and text.isdecimal()}
-    if not known:
-        raise CheckError("the training has no torch DataLoader, whose workers could be others")
-    number = next(number for number in (0, 2, *range(1, len(known) + 2)) if number not in known)
-    text = f"{number} instead of {' and '.join(map(str, sorted(known)))}"
-    return _Change(name="workers", text=text, variables={NUM_WORKERS: str(number)})
-
-
-def _threads(script: Script, run: Run) -> _Change:
-    entry = run.manifest.environment.get(_THREADS_ENTRY)
-    if entry is None or not isinstance(entry.value, int):
-        raise CheckError("the reference does not say how many threads computed it")
-    number = 2 if entry.value == 1 else 1
-    text = f"{number} instead of {entry.value}"
-    return _Change(
-        name="threads",
-        text=text,
-        variables={"OMP_NUM_THREADS": str(number)},  # what NumPy's libraries ask
-        settings={"num_threads": number},
-        entry=_THREADS_ENTRY,
-    )
-
-
-def _hash_seed(script: Script, run: Run) -> _Change:
-    if any(map(_IGNORES_VARIABLES.fullmatch, script.words)):
-        raise CheckError("Python was asked to ignore its environment variables (-E or -I)")
-    before = script.variables[_HASH_SEED]
-    after = str((int(before) + 1) % 2**32)
-    text = f"{_HASH_SEED} {after} instead of {before}"
-    return _Change(name="hash-seed", text=text, variables={_HASH_SEED: after}, entry=f"env.{_HASH_SEED}")
-
-
-_CHANGES: Mapping[str, Callable[[Script, Run], _Change]] = {
-    "workers": _workers,
-    "threads": _threads,
-    "hash-seed": _hash_seed,
-}
-"""What can be varied: each is changed by a function of the script and its recording."""
 
 
 def run_process(words: Sequence[str], *, variables: Mapping[str, str], output: IO[bytes] | None = None) -> int:

@@ -192,7 +192,8 @@ def _own_choices() -> Iterator[tuple[str, Any]]:
     yield "torch.backends.cudnn.rnn.fp32_precision", backends.cudnn.rnn.fp32_precision
     yield "torch.backends.mkldnn.matmul.fp32_precision", backends.mkldnn.matmul.fp32_precision
     for name in _DETERMINISM_VARIABLES:
-        yield f"env.{name}", (start_environment() if name == "PYTHONHASHSEED" else os.environ).get(name)
+        known = start_environment() if name == "PYTHONHASHSEED" else os.environ
+        yield f"env.{name}", None if name == "PYTHONHASHSEED" and sys.flags.ignore_environment else known.get(name)
 
 
 def _is_idle(name: str) -> bool:

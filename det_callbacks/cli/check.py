@@ -1,22 +1,20 @@
 """``det-callbacks record``, ``verify`` and ``check``: a script that is started, and what it came to."""
 
 import argparse
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from det_callbacks.check import PLAIN, CheckedRun, CheckReport, Script, check_script, new_folder
+from det_callbacks.check import FACTORS, PLAIN, CheckedRun, Script, check_script, new_folder
 from det_callbacks.cli.parser import ARGUMENTS, INTERRUPTED, SCRIPT_SETTINGS
 from det_callbacks.compare.record import REPORT_FILE
-from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError
+from det_callbacks.errors import CheckError
 from det_callbacks.patterns import as_patterns
-from det_callbacks.report.console import Report, Section, Table, count, make_console, print_line, print_report
+from det_callbacks.report.console import Report, Section, Table, make_console, print_line, print_report
 from det_callbacks.report.verdict import verdict_report
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.store import Run
 
-_WORDS = {0: "match", 1: "diverged", 2: "failed", 3: "not_comparable"}
 _STYLES = {0: "bold green", 1: "bold red", 2: "bold red", 3: "bold yellow"}
 _OF_SCRIPT = {
     "match": "the script repeats itself, bit for bit",
@@ -29,36 +27,8 @@ _OF_FACTORS = {
     "match": "bits do not depend on",
     "failed": "could not be varied or checked",
     "not_comparable": "not comparable",
+    "not_run": "not run",
 }
-
-
-def check_sections(report: CheckReport) -> Report:
-    """Return the verdicts of the runs that are no match, a table, what failed, and what it comes to."""
-    varied, sections = report.runs[2:], [Section()]
-    for run in report.runs:
-        if run.verdict is not None and (run.outcome in ("diverged", "not_comparable") or not varied):
-            title = Section(title=f"{run.name}: {run.change or 'nothing changed'}")
-            sections += [title] * bool(varied) + [*verdict_report(run.verdict)]
-    if varied:
-        columns = ("run", "changed", "outcome", "first divergence", "cause")
-        sections.append(Section(table=Table(columns=columns, rows=[_row(run) for run in report.runs[1:]])))
-    parts = [_OF_SCRIPT[{run.name: run.outcome for run in report.runs}.get(PLAIN, "failed")]]
-    for outcome, text in _OF_FACTORS.items():
-        if names := [run.name for run in varied if run.outcome == outcome]:
-            parts.append(f"{text}: {', '.join(names)}")
-    if report.not_run:
-        parts.append(f"not run: {', '.join(report.not_run)}")
-    if reasons := [f"{run.name}: {run.reason}." for run in report.runs if run.reason]:
-        sections.append(Section(lines=reasons))
-    line = f"det-callbacks check: {_WORDS[report.exit_code]}: {'; '.join(parts)}; kept in {report.folder}"
-    return [*sections, Section(title=line, style=_STYLES[report.exit_code])]
-
-
-def _row(run: CheckedRun) -> tuple[str, ...]:
-    first = None if run.verdict is None else run.verdict.first_divergence
-    place = "-" if first is None else f"step {first.step}, {first.phase}: {first.name or first.op or first.kind}"
-    cause = None if run.verdict is None else run.verdict.cause
-    return (run.name, run.change or "nothing", run.outcome.replace("_", " "), place, cause or "-")
 
 
 def record(options: argparse.Namespace) -> int:
@@ -67,10 +37,9 @@ def record(options: argparse.Namespace) -> int:
     try:
         done = script.record(run, overwrite=options.overwrite)
     except KeyboardInterrupt:
-        print_line(make_console(), f"det-callbacks record: interrupted; {_held(run)}", "bold red")
+        print_line(make_console(), f"det-callbacks record: interrupted; what there is: det-callbacks show {run}")
         return INTERRUPTED
-    _print_end("record", done, f"; the run: {run}" if not done.exit_code else "")
-    return done.exit_code
+    return _end("record", [done], "" if done.exit_code else f"; the run: {run}")
 
 
 def verify(options: argparse.Namespace) -> int:
@@ -82,28 +51,60 @@ def verify(options: argparse.Namespace) -> int:
     if done.verdict is not None:
         print_report([Section(), *verdict_report(done.verdict), Section()])
     report = current / "run" / REPORT_FILE
-    shown = f"; report: {report}" if report.exists() else ""
-    _print_end("verify", done, f"; kept in {current}{shown}")
-    return done.exit_code
+    return _end("verify", [done], f"; kept in {current}" + (f"; report: {report}" if report.exists() else ""))
 
 
 def check(options: argparse.Namespace) -> int:
     """Run a script twice and say what differs."""
-    script = _script(options)
-    report = check_script(script, to=options.to, vary=options.vary.split(",") if options.vary else ())
-    for run in report.runs:
+    script, vary = _script(options), options.vary.split(",") if options.vary else []
+    if unknown := [factor for factor in vary if factor not in FACTORS]:
+        raise CheckError(f"There is no {unknown[0]!r} to vary; there are {', '.join(FACTORS)}.")
+    home = new_folder(options.to, "determinism-check")
+    runs = check_script(script, home, vary=vary)
+    for run in runs:
         if run.output is not None and (options.verbose or run.outcome == "failed"):
             print_line(make_console(), f"{run.name} printed:", "bold")
             sys.stdout.write(run.output.read_text(encoding="utf-8", errors="replace"))
-    print_report(check_sections(report))
-    return report.exit_code
+    print_report(check_report(runs))
+    outcomes = {name: "not_run" for name in FACTORS if name in vary} | {run.name: run.outcome for run in runs}
+    parts = [_OF_SCRIPT[outcomes.get(PLAIN.name, "failed")]]
+    for outcome, text in _OF_FACTORS.items():
+        if names := [name for name, one in outcomes.items() if one == outcome and name in FACTORS]:
+            parts.append(f"{text}: {', '.join(names)}")
+    return _end("check", runs, f"; {'; '.join(parts)}; kept in {home}")
+
+
+def check_report(runs: Sequence[CheckedRun]) -> Report:
+    """Return the verdicts of the runs that are no match, and a table where something was varied."""
+    is_varied, sections = len(runs) > 2, [Section()]
+    for run in runs:
+        if run.verdict is not None and (run.outcome in ("diverged", "not_comparable") or not is_varied):
+            sections += [Section(title=f"{run.name}: {run.change}")] * is_varied + verdict_report(run.verdict)
+    if is_varied:
+        columns = ("run", "changed", "outcome", "first divergence", "cause")
+        sections.append(Section(table=Table(columns=columns, rows=[_row(run) for run in runs[1:]])))
+    return [*sections, Section()]
+
+
+def _row(run: CheckedRun) -> tuple[str, ...]:
+    first = None if run.verdict is None else run.verdict.first_divergence
+    place = "-" if first is None else f"step {first.step}, {first.phase}: {first.name or first.op or first.kind}"
+    cause = None if run.verdict is None else run.verdict.cause
+    return (run.name, run.change, run.outcome.replace("_", " "), place, cause or "-")
+
+
+def _end(command: str, runs: Sequence[CheckedRun], facts: str) -> int:
+    """Print why runs failed, and the closing line; return the status: diverged before failed before not comparable."""
+    console, worst = make_console(), max(reversed(runs), key=lambda run: [0, 3, 2, 1].index(run.exit_code))
+    for run in runs:
+        if run.reason:
+            print_line(console, f"{run.name}: {run.reason}." if len(runs) > 1 else f"{run.reason}.")
+    word = f"{worst.outcome.replace('_', ' ')} (exit status {worst.exit_code})"
+    print_line(console, f"det-callbacks {command}: {word}{facts}", _STYLES[worst.exit_code])
+    return worst.exit_code
 
 
 def _script(options: argparse.Namespace) -> Script:
-    def announce(title: str, words: Sequence[str]) -> None:
-        print_line(make_console(), f"det-callbacks: {title}: {shlex.join(words)}", "bold")
-        sys.stdout.flush()  # before the process writes to the same place
-
     given = {name: value for name, value in vars(options).items() if value is not None and value is not False}
     arguments, settings = (
         {name: given[name] for name in names if name in given} for names in (ARGUMENTS, SCRIPT_SETTINGS)
@@ -113,22 +114,4 @@ def _script(options: argparse.Namespace) -> Script:
         if isinstance(patterns := arguments.get(name), list):
             as_patterns(name, patterns)
     Selection(**{name: value for name, value in arguments.items() if name in Selection.__dataclass_fields__})
-    return Script(words=options.words, arguments=arguments, settings=settings, announce=announce)
-
-
-def _held(run: Path) -> str:
-    """Return what a folder holds whose recording was interrupted."""
-    try:
-        found = Run.open(run, check_steps=False)
-    except (ReferenceNotFoundError, ReferenceFormatError):
-        return f"{run} holds no run"
-    steps = count(sum(found.rank(rank).num_steps for rank in found.ranks), "whole step")
-    return f"{run} holds {steps}{'' if found.is_complete else ', and is incomplete'}"
-
-
-def _print_end(command: str, run: CheckedRun, place: str) -> None:
-    console = make_console()
-    if run.reason:
-        print_line(console, f"{run.reason}.")
-    word = f"{run.outcome.replace('_', ' ')} (exit status {run.exit_code})"
-    print_line(console, f"det-callbacks {command}: {word}{place}", _STYLES[run.exit_code])
+    return Script(words=options.words, arguments=arguments, settings=settings)

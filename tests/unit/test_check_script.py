@@ -16,10 +16,9 @@ import stored_runs
 from verdicts import DIVERGED, MATCH, NOT_COMPARABLE, THREADS, differing
 
 from det_callbacks import check as checks
-from det_callbacks.check import CheckedRun, CheckReport, Script, check_script, run_process
-from det_callbacks.cli.check import check_sections
+from det_callbacks.check import Script, new_folder, run_process
+from det_callbacks.cli import main
 from det_callbacks.errors import CheckError
-from det_callbacks.report.console import to_text
 from det_callbacks.variables import LAUNCH
 from det_callbacks.verdict import Verdict
 
@@ -60,30 +59,33 @@ class Processes:
 
 
 ENVIRONMENT = {"torch.num_threads": {"value": 2, "is_machine": True, "changes_bits": True}}
-Check = Callable[..., tuple[CheckReport, Processes]]
+HASHING = replace(MATCH, environment=(differing("env.PYTHONHASHSEED", is_machine=False),))
+THREADING = replace(MATCH, environment=(THREADS,))
+Check = Callable[..., tuple[int, list[str], Processes]]
 
 
 @pytest.fixture
-def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
-    """Check a script whose processes end like this."""
+def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Check:
+    """Check a script whose processes end like this; return the status, what was printed, and the processes."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
 
-    def run(*ends: End, words: Sequence[str] = ("python", "train.py", "lr=1"), **options: Any) -> Any:
+    def run(*ends: End, options: str = "") -> tuple[int, list[str], Processes]:
         processes = Processes(iter(ends))
         monkeypatch.setattr(checks, "run_process", processes.run)
-        script = Script(words=words, arguments={"level": "state"}, settings=options.pop("settings", {}))
-        report = check_script(script, **{"to": "runs", **options})
+        status = main(["check", "--level", "state", *options.split(), "--", "python", "train.py", "lr=1"])
         assert next(processes.ends, None) is None, "not all of the processes were started"
-        return report, processes
+        return status, capsys.readouterr().out.splitlines(), processes
 
     return run
 
 
-@pytest.mark.parametrize("settings", [{}, {"seed": 3}])
-def test_the_script_is_started_as_given(check: Check, tmp_path: Path, settings: dict[str, int]) -> None:
-    report, processes = check(End(), End(verdict=MATCH), settings=settings)
-    home = tmp_path / "runs"
+@pytest.mark.parametrize("seed", [None, 3])
+def test_the_script_is_started_as_given(check: Check, tmp_path: Path, seed: int | None) -> None:
+    status, lines, processes = check(
+        End(), End(verdict=MATCH), options="--to runs" + (f" --seed {seed}" if seed else "")
+    )
+    home, settings = tmp_path / "runs", {"seed": seed} if seed else {}
     assert [words for words, _ in processes.started] == [("python", "train.py", "lr=1")] * 2
     recording = {"mode": "record", "reference": f"{home}/reference", "overwrite": False}
     verifying = {"mode": "verify", "reference": f"{home}/reference", "current": f"{home}/plain"}
@@ -94,7 +96,8 @@ def test_the_script_is_started_as_given(check: Check, tmp_path: Path, settings: 
     paths = [one.pop("PYTHONPATH", "") for one in others]
     assert others == [{name: it for name, it in os.environ.items() if name != "PYTHONPATH"}] * 2
     assert ["startup" in path for path in paths] == [bool(settings)] * 2
-    assert (report.exit_code, report.not_run) == (0, ())
+    closing = f"det-callbacks check: match (exit status 0); the script repeats itself, bit for bit; kept in {home}"
+    assert (status, lines[-1]) == (0, closing)
 
 
 @pytest.mark.parametrize(
@@ -110,114 +113,71 @@ def test_the_script_is_started_as_given(check: Check, tmp_path: Path, settings: 
         ([End(), End(status=-signal.SIGKILL, verdict=MATCH)], "was killed by signal", 2),
         ([End(), End(verdict="{")], "cannot be read", 2),
         ([End(), End(verdict=json.dumps(MATCH.to_dict() | {"schema": 2}))], "cannot be read", 2),
-        ([End(), End(status=1, verdict=DIVERGED)], "", 1),
-        ([End(), End(verdict=DIVERGED)], "", 1),  # on_divergence=warn
-        ([End(), End(status=-signal.SIGKILL, verdict=DIVERGED)], "", 1),
-        ([End(), End(status=3, verdict=NOT_COMPARABLE)], "", 3),
-        ([End(), End(verdict=MATCH)], "", 0),
+        ([End(), End(status=1, verdict=DIVERGED)], "DIVERGED", 1),
+        ([End(), End(verdict=DIVERGED)], "DIVERGED", 1),  # on_divergence=warn
+        ([End(), End(status=-signal.SIGKILL, verdict=DIVERGED)], "DIVERGED", 1),
+        ([End(), End(status=3, verdict=NOT_COMPARABLE)], "NOT COMPARABLE", 3),
     ],
 )
 def test_only_a_verdict_of_match_and_a_good_end_are_a_match(
     ends: list[End], reason: str, code: int, check: Check
 ) -> None:
     """Nothing is varied without one."""
-    vary = ("workers", "threads") if code else ()
-    report, _ = check(*ends, vary=vary)
-    assert reason in report.runs[-1].reason
-    assert (bool(report.runs[-1].reason), report.exit_code) == (bool(reason), code)
-    assert (report.runs[-1].outcome == "failed") is (code == 2)
-    assert (len(report.runs), report.not_run) == (len(ends), vary)
+    status, lines, _ = check(*ends, options="--vary threads,workers")
+    assert reason in "\n".join(lines)
+    assert (status, "; not run: workers, threads; kept in " in lines[-1]) == (code, True)
+    assert (f"det-callbacks check: failed (exit status {code})" in lines[-1]) is (code == 2)
 
 
-@pytest.mark.parametrize(("given", "seeds"), [(None, ["0", "0", "1"]), (str(2**32 - 1), ["4294967295"] * 2 + ["0"])])
+@pytest.mark.parametrize(("given", "seeds"), [(None, ["0", "0", "1"]), ("7", ["7", "7", "0"])])
 def test_a_factor_is_the_one_thing_that_changes(
     given: str | None, seeds: list[str], check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A hash seed of the caller stays."""
     if given is not None:
         monkeypatch.setenv("PYTHONHASHSEED", given)
-    _, processes = check(End(), End(verdict=MATCH), End(verdict=HASHING), vary=("hash-seed", "hash-seed"))
+    *_, processes = check(End(), End(verdict=MATCH), End(verdict=HASHING), options="--vary hash-seed,hash-seed")
     assert [variables["PYTHONHASHSEED"] for _, variables in processes.started] == seeds
     for one in processes.asked:
         one["arguments"].pop("current", None)
     assert processes.asked[2] == processes.asked[1]
-    _, processes = check(End(), End(verdict=MATCH), End(verdict=THREADING), vary=("threads",), to="threads")
+    *_, processes = check(End(), End(verdict=MATCH), End(verdict=THREADING), options="--vary threads")
     assert (processes.asked[-1]["settings"], processes.started[-1][1]["OMP_NUM_THREADS"]) == ({"num_threads": 1}, "1")
 
 
-HASHING = replace(MATCH, environment=(differing("env.PYTHONHASHSEED", is_machine=False),))
-THREADING = replace(MATCH, environment=(THREADS,))
-
-
 @pytest.mark.parametrize(
-    ("vary", "ends", "outcomes", "code"),
+    ("vary", "ends", "says", "code"),
     [
-        (("threads", "hash-seed"), [THREADING, HASHING], ["match", "match"], 0),
-        (("threads", "hash-seed"), [None, DIVERGED], ["failed", "diverged"], 1),
-        (("threads", "hash-seed"), [NOT_COMPARABLE, None], ["not_comparable", "failed"], 2),
-        (("threads", "hash-seed"), [THREADING, NOT_COMPARABLE], ["match", "not_comparable"], 3),
-        (("threads",), [MATCH], ["failed"], 2),  # as many threads as before: nothing was varied
-        (("hash-seed",), [MATCH], ["failed"], 2),
-        (("workers",), [], ["failed"], 2),  # the training has no DataLoader
+        ("threads,hash-seed", [THREADING, HASHING], "bits do not depend on: threads, hash-seed", 0),
+        ("threads,hash-seed", [None, DIVERGED], "depend on: hash-seed; could not be varied or checked: threads", 1),
+        ("threads,hash-seed", [NOT_COMPARABLE, None], "checked: hash-seed; not comparable: threads", 2),
+        ("threads,hash-seed", [THREADING, NOT_COMPARABLE], "on: threads; not comparable: hash-seed", 3),
+        ("threads", [MATCH], "could not be varied or checked: threads", 2),  # as many threads as before
+        ("hash-seed", [MATCH], "could not be varied or checked: hash-seed", 2),
     ],
 )
 def test_what_is_known_best_decides_the_status(
-    vary: tuple[str, ...], ends: list[Verdict | None], outcomes: list[str], code: int, check: Check
+    vary: str, ends: list[Verdict | None], says: str, code: int, check: Check
 ) -> None:
     played = [End(status=int(verdict is None), verdict=verdict) for verdict in ends]
-    report, _ = check(End(), End(verdict=MATCH), *played, vary=vary)
-    assert ([run.outcome for run in report.runs[2:]], report.exit_code) == (outcomes, code)
-    assert all(bool(run.reason) is (run.outcome == "failed") for run in report.runs)
+    status, lines, _ = check(End(), End(verdict=MATCH), *played, options=f"--vary {vary}")
+    assert status == code
+    assert f"{says}; kept in" in lines[-1]
+    table = next(number for number, line in enumerate(lines) if line.startswith("run  "))
+    assert [line.split()[0] for line in lines[table : table + 2 + len(ends)]] == ["run", "plain", *vary.split(",")]
 
 
-def test_a_python_that_ignores_its_variables_has_no_hash_seed(check: Check) -> None:
-    report, _ = check(End(), End(verdict=MATCH), words=("python", "-E", "train.py"), vary=("hash-seed",))
-    assert report.runs[-1].reason.endswith("Python was asked to ignore its environment variables (-E or -I)")
-
-
-def test_what_cannot_be_started_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_started_or_has_no_new_folder_is_refused(check: Check, tmp_path: Path) -> None:
     with pytest.raises(CheckError, match="No command was given"):
         Script(words=())
-    with pytest.raises(CheckError, match=r"no-such-program cannot be started") as refused:
-        check_script(Script(words=("no-such-program", "train.py")), to=tmp_path / "runs")
-    assert refused.value.exit_code == 2
-
-
-def test_the_folder_is_a_new_one_and_one_that_holds_something_is_refused(check: Check, tmp_path: Path) -> None:
-    homes = {check(End(status=1), to=None)[0].folder for _ in range(2)}
-    assert homes == set((tmp_path / "determinism-check").iterdir())
+    with pytest.raises(CheckError, match=r"no-such-program cannot be started"):
+        Script(words=("no-such-program", "train.py")).record(tmp_path / "run")
+    for _ in range(2):
+        check(End(status=1))
+    homes = list((tmp_path / "determinism-check").iterdir())
+    assert len(homes) == 2
     with pytest.raises(CheckError, match="is not an empty folder"):
-        check(to=homes.pop())
-    with pytest.raises(CheckError, match="there are workers, threads, hash-seed\\."):
-        check(vary=("worker",))
-
-
-# in words
-
-
-def test_what_it_comes_to_is_said_with_the_verdicts_that_are_no_match() -> None:
-    recorded = CheckedRun(name="recording", outcome="recorded")
-    plain = CheckedRun(name="plain", outcome="match", verdict=MATCH)
-    diverged = replace(plain, outcome="diverged", verdict=DIVERGED)
-    workers = replace(plain, name="workers", change="another number")
-    threads = replace(diverged, name="threads", change="one", verdict=NOT_COMPARABLE)
-    failed = replace(recorded, name="hash-seed", outcome="failed", reason="it ended")
-
-    def said(*runs: CheckedRun, not_run: tuple[str, ...] = ()) -> list[str]:
-        report = CheckReport(folder=Path("home"), runs=(recorded, *runs), not_run=not_run)
-        return to_text(check_sections(report)).splitlines()
-
-    assert said(diverged, not_run=("workers",))[-1] == (
-        "det-callbacks check: diverged: the script does not repeat itself; not run: workers; kept in home"
-    )
-    lines = said(plain, workers, threads, failed)
-    assert lines[-1] == (
-        "det-callbacks check: diverged: the script repeats itself, bit for bit; bits depend on: threads; "
-        "bits do not depend on: workers; could not be varied or checked: hash-seed; kept in home"
-    )
-    assert [line for line in lines if line][:2] == ["threads: one", "NOT COMPARABLE"]
-    assert ["threads", "one", "diverged", "step", "3,", "forward:"] in [line.split()[:6] for line in lines]
-    assert "hash-seed: it ended." in "\n".join(lines)
+        new_folder(homes[0], "determinism-check")
 
 
 # real processes
