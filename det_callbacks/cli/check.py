@@ -4,9 +4,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from det_callbacks.check import FACTORS, PLAIN, CheckedRun, Script, check_script, new_folder
-from det_callbacks.cli.parser import ARGUMENTS, INTERRUPTED, SCRIPT_SETTINGS
+from det_callbacks.cli.parser import INTERRUPTED, SCRIPT_OPTIONS
 from det_callbacks.compare.record import REPORT_FILE
 from det_callbacks.errors import CheckError
 from det_callbacks.patterns import as_patterns
@@ -44,7 +45,7 @@ def record(options: argparse.Namespace) -> int:
 
 def verify(options: argparse.Namespace) -> int:
     """Run a script and verify it against a run."""
-    script, reference = _script(options), Path(options.reference).absolute()
+    script, reference = _script(options), Path(options.run_folder).absolute()
     Run.open(reference)  # before a training is started for nothing
     current = new_folder(options.current, "determinism-verify")
     done = script.verify(reference, current / "run")
@@ -106,9 +107,11 @@ def _end(command: str, runs: Sequence[CheckedRun], facts: str) -> int:
 
 def _script(options: argparse.Namespace) -> Script:
     given = {name: value for name, value in vars(options).items() if value is not None and value is not False}
-    arguments, settings = (
-        {name: given[name] for name in names if name in given} for names in (ARGUMENTS, SCRIPT_SETTINGS)
-    )
+    names = [option.removeprefix("--").replace("-", "_") for option in SCRIPT_OPTIONS]
+    arguments = {name: given[name] for name in names if name in given}
+    settings: dict[str, Any] = {name: arguments.pop(name) for name in ("seed", "deterministic") if name in arguments}
+    if "keep" in arguments:
+        arguments["keep_tensors"] = arguments.pop("keep")
     # a wrong one is an error now, and not only when the script trains
     for name in ("replay", "keep_tensors"):
         if isinstance(patterns := arguments.get(name), list):

@@ -39,7 +39,7 @@ def diff(options: argparse.Namespace) -> int:
 
     console = make_console(stderr=True)
     with console.status("comparing steps") if console.is_terminal else nullcontext():
-        verdict = compare_runs(options.reference, options.current, steps=options.steps)
+        verdict = compare_runs(options.reference, options.current, steps=options.steps or "all")
     _print(options, verdict.to_dict, lambda: verdict_report(verdict))
     if options.html is not None:
         from det_callbacks.report.html import write_report

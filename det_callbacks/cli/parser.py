@@ -9,7 +9,7 @@ import os
 import shlex
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +19,8 @@ from det_callbacks.errors import CheckError, DetCallbacksError
 from det_callbacks.report.console import make_console, print_error, print_line
 
 INTERRUPTED = 130
+SCRIPT_COMMANDS = ("record", "verify", "check")
+"""Those that start a script; they stand in ``check.py``, the others in ``commands.py``."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,13 +30,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments; None takes those of the process.
     """
     given = list(sys.argv[1:] if argv is None else argv)
-    has_script = given[:1] in (["record"], ["verify"], ["check"]) and "--" in given
+    has_script = given[:1] and given[0] in SCRIPT_COMMANDS and "--" in given
     end = given.index("--") if has_script else len(given)
     try:
         options = _parse(given[:end], _project_words() if has_script else [])
         options.words = given[end + 1 :]
-        module, _, command = options.run.partition(".")
-        return int(getattr(import_module(f"det_callbacks.cli.{module}"), command)(options))
+        module = import_module("det_callbacks.cli." + ("check" if options.command in SCRIPT_COMMANDS else "commands"))
+        return int(getattr(module, options.command.replace("-", "_"))(options))
     except DetCallbacksError as error:
         print_error(error, name="det-callbacks")
         return error.exit_code
@@ -74,136 +76,14 @@ def _project_words() -> list[str]:
     words = []
     for key, value in table.items():
         name, text = key.replace("_", "-"), ",".join(map(str, value)) if isinstance(value, list) else str(value)
-        if name not in PROJECT_OPTIONS:
-            known = ", ".join(PROJECT_OPTIONS)
-            raise CheckError(f"[tool.det_callbacks] of {file} has no option {name}; there are {known}.")
+        known = [option.removeprefix("--") for option in SCRIPT_OPTIONS]
+        if name not in known:
+            raise CheckError(f"[tool.det_callbacks] of {file} has no option {name}; there are {', '.join(known)}.")
         if isinstance(value, bool):
             words.append(f"--{name}" if value else f"--no-{name}")
         else:
             words.append(f"--{name}={text}")
     return words
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="det-callbacks",
-        description="Look into recorded training runs and compare them, bit for bit.",
-        epilog="Exit status: 0 match or fine, 1 diverged, 2 could not do it, 3 not comparable.",
-    )
-    parser.add_argument("--version", action="version", version=f"det-callbacks {version('det_callbacks')}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-
-    def command(run: str, name: str, *, help: str, says: str, json: bool = True) -> Any:
-        """Add a command; return what adds an argument to it."""
-        added = commands.add_parser(name, help=help, description=says)
-        added.set_defaults(run=run)
-        if json:
-            added.add_argument("--json", action="store_true", help="JSON on standard output")
-        return added.add_argument
-
-    add = command("commands.show", "show", help="what a run holds", says="Show what a run holds.")
-    add("run_folder", metavar="RUN", help="folder of the run")
-    add("--step", type=_number, metavar="N", help="the sites of this step")
-    add("--rank", type=_number, default=0, metavar="R", help="of this process (default 0)")
-    add("--segment", type=_number, default=0, metavar="S", help="of this fit of the run (default 0)")
-
-    add = command("commands.diff", "diff", help="compare two runs", says="Compare a run with its reference.")
-    add("reference", metavar="REFERENCE", help="folder of the reference")
-    add("current", metavar="CURRENT", help="folder of the run to compare")
-    steps = "all: other steps than the reference's are a divergence (default); common: those that both have"
-    add("--steps", choices=("all", "common"), default="all", help=steps)
-    add("--html", metavar="FILE", help="write a report to look at, too: one file that loads nothing")
-
-    record = "Run any script that trains with a Lightning Trainer, as it is, and record its training."
-    add = _script_command(commands, "record", "RUN", help="run a script, and record its training", says=record)
-    add("run_folder", metavar="RUN", help="folder to record to")
-    add("--overwrite", action="store_true", help="replace a run that is there")
-
-    verify = "Run a script as it is, and verify its training against a recorded one."
-    help_verify = "run a script, and verify its training against a run"
-    add = _script_command(commands, "verify", "RUN", help=help_verify, says=verify)
-    add("reference", metavar="RUN", help="folder of the reference")
-    current = "folder for the verdict, the report and what differs (default: a new one in determinism-verify)"
-    add("--current", metavar="DIR", help=current)
-
-    check = "Run a script twice in fresh processes, recording and then verifying, and say what differs."
-    usage = "[--vary FACTORS] [--to DIR] [-v]"
-    add = _script_command(commands, "check", usage, help="run a script twice, and say what differs", says=check)
-    vary = "what must not matter, changed in one further run each: any of workers,threads,hash-seed"
-    add("--vary", metavar="FACTORS", help=vary)
-    add("--to", metavar="DIR", help="folder for the runs, kept (default: a new one in determinism-check)")
-    add("-v", "--verbose", action="store_true", help="print what the script prints, also on success")
-
-    doctor = (
-        "Show which determinism settings are in force in a new process here, what is missing or too late, and the line "
-        "to add for each. Exit 1 when something asked for is not in force."
-    )
-    add = command("commands.doctor", "doctor", help="which settings are in force here", says=doctor)
-    against = "ask for what was in force in this run, and show how this machine differs"
-    add("--against", metavar="RUN", help=against)
-
-    ops = "Show what the installed torch says of its ops: which are not deterministic, and which draw."
-    add = command("commands.ops", "ops", help="which ops are not deterministic", says=ops)
-    add("--used-by", metavar="RUN", help="only those that this run uses, with their modules")
-
-    export = (
-        "Write the sites of a run as a Parquet data set, one folder a rank, that DuckDB, Polars and Spark query as it "
-        "is. The run is read once and checked; what an interrupted export wrote is removed."
-    )
-    add = command("commands.export", "export", help="a Parquet data set of a run", says=export, json=False)
-    add("run_folder", metavar="RUN", help="folder of the run")
-    add("--to", required=True, metavar="DIR", help="folder to make, or an empty one")
-
-    checkpoint = (
-        "Compare a checkpoint with the digests that stand beside it, or with another checkpoint. Exit 1 when something "
-        "differs, 2 when it cannot be told."
-    )
-    help_checkpoint = "whether a checkpoint is what was saved"
-    add = command("commands.check_checkpoint", "check-checkpoint", help=help_checkpoint, says=checkpoint)
-    add("checkpoint", metavar="CHECKPOINT", help="file or folder; the reference, where OTHER is given")
-    add("other", metavar="OTHER", nargs="?", help="say how this one differs from CHECKPOINT")
-    return parser
-
-
-def _script_command(commands: Any, name: str, usage: str, *, help: str, says: str) -> Any:
-    """Add a command that starts a script; return what adds an argument to it."""
-    added: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=help,
-        usage=f"det-callbacks {name} {usage} [OPTIONS] -- PROGRAM ARGUMENT ...",
-        description=f"{says} Options may also stand in [tool.det_callbacks] of pyproject.toml, by the same names; the "
-        "command line wins. Without --seed and --deterministic no setting is changed.",
-        epilog="Exit status: 0 match or recorded, 1 diverged, 2 it could not be done, 3 not comparable.",
-    )
-    added.set_defaults(run=f"check.{name}")
-    add = added.add_argument
-    add("--level", choices=("op", "module", "state"), help="op is the default")
-    add("--modules", type=_names, metavar="PATTERNS", help="fnmatch patterns of modules, separated by commas")
-    add("--every-n-steps", type=_number, metavar="N", help="record every n-th batch")
-    add("--only-steps", type=_numbers, metavar="N,N", help="record these batches, by number")
-    replay = "ops whose outputs are saved and put back: patterns, or a YAML file"
-    add("--replay", type=_ops, metavar="OPS", help=replay)
-    keep = "ops whose tensors are kept, to say by how much they differ"
-    add("--keep", type=_ops, metavar="OPS", help=keep, dest="keep_tensors")
-    steps = "verify: all (default) demands the reference's steps, common compares those of both"
-    add("--steps", choices=("all", "common"), help=steps)
-    divergence = "verify: raise (default) stops there, collect and warn go on"
-    add("--on-divergence", choices=("raise", "collect", "warn"), help=divergence)
-    add("--seed", type=_number, metavar="N", help="seed of all generators, set before the script's first line")
-    deterministic = "set the defaults of DeterminismSettings before the script's first line"
-    add("--deterministic", action=argparse.BooleanOptionalAction, help=deterministic)
-    return add
-
-
-ARGUMENTS = ("level", "modules", "every_n_steps", "only_steps", "replay", "keep_tensors", "steps", "on_divergence")
-"""Arguments of ``DeterminismCallback`` that a script's command may be given."""
-SCRIPT_SETTINGS = ("seed", "deterministic")
-"""Settings, likewise."""
-PROJECT_OPTIONS = (
-    "keep",
-    *(name.replace("_", "-") for name in (*ARGUMENTS, *SCRIPT_SETTINGS) if name != "keep_tensors"),
-)
-"""Options by their names on the command line, as pyproject.toml may have them too."""
 
 
 def _names(text: str) -> list[str]:
@@ -224,3 +104,93 @@ def _ops(text: str) -> str | list[str]:
     if text.endswith((".yaml", ".yml")):
         return str(Path(text).absolute())  # the script may go elsewhere
     return _names(text)
+
+
+_ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
+    # by name: what argparse is told, the same for all commands that take it
+    "run_folder": {"metavar": "RUN", "help": "folder of the run"},
+    "reference": {"metavar": "REFERENCE", "help": "folder of the reference"},
+    "current": {"metavar": "CURRENT", "help": "folder of the run to compare"},
+    "checkpoint": {"metavar": "CHECKPOINT", "help": "file or folder; the reference, where OTHER is given"},
+    "other": {"metavar": "OTHER", "nargs": "?", "help": "say how this one differs from CHECKPOINT"},
+    "--json": {"action": "store_true", "help": "JSON on standard output"},
+    "--step": {"type": _number, "metavar": "N", "help": "the sites of this step"},
+    "--rank": {"type": _number, "default": 0, "metavar": "R", "help": "of this process (default 0)"},
+    "--segment": {"type": _number, "default": 0, "metavar": "S", "help": "of this fit of the run (default 0)"},
+    "--html": {"metavar": "FILE", "help": "write a report to look at, too: one file that loads nothing"},
+    "--against": {"metavar": "RUN", "help": "ask for what was in force in this run; show how this machine differs"},
+    "--used-by": {"metavar": "RUN", "help": "only those that this run uses, with their modules"},
+    "--to": {"metavar": "DIR", "help": "new or empty folder to write to"},
+    "--overwrite": {"action": "store_true", "help": "replace a run that is there"},
+    "--current": {"metavar": "DIR", "help": "folder for all that is kept (default: a new one in determinism-verify)"},
+    "--vary": {"metavar": "FACTORS", "help": "any of workers,threads,hash-seed: changed in one further run each"},
+    "--verbose": {"action": "store_true", "help": "print what the script prints, also on success"},
+    "--level": {"choices": ("op", "module", "state"), "help": "op is the default"},
+    "--modules": {"type": _names, "metavar": "PATTERNS", "help": "fnmatch patterns of modules, separated by commas"},
+    "--every-n-steps": {"type": _number, "metavar": "N", "help": "record every n-th batch"},
+    "--only-steps": {"type": _numbers, "metavar": "N,N", "help": "record these batches, by number"},
+    "--replay": {"type": _ops, "metavar": "OPS", "help": "ops whose outputs are put back: patterns, or a YAML file"},
+    "--keep": {"type": _ops, "metavar": "OPS", "help": "ops whose tensors are kept, to say by how much they differ"},
+    "--steps": {"choices": ("all", "common"), "help": "all (default) demands the reference's; common: those of both"},
+    "--on-divergence": {"choices": ("raise", "collect", "warn"), "help": "raise (default) stops there; others go on"},
+    "--seed": {"type": _number, "metavar": "N", "help": "seed of all generators, set before the script's first line"},
+    "--deterministic": {
+        "action": argparse.BooleanOptionalAction,
+        "help": "set the defaults of DeterminismSettings before the script's first line",
+    },
+}
+SCRIPT_OPTIONS = (
+    *("--level", "--modules", "--every-n-steps", "--only-steps", "--replay", "--keep", "--steps", "--on-divergence"),
+    *("--seed", "--deterministic"),
+)
+"""Of commands that start a script, and of pyproject.toml: arguments of ``DeterminismCallback``, and settings."""
+_COMMANDS: Mapping[str, tuple[str, str]] = {
+    # name -> what it does, whose first sentence stands in the list of commands, and its arguments
+    "show": ("Show what a run holds.", "run_folder --json --step --rank --segment"),
+    "diff": ("Compare a run with its reference.", "reference current --json --steps --html"),
+    "record": ("Run a script that trains with a Lightning Trainer, and record its training.", "run_folder --overwrite"),
+    "verify": ("Run a script, and verify its training against a recorded one.", "run_folder --current"),
+    "check": ("Run a script twice, recording and then verifying, and say what differs.", "--vary --to --verbose"),
+    "doctor": (
+        "Show which determinism settings are in force in a new process here. What is not has the line to add. Exit 1 "
+        "when something asked for is not in force.",
+        "--json --against",
+    ),
+    "ops": ("Show what the installed torch says of ops that are not deterministic, or draw.", "--json --used-by"),
+    "export": (
+        "Write a run as a Parquet data set. It has a folder a rank, and DuckDB, Polars and Spark query it as it is.",
+        "run_folder --to",
+    ),
+    "check-checkpoint": (
+        "Compare a checkpoint with the digests beside it, or with another one. Exit 1 when something differs, 2 "
+        "when it cannot be told.",
+        "checkpoint other --json",
+    ),
+}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="det-callbacks",
+        description="Look into recorded training runs and compare them, bit for bit.",
+        epilog="Exit status: 0 match or fine, 1 diverged, 2 could not do it, 3 not comparable.",
+    )
+    parser.add_argument("--version", action="version", version=f"det-callbacks {version('det_callbacks')}")
+    commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
+    for name, (says, arguments) in _COMMANDS.items():
+        names, of_script = arguments.split(), dict[str, Any]()
+        if name in SCRIPT_COMMANDS:
+            names += SCRIPT_OPTIONS
+            folder = " RUN" if "run_folder" in names else ""
+            of_script["usage"] = f"det-callbacks {name}{folder} [OPTIONS] -- PROGRAM ARGUMENT ..."
+            of_script["epilog"] = (
+                "Options may also stand in [tool.det_callbacks] of pyproject.toml, by the same names; the command line "
+                "wins. Without --seed and --deterministic no setting is changed. Exit status: 0 match or recorded, "
+                "1 diverged, 2 it could not be done, 3 not comparable."
+            )
+        command = commands.add_parser(name, help=says.partition(". ")[0].rstrip("."), description=says, **of_script)
+        for argument in names:
+            also = ["-v"] if argument == "--verbose" else []
+            needed: dict[str, Any] = {"required": True} if (name, argument) == ("export", "--to") else {}
+            command.add_argument(*also, argument, **_ARGUMENTS[argument], **needed)
+    return parser

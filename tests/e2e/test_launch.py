@@ -86,7 +86,7 @@ def test_our_errors_have_no_traceback_and_bad_options_start_nothing(run_command:
         assert (done.status, done.text) == (2, "")
         assert says in done.errors
     for table, says in (
-        ("levels = 1", "has no option levels; there are keep, level, modules, "),
+        ("levels = 1", "has no option levels; there are level, modules, "),
         ("only_steps = [1, true]", "[tool.det_callbacks] of pyproject.toml adds --only-steps=1,True"),
         ("level = ", "pyproject.toml cannot be read: "),
     ):
