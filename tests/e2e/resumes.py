@@ -152,16 +152,16 @@ def fit(
 # recording and resuming
 
 
-def record(folder: Path, *others: pl.Callback, level: Any = "state", **options: Any) -> pl.Trainer:
-    return fit(DeterminismCallback(folder / "run", mode="record", level=level, overwrite=True), *others, **options)
+def record(folder: Path, *others: pl.Callback, level: Any = "state", how: Any = "exact", **options: Any) -> pl.Trainer:
+    callback = DeterminismCallback(folder / "run", mode="record", level=level, resume=how)
+    return fit(callback, *others, **options)
 
 
-def resume(folder: Path, name: str | Path, *others: pl.Callback, how: Any = "exact", **options: Any) -> Any:
+def resume(folder: Path, name: str, *others: pl.Callback, how: Any = "exact", **options: Any) -> Any:
     """Verify a resumed training against the recorded one; return the steps that were compared."""
-    number = len(list(folder.glob("current-*")))
-    callback = DeterminismCallback(folder / "run", current=folder / f"current-{number}", resume=how)
+    current = folder / f"current-{name.removesuffix('.ckpt').replace('/', '-')}"
+    callback = DeterminismCallback(folder / "run", current=current, resume=how)
     fit(callback, *others, ckpt_path=folder / name, **options)
-    assert callback.verdict is not None
     assert callback.verdict.verdict == "match"
     return callback.verdict.coverage.steps
 

@@ -5,7 +5,7 @@ import os
 import random
 import shutil
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,17 +13,18 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import pytest
+import resumes
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from processes import run_ranks
-from resumes import BATCHES, Augmented, Noisy, SaveAfter, fit
+from resumes import BATCHES, Augmented, Noisy, SaveAfter
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 from trainers import quiet_trainer
 
-from det_callbacks import CheckpointNotFoundError, DeterminismCallback, check_checkpoint, prove_resume
+from det_callbacks import CheckpointNotFoundError, check_checkpoint, prove_resume
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.judge import compare_runs
 from det_callbacks.runs.store import Run
@@ -67,31 +68,26 @@ def data(num_ranks: int = 2, **options: Any) -> DataLoader[Any]:
     return DataLoader(rows, **{"batch_size": 2, "shuffle": True, **options})
 
 
-def train(callback: DeterminismCallback, *others: pl.Callback, num_ranks: int = 2, **options: Any) -> pl.Trainer:
-    defaults = {"strategy": "ddp", "model": Wide, "data": lambda: data(num_ranks), "max_epochs": 2}
+def on_ranks(options: dict[str, Any], num_ranks: int = 2) -> dict[str, Any]:
+    """Return options of a fit; a strategy serves one Trainer, so options have one that makes it."""
+    options = {"strategy": lambda: "ddp", "model": Wide, "data": lambda: data(num_ranks), **options}
+    return {**options, "devices": num_ranks, "strategy": options["strategy"]()}
+
+
+def record(folder: Path, *others: pl.Callback, num_ranks: int = 2, level: Any = "op", **options: Any) -> pl.Trainer:
     draws = 5 if "ckpt_path" in options else 0
-    return fit(callback, Apart(draws), *others, devices=num_ranks, **{**defaults, **options})
+    return resumes.record(folder, Apart(draws), *others, level=level, **on_ranks(options, num_ranks))
 
 
-def record(folder: Path, *others: pl.Callback, level: Any = "op", how: Any = "exact", **options: Any) -> pl.Trainer:
-    return train(DeterminismCallback(folder / "run", mode="record", level=level, resume=how), *others, **options)
-
-
-def resume(folder: Path, path: Path, *others: pl.Callback, how: Any = "exact", **options: Any) -> Any:
-    """Verify a resumed training against the recorded one, and return the steps that were compared."""
-    current = folder / f"current-{path.stem}"
-    callback = DeterminismCallback(folder / "run", current=current, resume=how)
-    train(callback, *others, ckpt_path=path, **options)
-    assert callback.verdict is not None
-    assert callback.verdict.verdict == "match"
-    return callback.verdict.coverage.steps
+def resume(folder: Path, name: str, *others: pl.Callback, num_ranks: int = 2, **options: Any) -> Any:
+    return resumes.resume(folder, name, Apart(5), *others, **on_ranks(options, num_ranks))
 
 
 def round_trip(folder: Path, after: Sequence[int], *, at: str = "batch", level: Any = "op", **options: Any) -> None:
     """Record a training that saves checkpoints, and resume from each of them."""
     record(folder, SaveAfter(folder, *after, at=at), level=level, **options)
     for number in after:
-        assert resume(folder, folder / f"{number}.ckpt", **options) == (number, 2 * BATCHES - 1)
+        assert resume(folder, f"{number}.ckpt", **options) == (number, 2 * BATCHES - 1)
 
 
 class Sharded(Noisy):
@@ -136,7 +132,7 @@ def test_a_recording_that_was_killed_goes_on_and_is_the_uninterrupted_one(tmp_pa
 
     def go_on(rank: int) -> None:
         # the first of the two lies before a validation; both within a window of accumulated gradients
-        assert resume(whole, killed / "3.ckpt", **options) == (3, 13)
+        assert resume(whole, "../killed/3.ckpt", **options) == (3, 13)
         record(killed, ckpt_path=killed / "5.ckpt", **options)
 
     run_ranks(go_on, killed, status=0)
@@ -154,7 +150,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "validation": {"after": (4, 6), "validates": True, "val_check_interval": 2},
     "workers": {"after": (8,), "data": lambda: data(num_workers=2)},
     "end_of_epoch": {"after": (7,), "at": "epoch", "validates": True},
-    "unused": {"after": (3,), "strategy": "ddp_find_unused_parameters_true"},
+    "unused": {"after": (3,), "strategy": lambda: "ddp_find_unused_parameters_true"},
     # of two ranks a sum has the same bits in any order; of three it has not
     "three_ranks": {"after": (4, 8), "num_ranks": 3, "level": "state"},
 }
@@ -172,15 +168,8 @@ def test_from_wherever_it_was_saved(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_folder", [True, False])
 def test_sharded_weights(is_folder: bool, tmp_path: Path) -> None:
     options: dict[str, Any] = {"model": Sharded, "accumulate_grad_batches": 2}
-
-    def body(rank: int) -> None:
-        # a strategy serves one Trainer
-        record(tmp_path, SaveAfter(tmp_path, 3, 7), strategy=sharded(is_folder=is_folder), **options)
-        for after in (3, 7):
-            strategy = sharded(is_folder=is_folder)
-            assert resume(tmp_path, tmp_path / f"{after}.ckpt", strategy=strategy, **options) == (after, 13)
-
-    run_ranks(body, tmp_path / "output", seconds=SLOW, status=0)
+    trip = partial(round_trip, tmp_path, (3, 7), strategy=partial(sharded, is_folder=is_folder), **options)
+    run_ranks(lambda rank: trip(), tmp_path / "output", seconds=SLOW, status=0)
     assert (tmp_path / "3.ckpt").is_dir() == is_folder
     assert check_checkpoint(tmp_path / "3.ckpt").equal
 
@@ -203,7 +192,7 @@ def test_checkpoints_that_lightning_names_links_and_removes(tmp_path: Path) -> N
 
     def body(rank: int) -> None:
         record(tmp_path, keeping(), model=Scored)
-        resume(tmp_path, tmp_path / "last.ckpt", keeping(), model=Scored, enable_checkpointing=True)
+        resume(tmp_path, "last.ckpt", keeping(), model=Scored)
 
     run_ranks(body, tmp_path / "output", seconds=SLOW, status=0)
     kept = {path.name for path in tmp_path.glob("*.ckpt") if not path.is_symlink()}
@@ -218,15 +207,12 @@ def test_the_proof(tmp_path: Path) -> None:
     def body(rank: int) -> None:
         make = partial(quiet_trainer, max_epochs=2, default_root_dir=tmp_path, devices=2, strategy="ddp")
         os.chdir(tmp_path)
-        for how, expected in (("exact", "match"), ("plain", "diverged")):
-            verdict = prove_resume(make, Wide, data, stop_at=4, steps=10, resume=how)
-            assert (verdict.verdict, verdict.coverage.ranks) == (expected, 2), verdict.explanation
-            if how == "exact":
-                assert verdict.coverage.steps == (4, 9)
+        verdict = prove_resume(make, Wide, data, stop_at=4, steps=10)
+        assert (verdict.verdict, verdict.coverage.ranks, verdict.coverage.steps) == ("match", 2, (4, 9))
 
     ended = run_ranks(body, tmp_path / "output", seconds=SLOW, status=0)
     assert not any("TrainingInterruptedError: . Rank" in one.output for one in ended)
-    assert len(list((tmp_path / "determinism").iterdir())) == 2
+    assert len(list((tmp_path / "determinism").iterdir())) == 1
 
 
 @pytest.mark.slow
@@ -275,7 +261,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def outcomes(folder: Path, attempts: dict[str, Callable[[], Any]], *, world_size: int = 2) -> dict[str, list[Any]]:
+def outcomes(folder: Path, attempts: Mapping[str, Callable[[], Any]], *, world_size: int = 2) -> dict[str, Any]:
     """Make attempts in the processes of one launch; return by name what each rank raised: kind, status and text."""
 
     def body(rank: int) -> None:
@@ -314,21 +300,14 @@ REFUSED = {
 
 
 def test_what_cannot_be_resumed_is_refused_on_all_ranks(saved: Path) -> None:
-    attempts = {name: (lambda name=name: resume(saved, saved / f"{name}.ckpt")) for name in NAMES}
-    attempts["data"] = lambda: resume(saved, saved / "whole.ckpt", LoadAlone())
-    attempts["seed"] = lambda: resume(saved, saved / "whole.ckpt", seed=50)
-    others: dict[str, Callable[[], dict[str, Any]]] = {  # a strategy serves one Trainer
-        "first_step": dict,
-        "static": lambda: {"strategy": DDPStrategy(static_graph=True)},
-    }
-    for name, options in others.items():
-        folder, after = saved / name, 1 if name == "first_step" else 2
+    def trip(name: str, after: int, **options: Any) -> Any:
+        round_trip(saved / name, [after], level="state", max_epochs=1, **options)
 
-        def attempt(folder: Path = folder, after: int = after, options: Any = options) -> Any:
-            record(folder, SaveAfter(folder, after), level="state", max_epochs=1, **options())
-            return resume(folder, folder / f"{after}.ckpt", max_epochs=1, **options())
-
-        attempts[name] = attempt
+    attempts: dict[str, Callable[[], Any]] = {name: partial(resume, saved, f"{name}.ckpt") for name in NAMES}
+    attempts["data"] = lambda: resume(saved, "3.ckpt", LoadAlone())
+    attempts["seed"] = lambda: resume(saved, "3.ckpt", seed=50)
+    attempts["first_step"] = lambda: trip("first_step", 1)
+    attempts["static"] = lambda: trip("static", 2, strategy=partial(DDPStrategy, static_graph=True))
     told = outcomes(saved, attempts)
     assert told.pop("whole") == [["", 0, "(3, 13)"]] * 2
     for name, (kinds, text) in REFUSED.items():
@@ -341,10 +320,10 @@ def test_what_cannot_be_resumed_is_refused_on_all_ranks(saved: Path) -> None:
 
 def test_another_number_of_processes_is_refused_and_lightning_goes_on_alone(saved: Path) -> None:
     def record_on(how: Any) -> Any:
-        options = {"ckpt_path": saved / "whole.ckpt", "num_ranks": 1, "strategy": "auto", "max_epochs": 1}
-        return record(saved / how, level="state", how=how, **options).global_step
+        options = {"ckpt_path": saved / "whole.ckpt", "strategy": lambda: "auto", "max_epochs": 1}
+        return record(saved / how, num_ranks=1, level="state", how=how, **options).global_step
 
-    told = outcomes(saved, {"exact": lambda: record_on("exact"), "plain": lambda: record_on("plain")}, world_size=1)
+    told = outcomes(saved, {how: partial(record_on, how) for how in ("exact", "plain")}, world_size=1)
     ((kind, status, said),) = told["exact"]
     assert (kind, status) == ("NotResumableError", 2)
     assert "it was saved by 2 processes, and there are 1 now" in said
