@@ -10,7 +10,7 @@ from fits import Fit, RaiseAt, StopError
 from judged import require_one_verdict
 from trainers import LIGHTNING_ADVICE
 
-from det_callbacks import DeterminismCallback, DivergenceError, DivergenceWarning, Verdict, cli
+from det_callbacks import DeterminismCallback, DivergenceError, DivergenceWarning, cli
 from det_callbacks.callback import take_unfinished
 from det_callbacks.report.verdict import next_lines
 from det_callbacks.runs.store import Run
@@ -26,11 +26,6 @@ def two_fits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def verdict_of(callback: DeterminismCallback) -> Verdict:
-    assert callback.verdict is not None
-    return callback.verdict
-
-
 def test_two_fits_are_two_segments_and_verified_together(
     two_fits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -44,19 +39,18 @@ def test_two_fits_are_two_segments_and_verified_together(
     assert "fit 1 of 2 agrees: verified 4 steps" in (printed := capsys.readouterr().out)
     assert "diverged" not in printed
     fit.again(epochs=2)
-    verdict = verdict_of(callback)
-    assert (verdict.verdict, verdict.counts.steps_compared) == ("match", 8)
-    require_one_verdict(verdict, two_fits, tmp_path / "current")
+    assert (callback.verdict.verdict, callback.verdict.counts.steps_compared) == ("match", 8)
+    require_one_verdict(callback.verdict, two_fits, tmp_path / "current")
 
 
 def test_a_fit_too_many_diverges(reference: Path, tmp_path: Path) -> None:
     callback = DeterminismCallback(reference, current=tmp_path / "current")
     fit = Fit(callback).run().run()  # fit 1 has nothing left to do
-    assert verdict_of(callback).verdict == "match"
+    assert callback.verdict.verdict == "match"
     with pytest.raises(DivergenceError, match="Step 4 of segment 2 is only in the current run"):
         fit.again(epochs=2)
-    assert verdict_of(callback).verdict == "diverged"
-    assert next_lines(verdict_of(callback)) == [f"det-callbacks show {tmp_path / 'current'} --step 4 --segment 2"]
+    assert callback.verdict.verdict == "diverged"
+    assert next_lines(callback.verdict) == [f"det-callbacks show {tmp_path / 'current'} --step 4 --segment 2"]
 
 
 def test_a_second_fit_that_stops_takes_the_verdict_back(reference: Path, tmp_path: Path) -> None:
@@ -78,14 +72,13 @@ def test_a_second_trainer_goes_on_with_the_same_run(tmp_path: Path) -> None:
     rank = Run.open(tmp_path / "run").rank(0)
     assert [rank.steps(segment).tolist() for segment in (0, 1)] == [[0, 1, 2, 3], [0, 1, 2, 3]]
     assert rank.chain(0, 3) == rank.chain(1, 3)
-    assert verdict_of(verifying).verdict == "match"
+    assert verifying.verdict.verdict == "match"
 
 
 def test_a_process_that_ends_before_the_last_fit_has_an_error(two_fits: Path, tmp_path: Path) -> None:
     Fit(DeterminismCallback(two_fits, current=tmp_path / "current")).run()
     error = take_unfinished()
     assert isinstance(error, DivergenceError)
-    assert error.verdict is not None
     assert (error.exit_code, error.verdict.verdict) == (1, "diverged")
     assert "holds 2 fits, and this process ended after 1" in str(error)
     assert "Steps 4 to 7 of segment 1 (4 of them) are only in the reference" in str(error)
@@ -96,22 +89,18 @@ def test_a_process_that_ends_before_the_last_fit_has_an_error(two_fits: Path, tm
         assert take_unfinished() is None
     callback = DeterminismCallback(two_fits, current=tmp_path / "common", steps="common")
     Fit(callback).run()
-    assert (verdict_of(callback).verdict, take_unfinished()) == ("match", None)
+    assert (callback.verdict.verdict, take_unfinished()) == ("match", None)
 
 
 def test_a_difference_in_a_later_fit_is_shown_there(two_fits: Path, tmp_path: Path) -> None:
     current = tmp_path / "current"
     fit = Fit(DeterminismCallback(two_fits, current=current)).run()
     fit.model.first.weight.data.add_(1)
-    with pytest.raises(
-        DivergenceError, match=r"Step 4 of segment 1: the initial state first\.weight differs"
-    ) as caught:
+    with pytest.raises(DivergenceError, match=r"Step 4 of segment 1: the initial state first\.weight ") as caught:
         fit.again(epochs=2)
-    verdict = caught.value.verdict
-    assert verdict is not None
-    assert (first := verdict.first_divergence) is not None
+    first = caught.value.verdict.first_divergence
     assert (first.segment, first.step) == (1, 4)
-    (shown,) = [line for line in next_lines(verdict) if str(current) in line]
+    (shown,) = [line for line in next_lines(caught.value.verdict) if str(current) in line]
     assert shown == f"det-callbacks show {current} --step 4 --segment 1"
     assert cli.main(shown.split()[1:]) == 0
 
@@ -136,15 +125,10 @@ print("not flushed yet", end="")
 
 @pytest.mark.slow
 def test_the_status_of_a_process_with_one_fit_of_two(two_fits: Path, tmp_path: Path) -> None:
-    here = Path(__file__).parent
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SCRIPT, str(two_fits), str(tmp_path / "current")],
-        env={**os.environ, "PYTHONPATH": f"{here}:{here.parent}"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    path = os.pathsep.join(str(folder) for folder in Path(__file__).parents[:2])
+    words = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(two_fits), str(tmp_path / "current")]
+    options = {"env": {**os.environ, "PYTHONPATH": path}, "timeout": 120, "check": False}
+    done = subprocess.run(words, capture_output=True, text=True, **options)
     assert done.returncode == 1, done.stderr
     assert "fit 1 of 2 agrees" in done.stdout
     assert "not flushed yet" in done.stdout

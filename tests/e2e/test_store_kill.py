@@ -1,10 +1,12 @@
 """A writer killed at any moment leaves whole steps, and a folder that says it is incomplete."""
 
+import itertools
 import multiprocessing
 import random
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from stored_runs import create, digests_of, resume, small_layout, small_program
@@ -16,43 +18,36 @@ from det_callbacks.runs.writer import RunWriter
 KILLS = 30
 LONGEST = 0.5
 """Seconds that a writer has at most: some dozens of programs and hundreds of steps."""
-STEPS_OF_A_FIT = 60
-STEPS_OF_A_PROGRAM = 7
 
 
-def content_of(segment: int, step: int) -> tuple:
+def content_of(step: int) -> tuple[Any, Any, Any]:
     """Return what is written in a step; programs and layouts change often, so that their writing is hit too."""
-    number = (segment * STEPS_OF_A_FIT + step) // STEPS_OF_A_PROGRAM
+    number = step // 7
     num_sites = 1 + number % 400
-    digests = digests_of(step, num_sites, seed=segment)
-    return small_program(num_sites, op=f"aten.op{number}.default"), small_layout(num_sites), digests
+    program = small_program(num_sites, op=f"aten.op{number}.default")
+    return program, small_layout(num_sites), digests_of(step, num_sites)
 
 
-def write(writer: RunWriter, segment: int, step: int) -> None:
-    program, layout, digests = content_of(segment, step)
+def write(writer: RunWriter, step: int) -> None:
+    program, layout, digests = content_of(step)
     writer.put_program(program)
     writer.put_layout(layout)
     writer.append(step, 0, program.id, layout.id, digests)
 
 
+def num_told(path: Path) -> int:
+    """Return how many steps the writer said it had written: a byte each."""
+    told = path.with_suffix(".told")
+    return told.stat().st_size if told.exists() else 0
+
+
 def write_until_killed(path: Path) -> None:
     """Start a run, or go on with one where it ended, never stop, and tell of each step after it was written."""
-    segment, step = 0, 0
-    if (path / "run.json").exists():
-        # the last fit may have been killed before any of its steps was told of
-        segment = Run.open(path).rank(0).segments[-1]
-        step = max((known + 1 for fit, known in told_by(path) if fit == segment), default=0)
-        writer = resume(path)
-    else:
-        writer = create(path, overwrite=True)
-    with path.with_suffix(".told").open("a", buffering=1) as told:
-        while True:
-            if step == STEPS_OF_A_FIT:
-                writer.start_segment()
-                segment, step = segment + 1, 0
-            write(writer, segment, step)
-            told.write(f"{segment} {step}\n")
-            step += 1
+    writer = resume(path) if (path / "run.json").exists() else create(path, overwrite=True)
+    with path.with_suffix(".told").open("ab", buffering=0) as told:
+        for step in itertools.count(num_told(path)):
+            write(writer, step)
+            told.write(b"+")
 
 
 def kill_a_writer(path: Path, seconds: float) -> None:
@@ -65,28 +60,19 @@ def kill_a_writer(path: Path, seconds: float) -> None:
     assert process.exitcode == -signal.SIGKILL, "the writer ended by itself"
 
 
-def told_by(path: Path) -> list[tuple[int, int]]:
-    """Return (segment, step) of what the writer said it had written; a line may be cut off."""
-    told = path.with_suffix(".told")
-    lines = told.read_text().splitlines(keepends=True) if told.exists() else []
-    return [(int(words[0]), int(words[1])) for line in lines if line.endswith("\n") and (words := line.split())]
-
-
 def check(path: Path) -> int:
     """Check what a kill left; return the number of steps."""
-    told = told_by(path)
     try:
         run = Run.open(path)
     except ReferenceNotFoundError:
-        assert told == [], "steps were written, and there is no run"
+        assert num_told(path) == 0, "steps were written, and there is no run"
         return 0
     assert not run.is_complete
-    held = [(record.segment, record.step) for record in run.rank(0).iterate()]
-    assert held[: len(told)] == told
-    assert len(held) <= len(told) + 1
-    for segment, step in held:
-        view = run.view(0, segment, step)
-        program, layout, digests = content_of(segment, step)
+    held = run.rank(0).steps(0).tolist() if run.rank(0).segments else []
+    assert held == list(range(len(held)))
+    assert num_told(path) <= len(held) <= num_told(path) + 1
+    for step in held:
+        view, (program, layout, digests) = run.view(0, 0, step), content_of(step)
         assert (view.program, view.layout, view.record.digests.tolist()) == (program, layout, digests.tolist())
     return len(held)
 
@@ -96,11 +82,10 @@ def test_whole_steps_survive_every_kill(tmp_path: Path) -> None:
     moments = random.Random(7)
     counts = []
     for number in range(KILLS):
-        path = tmp_path / f"run-{number}"
         # every third run is killed again while it is resumed
         for _ in range(1 + (number % 3 == 0)):
-            kill_a_writer(path, moments.uniform(0, LONGEST if number % 2 else 0.02))
-            counts.append(check(path))
+            kill_a_writer(tmp_path / f"run-{number}", moments.uniform(0, LONGEST if number % 2 else 0.02))
+            counts.append(check(tmp_path / f"run-{number}"))
     assert sum(counts) > 10 * KILLS, "the writers were killed before they wrote"
     assert len(set(counts)) > KILLS / 3, "the moments were not random"
 
@@ -109,18 +94,17 @@ def test_what_the_storm_checks_can_fail(tmp_path: Path) -> None:
     path = tmp_path / "run"
     writer = create(path)
     for step in range(3):
-        write(writer, 0, step)
+        write(writer, step)
     writer.close(complete=True)
-    path.with_suffix(".told").write_text("0 0\n0 1\n0 2\n")
+    path.with_suffix(".told").write_bytes(b"+++")
     stream = path / "rank-00000" / "attempt-000.arrows"
     whole = stream.read_bytes()
-    for size, is_right in ((len(whole), False), (len(whole) - 8, True), (len(whole) - 20, False)):
+    stream.write_bytes(whole[:-8])
+    assert check(path) == 3
+    for size in (len(whole), len(whole) - 20):
         stream.write_bytes(whole[:size])
-        if is_right:
-            assert check(path) == 3
-        else:
-            with pytest.raises(AssertionError):
-                check(path)
+        with pytest.raises(AssertionError):
+            check(path)
     (path / "run.json").unlink()
     with pytest.raises(AssertionError, match="there is no run"):
         check(path)
