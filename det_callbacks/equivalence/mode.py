@@ -129,7 +129,8 @@ class BitwiseEquivalenceMode:
     ``collective``, ``opaque`` (higher-order ops), ``no_tensors``, ``no_data`` (fake and meta tensors), ``side_effect``
     (ops that return and write nothing), ``hidden_state`` (random states kept in a tensor or a script object),
     ``capturing`` (CUDA graphs), ``in_flight`` (copies to the host nobody waited for), ``not_copied`` (ops that write,
-    and take a sparse, quantised or nested tensor), ``unreadable``, ``raised``, ``second_run_raised``, ``no_output``.
+    and take a sparse, quantised or nested tensor, or write memory that NumPy made), ``unreadable``, ``raised``,
+    ``second_run_raised``, ``no_output``.
     ``subclass`` counts calls on tensor subclasses: the ops they come down to are compared instead.
 
     It cannot know of what an op does beside its schema: a custom op that writes an argument it does not declare, or

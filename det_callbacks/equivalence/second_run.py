@@ -1,7 +1,7 @@
 """A second run of an op: what it starts from, and whether it gave the same bits as the first.
 
 Every storage that a written argument lies in is copied, and each tensor argument on it is rebuilt there, written or
-not; strides, offsets, overlap and alignment are kept, and two arguments that view the same bytes still do.
+not; strides, offsets and overlap are kept, and two arguments that view the same bytes still do.
 """
 
 from collections.abc import Sequence
@@ -23,13 +23,15 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
 
 _ALIGNMENT = 64
-"""Bytes that torch aligns host memory to; kernels may sum in another order where memory is aligned otherwise."""
+"""Bytes that torch aligns host memory to."""
 
 
 def copied_call(call: Call, written: Sequence[Tensor]) -> Call | None:
     """Return the arguments of a call with copies of what it writes.
 
     None where one of them is a sparse, quantised or nested tensor: what of it is shared with the others is not known.
+    None, too, where what is written lies in memory that is not torch's own and less aligned: kernels may sum in another
+    order there.
     """
     args, kwargs = call
     tensors = {id(tensor): tensor for tensor in tensors_in((*args, *kwargs.values()))}
@@ -42,8 +44,10 @@ def copied_call(call: Call, written: Sequence[Tensor]) -> Call | None:
             on_storage.setdefault(address, []).append(tensor)
     copies: dict[int, Tensor] = {}
     for group in on_storage.values():
-        storage, shift = _copied(group)
-        copies.update((id(tensor), _rebuilt(tensor, storage, shift)) for tensor in group)
+        if _data_address(group[0]) % _ALIGNMENT:
+            return None
+        storage = group[0].untyped_storage().clone()
+        copies.update((id(tensor), _rebuilt(tensor, storage)) for tensor in group)
 
     def replaced(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -101,26 +105,9 @@ def is_special(tensor: Tensor) -> bool:
     return has_parts(tensor) or tensor.is_quantized or tensor.is_nested
 
 
-def _copied(tensors: list[Tensor]) -> tuple[UntypedStorage, int]:
-    """Return a copy of the storage that tensors lie in, and by how many bytes its content lies further on."""
-    storage = tensors[0].untyped_storage()
-    shift = _data_address(tensors[0]) % _ALIGNMENT
-    if not shift or any(shift % tensor.element_size() for tensor in tensors):
-        return storage.clone(), 0
-    copy = UntypedStorage(storage.nbytes() + shift, device=storage.device)
-    _bytes_of(copy, shift).copy_(_bytes_of(storage, 0))
-    return copy, shift
-
-
-def _bytes_of(storage: UntypedStorage, start: int) -> Tensor:
-    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return empty.set_(storage, start, (storage.nbytes() - start,), (1,))
-
-
-def _rebuilt(tensor: Tensor, storage: UntypedStorage, shift: int) -> Tensor:
-    offset = tensor.storage_offset() + shift // tensor.element_size()
+def _rebuilt(tensor: Tensor, storage: UntypedStorage) -> Tensor:
     copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    copy.set_(storage, offset, tensor.shape, tensor.stride())
+    copy.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
     if tensor.is_conj():
         _set_conj(copy, True)
     if tensor.is_neg():

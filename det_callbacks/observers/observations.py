@@ -198,9 +198,7 @@ class Observations:
             replaced = None
             if gradient.is_replayed:
                 # Another branch of the graph may hold this very tensor as its gradient, so it is not changed in place.
-                has_history = torch.is_grad_enabled() and value.requires_grad  # create_graph
-                deferred = self._recorder.deferred
-                replaced = self._replay.exchange_apart(key, value, op=name, deferred=deferred, has_history=has_history)
+                replaced = self._replay.exchange_apart(key, value, op=name, deferred=self._recorder.deferred)
             entry = (name, unwrapped(value if replaced is None else replaced))
             is_source = gradient.is_replayed
             record_group(self._recorder, "observation", "backward", [entry], owner=gradient.module, is_source=is_source)

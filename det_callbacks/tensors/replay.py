@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes  # torch 2.13
@@ -147,17 +146,15 @@ class Replay:
         self._put_back.add(op, differs=repr(value) != repr(live))
         return value
 
-    def exchange_apart(
-        self, key: str, live: Tensor, *, op: str, deferred: DeferredSites | None, has_history: bool
-    ) -> Tensor | None:
+    def exchange_apart(self, key: str, live: Tensor, *, op: str, deferred: DeferredSites | None) -> Tensor | None:
         """Save a tensor, or return a new one with the saved bits: the live one, which may be expanded, stays as it is.
 
-        The new one has the live one's history where ``has_history`` says so; None where nothing has to be replaced.
+        The new one has the live one's history where there is one; None where nothing has to be replaced.
         """
         saved = self._exchange(key, live, op, deferred)
         if saved is None:
             return None
-        with _disable_current_modes(), torch.set_grad_enabled(has_history):  # the reference has no such op
+        with _disable_current_modes():  # the reference has no such op
             copy = live.clone()
         write_bits(saved, copy, deferred)
         return copy

@@ -48,7 +48,7 @@ AUTOCASTS_INSIDE = frozenset({"aten._trilinear", "aten.linalg_pinv"})
 """Ops whose kernels call ops that autocast has rules for, while they have none (torch 2.13, by running all ops)."""
 
 HIDDEN_WRITES: Mapping[str, tuple[str, ...]] = {
-    # the running statistics; where there is an argument "training", only when it is true
+    # the running statistics
     "aten.native_batch_norm": ("running_mean", "running_var"),
     "aten.cudnn_batch_norm": ("running_mean", "running_var"),
     "aten.miopen_batch_norm": ("running_mean", "running_var"),
@@ -56,13 +56,17 @@ HIDDEN_WRITES: Mapping[str, tuple[str, ...]] = {
     "aten.batch_norm_gather_stats": ("running_mean", "running_var"),
     "aten.batch_norm_gather_stats_with_counts": ("running_mean", "running_var"),
 }
-"""Op -> arguments it writes although its schema does not say so."""
+"""Op -> arguments it writes although its schema does not say so; where it has an argument ``training``, if that is."""
 
-TRAINING_WRITES: Mapping[str, tuple[str, ...]] = {
-    "aten.rrelu_with_noise": ("noise",),
-    "aten.rrelu_with_noise_": ("noise",),
+WRITTEN_IF: Mapping[str, tuple[str, str]] = {
+    "aten.rrelu_with_noise": ("noise", "training"),
+    "aten.rrelu_with_noise_": ("noise", "training"),
+    "aten._fused_adam_": ("grads", "grad_scale"),
+    "aten._fused_adamw_": ("grads", "grad_scale"),
+    "aten._fused_sgd_": ("grads", "grad_scale"),
+    "aten._fused_adagrad_": ("grads", "grad_scale"),
 }
-"""Op -> arguments that its schema declares as written, but that it writes only when ``training`` is true."""
+"""Op -> argument that its schema declares as written, and the argument without which it does not write it."""
 
 OPAQUE_WRITES: Mapping[str, frozenset[str]] = {
     "aten.mkldnn_rnn_layer_backward": frozenset({"workspace"}),
@@ -76,14 +80,6 @@ OPAQUE_WRITES: Mapping[str, frozenset[str]] = {
 
 HIDDEN_STATES: Mapping[str, str] = {"aten._cudnn_rnn": "dropout_state", "aten.miopen_rnn": "dropout_state"}
 """Op -> argument that holds the state of a random generator, which the kernel advances without saying so."""
-
-DECLARED_ONLY: Mapping[str, str] = {
-    "aten._fused_adam_": "grads",
-    "aten._fused_adamw_": "grads",
-    "aten._fused_sgd_": "grads",
-    "aten._fused_adagrad_": "grads",
-}
-"""Op -> argument that its schema declares as written, but that it writes only when given a ``grad_scale``."""
 
 UNINITIALISED = frozenset(
     f"aten.{name}"
@@ -173,8 +169,7 @@ class OpPlan:
         sole_write: position of the one tensor argument that the op writes, when that is all it does; else -1.
         fresh_returns: indices of the returns that alias no argument.
         returns_one: the op has one return, which may itself be a list of tensors.
-        hidden_writes: names among ``writes`` that the schema does not declare, or declares always; where there is an
-            argument ``training``, they are written only when it is true.
+        written_if: names among ``writes`` of what is written only when another argument is given, and true.
         is_overwrite: the written arguments are not read.
         is_plain: a tensor that it returns is digested as it is.
         opaque_outputs: indices of returned tensors that are not digested.
@@ -182,7 +177,6 @@ class OpPlan:
         may_be_in_flight: with ``non_blocking`` its output may be incomplete until the device is synchronised.
         whole: of a composite op, the plan for a call that is not taken apart; else None.
         is_reducing: DDP's reducer calls it for unused parameters, in no certain order.
-        declared_only: argument of ``writes`` that is written only when ``grad_scale`` is given; "" if none.
     """
 
     overload: object
@@ -198,13 +192,12 @@ class OpPlan:
     sole_write: int = -1
     fresh_returns: tuple[int, ...] = ()
     returns_one: bool = False
-    hidden_writes: tuple[str, ...] = ()
+    written_if: Mapping[str, str] = field(default_factory=dict)
     is_overwrite: bool = False
     is_plain: bool = False
     opaque_outputs: frozenset[int] = frozenset()
     draws_random: bool = False
     may_be_in_flight: bool = False
-    declared_only: str = ""
     is_reducing: bool = False
     whole: "OpPlan | None" = None
 
@@ -235,6 +228,10 @@ def make_plan(func: OpOverload | HigherOrderOperator) -> OpPlan:
         for index, argument in enumerate(schema.arguments)
         if argument.name in hidden or (argument.alias_info is not None and argument.alias_info.is_write)
     ]
+    has_training = any(argument.name == "training" for argument in schema.arguments)
+    conditions = dict.fromkeys(hidden, "training") if has_training else {}
+    if base in WRITTEN_IF:
+        conditions = dict([WRITTEN_IF[base]])
     is_view = (
         not written
         and bool(schema.returns)
@@ -262,13 +259,12 @@ def make_plan(func: OpOverload | HigherOrderOperator) -> OpPlan:
         sole_write=_sole_write(schema, written, returns_fresh=returns_fresh, is_hidden=bool(hidden)),
         fresh_returns=tuple(index for index, returned in enumerate(schema.returns) if returned.alias_info is None),
         returns_one=len(schema.returns) == 1,
-        hidden_writes=hidden or TRAINING_WRITES.get(base, ()),
+        written_if=conditions,
         is_overwrite=base in OVERWRITES or torch.Tag.out in func.tags or "out" in func._overloadname.split("_"),
         is_plain=base not in OPAQUE_OUTPUTS and not may_be_in_flight,
         opaque_outputs=OPAQUE_OUTPUTS.get(base, frozenset()),
         draws_random=torch.Tag.nondeterministic_seeded in func.tags,
         may_be_in_flight=may_be_in_flight,
-        declared_only=DECLARED_ONLY.get(base, ""),
         is_reducing=base in REDUCING,
     )
     is_taken_apart = plan.kind in (OpKind.DIGEST, OpKind.VIEW) and _is_composite(func.name())
@@ -333,12 +329,11 @@ def _kind_of(func: OpOverload, base: str, *, is_view: bool) -> OpKind:
 def written_arguments(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the tensors among the arguments that a call writes, in the order of the schema."""
     written: list[Tensor] = []
-    untouched = plan.hidden_writes if plan.hidden_writes and not _is_training(plan, args, kwargs) else ()
     for write in plan.writes:
-        if write.name in untouched:
-            continue
-        if write.name == plan.declared_only and kwargs.get("grad_scale") is None:
-            continue
+        if plan.written_if and (condition := plan.written_if.get(write.name)):
+            given = plan.argument(condition, args, kwargs, None)
+            if given is None or given is False:
+                continue
         value = args[write.index] if write.index < len(args) else kwargs.get(write.name)
         if isinstance(value, Tensor):
             written.append(value)
@@ -419,7 +414,3 @@ def comes_apart(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if any(has_parts(tensor) or tensor.is_nested or tensor.is_quantized for tensor in tensors):
         return False
     return torch.is_inference_mode_enabled() or (bool(tensors) and all(tensor.is_inference() for tensor in tensors))
-
-
-def _is_training(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return "training" not in plan.argument_names or bool(plan.argument("training", args, kwargs, False))

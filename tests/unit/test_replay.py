@@ -52,7 +52,7 @@ def save(folder: Path, *tensors: Tensor) -> None:
     """Save tensors of the host as step 12, under KEY, "1", "2" and so on."""
     saving = saver(folder)
     for index, tensor in enumerate(tensors):
-        saving.exchange_apart(str(index) if index else KEY, tensor, op="op", deferred=None, has_history=False)
+        saving.exchange_apart(str(index) if index else KEY, tensor, op="op", deferred=None)
     saving.write(12)
 
 
@@ -118,7 +118,7 @@ def test_any_bits_come_back(
             assert bool(replaying.counts.to_dict()) != is_late, "on a device it is not known yet"
             new = apart
             if is_number:
-                new = replaying.exchange_apart("key", apart, op="apart", deferred=deferred, has_history=False)
+                new = replaying.exchange_apart("key", apart, op="apart", deferred=deferred)
     assert digest_tensor(live) == wanted
     assert not is_number or digest_tensor(apart if new is None else new) == wanted
     assert digest_tensor(apart) == before[3]
@@ -163,7 +163,7 @@ def test_odd_layouts_are_refused_by_name_before_anything_is_written(
 def test_an_expanded_gradient_comes_back_apart(tmp_path: Path) -> None:
     save(tmp_path, torch.tensor([1.0, 2.0]).expand(3, 2))
     live = torch.zeros(2).expand(3, 2)
-    new = reader(tmp_path).exchange_apart(KEY, live, op="op", deferred=None, has_history=False)
+    new = reader(tmp_path).exchange_apart(KEY, live, op="op", deferred=None)
     assert new.tolist() == [[1.0, 2.0]] * 3
     assert live.tolist() == [[0.0, 0.0]] * 3
 
@@ -178,7 +178,7 @@ def test_a_shard_comes_back(tmp_path: Path) -> None:
         save(tmp_path, original)
         reader(tmp_path).exchange(KEY, live, op="op", deferred=None)
         assert torch.equal(local, original.to_local())
-        new = reader(tmp_path).exchange_apart(KEY, apart, op="op", deferred=None, has_history=False)
+        new = reader(tmp_path).exchange_apart(KEY, apart, op="op", deferred=None)
         assert isinstance(new, DTensor)
         assert torch.equal(new.to_local(), original.to_local())
     finally:
@@ -214,7 +214,7 @@ def test_no_mode_sees_it(tmp_path: Path) -> None:
     with HashMode() as mode, FlopCounterMode(display=False) as flops:
         save(tmp_path, original)
         reader(tmp_path).exchange(KEY, live, op="op", deferred=None)
-        reader(tmp_path).exchange_apart(KEY, apart, op="op", deferred=None, has_history=False)
+        reader(tmp_path).exchange_apart(KEY, apart, op="op", deferred=None)
     assert [site.op for site in mode.trace.program.sites if site.op] == []
     assert flops.get_total_flops() == 0
 
