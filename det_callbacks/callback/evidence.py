@@ -180,15 +180,9 @@ class Evidence:
         for number, digest in enumerate(digests):
             self._ledger.note(BATCH, f"sample {number}", digest)
 
-    def begin_step(self, batch: Any, samples: Sequence[int] = ()) -> None:
-        """Note what the batch of a step is made of, when its trace has begun.
-
-        Args:
-            batch: as the training step gets it.
-            samples: the sketch of its samples, as far as it is known by now.
-        """
+    def begin_step(self, batch: Any) -> None:
+        """Note what the batch of a step is made of, as the training step gets it, when its trace has begun."""
         self._ledger.mark("batch start", with_seeds=True)
-        self.note_samples(samples)
         fetcher: Any = self._trainer.fit_loop._data_fetcher
         num_fetched = len(fetcher.batches) if isinstance(fetcher, _PrefetchDataFetcher) else 0
         if len(self._waiting) <= num_fetched:

@@ -115,7 +115,7 @@ class Tracing(StepHooks):
         is_first = step == 0 or (self._is_first and self._selection.only_steps is None)
         self._hash_mode.begin(batch=batch, is_first=is_first, expected=expected)
         self._observations.begin(self._session.replay)
-        self._evidence.begin_step(batch, self._hash_mode.sketch.digests)
+        self._evidence.begin_step(batch)
 
     @override
     def note_loss(self, loss: Any) -> None:
@@ -135,8 +135,7 @@ class Tracing(StepHooks):
         self._hash_mode.record_values("state", outputs, "outputs")
         self._observations.end()
         trace = self._hash_mode.finish()
-        if self._hash_mode.sketch.is_deferred:
-            self._evidence.note_samples(self._hash_mode.sketch.digests)
+        self._evidence.note_samples(self._hash_mode.sketch.digests)
         self._session.put_evidence(self._evidence.take(step))
         if trace is None:
             raise TraceError(

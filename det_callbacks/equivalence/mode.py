@@ -98,22 +98,6 @@ def make_check_plan(func: Any) -> CheckPlan:
     )
 
 
-class _Interceptor(DispatchMode):
-    """Hands every op to its owner; passes them through once it was turned off."""
-
-    def __init__(self, owner: "BitwiseEquivalenceMode") -> None:
-        super().__init__()
-        self.owner: BitwiseEquivalenceMode | None = owner
-
-    def __torch_dispatch__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if self.owner is None:
-            return func(*args, **(kwargs or {}))
-        out = self.owner._op(func, types, args, kwargs or {})
-        return out if out is not TAKE_APART else self.take_apart(func, args, kwargs or {})
-
-
 class BitwiseEquivalenceMode:
     """Run every op of the ``with`` block twice on the same inputs, and report those that gave other bits.
 
@@ -177,7 +161,7 @@ class BitwiseEquivalenceMode:
         self._base_phase = base_phase
         self._places = OpPlaces(model)
         self._phases = OptimizerPhases(self._places, base_phase)
-        self._interceptor: _Interceptor | None = None
+        self._mode: DispatchMode | None = None
         self._mismatches: list[OpMismatch] = []
         self._plans: dict[int, CheckPlan] = {}  # by id: hashing an OpOverload runs Python code; a plan keeps it alive
         self._calls: Counter[tuple[str, str, int]] = Counter()
@@ -203,9 +187,8 @@ class BitwiseEquivalenceMode:
         try:
             self._phases.open()
             self._places.open()
-            interceptor = _Interceptor(self)
-            interceptor.__enter__()  # type: ignore[no-untyped-call]  # torch's own
-            self._interceptor = interceptor
+            self._mode = DispatchMode(self._op)
+            self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch's own
         except BaseException:  # Ctrl-C between two of them: nobody will call __exit__
             self.abandon()
             raise
@@ -223,19 +206,14 @@ class BitwiseEquivalenceMode:
         self.is_open = False
         self._phases.close()
         self._places.close()
-        interceptor, self._interceptor = self._interceptor, None
-        if interceptor is None:
-            return
-        if interceptor.is_on_top:
-            interceptor.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
-            return
-        interceptor.owner = None  # leaving would pop whatever is on top, and that is not ours
-        warnings.warn(
-            f"Another dispatch mode ({interceptor.describe_top()}) was opened inside BitwiseEquivalenceMode and left "
-            "open; what ran up to here was compared, and the mode is off from here on. Close that mode first.",
-            CoverageWarning,
-            stacklevel=3,
-        )
+        mode, self._mode = self._mode, None
+        if mode is not None and (above := mode.leave()) is not None:
+            warnings.warn(
+                f"Another dispatch mode ({above}) was opened inside BitwiseEquivalenceMode and left open; what ran up "
+                "to here was compared, and the mode is off from here on. Close that mode first.",
+                CoverageWarning,
+                stacklevel=3,
+            )
 
     @property
     def phase(self) -> str:

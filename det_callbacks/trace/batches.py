@@ -45,19 +45,14 @@ class Samples:
 
 
 class Sketch:
-    """The sketch of the samples of one batch: of the tensor with the largest ones.
-
-    Attributes:
-        is_deferred: whether some of the batch is on a device that computes digests: known at the step's end.
-    """
+    """The sketch of the samples of one batch: of the tensor with the largest ones; complete at the step's end."""
 
     def __init__(self) -> None:
-        self.is_deferred = False
         self._largest = Samples(digest=0, sketch=(), num_bytes=0)
 
     @property
     def digests(self) -> tuple[int, ...]:
-        """Of the samples that it keeps; () where there are none, and as long as they are not known."""
+        """Of the samples that it keeps."""
         return self._largest.sketch
 
     def note(self, samples: Samples) -> None:
@@ -103,7 +98,6 @@ def _digest_samples(deferred: DeferredSites, tensor: Tensor, sketch: Sketch) -> 
         samples = samples_of(tensor)
         sketch.note(samples)
         return samples.digest
-    sketch.is_deferred = True
     num_samples = tensor.shape[0]
     size = tensor.numel() // num_samples * tensor.itemsize
     if size in _WORDS:

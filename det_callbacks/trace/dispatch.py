@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import (  # looked at in torch 2.13
     _pop_mode,
     _push_mode,
 )
+from typing_extensions import override
 
 from det_callbacks.trace.overloads import tensors_in
 
@@ -33,12 +34,17 @@ TAKE_APART = object()
 
 
 class DispatchMode(TorchDispatchMode):
-    """A dispatch mode that lets torch.compile compile under it, and costs 4 instead of 7 microseconds an op."""
+    """A dispatch mode that lets torch.compile compile under it, and costs 4 instead of 7 microseconds an op.
+
+    Args:
+        handle: runs an op, called as ``__torch_dispatch__`` is, and returns what it returned, or ``TAKE_APART``.
+    """
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
+    def __init__(self, handle: Callable[..., Any] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves its modes unannotated
+        self._handle = handle
         set_code_exec_strategy(
             type(self).__torch_dispatch__.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
         )
@@ -53,6 +59,18 @@ class DispatchMode(TorchDispatchMode):
         # The wrapper that torch would put around __torch_dispatch__ costs 3 microseconds per op. What it does, keeping
         # Dynamo out of this code when it runs between the parts of a compiled function, __init__ does once.
         return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self._handle is None:
+            return func(*args, **(kwargs or {}))
+        out = self._handle(func, types, args, kwargs or {})
+        return out if out is not TAKE_APART else self.take_apart(func, args, kwargs or {})
+
+    def turn_off(self) -> None:
+        """Let all ops pass from here on."""
+        self._handle = None
 
     def take_apart(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a composite op so that this mode sees the ops that it comes down to, as it does outside inference mode.
@@ -78,12 +96,13 @@ class DispatchMode(TorchDispatchMode):
         """Whether this is the mode that was entered last: leaving it pops whatever that is."""
         return _get_current_dispatch_mode() is self
 
-    def leave(self) -> bool:
-        """Leave this mode; return False where another one is on top, which leaving would pop instead."""
-        if not self.is_on_top:
-            return False
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
-        return True
+    def leave(self) -> str | None:
+        """Leave this mode; where another one is on top, which leaving would pop, only let ops pass, and name that."""
+        if self.is_on_top:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
+            return None
+        self.turn_off()
+        return self.describe_top()
 
     def describe_top(self) -> str:
         """Return the class of the mode that was entered last."""
@@ -91,7 +110,7 @@ class DispatchMode(TorchDispatchMode):
 
 
 class Interceptor(DispatchMode):
-    """Hands every op to a recorder; passes them through once it was turned off."""
+    """Hands every op to a recorder."""
 
     def __init__(self, recorder: "Recorder") -> None:
         super().__init__()
@@ -112,6 +131,10 @@ class Interceptor(DispatchMode):
             if one is not None:
                 one.deferred.sees_writes = one is recorder
         self._recorder = recorder
+
+    @override
+    def turn_off(self) -> None:
+        self.recorder = None
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -289,10 +289,7 @@ class Listener:
             self._outputs.close()
         self._recorder.compiled.close()
         mode, self.mode = self.mode, None
-        if mode is None or mode.leave():
-            return None
-        mode.recorder = None
-        return mode.describe_top()
+        return None if mode is None else mode.leave()
 
 
 class OpRegion:

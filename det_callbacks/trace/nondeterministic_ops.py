@@ -21,7 +21,7 @@ from det_callbacks.nondeterminism import read_op_facts
 from det_callbacks.patterns import OpPattern
 from det_callbacks.runs.evidence import NondeterministicOp
 from det_callbacks.settings.catalogue import algorithms_in_force
-from det_callbacks.trace.dispatch import DispatchMode
+from det_callbacks.trace.dispatch import TAKE_APART, DispatchMode
 from det_callbacks.trace.modules import UNKNOWN_MODULE, ModuleStack
 from det_callbacks.trace.overloads import OpPlan, comes_apart, make_plan
 from det_callbacks.trace.program_trie import OpScope
@@ -149,7 +149,7 @@ class NondeterministicOps:
             self.on_new()
 
 
-class NondeterministicOpWatch(DispatchMode):
+class NondeterministicOpWatch:
     """Finds these ops where no step is traced: in validation and test, and at levels below op; 5 microseconds an op.
 
     Backward ops carry the module whose op was the first after their autograd node was made; "?" where none was seen.
@@ -160,40 +160,34 @@ class NondeterministicOpWatch(DispatchMode):
     """
 
     def __init__(self, ops: NondeterministicOps, model: nn.Module) -> None:
-        super().__init__()
         self._ops = ops
         self._modules = ModuleStack(model)
         self._calls: dict[int, tuple[OpPlan, Callable[..., Any]]] = {}
         self._module_of_node: dict[int, str] = {}
-        self._is_open = False
+        self._mode: DispatchMode | None = None
 
     def open(self) -> None:
         """Watch from here on; nothing is done when it is open."""
-        if not self._is_open:
+        if self._mode is None:
             self._modules.open()
-            self.__enter__()  # type: ignore[no-untyped-call]  # torch's own
-            self._is_open = True
+            self._mode = DispatchMode(self._op)
+            self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch's own
 
     def close(self) -> None:
         """Stop watching; may be called more than once."""
-        if self._is_open:
-            self._is_open = False
+        if self._mode is not None:
+            mode, self._mode = self._mode, None
             self._modules.close()
             self._module_of_node.clear()
-            self.leave()
+            mode.leave()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if not self._is_open:
-            return func(*args, **kwargs)
+    def _op(self, func: Any, _types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         known = self._calls.get(id(func))
         if known is None:
             plan = make_plan(func)
             known = self._calls[id(func)] = (plan, self._ops.guard(plan, self._place))
         if comes_apart(known[0], args, kwargs):
-            return self.take_apart(func, args, kwargs)
+            return TAKE_APART
         # The forward of a custom autograd Function runs without gradients, after its node was made. A device's backward
         # thread counts nodes of its own, which only a pass that makes a graph adds to.
         if torch.is_grad_enabled() or _graph_task_id() == -1:
