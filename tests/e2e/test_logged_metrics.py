@@ -4,6 +4,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,11 @@ SLOW = pytest.mark.slow
 
 
 class Logged(Classifier):
-    """Logs in training, validation and test."""
+    """Logs in training, validation and test, and what a test asks for besides."""
+
+    def __init__(self, also: str = "") -> None:
+        super().__init__()
+        self.also = also
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -47,37 +52,22 @@ class Logged(Classifier):
     def _look(self, name: str, batch: Any) -> None:
         inputs, labels = batch
         predicted = self(inputs)
-        self.log_dict({f"{name}/loss": cross_entropy(predicted, labels), f"{name}/largest": predicted.max()})
+        loss = cross_entropy(predicted, labels) + (1e-3 if self.also == "another loss" else 0)
+        self.log_dict({f"{name}/loss": loss, f"{name}/largest": predicted.max()})
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self._look("val", batch)
+        if self.also == "a draw":
+            self.log("val/drawn", torch.rand(()))
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self._look("test", batch)
 
-
-class Also(Logged):
-    """Logs one metric more in its second epoch, and a wall clock where a test asks for it."""
-
-    is_timed = False
-
     def on_train_epoch_end(self) -> None:
-        if self.is_timed:
+        if self.also == "a clock":
             self.log("epoch_time", time.perf_counter())
-        elif self.current_epoch:
-            self.log("also", 1.0)
-
-
-class Timed(Also):
-    is_timed = True
-
-
-class Rounds(Logged):
-    """Computes a validation's loss otherwise, on the same data with the same weights."""
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        inputs, labels = batch
-        self.log_dict({"val/loss": cross_entropy(self(inputs), labels) + 1e-3, "val/largest": self(inputs).max()})
+        elif self.also == "late" and self.current_epoch:
+            self.log("late", 1.0)
 
 
 class Silent(Classifier):
@@ -172,17 +162,17 @@ def test_metrics_of_validations_and_epochs_are_recorded_and_verified(
 
 
 @pytest.mark.parametrize(
-    ("data", "model", "cause", "words"),
+    ("data", "also", "cause", "words"),
     [
-        pytest.param({"other": 0}, Logged, "data_content", "first batch of loader 0: batch[0]", id="first batch"),
-        pytest.param({"num_samples": 8}, Logged, "data_content", "samples of loader 0", marks=SLOW, id="fewer"),
-        pytest.param({}, Rounds, "unknown", '"!metric/val/loss"', id="computed otherwise"),
+        pytest.param({"other": 0}, "", "data_content", "first batch of loader 0: batch[0]", id="first batch"),
+        pytest.param({"num_samples": 8}, "", "data_content", "samples of loader 0", marks=SLOW, id="fewer"),
+        pytest.param({}, "another loss", "unknown", '"!metric/val/loss"', id="computed otherwise"),
     ],
 )
 def test_a_metric_that_differs_alone(
-    data: dict[str, Any], model: Any, cause: str, words: str, whole: Path, tmp_path: Path
+    data: dict[str, Any], also: str, cause: str, words: str, whole: Path, tmp_path: Path
 ) -> None:
-    session = Session("verify", whole, current=tmp_path / "current", model=model)
+    session = Session("verify", whole, current=tmp_path / "current", model=partial(Logged, also))
     verdict = diverges(session, "differs", data=loader(**data))
     first = verdict.first_divergence
     assert (verdict.verdict, verdict.cause) == ("diverged", cause)
@@ -193,42 +183,35 @@ def test_a_metric_that_differs_alone(
 
 
 def test_metrics_of_which_one_run_has_more(whole: Path, tmp_path: Path) -> None:
-    other = record(tmp_path / "other", model=Also)
-    for reference, current, kind, words in (
-        (whole, other, "extra", "only in the current run"),
-        (other, whole, "missing", "only in the reference"),
-    ):
-        verdict = compare_runs(reference, current)
-        assert (verdict.verdict, verdict.first_divergence.kind) == ("diverged", kind)
-        assert f"Metric also of epoch 1 is {words}" in verdict.explanation
-    verdict = diverges(Session("verify", whole, current=tmp_path / "more", model=Also), "also of epoch 1")
-    assert verdict.first_divergence.kind == "extra"
+    more = Session("verify", whole, current=tmp_path / "more", model=partial(Logged, "late"))
+    assert diverges(more, "Metric late of epoch 1 is only in the current run").first_divergence.kind == "extra"
     seldom = Session("verify", whole, current=tmp_path / "seldom")
     words = "in the validation after step 2 is only in the reference, and 1 more"
-    diverges(seldom, words, check_val_every_n_epoch=2)
+    assert diverges(seldom, words, check_val_every_n_epoch=2).first_divergence.kind == "missing"
     common = Session("verify", whole, steps="common")
     assert verdict_of(common.fit(check_val_every_n_epoch=2)).verdict == "match"
 
 
 def test_lacking_steps_are_told_before_the_metrics_that_they_move(tmp_path: Path) -> None:
-    for name, number in (("long", 3), ("short", 2)):
-        Session("record", tmp_path / name).fit(max_epochs=1, limit_train_batches=number)
-    shorter = Session("verify", tmp_path / "long", current=tmp_path / "current")
-    live = diverges(shorter, "only in the reference", max_epochs=1, limit_train_batches=2)
-    diffs = (compare_runs(tmp_path / left, tmp_path / right) for left, right in (("long", "short"), ("short", "long")))
-    for verdict, kind in zip((live, *diffs), ("missing", "missing", "extra"), strict=True):
+    for kind, recorded, now in (("missing", 3, 2), ("extra", 2, 3)):
+        Session("record", tmp_path / kind).fit(max_epochs=1, limit_train_batches=recorded)
+        session = Session("verify", tmp_path / kind, current=tmp_path / f"{kind}-now")
+        verdict = diverges(session, "only in the", max_epochs=1, limit_train_batches=now)
         first = verdict.first_divergence
         assert (verdict.verdict, first.step, first.phase, first.kind) == ("diverged", 2, "other", kind)
         assert "etric" not in verdict.explanation
 
 
 def test_a_metric_is_left_out_by_a_pattern(tmp_path: Path) -> None:
-    reference = record(tmp_path / "run", model=Timed)
+    reference = record(tmp_path / "run", model=partial(Logged, "a clock"))
     with pytest.raises(DivergenceError, match="Metric epoch_time of epoch 0 differs"):
-        Session("verify", reference, model=Timed).fit()
+        Session("verify", reference, model=partial(Logged, "a clock")).fit()
     modules = ["*", "!metric/*_time"]
-    reference = record(tmp_path / "left-out", model=Timed, modules=modules)
-    assert verdict_of(Session("verify", reference, model=Timed, modules=modules).fit()).verdict == "match"
+    reference = record(tmp_path / "left-out", model=partial(Logged, "a clock"), modules=modules)
+    assert (
+        verdict_of(Session("verify", reference, model=partial(Logged, "a clock"), modules=modules).fit()).verdict
+        == "match"
+    )
     names = {name for reading in read_metrics(Run.open(reference), 0).by_key.values() for name in reading.metrics}
     assert ("val/loss" in names, "epoch_time" in names) == (True, False)
     with pytest.raises(SelectionError, match=r'a metric is left out by "!metric/NAME"'):
@@ -272,41 +255,43 @@ def test_nothing_logged_alone_is_an_error(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_the_parts_of_a_session_are_one_run_and_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def whole_session(mode: str, name: str, *, first: Any = None, last: Any = None, **options: Any) -> Session:
-        session = Session(mode, tmp_path / name, **options)
+    run = tmp_path / "run"
+
+    def whole_session(mode: str, *, first: Any = None, last: Any = None, **options: Any) -> Session:
+        session = Session(mode, run, **options)
         return session.validate().test(first).fit(max_epochs=1).validate().test().test(last)
 
-    for name, first in (("run", None), ("other", loader(other=0))):
-        whole_session("record", name, first=first)
-        calls = [key for key in read_metrics(Run.open(tmp_path / name), 0).by_key if key[0].startswith("trainer.")]
-        assert [(where, is_after) for where, _, is_after in calls] == [
-            *(("trainer.validate", False), ("trainer.test", False)),
-            *(("trainer.validate", True), ("trainer.test", True), ("trainer.test", True)),
-        ]
-    assert Run.open(tmp_path / "run").is_complete
+    whole_session("record")
+    calls = [key for key in read_metrics(Run.open(run), 0).by_key if key[0].startswith("trainer.")]
+    assert [(where, is_after) for where, _, is_after in calls] == [
+        *(("trainer.validate", False), ("trainer.test", False)),
+        *(("trainer.validate", True), ("trainer.test", True), ("trainer.test", True)),
+    ]
+    assert Run.open(run).is_complete
     capsys.readouterr()
-    assert verdict_of(whole_session("verify", "run")).verdict == "match"
+    assert verdict_of(whole_session("verify")).verdict == "match"
     assert "part 1 (trainer.validate) of 6 agrees" in capsys.readouterr().out
-    verdict = compare_runs(tmp_path / "run", tmp_path / "other")
-    assert (verdict.verdict, verdict.cause) == ("diverged", "data_content")
-    assert "Metric test/loss in trainer.test differs" in verdict.explanation
-    with pytest.raises(DivergenceError, match=r"in trainer.test \(call 2\) after step 2 differs"):
-        whole_session("verify", "run", last=loader(other=0), current=tmp_path / "call")
+    for number, (changed, words) in enumerate(
+        (
+            ({"first": loader(other=0)}, "test/loss in trainer.test differs"),
+            ({"last": loader(other=0)}, r"in trainer.test \(call 2\) after step 2 differs"),
+        )
+    ):
+        with pytest.raises(DivergenceError, match=words) as caught:
+            whole_session("verify", current=tmp_path / str(number), **changed)
+        assert caught.value.verdict.cause == "data_content"
     with pytest.raises(DivergenceError, match=r"val/loss in trainer.validate is only in the reference"):
-        Session("verify", tmp_path / "run", current=tmp_path / "current").fit(max_epochs=1)
-    verdict = verdict_of(Session("verify", tmp_path / "run", steps="common").fit(max_epochs=1).validate().test())
-    # the choices of the fit are the run's, also of the one that a validation without optimizers came before
-    assert (verdict.verdict, verdict.environment) == ("match", ())
-
-
-def test_a_test_that_never_comes_is_missing(tmp_path: Path) -> None:
-    Session("record", tmp_path / "run").fit().test()
-    Session("verify", tmp_path / "run", current=tmp_path / "current").fit()
+        Session("verify", run, current=tmp_path / "current").fit(max_epochs=1)
+    # a test that never comes
+    Session("verify", run, current=tmp_path / "ended").validate().test().fit(max_epochs=1)
     error = take_unfinished()
     assert isinstance(error, DivergenceError)
-    assert "holds 2 parts (fit, trainer.test), and this process ended after 1" in str(error)
-    assert "Metric test/loss in trainer.test after step 5 is only in the reference, and 1 more metric" in str(error)
-    assert verdict_of(Session("verify", tmp_path / "run", steps="common").fit()).verdict == "match"
+    assert "holds 6 parts (" in str(error)
+    assert "and this process ended after 3" in str(error)
+    assert "in trainer.validate after step 2 is only in the reference, and 5 more metric" in str(error)
+    verdict = verdict_of(Session("verify", run, steps="common").fit(max_epochs=1).validate().test())
+    # the choices of the fit are the run's, also of the one that a validation without optimizers came before
+    assert (verdict.verdict, verdict.environment) == ("match", ())
 
 
 class Broken(pl.Callback):
@@ -401,21 +386,15 @@ class OnRanks(Logged):
 @pytest.mark.ddp
 def test_ranks_stop_together_where_a_metric_differs(tmp_path: Path) -> None:
     def fit_and_test(mode: str) -> None:
-        pl.seed_everything(0, verbose=False)
-        level = "state" if mode == "record" else None
-        callback = DeterminismCallback(tmp_path / "run", mode=mode, current=tmp_path / "current", level=level)
-        options = {"devices": 2, "strategy": "ddp", "default_root_dir": tmp_path, "num_sanity_val_steps": 1}
-        module = OnRanks(is_faulty=mode == "verify")
-        data = [DataLoader(Samples(), 4) for _ in range(3)]
-        quiet_trainer(callback, max_epochs=2, val_check_interval=2, **options).fit(module, *data[:2])
-        quiet_trainer(callback, **options).test(module, data[2], verbose=False)
+        model = partial(OnRanks, is_faulty=mode == "verify")
+        session = Session(mode, tmp_path / "run", current=tmp_path / "current", model=model)
+        session.fit(devices=2, strategy="ddp").test(devices=2, strategy="ddp")
 
     ended = run_ranks(lambda _: fit_and_test("record"), tmp_path / "recording", status=0)
     assert "recorded 1 metric of trainer.test" in ended[0].output
     assert not (tmp_path / "run" / "rank-00001" / "attempt-000.metrics.jsonl").exists()
     ended = run_ranks(lambda _: fit_and_test("verify"), tmp_path / "verification", status=1)
-    for one in ended:
-        assert "etric val/loss in the validation after step 3 differs" in one.output
+    assert all("etric val/loss in the validation after step 3 differs" in one.output for one in ended)
     verdict = Verdict.from_dict(verdict_in(tmp_path))
     assert (verdict.counts.steps_compared, verdict.first_divergence.rank, verdict.cause) == (8, 0, "unknown")
     require_one_verdict(verdict, tmp_path / "run", tmp_path / "current")
@@ -427,18 +406,10 @@ class Draws(pl.Callback):
             torch.rand(1)
 
 
-class Drawn(Logged):
-    """Its validations draw from torch's generator, of which a metric shows what came."""
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        super().validation_step(batch, batch_idx)
-        self.log("val/drawn", torch.rand(()))
-
-
 def test_nothing_of_the_training_changes_and_a_draw_is_named(tmp_path: Path) -> None:
     def bits(*callbacks: pl.Callback) -> list[torch.Tensor]:
         torch.manual_seed(0)
-        model = Drawn()
+        model = Logged("a draw")
         trainer = quiet_trainer(*callbacks, max_epochs=2, num_sanity_val_steps=1)
         trainer.fit(model, loader(), DataLoader(Samples(), 4, shuffle=True))
         metrics = [value for _, value in sorted(trainer.callback_metrics.items())]
@@ -448,8 +419,10 @@ def test_nothing_of_the_training_changes_and_a_draw_is_named(tmp_path: Path) -> 
     for alone, watched in zip(bits(), bits(watch), strict=True):
         assert torch.equal(alone, watched)
     # also where that step is not recorded, and nothing stops
-    reference = record(tmp_path / "run", model=Drawn, only_steps=[3])
-    session = Session("verify", reference, current=tmp_path / "current", on_divergence="collect", model=Drawn)
+    reference = record(tmp_path / "run", model=partial(Logged, "a draw"), only_steps=[3])
+    session = Session(
+        "verify", reference, current=tmp_path / "current", on_divergence="collect", model=partial(Logged, "a draw")
+    )
     verdict = diverges(session, "differs", Draws())
     assert (verdict.verdict, verdict.cause, verdict.first_divergence.name) == ("diverged", "rng", "val/drawn")
     assert "Seed the evaluation alike" in verdict.explanation
