@@ -1,7 +1,7 @@
 """The evidence that real trainings leave, and what a verdict makes of it."""
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,8 @@ import pytest
 import torch
 from caused import Training
 from styles import Classifier, Samples, Validated
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
+from torch.nn.functional import cross_entropy
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, default_collate
 from trainers import LIGHTNING_ADVICE, quiet_trainer
 
 from det_callbacks import DeterminismCallback
@@ -92,21 +93,17 @@ def test_the_indices_are_those_of_the_batch_that_is_trained_on(tmp_path: Path, w
     assert [[f"image-{index}.png" for index in drawn] for drawn in indices.values()] == trained
 
 
-def test_the_first_other_sample_is_named_by_its_index(tmp_path: Path) -> None:
+def test_the_first_other_sample_is_named_by_its_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evidence, "MAX_INDICES", 3)  # of a batch, the first ones are kept
     other = [*ORDER[:6], 20, *ORDER[7:]]
     reference = record(tmp_path / "run", DataLoader(Named(), 4, sampler=ORDER))
+    texts = [json.loads(row.text) for row in rows_of(reference) if row.name == "indices of train_dataloader"]
+    assert texts == [ORDER[start : start + 3] for start in range(0, 24, 4)]
     verdict = verify(reference, DataLoader(Named(), 4, sampler=other))
     assert verdict.first_divergence is not None
     assert verdict.first_divergence.step == 1
     said = f"batch: first other sample: train_dataloader [2] drew {ORDER[6]} in the reference, 20 now"
     assert said in verdict.evidence
-
-
-def test_a_long_batch_keeps_its_first_indices_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evidence, "MAX_INDICES", 3)
-    rows = rows_of(record(tmp_path / "run", DataLoader(Named(), 4, sampler=ORDER)))
-    texts = [json.loads(row.text) for row in rows if row.name == "indices of train_dataloader"]
-    assert texts == [ORDER[start : start + 3] for start in range(0, 24, 4)]
 
 
 def test_the_generators_of_loaders_and_samplers_are_found(tmp_path: Path) -> None:
@@ -122,34 +119,20 @@ def test_the_generators_of_loaders_and_samplers_are_found(tmp_path: Path) -> Non
     assert f"{name} was in another state from the start of the fit on" in verdict.explanation
 
 
-class Noisy(Classifier):
-    noise = 0.0
+class Shifted(Classifier):
+    shift = 0.0
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         inputs, labels = batch
-        return inputs + self.noise, labels
-
-
-class Noisier(Noisy):
-    noise = 0.5
+        return inputs + self.shift, labels
 
 
 def test_what_a_hook_makes_of_a_batch_is_told_from_what_was_loaded(tmp_path: Path) -> None:
-    reference = record(tmp_path / "run", DataLoader(Samples(), 4), Noisy)
-    verdict = verify(reference, DataLoader(Samples(), 4), Noisier)
+    reference = record(tmp_path / "run", DataLoader(Samples(), 4), Shifted)
+    verdict = verify(reference, DataLoader(Samples(), 4), type("Other", (Shifted,), {"shift": 0.5}))
     assert verdict.cause == "data_content"
     assert "on_after_batch_transfer" in verdict.explanation
     assert "batch: what left the loader agrees" in verdict.evidence
-
-
-def test_nothing_is_left_on_loaders_and_samplers(tmp_path: Path) -> None:
-    loader = DataLoader(Named(), 4, shuffle=True)
-    before = [dict(vars(thing)) for thing in (loader, loader.batch_sampler)]
-    record(tmp_path / "run", loader)
-    for thing, known in zip((loader, loader.batch_sampler), before, strict=True):
-        assert set(vars(thing)) == set(known)
-        assert type(thing).__qualname__ in ("DataLoader", "BatchSampler")
-    assert type(loader.batch_sampler) is torch.utils.data.BatchSampler
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "remove"])
@@ -176,17 +159,60 @@ def test_how_much_is_trained_on_is_a_choice(tmp_path: Path) -> None:
         assert f"trainer.{name}: 1.0 in the reference, {now} now" in verdict.explanation
 
 
-class Nested(Samples):
-    """Batches with a nested tensor of torch's older layout, which has no sizes."""
-
-    @staticmethod
-    def collate(samples: list[Any]) -> Any:
-        inputs, labels = zip(*samples, strict=True)
-        nested = torch.nested.nested_tensor([row[: 3 + index] for index, row in enumerate(inputs)])
-        return {"inputs": torch.stack(inputs), "labels": torch.stack([*map(torch.as_tensor, labels)]), "rows": nested}
+# batches of other kinds
 
 
 @pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")  # torch calls them a prototype
 def test_a_nested_tensor_in_a_batch_is_no_obstacle(tmp_path: Path) -> None:
-    loader = DataLoader(Nested(), 4, collate_fn=Nested.collate)
+    """One of torch's older layout, which has no sizes."""
+
+    def collate(samples: list[Any]) -> Any:
+        rows = [inputs[: 3 + index] for index, (inputs, _) in enumerate(samples)]
+        return {
+            **default_collate([{"inputs": inputs, "labels": labels} for inputs, labels in samples]),
+            "rows": torch.nested.nested_tensor(rows),
+        }
+
+    loader = DataLoader(Samples(), 4, collate_fn=collate)
     assert verify(record(tmp_path / "run", loader), loader).verdict == "match"
+
+
+@dataclass
+class Sample:
+    """No pytree; its attributes are looked at, but not into a set."""
+
+    x: Any
+    y: Any
+    unread: Any
+
+
+class OfObjects(Classifier):
+    factor = 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return cross_entropy(self(batch.x) * self.factor, batch.y)
+
+
+def test_what_is_not_looked_into_is_told_and_may_have_given_an_argument(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def loader(unread: Any, shift: float = 0.0) -> DataLoader[Any]:
+        def collate(samples: list[Any]) -> Sample:
+            x, y = default_collate(samples)
+            return Sample(x + shift, y, unread)
+
+        return DataLoader(Samples(), 8, collate_fn=collate)
+
+    reference = record(tmp_path / "run", loader({1, 2}), OfObjects)
+    verdict = verify(reference, loader({1, 2}), type("Doubled", (OfObjects,), {"factor": 2.0}))
+    assert verdict.coverage.opaque_regions == ("batch.unread (builtins.set)",)
+    found = verdict.first_divergence
+    assert (found.op, found.kind, found.is_origin, verdict.origins) == ("aten.mul.Tensor", "argument", None, ())
+    assert "the batch holds a builtins.set, which cannot be looked into" in verdict.explanation
+    assert "not looked into: batch.unread (builtins.set)" in capsys.readouterr().out
+    # another type is another structure
+    found = verify(reference, loader(frozenset([1])), OfObjects).first_divergence
+    assert (found.name, found.kind) == ("batch.unread", "structure")
+    verdict = verify(reference, loader({1, 2}, 1.0), OfObjects)
+    found = verdict.first_divergence
+    assert (verdict.cause, found.phase, found.name, found.shape) == ("data_content", "data", "batch.x", (8, 12))

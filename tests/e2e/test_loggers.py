@@ -206,8 +206,12 @@ def test_it_is_logged_when_and_where_the_trainer_logs(options: Any, rows: Any, t
     assert [(step, row["steps_recorded"]) for step, row in logger.ours()] == rows
 
 
-def see(*callbacks: pl.Callback, factor_at: int | None = None) -> tuple[str, list[str]]:
-    """Return our line and the bars that a person sees at a terminal."""
+CONTROL = r"(?:\x1b\[[^A-Za-z]*[A-Za-z])"
+"""A change of colour, or a move of the cursor."""
+
+
+def see(*callbacks: pl.Callback, factor_at: int | None = None) -> tuple[str, str]:
+    """Return our line, which stands on a line of its own, and the bar as it was last drawn at a terminal."""
 
     def body() -> None:
         # Lightning's own line at the end of a fit goes to the terminal past the bar
@@ -215,11 +219,10 @@ def see(*callbacks: pl.Callback, factor_at: int | None = None) -> tuple[str, lis
         with suppress(DivergenceError):
             training(*callbacks, factor_at=factor_at, enable_progress_bar=True).run()
 
-    lines = terminal.see(body)
-    (ours,) = [line for line in lines if "det_callbacks:" in line]
-    bars = [line for line in lines if re.match(r"Epoch \d", line)]
-    assert all(drawn.count("Epoch") == 1 for drawn in bars)
-    return ours, bars
+    written = terminal.written_by(body)
+    (ours,) = re.findall(rf"[\r\n]{CONTROL}*(det_callbacks: [^\r\n]*)[\r\n]", written)
+    bars = re.findall(r"(Epoch \d[^\r\n]*)", re.sub(CONTROL, "", written))
+    return re.sub(CONTROL, "", ours), bars[-1]
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +237,7 @@ def seen_reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_our_line_is_whole_and_the_bar_says_how_far_it_is(
     bar: type[ProgressBar], seen_reference: Path, tmp_path: Path
 ) -> None:
-    line, (drawn,) = see(DeterminismCallback(seen_reference, current=tmp_path / "current"), bar())
+    line, drawn = see(DeterminismCallback(seen_reference, current=tmp_path / "current"), bar())
     assert line == (
         f"det_callbacks: match: verified 8 steps, 345 sites at level state, 2 metrics, against {seen_reference} "
         f"(verdict and diverging steps: {tmp_path / 'current'})"
@@ -271,7 +274,7 @@ class OnlyNumbers(ProgressBar):
 
 
 def test_what_a_user_shows_stays(seen_reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, (drawn,) = see(Own(), DeterminismCallback(seen_reference, current=tmp_path / "current"))
+    _, drawn = see(Own(), DeterminismCallback(seen_reference, current=tmp_path / "current"))
     assert "mine=yes, determinism=8 steps match" in drawn
     bar = TQDMProgressBar(refresh_rate=0)  # is given back also where the training fails
     with pytest.raises(StopError):
