@@ -1,5 +1,6 @@
 """Audits of real trainings: what is nondeterministic is found, nothing else is, and the training goes on unharmed."""
 
+import itertools
 import json
 import pickle
 import sys
@@ -9,12 +10,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from fits import Fit, StopError, assert_nothing_left, raising_inside
 from nondeterministic_ops import Planted
-from styles import STYLES, Classifier, Samples, train
+from styles import STYLES, Classifier, train
 from tiers import rest_slow
 from torch import Tensor, library
-from torch.utils.data import DataLoader
-from trainers import LIGHTNING_ADVICE, has_same_weights, quiet_trainer
+from trainers import LIGHTNING_ADVICE, has_same_weights
 
 from det_callbacks import AuditError, DeterminismCallback, DivergenceWarning, NothingComparedError, SelectionError
 from det_callbacks.patterns import OpPattern
@@ -83,33 +84,18 @@ def test_three_nondeterministic_ops_are_found_and_no_other(tmp_path: Path) -> No
     assert set(report.replay) == {f"{phase}/{module}:{op}" for phase, module, op in PLANTED}
 
 
-@library.custom_op("audited::faulty", mutates_args=())
-def faulty(x: Tensor) -> Tensor:
-    return x + _fault()
+FAULTY_RUNS: list[int] = []
+"""Runs of the op, from 1 on, that give other bits; each call of it has two, and a third where these differ."""
+_num_runs = itertools.count(1)
 
 
 @library.custom_op("audited::faulty_", mutates_args={"x"})
 def faulty_(x: Tensor) -> None:
-    x.add_(_fault())
-
-
-faulty.register_autograd(lambda ctx, gradient: gradient)
-FAULTY_RUNS: list[int] = []
-"""Runs of the two ops, from 1 on, that give other bits; each call of them has two, and a third where these differ."""
-_num_runs = [0]
-
-
-def _fault() -> float:
-    _num_runs[0] += 1
-    return float(_num_runs[0]) if _num_runs[0] in FAULTY_RUNS else 0.0
+    run = next(_num_runs)
+    x.add_(float(run) if run in FAULTY_RUNS else 0.0)
 
 
 class Faulty(Classifier):
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.last(faulty(torch.relu(self.first(inputs))))
-
-
-class FaultyInPlace(Classifier):
     def forward(self, inputs: Tensor) -> Tensor:
         scratch = torch.ones_like(inputs)
         faulty_(scratch)
@@ -117,43 +103,26 @@ class FaultyInPlace(Classifier):
 
 
 @pytest.mark.parametrize(
-    ("module", "runs", "judgement", "steps"),
+    ("runs", "judgement", "steps"),
     [
-        (Faulty, [3], "transient", (1,)),  # the first run of the second step's call: the third agrees with the second
-        (FaultyInPlace, [4], "transient", (1,)),  # its second run: the third agrees with the first
-        (FaultyInPlace, [3, 4], "nondeterministic", (1,)),  # three runs, three results
-        (Faulty, [1, 4], "nondeterministic", (0, 1)),  # once in each of two steps
+        ([3], "transient", (1,)),  # the first run of the second step's call: the third agrees with the second
+        ([4], "transient", (1,)),  # its second run: the third agrees with the first
+        ([3, 4], "nondeterministic", (1,)),  # three runs, three results
+        ([1, 4], "nondeterministic", (0, 1)),  # once in each of two steps
     ],
 )
 def test_a_fault_that_comes_once_is_transient(
-    module: Any, runs: list[int], judgement: str, steps: tuple[int, ...], tmp_path: Path, monkeypatch: Any
+    runs: list[int], judgement: str, steps: tuple[int, ...], tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(sys.modules[__name__], "FAULTY_RUNS", runs)
-    monkeypatch.setattr(sys.modules[__name__], "_num_runs", [0])
+    monkeypatch.setattr(sys.modules[__name__], "_num_runs", itertools.count(1))
     callback = audit(tmp_path / "audit", on_divergence="warn")
     advice = "suspect the hardware" if judgement == "transient" else "Make these ops deterministic"
     with pytest.warns(DivergenceWarning, match=advice):
-        train(module, callback, epochs=1)
+        train(Faulty, callback, epochs=1)
     (found,) = callback.audit_report.findings
-    assert (found.judgement, found.steps) == (judgement, steps)
-    assert found.op.startswith("audited.faulty")
+    assert (found.judgement, found.steps, found.op) == (judgement, steps, "audited.faulty_.default")
     assert callback.audit_report.replay == ((found.pattern,) if judgement == "nondeterministic" else ())
-
-
-def test_an_exception_leaves_nothing_behind(tmp_path: Path) -> None:
-    class Stops(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if self.global_step == 1:
-                raise KeyError("mine")
-            return super().training_step(batch, batch_idx)
-
-    model, callback = Stops(), audit(tmp_path / "audit")
-    trainer = quiet_trainer(callback)
-    with pytest.raises(KeyError, match="mine"):
-        trainer.fit(model, DataLoader(Samples(), batch_size=8))
-    assert "training_step" not in vars(trainer.strategy)
-    assert callback.audit_report is None
-    assert not (tmp_path / "audit").exists()
 
 
 def test_an_audit_of_less_than_everything_is_refused(tmp_path: Path) -> None:
@@ -163,12 +132,25 @@ def test_an_audit_of_less_than_everything_is_refused(tmp_path: Path) -> None:
             audit(tmp_path / "audit", **options)
 
 
-def test_what_an_earlier_audit_found_is_gone_when_the_next_one_stops(tmp_path: Path) -> None:
-    train(Classifier, audit(tmp_path / "audit"), epochs=1)
-    assert (tmp_path / "audit" / "replay.yaml").exists()
+def test_an_audit_that_stops_leaves_nothing_behind_also_of_an_earlier_one(tmp_path: Path) -> None:
+    folder = tmp_path / "audit"
+
+    def audit_once() -> None:
+        train(Classifier, audit(folder), epochs=1)
+        assert {path.name for path in folder.iterdir()} == {"audit.json", "replay.yaml"}
+
+    audit_once()
+    callback = audit(folder)
+    fit = Fit(callback, model=raising_inside("backward"))
+    with pytest.raises(StopError):
+        fit.run()
+    assert_nothing_left(fit, callback)
+    assert callback.audit_report is None
+    assert list(folder.iterdir()) == []
+    audit_once()
     with pytest.raises(NothingComparedError, match="had none of the steps that only_steps asks for \\(100\\)"):
-        train(Classifier, audit(tmp_path / "audit", only_steps=(100,)), epochs=1)
-    assert list((tmp_path / "audit").iterdir()) == []
+        train(Classifier, audit(folder, only_steps=(100,)), epochs=1)
+    assert list(folder.iterdir()) == []
 
 
 def test_the_first_steps_of_a_fit_are_audited_whatever_their_numbers(tmp_path: Path) -> None:
