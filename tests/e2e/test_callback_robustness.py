@@ -11,7 +11,7 @@ import pytest
 import torch
 from fits import Fit, Plain, RaiseAt, RaiseInside, StopError, assert_nothing_left, raising_inside, record
 from judged import require_one_verdict
-from styles import Classifier, Skipping, Validated
+from styles import Classifier, Validated
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode
 from trainers import LIGHTNING_ADVICE
@@ -103,43 +103,21 @@ def test_ctrl_c(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "recording stopped by KeyboardInterrupt after 2 steps" in capsys.readouterr().out
 
 
-def test_a_verification_that_found_something_and_was_stopped_has_a_verdict(reference: Path, tmp_path: Path) -> None:
-    callback = DeterminismCallback(reference, current=tmp_path / "current", on_divergence="collect")
-    fit = Fit(callback, RaiseAt("on_train_batch_end", StopError()))
-    with torch.no_grad():
-        fit.model.first.weight.add_(1)
-    with pytest.raises(StopError):
-        fit.run()
-    assert callback.verdict is not None
-    assert callback.verdict.verdict == "diverged"
-    require_one_verdict(callback.verdict, reference, tmp_path / "current")
-    assert not Run.open(tmp_path / "current").is_complete
-
-
-@pytest.mark.parametrize(("arguments", "options"), [({}, {"max_epochs": 0}), ({"only_steps": [99]}, {})])
-def test_a_recording_of_no_step_is_an_error_and_leaves_no_run(arguments: Any, options: Any, tmp_path: Path) -> None:
-    callback = DeterminismCallback(tmp_path / "run", mode="record", **arguments)
-    fit = Fit(callback, **options)
-    with pytest.raises(NothingComparedError) as caught:
-        fit.run()
-    assert caught.value.exit_code == 2
-    assert_nothing_left(fit, callback)
-    assert list((tmp_path / "run").iterdir()) == []
-
-
-def test_a_verification_of_no_step_diverges(reference: Path, tmp_path: Path) -> None:
+def test_no_step_is_an_error_and_never_a_match(reference: Path, tmp_path: Path) -> None:
+    cases: list[tuple[Any, Any]] = [({}, {"max_epochs": 0}), ({"only_steps": [99]}, {})]
+    for arguments, options in cases:
+        callback = DeterminismCallback(tmp_path / "run", mode="record", **arguments)
+        fit = Fit(callback, **options)
+        with pytest.raises(NothingComparedError) as caught:
+            fit.run()
+        assert caught.value.exit_code == 2
+        assert_nothing_left(fit, callback)
+        assert list((tmp_path / "run").iterdir()) == []
     with pytest.raises(DivergenceError):
         Fit(DeterminismCallback(reference, current=tmp_path / "current"), limit_train_batches=0).run()
 
 
-# other modes, other loops
-
-
-def test_a_module_that_ends_its_epoch_by_minus_one(tmp_path: Path) -> None:
-    callback = DeterminismCallback(tmp_path / "run", mode="record")
-    fit = Fit(callback, model=Skipping, max_epochs=2).run()
-    assert_nothing_left(fit, callback)
-    assert Run.open(tmp_path / "run").rank(0).num_steps == 4
+# other modes
 
 
 class CountingFlops(Plain):
@@ -191,8 +169,6 @@ def test_a_mode_left_open_above_is_an_error_and_never_a_match(reference: Path, t
 
 
 def test_a_callback_can_be_copied_and_pickled_at_any_time(reference: Path, tmp_path: Path) -> None:
-    copies: list[DeterminismCallback] = []
-
     def copied(callback: DeterminismCallback) -> list[DeterminismCallback]:
         return [copy.deepcopy(callback), pickle.loads(pickle.dumps(callback))]
 
@@ -201,20 +177,20 @@ def test_a_callback_can_be_copied_and_pickled_at_any_time(reference: Path, tmp_p
             copies.extend(copied(callback))
 
     callback = DeterminismCallback(reference, current=tmp_path / "current", steps="common", on_divergence="collect")
-    copies.extend(copied(callback))
+    copies = copied(callback)
     assert vars(callback).keys() == vars(copies[0]).keys()
     Fit(CopyInTheMiddle(), callback).run()
     assert callback.verdict is not None
     assert callback.verdict.verdict == "match"
-    after = copied(callback)[1]
-    assert after.verdict == callback.verdict
     assert len(copies) == 10
-    for item in (copies[0], copies[-1], after):
+    copies += copied(callback)
+    assert copies[-1].verdict == callback.verdict
+    for item in (copies[0], copies[9], copies[-1]):
         assert (item.reference, item.steps, item.on_divergence) == (reference, "common", "collect")
-    copies[-1].current = tmp_path / "again"
-    Fit(copies[-1]).run()
-    assert copies[-1].verdict is not None
-    assert copies[-1].verdict.verdict == "match"
+    copies[9].current = tmp_path / "again"
+    Fit(copies[9]).run()
+    assert copies[9].verdict is not None
+    assert copies[9].verdict.verdict == "match"
     # a copy audits its replicas too, as one that ``ddp_spawn`` sends to its ranks
     callback = DeterminismCallback(tmp_path, audit_replicas_every_n_steps=5, on_divergence="warn")
     for item in copied(callback):
@@ -222,19 +198,29 @@ def test_a_callback_can_be_copied_and_pickled_at_any_time(reference: Path, tmp_p
         assert item._replicas is not callback._replicas
 
 
-@pytest.mark.parametrize(("on_divergence", "num_steps"), [("raise", 1), ("warn", 4)])
-def test_what_a_divergence_leads_to(on_divergence: Any, num_steps: int, reference: Path, tmp_path: Path) -> None:
+OUTCOMES: list[Any] = [("raise", DivergenceError, 1), ("warn", DivergenceWarning, 4), ("collect", StopError, 3)]
+
+
+@pytest.mark.parametrize(("on_divergence", "outcome", "num_steps"), OUTCOMES)
+def test_what_a_divergence_leads_to(
+    on_divergence: Any, outcome: Any, num_steps: int, reference: Path, tmp_path: Path
+) -> None:
+    """Where it is collected, another callback stops the fit: there is a verdict all the same."""
     callback = DeterminismCallback(reference, current=tmp_path / "current", on_divergence=on_divergence)
-    fit = Fit(callback)
+    others = [RaiseAt("on_train_batch_end", StopError("stop"))] if outcome is StopError else []
+    fit = Fit(callback, *others)
     with torch.no_grad():
         fit.model.first.weight.add_(1)
-    expects: Any = pytest.warns if on_divergence == "warn" else pytest.raises
-    with expects(DivergenceWarning if on_divergence == "warn" else DivergenceError, match=r"first\.weight differs"):
+    words = "stop" if outcome is StopError else r"first\.weight differs"
+    with pytest.warns(outcome, match=words) if on_divergence == "warn" else pytest.raises(outcome, match=words):
         fit.run()
-    assert callback.verdict is not None
-    assert callback.verdict.verdict == "diverged"
-    counts = (fit.trainer.global_step, callback.verdict.counts.steps_compared)
-    assert (*counts, Run.open(tmp_path / "current").rank(0).num_steps) == (num_steps,) * 3
+    verdict = callback.verdict
+    assert verdict is not None
+    assert verdict.verdict == "diverged"
+    require_one_verdict(verdict, reference, tmp_path / "current")
+    run = Run.open(tmp_path / "current")
+    assert run.is_complete == (outcome is not StopError)
+    assert (fit.trainer.global_step, verdict.counts.steps_compared, run.rank(0).num_steps) == (num_steps,) * 3
     assert_nothing_left(fit, callback)
 
 
