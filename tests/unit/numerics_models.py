@@ -60,6 +60,14 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "convolutions": lambda: (convolutions(), torch.randn(4, 3, 12, 12)),
     "transformer": lambda: (Transformer(layers=1), torch.randint(50, (4, 12))),
     "tied with dropout": lambda: (TiedWithDropout(), torch.randint(30, (4, 8))),
+    # a parametrised weight, and the fast path of a layer that does not train
+    "odd": lambda: (
+        nn.Sequential(
+            nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
+            nn.TransformerEncoderLayer(8, 2, batch_first=True).eval(),
+        ),
+        torch.randn(3, 5, 8),
+    ),
 }
 
 

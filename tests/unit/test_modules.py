@@ -68,35 +68,23 @@ def test_no_hook_is_left_when_the_step_raises(error, level):
     assert hooks() == before
 
 
-def test_several_modules_added_within_a_step():
-    model = nn.Sequential(nn.Tanh())
-    mode = HashMode(model)
-    with mode:
-        model.append(nn.Sigmoid())
-        x = model(torch.ones(2))
-        model.append(nn.Hardswish())
-        model[2](x)
-    assert modules_of(mode, "aten.sigmoid.default") == ["1"]
-    # looked for once a step; afterwards a stranger counts as its caller's
-    assert modules_of(mode, "aten.hardswish.default") == [""]
-    with mode:
-        model[2](torch.ones(2))
-    assert modules_of(mode, "aten.hardswish.default") == ["2"]
-
-
-def test_strangers_count_as_their_callers():
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Sequential(nn.Tanh())
-            self.outside = [nn.Sigmoid()]
+def test_modules_added_within_a_step_and_strangers_that_count_as_their_callers():
+    class Calling(nn.Sequential):
+        outside = (nn.SiLU(),)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.outside[0](self.inner(x))
+            return self.outside[0](super().forward(x))
 
-    model = nn.Sequential(Model())
+    model = nn.Sequential(Calling(nn.Tanh()))
     mode = HashMode(model)
     with mode:
-        nn.ReLU()(model(torch.ones(2)))
-    assert modules_of(mode, "aten.sigmoid.default") == ["0"]
-    assert modules_of(mode, "aten.relu.default") == [""]
+        model[0].append(nn.Sigmoid())
+        x = model(torch.ones(2))
+        model[0].append(nn.Hardswish())
+        model[0][2](x)
+    assert modules_of(mode, "aten.sigmoid.default") == ["0.1"]
+    assert modules_of(mode, "aten.silu.default") == ["0"]
+    assert modules_of(mode, "aten.hardswish.default") == [""], "modules are looked for once a step"
+    with mode:
+        model[0][2](torch.ones(2))
+    assert modules_of(mode, "aten.hardswish.default") == ["0.2"]

@@ -6,7 +6,6 @@ import json
 import math
 import pickle
 import random
-from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,14 @@ pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_copy_is_equal_and_the_module_is_left_as_it_was(name: str) -> None:
+def test_a_copy_is_equal_in_inference_mode_too_and_the_module_is_left_as_it_was(name: str) -> None:
     model, inputs = MODELS[name]()
     for part in [*model.modules()][2:]:
         part.train(False)
     before = state_of(model)
-    report = compare_modules(model, copy.deepcopy(model), inputs, iterations=3, optimizer=torch.optim.AdamW)
+    with torch.inference_mode(name == "odd"):
+        report = compare_modules(model, copy.deepcopy(model), inputs, iterations=3, optimizer=torch.optim.AdamW)
+        assert torch.is_inference_mode_enabled() == (name == "odd")
     assert report.equal, str(report)
     assert report.close
     assert report.first is report.worst is None
@@ -176,8 +177,7 @@ def test_inputs_of_every_form_are_copied_for_each_side_and_each_iteration() -> N
         return weight * x if mask is None else weight * x * mask
 
     x, mask = torch.ones(4), torch.tensor([1.0, 0.0, 1.0, 1.0])
-    forms = (x, (x, mask), {"x": x, "mask": mask}, lambda i: (x + i, mask))
-    for inputs in forms:
+    for inputs in (x, (x, mask), {"x": x, "mask": mask}, lambda i: (x + i, mask)):
         seen: list[tuple[float, float]] = []
         assert compared(doubled, doubled, inputs).equal
         assert torch.equal(x, torch.ones(4))
@@ -211,9 +211,7 @@ def test_both_sides_draw_the_same_numbers_and_have_their_own_state() -> None:
     mean, state = module.mean, module.generator.get_state()
     assert compare_modules(module, module, torch.ones(4), iterations=3, seed=2**32 - 1).equal
     assert counted == [(1, 1), (1, 1), (2, 2), (2, 2), (3, 3), (3, 3)]
-    assert module.seen == []
-    assert module.mean is mean
-    assert torch.equal(module.cache, torch.zeros(4))
+    assert (module.seen, module.mean is mean, module.cache.tolist()) == ([], True, [0.0] * 4)
     assert torch.equal(module.generator.get_state(), state)
 
 
@@ -289,25 +287,6 @@ def test_memory_does_not_grow_with_the_iterations() -> None:
     assert max(alive[4:]) <= max(alive[2:4])
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), nn.Tanh()),
-        lambda: nn.TransformerEncoderLayer(8, 2, batch_first=True).eval(),
-    ],
-    ids=["weight_norm", "fast path"],
-)
-def test_odd_modules_against_themselves_in_inference_mode_too(make: Callable[[], nn.Module]) -> None:
-    module = make()
-    before = state_of(module)["tensors"]
-    with torch.inference_mode():
-        report = compare_modules(module, module, torch.randn(3, 5, 8), iterations=3)
-        assert torch.is_inference_mode_enabled()
-    assert report.equal, str(report)
-    assert names(report, "gradient", 2)
-    assert state_of(module)["tensors"] == before
-
-
 def test_names_may_differ_by_wrappers() -> None:
     inner = mlp()
     middle = nn.Sequential(copy.deepcopy(inner[:2]), inner[2:])
@@ -326,16 +305,15 @@ def test_the_order_decides_what_is_first_and_the_excess_what_is_worst() -> None:
     small, large, bits = (replace(some, excess=excess, name=str(excess)) for excess in (2.0, 9.0, 0.5))
     module = replace(some, excess=99.0, phase="module", name="module")
     equal = replace(some, kind="equal", excess=0.0)
-    for found, first, worst, is_close in (
-        ((bits, small, large), small, large, False),
-        ((bits, module), bits, bits, True),  # a submodule alone decides nothing
-        ((bits, module, small), module, small, False),
-        ((equal,), None, None, True),
+    for found, first, worst, is_close, is_equal in (
+        ((bits, small, large), small, large, False, False),
+        ((bits, module), bits, bits, True, False),  # a submodule alone decides nothing
+        ((bits, module, small), module, small, False, False),
+        ((equal, module), module, None, True, True),
+        ((equal,), None, None, True, True),
     ):
         one = replace(report, comparisons=found)
-        assert (one.first, one.worst, one.close) == (first, worst, is_close)
-    assert replace(report, comparisons=(equal, module)).equal
-    assert not replace(report, comparisons=(equal, bits)).equal
+        assert (one.first, one.worst, one.close, one.equal) == (first, worst, is_close, is_equal)
     form = replace(report, comparisons=(replace(some, excess=math.inf),)).to_dict()["first"]
     assert form["excess"] == "inf"
     assert set(form) == {field.name for field in fields(some)} | {"close"}
@@ -349,8 +327,7 @@ def test_the_table_the_json_and_the_error(tmp_path: Path) -> None:
     lines = str(wrong).splitlines()
     assert lines[0] == "BEYOND TOLERANCE"
     assert lines[1].startswith("Transformer against Transformer, 2 iterations: ")
-    assert "first beyond its tolerance: submodule output blocks.1.norm2 in iteration 0: up to" in lines[2]
-    assert "What comes after it may follow from it." in " ".join(lines[2:4])
+    assert "first beyond its tolerance: submodule output blocks.1.norm2 in iteration 0" in lines[2]
     assert all(column in lines[5] for column in ("compared", "max abs", "max rel", "max ULPs", "x tolerance"))
     assert "parameter after the step" in str(wrong)
     assert "more" in lines[-1]
@@ -358,10 +335,9 @@ def test_the_table_the_json_and_the_error(tmp_path: Path) -> None:
     content = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert content == json.loads(json.dumps(wrong.to_dict()))
     assert (content["schema"], content["equal"], content["close"]) == (1, False, False)
-    assert content["first"]["name"] == "blocks.1.norm2"
-    assert len(content["differing"]) == len(wrong.differing)
-    assert sum(counts["compared"] for counts in content["counts"].values()) == len(wrong.comparisons)
-    assert sum(counts["beyond"] for counts in content["counts"].values()) == len(wrong.beyond)
+    assert (content["first"]["name"], len(content["differing"])) == ("blocks.1.norm2", len(wrong.differing))
+    for name, found in (("compared", wrong.comparisons), ("beyond", wrong.beyond)):
+        assert sum(counts[name] for counts in content["counts"].values()) == len(found)
     with pytest.raises(AssertionError) as caught:
         wrong.assert_close()
     error = pickle.loads(pickle.dumps(caught.value))

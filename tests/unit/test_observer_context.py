@@ -1,11 +1,8 @@
 """ObserverContext: steps, raising, the ways in which a run is refused, and regions of ops."""
 
-import subprocess
-import sys
-import textwrap
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +26,8 @@ from det_callbacks import (
 )
 from det_callbacks.runs.manifest import read_manifest, write_manifest
 from det_callbacks.runs.store import Run
-from det_callbacks.tensors.files import SavedStep
+from det_callbacks.runs.writer import RunWriter
+from det_callbacks.tensors.files import REPLAY, tensor_path
 
 
 def test_a_name_that_is_no_folder(tmp_path: Path) -> None:
@@ -39,32 +37,26 @@ def test_a_name_that_is_no_folder(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_steps_marked_at_either_end_of_a_loop(tmp_path: Path) -> None:
-    with ObserverContext(tmp_path, "first") as observer:
-        for value in range(3):
-            observer.next_step()
-            observe("x", value)
-    with ObserverContext(tmp_path, "second", tmp_path / "first") as observer:
-        for value in range(3):
-            observe("x", value)
-            observer.next_step()
-    assert (observer.verdict.verdict, observer.verdict.coverage.steps) == ("match", (0, 2))
-
-
-@pytest.mark.parametrize(("count", "kind"), [(2, "missing"), (4, "extra")])
-def test_another_number_of_steps(tmp_path: Path, count: int, kind: str) -> None:
-    observers = []
-    for name, steps, reference in (("r", 3, None), ("c", count, tmp_path / "r")):
-        with (
-            nullcontext() if reference is None else pytest.warns(DivergenceWarning),
-            ObserverContext(tmp_path, name, reference) as observer,
-        ):
-            for value in range(steps):
+def test_steps_are_marked_at_either_end_of_a_loop_and_another_number_of_them_differs(tmp_path: Path) -> None:
+    def run(name: str, *steps: bool, reference: Path | None = None) -> ObserverContext:
+        """Observe a value in each step; true is one that is marked where it begins."""
+        with ObserverContext(tmp_path, name, reference) as observer:
+            for value, is_marked_first in enumerate(steps):
+                if is_marked_first:
+                    observer.next_step()
                 observe("x", value)
-                observer.next_step()
-        observers.append(observer)
-    assert {found.kind for found in observers[1].mismatches} == {kind}
-    assert observers[1].verdict.first_divergence.kind == kind
+                if not is_marked_first:
+                    observer.next_step()
+        return observer
+
+    reference = run("reference", True, True, True).path
+    same = run("same", False, False, False, reference=reference)
+    assert (same.verdict.verdict, same.verdict.coverage.steps) == ("match", (0, 2))
+    for count, kind in ((2, "missing"), (4, "extra")):
+        with pytest.warns(DivergenceWarning):
+            other = run(kind, *[False] * count, reference=reference)
+        assert {found.kind for found in other.mismatches} == {kind}
+        assert other.verdict.first_divergence.kind == kind
 
 
 @pytest.mark.parametrize("is_caught", [False, True], ids=["leaves the block", "is caught in it"])
@@ -122,39 +114,29 @@ def test_an_existing_run_is_kept(tmp_path: Path) -> None:
     assert names(reference) == ["y"]
 
 
-def test_a_reference_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(ReferenceNotFoundError), ObserverContext(tmp_path, "run", tmp_path / "nothing"):
-        pass
-    with pytest.raises(ValueError, match="name"), ObserverContext(tmp_path, "broken"):
-        observe("", 1)
-    assert not (tmp_path / "broken" / "run.json").exists(), "nothing was recorded"
-    reference = record(tmp_path, ("x", torch.ones(1)))
-    stream = next(reference.rglob("*.arrows"))
-    content = bytearray(stream.read_bytes())
-    content[-20] ^= 1
-    stream.write_bytes(content)
-    with pytest.raises(ReferenceFormatError, match="damaged"), ObserverContext(tmp_path, "run", reference):
-        pass
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "reference"]
+def test_what_is_no_reference_or_becomes_no_run(tmp_path: Path) -> None:
+    def refused(error: type[Exception], text: str, name: str, reference: Path | None, *values: Any) -> None:
+        with pytest.raises(error, match=text), ObserverContext(tmp_path, name, reference):
+            [observe(value, 1) for value in values]
 
-
-def test_nothing_observed_is_no_run(tmp_path: Path) -> None:
-    with pytest.raises(NothingComparedError, match="Nothing was observed"), ObserverContext(tmp_path, "run"):
-        torch.ones(2)
-    assert not (tmp_path / "run" / "run.json").exists()
-
-
-def test_a_reference_of_another_kind_is_refused(tmp_path: Path) -> None:
+    refused(ReferenceNotFoundError, "nothing", "run", tmp_path / "nothing")
+    refused(ValueError, "name", "broken", None, "")
+    refused(NothingComparedError, "Nothing was observed", "silent", None)
+    assert not list(tmp_path.rglob("run.json")), "nothing was recorded"
     reference = record(tmp_path, ("x", 1))
     for _ in range(2):  # its own folder is replaced
         with ObserverContext(tmp_path, "current", reference):
             observe("x", 1)
-    current = tmp_path / "current"
-    with pytest.raises(ReferenceFormatError, match="is no reference"), ObserverContext(tmp_path, "next", current):
-        pass
+    refused(ReferenceFormatError, "is no reference", "next", tmp_path / "current", "x")
     write_manifest(reference, replace(read_manifest(reference), recorded_by=""))
-    with pytest.raises(ReferenceFormatError, match="DeterminismCallback"), ObserverContext(tmp_path, "c", reference):
-        pass
+    refused(ReferenceFormatError, "DeterminismCallback", "next", reference, "x")
+    damaged = record(tmp_path, ("x", torch.ones(1)), name="damaged")
+    stream = next(damaged.rglob("*.arrows"))
+    content = bytearray(stream.read_bytes())
+    content[-20] ^= 1
+    stream.write_bytes(content)
+    refused(ReferenceFormatError, "damaged", "next", damaged, "x")
+    assert not {"run", "next"} & {path.name for path in tmp_path.iterdir()}
 
 
 def test_ops_are_sites_only_inside_regions(tmp_path: Path) -> None:
@@ -208,27 +190,18 @@ def test_what_was_put_back_is_what_later_ops_read(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.slow
-def test_a_kill_leaves_whole_steps_and_what_they_saved(tmp_path: Path) -> None:
-    script = textwrap.dedent(
-        """
-        import sys, torch
-        from det_callbacks import ObserverContext, observe_non_deterministic
-        with ObserverContext(sys.argv[1], "run") as observer:
-            for step in range(10**6):
-                observe_non_deterministic("x", torch.full((2**16,), float(step)))
-                observer.next_step()
-                print(step, flush=True)
-        """
-    )
-    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
-        for _ in range(20):
-            last = int(process.stdout.readline())
-        process.kill()
-    reference = Run.open(tmp_path / "run")
-    assert not reference.is_complete
-    steps = reference.rank(0).steps(0)
-    assert len(steps) > last
-    for step in steps.tolist():
-        saved = SavedStep.of(reference, rank=0, segment=0, step=step).read("observation:x#0.0")
-        assert saved.bits.view("float32").tolist() == [float(step)] * 2**16
+def test_what_a_step_saved_is_there_before_the_step_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a kill leaves no step without it."""
+    append, saved = RunWriter.append, []
+
+    def note(writer: RunWriter, step: int, *content: Any) -> int:
+        saved.append(tensor_path(writer.stream, REPLAY, step).exists())
+        return append(writer, step, *content)
+
+    monkeypatch.setattr(RunWriter, "append", note)
+    with ObserverContext(tmp_path, "run") as observer:
+        for step in range(2):
+            observe_non_deterministic("x", torch.full((2,), float(step)))
+            observer.next_step()
+            assert Run.open(observer.path).rank(0).steps(0).tolist() == [*range(step + 1)]
+    assert saved == [True, True]

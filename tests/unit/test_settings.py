@@ -45,7 +45,8 @@ CASES: list[tuple[str, Any, Any, Callable[[], bool]]] = [
     ("fp16_reduced_precision_reduction", True, False, lambda: not matmul.allow_fp16_reduced_precision_reduction),
     ("bf16_reduced_precision_reduction", True, False, lambda: not matmul.allow_bf16_reduced_precision_reduction),
     ("sdpa_backends", ALL_SDPA, ("math", "cudnn"), lambda: sdpa() == (True, False, False, True)),
-    ("inductor_deterministic", False, True, lambda: inductor.deterministic),
+    # what torch overwrites when it sets the algorithms, which are put back first
+    ("inductor_deterministic", True, False, lambda: not inductor.deterministic),
     ("inductor_max_autotune", False, True, lambda: inductor.max_autotune),
     ("nccl_algo", "Ring", "Tree", variable("NCCL_ALGO", "Tree")),
     ("nccl_proto", "Simple", "LL", variable("NCCL_PROTO", "LL")),
@@ -84,39 +85,22 @@ def test_it_is_set_found_in_force_and_restored_after_an_exception(
         assert process_state() == before
 
 
-def test_a_task_cannot_leak_what_it_changed_itself() -> None:
-    before = process_state()
-    with enforce_determinism(DeterminismSettings()):
-        draw()
-        torch.manual_seed(99)
-        torch.set_default_dtype(torch.float64)
-        torch.set_float32_matmul_precision("medium")
-        torch.backends.cudnn.allow_tf32 = not torch.backends.cudnn.allow_tf32
-        os.environ["PL_GLOBAL_SEED"] = "99"
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"
-        torch.set_num_threads(1 if torch.get_num_threads() != 1 else 2)
-    assert process_state() == before
-
-
-def test_a_second_restore_does_nothing() -> None:
+def test_a_task_cannot_leak_what_it_changed_itself_and_a_second_restore_does_nothing() -> None:
     before = process_state()
     enforced = enforce_determinism(DeterminismSettings(seed=3))
+    draw()
+    torch.manual_seed(99)
+    torch.set_default_dtype(torch.float64)
+    torch.set_float32_matmul_precision("medium")
+    torch.backends.cudnn.allow_tf32 = not torch.backends.cudnn.allow_tf32
+    os.environ["PL_GLOBAL_SEED"] = "99"
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"
+    torch.set_num_threads(1 if torch.get_num_threads() != 1 else 2)
     enforced.restore()
     assert process_state() == before
     with enforce_determinism(DeterminismSettings(seed=4)):
         enforced.restore()
         assert settings_in_force()["seed"] == 4
-
-
-def test_the_flag_of_inductor_that_torch_overwrites_goes_back() -> None:
-    before = inductor.deterministic
-    inductor.deterministic = True
-    try:
-        with enforce_determinism({"deterministic_algorithms": "disabled"}):
-            assert inductor.deterministic is False
-        assert inductor.deterministic is True
-    finally:
-        inductor.deterministic = before
 
 
 def test_nothing_stays_half_applied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,15 +178,7 @@ def test_a_wrong_value_is_refused_by_name_with_the_allowed_ones() -> None:
 # too late
 
 
-def test_cublas_after_a_cuda_context_is_refused_and_nothing_applied(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = process_state()
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(SettingsError, match=r"too late.*CUBLAS_WORKSPACE_CONFIG=None already.*=:4096:8 set"):
-        enforce_determinism(DeterminismSettings(seed=1))
-    assert process_state() == before
-
-
-def test_nccl_after_a_communicator_is_refused_and_nothing_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_comes_too_late_is_refused_and_nothing_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = {"nccl_algo": "Ring", "nccl_proto": "LL", "nccl_min_nchannels": 2, "nccl_max_nchannels": 4}
     before, backend = process_state(), "gloo"
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
@@ -216,6 +192,9 @@ def test_nccl_after_a_communicator_is_refused_and_nothing_applied(monkeypatch: p
         enforce_determinism({"seed": 1, **wanted})
     variables = "NCCL_ALGO=Ring and NCCL_PROTO=LL and NCCL_MIN_NCHANNELS=2 and NCCL_MAX_NCHANNELS=4"
     assert f"Nothing was changed. Start the program with {variables} set:\n    NCCL_" in str(refused.value)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(SettingsError, match=r"too late.*CUBLAS_WORKSPACE_CONFIG=None already.*=:4096:8 set"):
+        enforce_determinism(DeterminismSettings(seed=1))
     assert process_state() == before
 
 
