@@ -9,7 +9,6 @@ from itertools import zip_longest
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from torch import Generator, Tensor, nn
 from torch._C import DisableTorchFunction as _DisableTorchFunction
 from torch._C import _len_torch_dispatch_stack  # looked at in torch 2.13
@@ -23,8 +22,9 @@ from det_callbacks.equivalence.second_run import Call, copied_call, difference_o
 from det_callbacks.errors import CoverageWarning, DetCallbacksError, EquivalenceError, TraceError
 from det_callbacks.rng import RewindPoint, is_capturing
 from det_callbacks.trace.backward import OpPlaces
-from det_callbacks.trace.components import holds_data
+from det_callbacks.trace.components import PLAIN, holds_data
 from det_callbacks.trace.dispatch import TAKE_APART, DispatchMode
+from det_callbacks.trace.engine import graph_task_id
 from det_callbacks.trace.optimizers import OptimizerPhases, in_phase
 from det_callbacks.trace.overloads import (
     HIDDEN_STATES,
@@ -40,8 +40,6 @@ from det_callbacks.trace.overloads import (
 from det_callbacks.trace.program_trie import OpScope
 from det_callbacks.trace.sites import source_of
 
-_graph_task_id = torch._C._current_graph_task_id  # torch 2.13: -1 outside a backward pass
-_PLAIN = frozenset({Tensor, nn.Parameter})
 _OWN_NAMESPACES = frozenset({"aten", "quantized", "mkldnn", "onednn", "mkl"})
 """Ops of torch's own kernels: they draw from torch's generators only, and say so by a tag."""
 MAX_KEPT = 1000
@@ -245,7 +243,7 @@ class BitwiseEquivalenceMode:
             self.skipped[check.left_out] += 1
             self._places.backward.note_unseen()
             return func(*args, **kwargs)
-        if _graph_task_id() == -1:
+        if graph_task_id() == -1:
             phase = self._places.phase
             context: OpScope = self._places.modules.current
         else:
@@ -254,7 +252,7 @@ class BitwiseEquivalenceMode:
         source = self._places.note(func, plan, phase, context)
         reason = check.left_out
         if types:
-            standin = [kind for kind in types if kind not in _PLAIN]
+            standin = [kind for kind in types if kind not in PLAIN]
             if any(issubclass(kind, FakeTensor | FunctionalTensor) for kind in standin):
                 reason = reason or "no_data"
             # they are subclasses of Tensor, declared as any class

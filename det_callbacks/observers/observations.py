@@ -16,11 +16,10 @@ from torch.utils.hooks import RemovableHandle
 from det_callbacks.errors import CoverageWarning, SelectionError, TraceError
 from det_callbacks.tensors.replay import Replay
 from det_callbacks.trace.components import holds_data, unwrapped
+from det_callbacks.trace.engine import graph_task_id
 from det_callbacks.trace.hash_mode import OpRegion
 from det_callbacks.trace.named_tensors import record_group
 from det_callbacks.trace.recorder import Recorder
-
-_graph_task_id = torch._C._current_graph_task_id  # torch 2.13: -1 outside a backward pass
 
 Leaves = Sequence[tuple[str, Any]]
 """Path and value of the tensors and plain values of a nested structure, in order."""
@@ -159,7 +158,7 @@ class Observations:
             module=self._place()[1],
             occurrence=self._occurrence(f"grad of {name}"),
             is_replayed=is_replayed,
-            is_repeated=not torch.is_grad_enabled() or _graph_task_id() != -1,
+            is_repeated=not torch.is_grad_enabled() or graph_task_id() != -1,
         )
         self._gradients.append(gradient)
         if tensor.requires_grad:
@@ -234,7 +233,7 @@ class Observations:
 
     def _place(self) -> tuple[str, str]:
         """Return phase and module."""
-        if _graph_task_id() == -1:
+        if graph_task_id() == -1:
             return self._recorder.phase, self._recorder.modules.current.module
         return "backward", self._recorder.backward.scope().module
 

@@ -4,9 +4,8 @@ An autograd node carries the sequence number it was made with, and the first op 
 That alone is not enough, so a match is accepted only when the node's name fits the op; otherwise the module is "?",
 never a wrong one. ``tests/unit/test_attribution.py`` compares with anomaly mode.
 
-Private names of torch, looked at in 2.13: ``_current_autograd_node`` (the node that runs in this thread),
-``_get_sequence_nr`` (the number the next node will get), ``Node._sequence_nr``, and ``_forward_cls`` (on nodes of
-Python's autograd Functions).
+Private names of torch, looked at in 2.13: ``Node._sequence_nr``, and ``_forward_cls`` on nodes of Python's autograd
+Functions; the others stand in ``engine.py``.
 """
 
 import re
@@ -20,15 +19,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from det_callbacks.trace.modules import UNKNOWN_MODULE, ModuleStack, running_region, top_hooks
+from det_callbacks.trace.engine import (
+    Entry,
+    current_node,
+    engine_entry,
+    frames_above_engine,
+    graph_task_id,
+    next_sequence_number,
+    top_hooks,
+)
+from det_callbacks.trace.modules import UNKNOWN_MODULE, ModuleStack, running_region
 from det_callbacks.trace.overloads import OpPlan
 from det_callbacks.trace.program_trie import CallNode, OpScope
 from det_callbacks.trace.sites import source_of
-from det_callbacks.trace.source import Entry, engine_entry, frames_above_engine
 
-_current_node = torch._C._current_autograd_node
-_next_sequence_number = torch._C._autograd._get_sequence_nr
-_graph_task_id = torch._C._current_graph_task_id  # -1 outside a backward pass
 _is_grad_enabled = torch.is_grad_enabled
 
 # a class method, which mypy takes for a plain function
@@ -97,7 +101,7 @@ class BackwardMap:
         nodes = self._threads.get(get_ident())
         if nodes is None:
             nodes = self._threads[get_ident()] = _Nodes()
-        number = _next_sequence_number() - 1
+        number = next_sequence_number() - 1
         first = nodes.first.setdefault(number, call)
         hooks = top_hooks(True)
         if hooks is not None:
@@ -110,17 +114,17 @@ class BackwardMap:
     def note_unseen(self) -> None:
         """Note that the last node of this thread, if nobody claimed it, was made by something that is no op."""
         nodes = self._threads.setdefault(get_ident(), _Nodes())
-        nodes.first.setdefault(_next_sequence_number() - 1, _UNSEEN)
+        nodes.first.setdefault(next_sequence_number() - 1, _UNSEEN)
 
     def is_unclaimed(self) -> bool:
         """Return whether the last node of this thread was made by the running op."""
         nodes = self._threads.get(get_ident())
-        return nodes is None or _next_sequence_number() - 1 not in nodes.first
+        return nodes is None or next_sequence_number() - 1 not in nodes.first
 
     def scope(self) -> OpScope:
         """Return where the running op of a backward pass belongs, the modules called in that pass included."""
         modules = self._modules
-        if modules.backward_pass == _graph_task_id():
+        if modules.backward_pass == graph_task_id():
             return self.in_module(modules.current.module, recomputed=modules.is_recomputed)
         return self.attribute()
 
@@ -130,7 +134,7 @@ class BackwardMap:
         An op of a hook belongs with the node that the hook runs at, and has a source of its own.
         """
         entry = engine_entry(_FRAMES_BELOW)
-        node = _current_node()
+        node = current_node()
         if node is None:
             return ENGINE if entry is Entry.ENGINE else _HOOK
         name = node.name()
@@ -172,7 +176,7 @@ class BackwardMap:
             self._checkpoints.note(hooks, running[0] if running else self._outside_modules())
 
     def _outside_modules(self) -> str:
-        if _graph_task_id() == -1:
+        if graph_task_id() == -1:
             return ""
         region = running_region()
         return UNKNOWN_MODULE if region is None else self._module_of_region(region)
@@ -252,7 +256,7 @@ class OpPlaces:
             return None
         if not is_backward and not (_is_grad_enabled() or self.backward.is_unclaimed()):
             return None
-        if self._num_nodes > _MAX_NODES and _graph_task_id() == -1:
+        if self._num_nodes > _MAX_NODES and graph_task_id() == -1:
             self._forget()
         source = source_of(scope)
         call = CallNode(None, func, phase, scope, [], [], [], 0)

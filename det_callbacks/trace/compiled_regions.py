@@ -22,6 +22,7 @@ from det_callbacks.trace.backward import compiled_nodes
 from det_callbacks.trace.compiled_graphs import GraphInput, TracedGraph
 from det_callbacks.trace.components import holds_data, parts_with_memory
 from det_callbacks.trace.dispatch import TAKE_APART, breaks_graph
+from det_callbacks.trace.engine import next_sequence_number
 from det_callbacks.trace.named_tensors import has_place
 from det_callbacks.trace.overloads import OpKind, comes_apart, in_flight, tensors_in, written_arguments, written_by_call
 from det_callbacks.trace.program_trie import CallNode, OpScope
@@ -31,7 +32,6 @@ from det_callbacks.trace.tensor_hooks import hook_outputs, keep_outputs
 if TYPE_CHECKING:
     from det_callbacks.trace.recorder import Recorder
 
-_next_sequence_number = torch._C._autograd._get_sequence_nr  # looked at in torch 2.13
 _EARLIER = f"{REGION}graph_compiled_earlier"
 
 
@@ -266,7 +266,7 @@ class CompiledRegions:
         region = Region(recorder, graph, phase, scope)
         given = [*zip(graph.inputs, args, strict=True), *graph.held]
         region.enter((self._name(known, value, scope), value) for known, value in given)
-        number = _next_sequence_number()
+        number = next_sequence_number()
         self._start(region)
         recorder.modules.current = scope
         try:

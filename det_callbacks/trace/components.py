@@ -11,8 +11,10 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-_PLAIN = frozenset({Tensor, nn.Parameter})
-_STRIDED = torch.strided
+PLAIN = frozenset({Tensor, nn.Parameter})
+"""Classes of tensors that compute none of their attributes in Python."""
+
+STRIDED = torch.strided
 
 address_of: Callable[[Tensor], int] = torch._C.TensorBase.data_ptr
 """``data_ptr`` without the lookup of a subclass's method."""
@@ -27,14 +29,14 @@ def unwrapped(tensor: Tensor) -> Tensor:
 
 def has_parts(tensor: Tensor) -> bool:
     """Return whether a tensor's bytes lie in other tensors, or nowhere that a storage could tell."""
-    if tensor.layout is not _STRIDED:
+    if tensor.layout is not STRIDED:
         return True
-    return tensor.__class__ not in _PLAIN and type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return tensor.__class__ not in PLAIN and type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def holds_data(tensor: Any) -> bool:
     """Return whether there is something to digest: not in fake, functional, meta and uninitialised tensors."""
-    if tensor.__class__ in _PLAIN:
+    if tensor.__class__ in PLAIN:
         return not tensor.is_meta
     if not isinstance(tensor, Tensor):
         return True
@@ -59,7 +61,7 @@ def parts_of(tensor: Tensor) -> Iterator[Tensor]:
             if isinstance(part, Tensor):  # a DeviceMesh may be among them
                 yield from parts_of(part) if has_parts(part) else (part,)
         return
-    if tensor.layout is _STRIDED:
+    if tensor.layout is STRIDED:
         if not isinstance(tensor, FakeTensor | FunctionalTensor) and not tensor.is_meta:
             yield tensor
         return

@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from det_callbacks.digest import (
     Bits,
@@ -27,10 +27,8 @@ from det_callbacks.digest import (
     unobserved,
     value_of,
 )
-from det_callbacks.trace.components import address_of, has_parts, parts_of
+from det_callbacks.trace.components import PLAIN, address_of, has_parts, parts_of
 from det_callbacks.trace.layouts import LayoutSlot
-
-_PLAIN = frozenset({Tensor, nn.Parameter})
 
 
 class DeferredSites(DeferredDigests):
@@ -70,7 +68,7 @@ class DeferredSites(DeferredDigests):
 
     def digest(self, position: int, tensor: Tensor, slot: LayoutSlot) -> int:
         """Return the digest of a tensor, in memory order where it is dense; 0 where it is deferred."""
-        if slot.is_raw and tensor.__class__ in _PLAIN and not tensor.is_neg():
+        if slot.is_raw and tensor.__class__ in PLAIN and not tensor.is_neg():
             storage = tensor.untyped_storage()
             address = address_of(tensor)  # 0 for an efficient zero tensor, which has no memory
             if tensor.is_cpu:

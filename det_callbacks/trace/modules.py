@@ -22,8 +22,8 @@ from torch.nn.modules import module as _module  # its dictionaries of global hoo
 from torch.utils.checkpoint import CheckpointFunction
 
 from det_callbacks.trace.dispatch import runs_uncompiled
+from det_callbacks.trace.engine import frames_above_engine, graph_task_id
 from det_callbacks.trace.program_trie import NOWHERE, OpScope
-from det_callbacks.trace.source import frames_above_engine
 
 UNKNOWN_MODULE = "?"
 
@@ -34,11 +34,6 @@ _NO_WARNING = ("ignore", _ABOUT_HOOKS, UserWarning, None, 0)
 _global_pre_hooks: dict[int, Any] = _module._global_forward_pre_hooks
 _global_hooks: dict[int, Any] = _module._global_forward_hooks
 _always_called: dict[int, bool] = _module._global_forward_hooks_always_called
-_graph_task_id = torch._C._current_graph_task_id  # torch 2.13: -1 outside a backward pass
-
-top_hooks: Callable[[bool], tuple[Any, Any] | None] = torch._C._autograd._top_saved_tensors_default_hooks
-"""Returns the saved-tensor hooks in force as (pack, unpack), or None; takes 0.05 microseconds."""
-
 _CHECKPOINT_FILE = CheckpointFunction.forward.__code__.co_filename
 
 
@@ -115,7 +110,7 @@ class ModuleStack:
 
     def running(self) -> list[str]:
         """Return the names of the modules called in the running backward pass, or outside any, innermost first."""
-        backward_pass = _graph_task_id()
+        backward_pass = graph_task_id()
         names = []
         for _, scope, entered_in, _ in reversed(self._stack):
             if entered_in != backward_pass:
@@ -156,7 +151,7 @@ class ModuleStack:
             return
         if self.on_enter is not None:
             self.on_enter()
-        backward_pass = _graph_task_id()
+        backward_pass = graph_task_id()
         is_recomputed = backward_pass != -1 and (
             (self.is_recomputed and self.backward_pass == backward_pass) or running_region() is not None
         )

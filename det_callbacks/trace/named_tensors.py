@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from det_callbacks.digest import Bits, digest_spans
 from det_callbacks.rng import PROCESS, digest_generator, is_readable, used_generators
 from det_callbacks.runs.program import IN_FLIGHT, Role, Site, scalar_bits
-from det_callbacks.trace.components import address_of, has_parts, holds_data, unwrapped
+from det_callbacks.trace.components import PLAIN, STRIDED, address_of, has_parts, holds_data, unwrapped
 from det_callbacks.trace.layouts import LayoutSlot
 from det_callbacks.trace.leaves import flatten
 from det_callbacks.trace.program_trie import CallNode
@@ -22,8 +22,6 @@ from det_callbacks.trace.sites import owner_of
 if TYPE_CHECKING:
     from det_callbacks.trace.recorder import Recorder
 
-_PLAIN = frozenset({Tensor, nn.Parameter})
-_STRIDED = torch.strided
 _free_weak_ref = torch.UntypedStorage._free_weak_ref
 
 Place = tuple[int, int]
@@ -82,7 +80,7 @@ class NameTable:
             return known
         for name, parameter in self.list_parameters(tensor.shape):
             gradient = parameter.grad
-            if gradient.__class__ is Tensor and gradient.layout is _STRIDED and address_of(gradient) == address:
+            if gradient.__class__ is Tensor and gradient.layout is STRIDED and address_of(gradient) == address:
                 return f"grad of {name}"
         return None
 
@@ -157,7 +155,7 @@ def record_group(
     collectives = recorder.undigested.collectives
     for name, value in entries:
         has_arrived = True
-        if value.__class__ in _PLAIN and value.layout is _STRIDED and value.is_cpu and not value.is_nested:
+        if value.__class__ in PLAIN and value.layout is STRIDED and value.is_cpu and not value.is_nested:
             storage = value.untyped_storage()
             storage_address = storage._cdata
             writer = writers.get(storage_address)

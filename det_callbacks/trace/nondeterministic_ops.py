@@ -22,16 +22,14 @@ from det_callbacks.patterns import OpPattern
 from det_callbacks.runs.evidence import NondeterministicOp
 from det_callbacks.settings.catalogue import algorithms_in_force
 from det_callbacks.trace.dispatch import TAKE_APART, DispatchMode
+from det_callbacks.trace.engine import Entry, current_node, engine_entry, graph_task_id, next_sequence_number
 from det_callbacks.trace.modules import UNKNOWN_MODULE, ModuleStack
 from det_callbacks.trace.overloads import OpPlan, comes_apart, make_plan
 from det_callbacks.trace.program_trie import OpScope
 from det_callbacks.trace.sites import source_of
-from det_callbacks.trace.source import Entry, capture_source, engine_entry
+from det_callbacks.trace.source import capture_source
 
 # looked at in torch 2.13; see backward.py
-_graph_task_id = torch._C._current_graph_task_id
-_current_node = torch._C._current_autograd_node
-_next_sequence_number = torch._C._autograd._get_sequence_nr
 _set_flags = torch._C._set_deterministic_algorithms
 
 # aten/src/ATen/Context.cpp, Context::alertNotDeterministic, torch 2.13
@@ -190,14 +188,14 @@ class NondeterministicOpWatch:
             return TAKE_APART
         # The forward of a custom autograd Function runs without gradients, after its node was made. A device's backward
         # thread counts nodes of its own, which only a pass that makes a graph adds to.
-        if torch.is_grad_enabled() or _graph_task_id() == -1:
-            self._module_of_node.setdefault(_next_sequence_number() - 1, self._modules.current.module)
+        if torch.is_grad_enabled() or graph_task_id() == -1:
+            self._module_of_node.setdefault(next_sequence_number() - 1, self._modules.current.module)
         return known[1](*args, **kwargs)
 
     def _place(self) -> tuple[str, OpScope]:
-        if _graph_task_id() == -1:
+        if graph_task_id() == -1:
             return "forward", OpScope(module=self._modules.current.module)
-        node = _current_node()
+        node = current_node()
         number = None if node is None else node._sequence_nr()
         module = UNKNOWN_MODULE if number is None else self._module_of_node.get(number, UNKNOWN_MODULE)
         return "backward", OpScope(module=module)

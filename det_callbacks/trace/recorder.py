@@ -21,9 +21,18 @@ from det_callbacks.runs.selection import PHASES, Selection
 from det_callbacks.runs.steps import Expectation, StepTrace, require_whole
 from det_callbacks.trace.backward import ENGINE, BackwardMap
 from det_callbacks.trace.compiled_regions import CompiledRegions
-from det_callbacks.trace.components import address_of, has_parts, holds_data, parts_of, parts_with_memory
+from det_callbacks.trace.components import (
+    PLAIN,
+    STRIDED,
+    address_of,
+    has_parts,
+    holds_data,
+    parts_of,
+    parts_with_memory,
+)
 from det_callbacks.trace.deferred_sites import DeferredSites
 from det_callbacks.trace.dispatch import TAKE_APART
+from det_callbacks.trace.engine import graph_task_id
 from det_callbacks.trace.generators import GeneratorTrail
 from det_callbacks.trace.layouts import LayoutSlot, LayoutTable
 from det_callbacks.trace.modules import ModuleStack
@@ -47,10 +56,7 @@ from det_callbacks.trace.tensor_hooks import OutputHook, TensorKeeper, hook_outp
 from det_callbacks.trace.undigested_ops import UndigestedOps
 from det_callbacks.trace.unseen_writes import UnseenWriteCheck
 
-_graph_task_id = torch._C._current_graph_task_id  # torch 2.13: -1 outside a backward pass
 _is_grad_enabled = torch.is_grad_enabled
-_PLAIN = frozenset({Tensor, nn.Parameter})
-_STRIDED = torch.strided
 _SCALARS = frozenset({int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format})
 _DIGEST = OpKind.DIGEST
 _ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
@@ -172,7 +178,7 @@ class Recorder:
         """Return phase and scope of what runs now."""
         if (region := self.compiled.inside.get(get_ident())) is not None:
             return region.phase, region.scope
-        if _graph_task_id() == -1:
+        if graph_task_id() == -1:
             return self._phase, self.modules.current
         return "backward", self.backward.scope()
 
@@ -186,7 +192,7 @@ class Recorder:
                 plan = plan.whole
             if plan.kind is not _DIGEST:
                 return self.undigested.run(plan, func, args, kwargs)
-        if _graph_task_id() == -1:
+        if graph_task_id() == -1:
             phase = self._phase
             scope = self.modules.current
         else:
@@ -221,7 +227,7 @@ class Recorder:
                 for value in (*args, *kwargs.values()) if kwargs else args:
                     kind = value.__class__
                     # only ordinary tensors are known by their storage; `writer` is then the one site that wrote it
-                    if kind in _PLAIN and value.layout is _STRIDED:
+                    if kind in PLAIN and value.layout is STRIDED:
                         storage = value.untyped_storage()
                         writer = writers.get(storage._cdata)
                         if writer.__class__ is int:
@@ -300,7 +306,7 @@ class Recorder:
         first = len(digests)
         slots = self.layouts.slots
         for output in outputs:
-            if output.__class__ in _PLAIN and output.layout is _STRIDED and not output.is_nested:
+            if output.__class__ in PLAIN and output.layout is STRIDED and not output.is_nested:
                 key = (output.dtype, output.shape, output.stride())
                 slot = slots.get(key)
                 if slot is None:
@@ -342,15 +348,13 @@ class Recorder:
         self.digests.append(bits)
         self.layout_indices.append(slot.index)
 
-    def append_value(self, value: Any, writers: Sequence[int] = ()) -> None:
-        """Append the bits of a tensor or a number; ``writers`` are the sites that wrote the tensor, where known."""
-        if not isinstance(value, Tensor):
+    def append_value(self, value: Any) -> None:
+        """Append the bits of a tensor or a number."""
+        if isinstance(value, Tensor):
+            self.append(value)
+        else:
             bits, tag = scalar_bits(value)
             self.append_bits(bits, self.layouts.special(tag))
-        elif writers:
-            self.append_output(value, writers)
-        else:
-            self.append(value)
 
     def append_output(self, tensor: Tensor, writers: Sequence[int]) -> None:
         """Append a tensor; the digest of the one site that wrote the same bytes is taken over."""

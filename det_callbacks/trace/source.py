@@ -4,8 +4,7 @@ import linecache
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
-from enum import Enum
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 from types import FrameType
@@ -19,9 +18,6 @@ MAX_COLUMNS = 200
 # Unresolved, as frames have it: an environment may be reached through a symbolic link.
 _PACKAGE = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
-_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__  # torch 2.13: every backward pass from Python
-_APPLY_FUNCTION = torch.autograd.function.BackwardCFunction.apply.__code__
-_WRAPPERS = ("_python_dispatch.py", "_compile.py", str(Path("_dynamo") / "eval_frame.py"))
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+")
 """Name of the rest of a function that Dynamo compiled up to a graph break (torch 2.13)."""
 _PATHS: dict[str, str] = {}
@@ -74,56 +70,6 @@ def read_text(sources: Iterable[tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
 def is_of_torch(source: tuple[str, ...]) -> bool:
     """Return whether a line of torch stands in for the user's."""
     return len(source) == 1 and source[0].startswith("torch/")
-
-
-class Entry(Enum):
-    """Through what the autograd engine came to the running op."""
-
-    ENGINE = "engine"
-    """Through nothing: a formula of torch's own, or the engine itself."""
-    FUNCTION = "function"
-    """Through the backward of a Python autograd Function."""
-    HOOK = "hook"
-    """Through some other Python code: a hook on a tensor or a node, or on saved tensors."""
-
-
-def frames_above_engine() -> Iterator[FrameType]:
-    """Yield the running frames, innermost first, up to the call of the innermost running backward pass."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not _RUN_BACKWARD:
-        yield frame
-        frame = frame.f_back
-
-
-def engine_entry(depth: int = 0) -> Entry:
-    """Return through what the autograd engine came to the running op; costs 0.1 microseconds when well guessed.
-
-    Args:
-        depth: how many frames of this package, beside the caller's, are guessed to stand between the engine and here.
-    """
-    try:
-        frame = sys._getframe(depth + 1).f_back
-    except ValueError:
-        frame = sys._getframe(1)
-    # in a thread of the engine's own there is nothing below the first frame
-    if frame is None or frame.f_code is _RUN_BACKWARD:
-        return Entry.ENGINE
-    return _walked_entry()
-
-
-def _walked_entry() -> Entry:
-    outermost = None
-    for frame in frames_above_engine():
-        outermost = frame.f_code
-    if outermost is _APPLY_FUNCTION:
-        return Entry.FUNCTION
-    return Entry.ENGINE if outermost is None or _is_mode(outermost.co_filename, outermost.co_name) else Entry.HOOK
-
-
-@lru_cache(maxsize=1024)
-def _is_mode(filename: str, function: str) -> bool:
-    """Return whether this is the dispatch mode that is open on top; it may be wrapped."""
-    return function == "__torch_dispatch__" or filename.endswith(_WRAPPERS)
 
 
 @lru_cache(maxsize=8192)

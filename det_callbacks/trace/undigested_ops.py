@@ -10,7 +10,7 @@ from torch import Tensor
 
 from det_callbacks.runs.program import GRAPH
 from det_callbacks.trace.collectives import Collectives
-from det_callbacks.trace.components import has_parts, parts_with_memory
+from det_callbacks.trace.components import STRIDED, has_parts, parts_with_memory
 from det_callbacks.trace.dispatch import TAKE_APART
 from det_callbacks.trace.overloads import OpKind, OpPlan, comes_apart, tensors_in, written_arguments
 from det_callbacks.trace.program_trie import CallNode, OpScope
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from det_callbacks.trace.recorder import Recorder
 
 _is_grad_enabled = torch.is_grad_enabled
-_STRIDED = torch.strided
 
 
 class UndigestedOps:
@@ -66,7 +65,7 @@ class UndigestedOps:
             return self._relayout(func, args, kwargs)
         out = func(*args, **kwargs)
         if plan.kind is OpKind.UNINITIALISED:
-            if out.__class__ is Tensor and out.layout is _STRIDED:
+            if out.__class__ is Tensor and out.layout is STRIDED:
                 recorder.ledger.mark_uninitialised(out, is_empty=True)
         elif plan.kind is OpKind.OPAQUE:
             recorder.counts.opaque.add(plan.name)

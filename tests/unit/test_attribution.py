@@ -57,8 +57,8 @@ def test_the_oracle_changes_nothing(name):
 
 
 def test_the_oracle_sees_a_map_that_is_one_node_off(monkeypatch):
-    exact = backward._next_sequence_number
-    monkeypatch.setattr(backward, "_next_sequence_number", lambda: exact() + 1)
+    exact = backward.next_sequence_number
+    monkeypatch.setattr(backward, "next_sequence_number", lambda: exact() + 1)
     torch.manual_seed(0)
     assert judge(*MODELS["gpt"]()).unnamed
     monkeypatch.setattr(backward, "_fits", lambda _event, _name: True)
