@@ -1,6 +1,8 @@
 """How far a run is, in the Trainer's loggers and in its progress bar (read at Lightning 2.6.6)."""
 
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -124,14 +126,10 @@ def print_beside_bar(trainer: pl.Trainer, text: str) -> None:
 
     A bar of another kind than Lightning's own gets the line as it comes.
     """
-    bar = trainer.progress_bar_callback
-    if isinstance(bar, TQDMProgressBar):
-        # not the bar's own ``print``, which says nothing where no bar is shown
-        print_closing_line(text, write=partial(Tqdm.write, end=""))
-    elif isinstance(bar, RichProgressBar) and bar.progress is not None and bar.progress.live.is_started:
-        print_closing_line(text, live=bar.progress.console)
-    else:
-        print_closing_line(text)
+    bar: Any = trainer.progress_bar_callback
+    is_rich = isinstance(bar, RichProgressBar) and bar.progress is not None and bar.progress.live.is_started
+    with Tqdm.external_write_mode() if isinstance(bar, TQDMProgressBar) else nullcontext():
+        print_closing_line(text, bar.progress.console if is_rich and sys.stdout.isatty() else None)
 
 
 def _show_in_bar(trainer: pl.Trainer, word: Callable[[], str], replaced: ReplacedInLightning) -> None:

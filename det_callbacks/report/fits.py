@@ -1,40 +1,27 @@
 """The lines and errors that a recording, a verification or an audit ends with."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.text import Text
 
 from det_callbacks.audit import AuditReport
-from det_callbacks.report.console import Section, Table, count, size, to_text
-from det_callbacks.runs.program import GRAPH, REGION
+from det_callbacks.report.console import Section, Table, count, listed, print_line, size, to_text
+from det_callbacks.report.run import missing_calls
 from det_callbacks.tensors.kept import KeptCounts
 from det_callbacks.verdict import Verdict
 
 MAX_FINDINGS = 30
-"""Rows of an audit's table."""
+"""Rows of an audit's table; all of them stand in audit.json."""
 
 _STYLES = {"match": "green", "diverged": "bold red", "not_comparable": "yellow"}
 
 
-def print_closing_line(text: str, *, live: Console | None = None, write: Callable[[str], object] | None = None) -> None:
-    """Print a closing line to standard output, coloured by its verdict on a terminal.
-
-    ``live`` is a console that draws something on the screen again and again: it prints the line above that, where both
-    are terminals. ``write`` writes to standard output instead, for somebody who has to make room there first.
-    """
-    console = Console(soft_wrap=True, highlight=False)
-    line = Text(text, style=next((style for word, style in _STYLES.items() if f" {word}:" in text), ""))
-    if live is not None and live.is_terminal and console.is_terminal:
-        live.print(line, soft_wrap=True, highlight=False)
-    elif write is not None:
-        with console.capture() as captured:
-            console.print(line)
-        write(captured.get())
-    else:
-        console.print(line)
+def print_closing_line(text: str, console: Console | None = None) -> None:
+    """Print a closing line to standard output, coloured by its verdict on a terminal; ``console`` may draw there."""
+    style = next((style for word, style in _STYLES.items() if f" {word}:" in text), "")
+    print_line(console or Console(highlight=False), text, style)
 
 
 def progress_word(*, num_steps: int, num_differing: int, is_recording: bool) -> str:
@@ -44,20 +31,10 @@ def progress_word(*, num_steps: int, num_differing: int, is_recording: bool) -> 
     return f"{count(num_steps, 'step')} {'recorded' if is_recording else 'match'}"
 
 
-def level_words(level: str, compiled: str, regions: Iterable[str]) -> str:
+def level_words(level: str, compiled: str, regions: Collection[str]) -> str:
     """Return the level of a run with what was done about compiled code, and what was seen from outside only."""
-    regions = sorted(regions)
-    num_regions = sum(region.startswith(REGION) for region in regions)
-    unread = [region for region in regions if region.startswith("batch")]
-    words = []
-    if compiled == "eager":
-        words.append("what is compiled ran as eager code, with other kernels than the compiled ones")
-    if num_regions:
-        words.append(f"{count(num_regions, 'compiled region')} seen from outside")
-    if GRAPH in regions:
-        words.append("CUDA graphs were replayed unseen")
-    if unread:
-        words.append(f"not looked into: {', '.join(unread)}")
+    words = ["what is compiled ran as eager code, with other kernels than the compiled ones"] * (compiled == "eager")
+    words += [f"seen only from outside: {listed(sorted(regions))}"] if regions else []
     return f"{level} ({'; '.join(words)})" if words else level
 
 
@@ -98,8 +75,7 @@ def _kept(kept: KeptCounts) -> str:
     text = f"; kept {count(kept.num_tensors, 'tensor')} of {count(kept.num_steps, 'step')} ({size(kept.num_bytes)})"
     if not kept.num_missing:
         return text
-    missing = f"{count(kept.num_missing, 'call')} from step {kept.first_missing} on: {kept.reason}"
-    return f"{text}, and NOT those of {missing} By how much these differ cannot be told later"
+    return f"{text}, and NOT those of {missing_calls(kept)} By how much these differ cannot be told later"
 
 
 def recorded_call_line(call: str, *, path: str, num_metrics: int) -> str:
@@ -140,24 +116,18 @@ def verified_line(verdict: Verdict, *, level: str, report: Path | None = None) -
 
 def waiting_line(verdict: Verdict, *, stages: Sequence[str], num_ended: int, level: str) -> str:
     """Return the line of a fit that agreed, where the reference holds more ("fit", "test", ...): no verdict yet."""
-    last, ended = (
-        f"fit {number}" if set(stages) == {"fit"} else f"part {number} ({stages[number - 1]})"
-        for number in (len(stages), num_ended)
-    )
     return (
-        f"det_callbacks: {ended} of {len(stages)} agrees: verified {_compared(verdict, level)}, against "
-        f"{verdict.reference}; the verdict comes with {last}"
+        f"det_callbacks: part {num_ended} ({stages[num_ended - 1]}) of {len(stages)} agrees: verified "
+        f"{_compared(verdict, level)}, against {verdict.reference}; the verdict comes with the last"
     )
 
 
 def unfinished_text(verdict: Verdict, *, stages: Sequence[str], num_ended: int) -> str:
     """Return what is wrong with a process that ended before all fits (and tests) of the reference ran."""
-    noun = "fits" if set(stages) == {"fit"} else "parts"
-    held = f"{len(stages)} {noun}" + ("" if noun == "fits" else f" ({', '.join(stages)})")
     return (
-        f"{verdict.verdict}: the reference {verdict.reference} holds {held}, and this process ended after "
-        f"{num_ended}. {verdict.explanation} Run the other {noun} with the same callback, or compare what both have "
-        'with steps="common".'
+        f"{verdict.verdict}: the reference {verdict.reference} holds {len(stages)} parts ({', '.join(stages)}), and "
+        f"this process ended after {num_ended}. {verdict.explanation} Run the others with the same callback, or "
+        'compare what both have with steps="common".'
     )
 
 
@@ -219,11 +189,10 @@ def audit_lines(report: AuditReport, *, replay: Path) -> str:
             ", ".join(map(str, found.steps[:4])) + (" ..." if len(found.steps) > 4 else ""),
             *(found.num_differing, "" if found.max_ulps is None else found.max_ulps, [*found.source, ""][0]),
         )
-        for found in report.findings[:MAX_FINDINGS]
+        for found in report.findings
     ]
     columns = ("judgement", "phase", "module", "op", "steps", "elements", "ULPs", "source")
-    more = len(report.findings) - MAX_FINDINGS
-    advice = [f"And {more} more in audit.json."] if more > 0 else []
+    advice = []
     if report.replay:
         advice.append(
             f"Make these ops deterministic (det-callbacks ops says what torch offers), or record and verify with "
@@ -234,5 +203,5 @@ def audit_lines(report: AuditReport, *, replay: Path) -> str:
             "Transient: a single call differed, and two of its three runs agreed; suspect the hardware first."
         )
     begin = f"Run again on the same inputs, {count(len(report.findings), 'op')} gave other bits."
-    table = Section(table=Table(columns=columns, rows=rows))
+    table = Section(table=Table(columns=columns, rows=rows, limit=MAX_FINDINGS))
     return to_text([Section(lines=[begin]), table, Section(lines=advice)])

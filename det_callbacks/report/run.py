@@ -9,7 +9,7 @@ from det_callbacks.report.console import Section, Table, count
 from det_callbacks.runs.metrics import read_metrics
 from det_callbacks.runs.program import Site, StepRecord, StepView, TensorLayout
 from det_callbacks.runs.store import RankRun, Run
-from det_callbacks.tensors.kept import not_kept
+from det_callbacks.tensors.kept import KeptCounts, not_kept
 
 HEAD = 10
 """Rows shown from either end of a long table; the JSON has all."""
@@ -97,8 +97,7 @@ def run_report(run: Run, rank: RankRun) -> list[Section]:
         lines.append(f"tensors kept: {', '.join(patterns)}")
         kept = not_kept(run, rank.rank)
         if kept.num_missing:
-            missing = f"{count(kept.num_missing, 'call')} from step {kept.first_missing} on"
-            lines.append(f"NOT kept: {missing}: {kept.reason}")
+            lines.append(f"NOT kept: {missing_calls(kept)}")
     fields = ("segment", "step", "epoch", "num_sites", "program", "layout", "chain")
     steps = [None if place is None else _record_to_dict(rank.read(*place)) for place in _ends(places)]
     columns = ("fit", "step", "epoch", "sites", *fields[4:])
@@ -115,6 +114,11 @@ def run_report(run: Run, rank: RankRun) -> list[Section]:
         names = ("fit", "step", "metric", "where", "value", "digest")
         report.append(Section(table=Table(columns=names, rows=shown, is_wide=True)))
     return report
+
+
+def missing_calls(kept: KeptCounts) -> str:
+    """Return of how many calls tensors are missing, from when on, and why."""
+    return f"{count(kept.num_missing, 'call')} from step {kept.first_missing} on: {kept.reason}"
 
 
 def _ends(rows: Sequence[Any]) -> list[Any]:

@@ -51,7 +51,7 @@ def test_a_fit_that_replays_a_graph(
     monkeypatch.chdir(tmp_path)  # verdicts are written there
     with host_graphs():
         fit(tmp_path / "run", "record")
-        assert "at level op (CUDA graphs were replayed unseen)" in capsys.readouterr().out
+        assert "at level op (seen only from outside: cuda_graph)" in capsys.readouterr().out
         fit(tmp_path / "run", "verify")
         assert "match: verified 3 steps" in capsys.readouterr().out
         with pytest.raises(DivergenceError) as raised:

@@ -201,10 +201,10 @@ def test_two_fits_are_verified_together_and_both_have_to_come(tmp_path: Path) ->
     assert all("fit 0: 8 steps, verdict None" in one.output for one in ended)
     assert all("fit 1: 16 steps, verdict match" in one.output for one in ended)
     first, second = closing_lines(ended)
-    assert [line.split(":")[1] for line in first] == [" fit 1 of 2 agrees", " match"]
+    assert [line.split(":")[1] for line in first] == [" part 1 (fit) of 2 agrees", " match"]
     assert second == []
     ended = train_fits(tmp_path, status=1)
-    assert all("holds 2 fits, and this process ended after 1" in one.output for one in ended)
+    assert all("holds 2 parts (fit, fit), and this process ended after 1" in one.output for one in ended)
     assert verdict_in(tmp_path)["verdict"] == "diverged"
 
 

@@ -36,7 +36,7 @@ def test_two_fits_are_two_segments_and_verified_together(
     fit = Fit(callback).run()
     assert callback.verdict is None
     assert not (tmp_path / "current" / "verdict.json").exists()
-    assert "fit 1 of 2 agrees: verified 4 steps" in (printed := capsys.readouterr().out)
+    assert "part 1 (fit) of 2 agrees: verified 4 steps" in (printed := capsys.readouterr().out)
     assert "diverged" not in printed
     fit.again(epochs=2)
     assert (callback.verdict.verdict, callback.verdict.counts.steps_compared) == ("match", 8)
@@ -80,12 +80,12 @@ def test_a_process_that_ends_before_the_last_fit_has_an_error(two_fits: Path, tm
     error = take_unfinished()
     assert isinstance(error, DivergenceError)
     assert (error.exit_code, error.verdict.verdict) == (1, "diverged")
-    assert "holds 2 fits, and this process ended after 1" in str(error)
+    assert "holds 2 parts (fit, fit), and this process ended after 1" in str(error)
     assert "Steps 4 to 7 of segment 1 (4 of them) are only in the reference" in str(error)
     assert take_unfinished() is None
 
     Fit(DeterminismCallback(two_fits, current=tmp_path / "warns", on_divergence="warn")).run()
-    with pytest.warns(DivergenceWarning, match="holds 2 fits"):
+    with pytest.warns(DivergenceWarning, match="holds 2 parts"):
         assert take_unfinished() is None
     callback = DeterminismCallback(two_fits, current=tmp_path / "common", steps="common")
     Fit(callback).run()
@@ -130,7 +130,7 @@ def test_the_status_of_a_process_with_one_fit_of_two(two_fits: Path, tmp_path: P
     options = {"env": {**os.environ, "PYTHONPATH": path}, "timeout": 120, "check": False}
     done = subprocess.run(words, capture_output=True, text=True, **options)
     assert done.returncode == 1, done.stderr
-    assert "fit 1 of 2 agrees" in done.stdout
+    assert "part 1 (fit) of 2 agrees" in done.stdout
     assert "not flushed yet" in done.stdout
     assert "DivergenceError: diverged: the reference" in done.stderr
     assert "Traceback" not in done.stderr
