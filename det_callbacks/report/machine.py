@@ -12,6 +12,7 @@ from det_callbacks.errors import SelectionError
 from det_callbacks.nondeterminism import BEHAVIOURS, OpFact, may_apply
 from det_callbacks.report.console import Section, Table, count
 from det_callbacks.report.run import head_lines
+from det_callbacks.report.verdict import environment_table
 from det_callbacks.runs.program import StepView
 from det_callbacks.runs.store import Run
 
@@ -97,26 +98,25 @@ def _find_uses(facts: Sequence[OpFact], view: StepView, ops: set[str]) -> list[t
 def op_report(content: Mapping[str, Any], run: Run | None = None) -> list[Section]:
     """Return the table of what ``ops_to_dict`` found, of a run with a row for each module."""
     numbers = ", ".join(f"{number} {behaviour}" for behaviour, number in content["counts"].items())
-    line = f"torch {content['torch']}: {sum(content['counts'].values())} entries ({numbers})"
-    lines, entries = [line], content["entries"]
+    lines, entries = (
+        [f"torch {content['torch']}: {sum(content['counts'].values())} entries ({numbers})"],
+        content["entries"],
+    )
+    meanings = [f"  {behaviour}: {_MEANINGS[behaviour]}" for behaviour in BEHAVIOURS]
+    columns, rows, notes = ["name", "behaviour", "device", "ops", "condition"], list[Sequence[object]](), []
     if run is not None:
-        about = content["run"]
+        about, columns[3:3] = content["run"], ["module", "sites"]
         used = f"{count(about['num_ops'], 'op')} in {count(about['num_programs'], 'program')}"
-        lines = [*head_lines(run), f"{used}; {line}; {len(entries)} may be about this run"]
+        lines = [*head_lines(run), f"{used}; {lines[0]}; {len(entries)} may be about this run"]
         if not entries:
             return [Section(code=lines)]
-    lines += [f"  {behaviour}: {_MEANINGS[behaviour]}" for behaviour in BEHAVIOURS]
-    start, condition = ("name", "behaviour", "device"), "condition"
-    columns, rows = [*start, "ops", condition], list[Sequence[object]]()
-    if run is not None:
-        columns[3:3] = ["module", "sites"]
+        notes = ["sites: in one step. Devices and conditions are torch's words; that they are met is not checked."]
     for one in entries:
-        ends = " ".join(one["ops" if run is None else "used"]) or "(none found)", one[condition] or "-"
-        places = [(place["module"] or "-", place["sites"]) for place in one.get("modules", ())]
-        rows += [(*(one[name] for name in start), *place, *ends) for place in (places if run is not None else [()])]
-    note = "sites: in one step. Devices and conditions are torch's words; that they are met is not checked."
-    report = [Section(code=lines, table=Table(columns=columns, rows=rows, is_wide=True))]
-    return report if run is None else [*report, Section(code=[note])]
+        ends = " ".join(one["ops" if run is None else "used"]) or "(none found)", one["condition"] or "-"
+        places = [()] if run is None else [(place["module"] or "-", place["sites"]) for place in one["modules"]]
+        rows += [(one["name"], one["behaviour"], one["device"], *place, *ends) for place in places]
+    table = Table(columns=columns, rows=rows, is_wide=True)
+    return [Section(code=[*lines, *meanings], table=table), *[Section(code=notes)] * bool(notes)]
 
 
 def doctor_report(diagnosis: "Diagnosis") -> list[Section]:
@@ -126,30 +126,23 @@ def doctor_report(diagnosis: "Diagnosis") -> list[Section]:
     versions = ", ".join(f"{name} {facts[f'{name}.version']}" for name in ("python", "torch", "lightning"))
     head = [f"{versions}; {count(facts['torch.num_threads'], 'thread')} on {place}"]
     head += [f"Digests of tensors on {facts['digest']}"] if "digest" in facts else []
-    asked = []
+    asked, others = list[tuple[str, str]](), list[str]()
     for one in diagnosis.settings:
         if one.state == "left alone":
+            others.append(f"{one.name} {one.in_force!r}")
             continue
-        line = f"{one.state:<16}{one.name} = {one.wanted!r}"
-        asked.append(line + (f", here {one.in_force!r}: {one.effect}" if one.state != "in force" else ""))
-        asked += [f"{'':<16}{one.to_do}"] if one.to_do else []
+        here = "" if one.state == "in force" else f", here {one.in_force!r}: {one.effect}"
+        asked.append((one.state, f"{one.name} = {one.wanted!r}{here}"))
+        asked += [("", one.to_do)] if one.to_do else []
     asker = "the defaults of DeterminismSettings" if against is None else f"in force in {against}"
-    report = [Section(lines=head), Section(title=f"Asked for ({asker})", items=asked)]
-    if others := [f"{one.name} {one.in_force!r}" for one in diagnosis.settings if one.state == "left alone"]:
-        report.append(Section(title="Left as they are", lines=[", ".join(others)]))
+    report = [Section(lines=head), Section(title=f"Asked for ({asker})", facts=asked)]
+    report += [Section(title="Left as they are", items=[", ".join(others)])] if others else []
     if against is not None:
-        rows = [
-            (
-                *(one.name, str(one.reference), str(one.current), "machine" if one.is_machine else "choice"),
-                "can change bits" if one.changes_bits else "changes no bits by itself",
-                finding.to_do or "-",
-            )
-            for finding in diagnosis.differences
-            for one in (finding.difference,)
-        ]
-        columns = ("name", "reference", "here", "kind", "effect", "to make it the reference's")
+        found = environment_table([one.difference for one in diagnosis.differences])
+        columns = (*found.columns[:2], "here", *found.columns[3:], "to make it the reference's")
+        rows = [(*row, one.to_do or "-") for row, one in zip(found.rows, diagnosis.differences, strict=True)]
         table = Table(columns=columns, rows=rows) if rows else None
-        report.append(Section(title=f"Different from {against}", lines=[] if rows else ["nothing"], table=table))
+        report.append(Section(title=f"{'D' if rows else 'Nothing is d'}ifferent from {against}", table=table))
     if not missing:
         return [*report, Section(title="all in force", style="bold green")]
     advice = (

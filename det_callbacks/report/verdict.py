@@ -11,7 +11,7 @@ from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError
 from det_callbacks.report.console import Section, Table, count, listed, to_text
 from det_callbacks.runs.program import REGION
 from det_callbacks.runs.store import Run
-from det_callbacks.verdict import MAX_ORIGINS, Divergence, TensorNumbers, Verdict
+from det_callbacks.verdict import MAX_ORIGINS, Divergence, EnvironmentDifference, TensorNumbers, Verdict
 
 PRINTED_ORIGINS = 20
 MAX_NUMBERS = 5
@@ -91,19 +91,23 @@ def coverage_report(verdict: Verdict) -> list[Section]:
     """Return in which environments how much was compared, and what to do next."""
     report = list[Section]()
     if verdict.environment:
-        rows = [
-            (
-                *(one.name, str(one.reference), str(one.current)),
-                *("machine" if one.is_machine else "choice", "yes" if one.changes_bits else "no"),
-            )
-            for one in verdict.environment
-        ]
-        table = Table(columns=("name", "reference", "current", "kind", "can change bits"), rows=rows)
-        report.append(Section(title="Environment differences", table=table))
+        report.append(Section(title="Environment differences", table=environment_table(verdict.environment)))
     report.append(Section(title="Compared", items=_coverage(verdict)))
     if lines := next_lines(verdict):
         report.append(Section(title="Next", code=lines))
     return report
+
+
+def environment_table(differences: Sequence[EnvironmentDifference]) -> Table:
+    """Return a row for each entry in which two environments differ."""
+    rows = [
+        (
+            *(one.name, str(one.reference), str(one.current)),
+            *("machine" if one.is_machine else "choice", "yes" if one.changes_bits else "no"),
+        )
+        for one in differences
+    ]
+    return Table(columns=("name", "reference", "current", "kind", "can change bits"), rows=rows)
 
 
 def _word(verdict: Verdict) -> str:

@@ -39,7 +39,7 @@ def test_what_the_defaults_ask_for_is_missing_until_it_is_enforced(capsys: Captu
         assert states()["deterministic_algorithms"] == "not in force"
         assert main(["doctor"]) == 1
         text = capsys.readouterr().out
-        assert "not in force    deterministic_algorithms = 'error', here 'disabled': `error`, `warn` or " in text
+        assert "  not in force    deterministic_algorithms = 'error', here 'disabled': `error`, `warn` or " in text
         assert "det_callbacks.enforce_determinism({'deterministic_algorithms': 'error'})" in text
         assert "1 setting not in force: deterministic_algorithms" in text
     with enforce_determinism(DeterminismSettings()):
@@ -98,7 +98,7 @@ def test_another_thread_count_and_version_than_in_the_reference(tmp_path: Path, 
         assert form == diagnosis.to_dict() | {"settings": form["settings"]}
         assert form["schema"] == 1
         assert main(["doctor", "--against", str(recorded(tmp_path / "same"))]) == 0
-        assert f"Different from {tmp_path / 'same'}\nnothing" in capsys.readouterr().out
+        assert f"Nothing is different from {tmp_path / 'same'}" in capsys.readouterr().out
 
 
 def test_a_run_that_does_not_say_its_settings_is_an_error(tmp_path: Path, capsys: Capture):

@@ -63,28 +63,29 @@ class HeatMap:
     """What became of each module in each step of one fit of one rank.
 
     Attributes:
-        rank: process.
-        segment: fit.
-        first: first step that differs or that one run lacks, None where none does.
+        name: "Rank 1, segment 2".
+        place: likewise, in addresses.
+        is_first: whether the first divergence is of this rank.
         labels: of the rows, modules in the order in which they run; one that ends in * stands for several.
         columns: in order.
         steps: the first steps that differ.
         outcomes: how many steps are equal, differ, and so on.
         unseen: in words: the steps that were not compared site by site.
-        num_differing: sites of all steps.
-        num_starting: those of them where a difference starts.
+        ranks_row: what the table of ranks says of it, as in ``RANK_COLUMNS``.
     """
 
-    rank: int
-    segment: int
-    first: int | None
+    name: str
+    place: str
+    is_first: bool
     labels: tuple[str, ...]
     columns: tuple[Column, ...]
     steps: tuple[StepDetails, ...]
     outcomes: Mapping[Outcome, int]
     unseen: tuple[str, ...]
-    num_differing: int
-    num_starting: int
+    ranks_row: tuple[object, ...]
+
+
+RANK_COLUMNS = ("rank", "fit", "first step", "steps differing", "sites differing", "starting here")
 
 
 def build_maps(verdict: Verdict, reference: Run, current: Run) -> tuple[list[HeatMap], list[str]]:
@@ -192,17 +193,19 @@ class _Builder:
             columns.append(Column(first=span[0], text=text, states="".join(letters[number]), leads_to=leads_to))
         spans = [(outcome, [step for _, step in group]) for outcome, group in groupby(history, key=lambda one: one[0])]
         unseen = [f"{_span(one[0], one[-1])}: {_UNSEEN[outcome]}" for outcome, one in spans if outcome in _UNSEEN]
+        outcomes, first = Counter(outcome for outcome, _ in history), self._verdict.first_divergence
+        began = next((step for outcome, step in history if outcome not in ("equal", "unknown")), "")
+        shares = f"{outcomes['differs']:,} of {len(steps):,}", int(differing.sum()), int(starting.sum())
         return HeatMap(
-            rank=rank,
-            segment=segment,
-            first=next((step for outcome, step in history if outcome not in ("equal", "unknown")), None),
+            name=f"Rank {rank}{f', segment {segment}' if segment else ''}",
+            place=f"s{rank}-{segment}",
+            is_first=first is not None and first.rank == rank,
             labels=labels,
             columns=tuple(columns),
             steps=tuple(details),
-            outcomes=Counter(outcome for outcome, _ in history),
+            outcomes=outcomes,
             unseen=tuple(unseen[:MAX_SPANS]),
-            num_differing=int(differing.sum()),
-            num_starting=int(starting.sum()),
+            ranks_row=(rank, segment, began, *shares),
         )
 
     def _starting(self, sites: StepDifference, found: Sequence[Site]) -> np.ndarray:

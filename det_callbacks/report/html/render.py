@@ -8,7 +8,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.report.console import Section, Table, count
-from det_callbacks.report.html.model import HeatMap, build_maps
+from det_callbacks.report.html.model import RANK_COLUMNS, HeatMap, build_maps
 from det_callbacks.report.verdict import coverage_report, difference_report, head_report
 from det_callbacks.runs.files import replace_atomically
 from det_callbacks.runs.store import Run
@@ -44,7 +44,8 @@ def write_report(path: str | Path, verdict: Verdict, *, reference: str | Path, c
         lstrip_blocks=True,
     )
     environment.filters.update(count=count, number="{:,}".format, size=_size, strokes=_strokes, diamonds=_diamonds)
-    ranks = [Section(title="Ranks", table=_rank_table(maps))] if len(maps) > 1 else []
+    rank_table = Table(columns=RANK_COLUMNS, rows=[one.ranks_row for one in maps])
+    ranks = [Section(title="Ranks", table=rank_table)] if len(maps) > 1 else []
     sections = [*difference_report(verdict), *ranks, *coverage_report(verdict)]
     names = [re.split(r", | \(", section.title)[0] for section in sections]
     content = environment.get_template("report.html.j2").render(
@@ -65,19 +66,6 @@ def write_report(path: str | Path, verdict: Verdict, *, reference: str | Path, c
             str(path),
         ) from error
     return path
-
-
-def _rank_table(maps: list[HeatMap]) -> Table:
-    rows = [
-        (
-            *(one.rank, one.segment, "" if one.first is None else one.first),
-            f"{one.outcomes['differs']:,} of {sum(one.outcomes.values()):,}",
-            *(one.num_differing, one.num_starting),
-        )
-        for one in maps
-    ]
-    columns = ("rank", "fit", "first step", "steps differing", "sites differing", "starting here")
-    return Table(columns=columns, rows=rows)
 
 
 def _size(heat_map: HeatMap) -> tuple[int, int, int]:
