@@ -17,48 +17,36 @@ MAX_RANGES = 4
 
 # a site
 
-_CONTENT = {
-    # role of a site -> how its bits differ
-    "region_input": "is given other bits",
-    "graph_output": "holds other bits",
-    "sent": "was given other bits",
-    "delivered": "delivered other bits",
-}
+
+def _describe(finding: Finding) -> str:
+    """Return what differs at a site, and why it starts there or not."""
+    return f"{finding.divergence.phase}: {_site(finding.divergence)} {_what_differs(finding)}{_where_from(finding)}"
 
 
-def describe(finding: Finding, unread: str) -> str:
-    """Return what differs at a site, and why it starts there or not; ``unread`` is a type that a batch holds."""
-    return f"{_site(finding.divergence)} {_what_differs(finding)}{_where_from(finding, unread)}"
-
-
-def _where_from(finding: Finding, unread: str) -> str:
+def _where_from(finding: Finding) -> str:
     divergence = finding.divergence
-    if divergence.is_origin:
-        if divergence.kind in ("missing", "extra"):
-            return ", and what it reads agrees, so it starts here"
-        if finding.role == "graph":
-            return "; what goes into it agrees, so it starts here"
-        if divergence.op.startswith(REGION):
-            return "; what went into the compiled region agrees, so it starts inside"
-        if finding.is_rewired:
-            return "; it reads other tensors than in the reference, and those agree, so it starts here"
-        return "; the inputs agree, so it starts here"
     if divergence.is_origin is False:
         return "; the difference came in through what it reads"
-    if finding.start in _UNPROVEN:
-        return f"; {_UNPROVEN[finding.start].format(unread=unread)}, so where it starts cannot be proven"
-    return f"; {_NO_ORIGIN[finding.start]}"
+    if divergence.is_origin is None:
+        return f"; {_UNPROVEN[finding.start]}, so where it starts cannot be proven"
+    if divergence.kind in ("missing", "extra"):
+        return ", and what it reads agrees, so it starts here"
+    if finding.role == "graph":
+        return "; what goes into it agrees, so it starts here"
+    if divergence.op.startswith(REGION):
+        return "; what went into the compiled region agrees, so it starts inside"
+    if finding.is_rewired:
+        return "; it reads other tensors than in the reference, and those agree, so it starts here"
+    return "; the inputs agree, so it starts here"
 
 
-_NO_ORIGIN: Mapping[Start, str] = {
-    "inside a region": "it ran inside a compiled region, of which only the whole can be told to be the origin",
-    "written since": (
-        "what wrote it agrees, so something that the trace did not see (NumPy, a raw kernel) has changed it since"
-    ),
-}
 _UNPROVEN: Mapping[Start, str] = {
+    "inside a region": "it ran inside a compiled region, whose inside is not seen",
+    "written since": (
+        "what wrote it agrees, and something that the trace did not see (NumPy, a raw kernel) has changed it since"
+    ),
     "other arguments": "the two runs kept digests of other arguments of it",
-    "unread batch": "the batch holds a {unread}, which cannot be looked into, and Python may have read it",
+    "unread batch": "the batch holds what cannot be looked into, and Python may have read it",
     "passed on": "a shape, or a number that Python could read, differs before it, and Python may have passed that on",
     "race": "it was read before anybody had waited for the collective, which is a race",
     "collective": "what this rank put in agrees, and it came from another rank or from the collective itself",
@@ -81,9 +69,9 @@ def _what_differs(finding: Finding) -> str:
         return f"gave another structure: {_layouts(finding.layouts)}"
     if divergence.kind in ("missing", "extra"):
         return f"is only in the {_side(divergence)}"
-    if divergence.kind == "content" and finding.role in _CONTENT:
-        return _CONTENT[finding.role]
-    return "gave other bits" if divergence.op else "holds other bits"
+    verbs = {"region_input": "is given", "graph_output": "holds", "sent": "was given", "delivered": "delivered"}
+    usual = "gave" if divergence.op else "holds"
+    return f"{verbs.get(finding.role, usual) if divergence.kind == 'content' else usual} other bits"
 
 
 def _site(divergence: Divergence) -> str:
@@ -134,6 +122,7 @@ def _side(divergence: Divergence) -> str:
 # a step
 
 _SOURCES = {
+    "restored": "what came out of the checkpoint,",
     "state": "the initial state",
     "data": "the batch",
     "rng": "the state of the generator",
@@ -150,65 +139,44 @@ def explain_step(facts: Facts, rule: str, *, show_rank: bool) -> str:
     if facts.is_resumed:
         place += ", the first after resuming"
     if rule == "restored state":
-        return f"{place}: {_explain_restored(facts)}; no op is to blame"
+        return f"{place}: {_explain_sources(facts, facts.restored, 'restored')}; no op is to blame"
     if first.start == "outside":
-        text = f"{place}: {_explain_sources(facts)}"
-        return text if facts.origin is None else f"{text} for it; besides, {_in_phase(facts.origin, facts)}"
-    text = f"{place}, {_in_phase(first, facts)}"
+        text = f"{place}: {_explain_sources(facts, facts.sources, facts.sources[0].divergence.phase)}; "
+        text += "the difference came in through it, and no op is to blame"
+        return text if facts.origin is None else f"{text} for it; besides, {_describe(facts.origin)}"
+    text = f"{place}, {_describe(first)}"
     if rule == "choice" and (choice := facts.explaining_choice) is not None:
         text = f"{show_differences([choice])}, and that is what differs first: {text[0].lower()}{text[1:]}"
     if facts.origin is not None and facts.origin.row != first.row:
-        text += f"; an origin is {_in_phase(facts.origin, facts)}"
+        text += f"; an origin is {_describe(facts.origin)}"
     num_alike = sum(one.op == first.divergence.op for one in difference.origins) - 1
     if first.divergence.is_origin and num_alike > 0:
         text += f" (so do {count(num_alike, 'more call')} of it)"
     return text
 
 
-def _in_phase(finding: Finding, facts: Facts) -> str:
-    return f"{finding.divergence.phase}: {describe(finding, facts.difference.unread)}"
-
-
-def _explain_restored(facts: Facts) -> str:
-    also = _also(facts, [phase for phase in ("data", "rng") if phase in facts.source_phases])
-    restored = facts.restored
-    if not restored:
-        return f"{listed(facts.unrestored)} is not what the reference ended step {facts.difference.step - 1} with{also}"
-    kinds = {one.divergence.kind for one in restored}
-    what = "came out of the checkpoint with other bits"
-    if kinds == {"missing"}:
-        what = "did not come out of the checkpoint"
-    elif kinds == {"extra"}:
-        what = "came out of the checkpoint, and the reference has no such state there"
-    return f"{listed(map(source_name, restored))} {what}{also}"
-
-
-def _also(facts: Facts, phases: Sequence[str]) -> str:
-    return f" ({' and '.join(_SOURCES[phase] for phase in phases)} differs too)" if phases else ""
-
-
-def _explain_sources(facts: Facts) -> str:
-    sources = facts.sources
-    phase = sources[0].divergence.phase
-    alike = [finding for finding in sources if finding.divergence.phase == phase and finding.role != "samples"]
-    alike = alike or [sources[0]]
-    names = list(dict.fromkeys(map(source_name, alike)))
-    layouts = next((finding.layouts for finding in alike if finding.divergence.kind == "structure"), None)
+def _explain_sources(facts: Facts, sources: Sequence[Finding], phase: str) -> str:
+    """Return how what entered a step differs, of which one phase is named, and what else does."""
+    alike = [
+        one for one in sources if phase in ("restored", one.divergence.phase) and one.role != "samples"
+    ] or sources[:1]
+    names = list(dict.fromkeys(map(source_name, alike))) or facts.unrestored
+    kinds, layouts = {one.divergence.kind for one in alike}, [one.layouts for one in alike if one.layouts is not None]
+    what = "differs"
     if phase == "data" and facts.has_equal_samples:
         what = "holds the same samples in another order"
-    elif layouts is not None:
-        what = f"has another structure: {_layouts(layouts)}"
-    elif alike[0].divergence.kind in ("missing", "extra"):
+    elif "structure" in kinds and layouts:
+        what = f"has another structure: {_layouts(layouts[0])}"
+    elif len(kinds) == 1 and not kinds.isdisjoint(("missing", "extra")):
         what = f"is only in the {_side(alike[0].divergence)}"
-    else:
-        what = "differs"
+    elif not sources:
+        what = f"is not what the reference ended step {facts.difference.step - 1} with"
     if phase == "state" and (num_initial := facts.num_initial) > 1:
         what += f" ({f'all {len(names)}' if len(names) >= num_initial else f'{len(names)} of {num_initial}'} tensors)"
-    others = [one for one in dict.fromkeys(found.divergence.phase for found in sources) if one != phase]
-    return (
-        f"{_SOURCES[phase]} {listed(names)} {what}{_also(facts, others)}; the difference came in through it, and no op "
-        "is to blame"
-    )
+    hidden = ("state", "input") if phase == "restored" else (phase,)
+    others = [one for one in dict.fromkeys(one.divergence.phase for one in facts.sources) if one not in hidden]
+    also = f" ({' and '.join(_SOURCES[one] for one in others)} differs too)" if others else ""
+    return f"{_SOURCES[phase]} {listed(names)} {what}{also}"
 
 
 # ranks, whole steps, metrics, environments

@@ -208,8 +208,8 @@ def test_what_is_not_looked_into_is_told_and_may_have_given_an_argument(
     assert verdict.coverage.opaque_regions == ("batch.unread (builtins.set)",)
     found = verdict.first_divergence
     assert (found.op, found.kind, found.is_origin, verdict.origins) == ("aten.mul.Tensor", "argument", None, ())
-    assert "the batch holds a builtins.set, which cannot be looked into" in verdict.explanation
-    assert "not looked into: batch.unread (builtins.set)" in capsys.readouterr().out
+    assert "the batch holds what cannot be looked into" in verdict.explanation
+    assert "seen only from outside: batch.unread (builtins.set)" in capsys.readouterr().out
     # another type is another structure
     found = verify(reference, loader(frozenset([1])), OfObjects).first_divergence
     assert (found.name, found.kind) == ("batch.unread", "structure")

@@ -112,7 +112,7 @@ def test_the_coverage_says_where_digests_were_computed(tmp_path, reference):
     verdict = compare_runs(reference, record(tmp_path / "gpu", steps_of(range(10)), environment=entries))
     assert verdict.verdict == "match"
     assert verdict.coverage.digested_on == verdict.to_dict()["coverage"]["digested_on"] == {"cuda": "Triton 3.7.1"}
-    assert "digests of tensors on cuda: Triton 3.7.1\n" in verdict_lines(verdict)
+    assert "digests of tensors on cuda: Triton 3.7.1" in verdict_lines(verdict)
     assert compare_runs(reference, record(tmp_path / "host", steps_of(range(10)))).coverage.digested_on == {}
 
 
