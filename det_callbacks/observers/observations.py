@@ -50,8 +50,7 @@ class Observations:
         recorder: whose step it is.
         owner: what messages call the run.
         is_every_step: every step is recorded; otherwise nothing can be replayed.
-        level: of the HashMode that is open around each step: at "op" it sees every op anyway, and regions change
-            nothing; at "state" they cannot be told to which module ops belong, and record nothing. None without one.
+        level: see ``OpRegion``.
 
     Attributes:
         on_observed: called after each observation, when it has become a site.
@@ -69,8 +68,7 @@ class Observations:
         self._reported: set[str] = set()
         self._is_open = False
         self._process = os.getpid()
-        self._nested = 0
-        self.region = OpRegion(recorder, is_followed=level is not None)
+        self.region = OpRegion(recorder, level=level)
         self.on_observed: Callable[[], None] | None = None
 
     def begin(self, replay: Replay | None = None) -> None:
@@ -111,7 +109,6 @@ class Observations:
     def abandon(self) -> None:
         """Drop the step under way and close every region; may be called at any time and more than once."""
         self.drop()
-        self._nested = 0
         self.region.leave_all()
 
     def __str__(self) -> str:
@@ -166,23 +163,15 @@ class Observations:
 
     def enable_ops(self) -> None:
         """Record ops from here on."""
-        if self._level in ("op", "state"):
-            self._nested += 1
-            if self._level == "state":
-                self._report(
-                    'enable_hash_mode records nothing at level "state", which follows no modules: use "module".'
-                )
-        else:
-            self.region.enter()
-            if not self._is_open:
-                self.region.suspend()  # it begins with the next step
+        if self._level == "state":
+            self._report('enable_hash_mode records nothing at level "state", which follows no modules: use "module".')
+        self.region.enter()
+        if not self._is_open:
+            self.region.suspend()  # it begins with the next step
 
     def disable_ops(self) -> None:
         """End the region that began last; raise TraceError when there is none."""
-        if self._nested:
-            self._nested -= 1
-        else:
-            self.region.leave()
+        self.region.leave()
 
     def _receive(self, gradient: _Gradient, value: Tensor | None) -> Tensor | None:
         """Record a gradient that a backward pass computed; return what replaces it, if anything does."""

@@ -300,12 +300,14 @@ class OpRegion:
 
     Args:
         recorder: whose step is under way.
-        is_followed: a HashMode is open around the step, which sees to phases and module outputs.
+        level: of the HashMode that is open around each step and sees to phases and module outputs; None without one.
+            At "op" it sees every op anyway, and at "state" nobody knows the modules: there regions are only counted.
     """
 
-    def __init__(self, recorder: Recorder, *, is_followed: bool = False) -> None:
+    def __init__(self, recorder: Recorder, *, level: str | None = None) -> None:
         self._recorder = recorder
-        self._listener = Listener(recorder, None if is_followed else OptimizerPhases(recorder, "forward"))
+        self._listener = Listener(recorder, OptimizerPhases(recorder, "forward") if level is None else None)
+        self._is_counted_only = level in ("op", "state")
         self.depth = 0
 
     @property
@@ -316,7 +318,7 @@ class OpRegion:
     def enter(self) -> None:
         """Open a region; inside another one it changes nothing."""
         self.depth += 1
-        if self.depth == 1:
+        if self.depth == 1 and not self._is_counted_only:
             self._listener.open(sees_ops=True)
 
     def leave(self) -> None:
