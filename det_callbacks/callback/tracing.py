@@ -78,8 +78,7 @@ class Tracing(StepHooks):
         self._hash_mode = HashMode.for_training(trainer.lightning_module, selection)
         recorder = self._hash_mode.recorder
         recorder.nondeterministic_ops = ops
-        recorder.output_hook = session.op_replay
-        recorder.keeper = session.keeper
+        recorder.output_hooks = tuple(hook for hook in (session.op_replay, session.keeper) if hook is not None)
         self._observations = Observations(
             recorder, owner=name, level=selection.level, is_every_step=selection.is_every_step
         )

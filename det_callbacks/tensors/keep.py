@@ -45,6 +45,8 @@ class Keeper(OpSelection):
         writer: of the steps.
     """
 
+    needs_rows = True
+
     def __init__(self, patterns: Sequence[str], writer: StepWriter, budget: TensorBudget | None = None) -> None:
         super().__init__(patterns)
         self.counts = KeptCounts()
@@ -62,18 +64,21 @@ class Keeper(OpSelection):
         self._left_out: list[str] = []
         self._budget.begin()
 
-    def keep(self, op: str, outputs: Sequence[Any], position: int, deferred: DeferredSites | None = None) -> None:
-        """Copy what a call wrote; see ``TensorKeeper``."""
+    def exchange(
+        self, phase: str, module: str, op: str, outputs: Sequence[Any], position: int, deferred: DeferredSites
+    ) -> Sequence[Any]:
+        """Copy what a call wrote, and return it; see ``OutputHook``."""
         if not self._is_wanted:
-            return
+            return outputs
         held = [index for index, out in enumerate(outputs) if isinstance(out, Tensor) and holds_data(out)]
         try:
             copies = self._budget.copy([outputs[index] for index in held], op, deferred)
         except (DetCallbacksError, torch.OutOfMemoryError) as error:  # the training goes on
             self._left_out.append(str(error))
-            return
+            return outputs
         if copies:
             self._calls.append(_Call(op, position, list(zip(held, copies, strict=True))))
+        return outputs
 
     def write(self, trace: StepTrace, step: int) -> None:
         """Write what was kept of a step that ended, before the step itself is appended to its stream.

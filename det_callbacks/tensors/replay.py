@@ -220,12 +220,14 @@ class OpSelection:
 class OpReplay(OpSelection):
     """Saves the outputs of chosen ops, or puts the saved bits into them; the recorder hands them over."""
 
+    needs_rows = False
+
     def __init__(self, patterns: Sequence[str], replay: Replay) -> None:
         super().__init__(patterns)
         self._replay = replay
 
     def exchange(
-        self, phase: str, module: str, op: str, outputs: Sequence[Any], deferred: DeferredSites | None = None
+        self, phase: str, module: str, op: str, outputs: Sequence[Any], position: int, deferred: DeferredSites
     ) -> Sequence[Any]:
         """Return the outputs, numbers as they were saved; raise as ``Replay.exchange`` does."""
         place = f"{phase}/{module}:{op}"

@@ -27,7 +27,7 @@ from det_callbacks.trace.named_tensors import has_place
 from det_callbacks.trace.overloads import OpKind, comes_apart, in_flight, tensors_in, written_arguments, written_by_call
 from det_callbacks.trace.program_trie import CallNode, OpScope
 from det_callbacks.trace.sites import InputName, arguments_json, source_of
-from det_callbacks.trace.tensor_hooks import hook_outputs, keep_outputs
+from det_callbacks.trace.tensor_hooks import hook_outputs
 
 if TYPE_CHECKING:
     from det_callbacks.trace.recorder import Recorder
@@ -321,13 +321,11 @@ class CompiledRegions:
         if plan.may_be_in_flight and all(flying := in_flight(plan, out, args, kwargs)):
             recorder.undigested.mark_in_flight(*flying)
             return out
-        outputs = written_by_call(plan, out, args, kwargs)
-        out, outputs = hook_outputs(recorder, plan, phase, scope, out, outputs, args, kwargs)
-        outputs = [output for output in outputs if not isinstance(output, Tensor) or holds_data(output)]
+        outputs: Sequence[Any] = [output for output in written_by_call(plan, out, args, kwargs) if holds_data(output)]
         if not outputs:
             recorder.counts.skipped["no_data"] += 1
             return out
-        keep_outputs(recorder, plan, phase, scope, outputs)
+        out, outputs = hook_outputs(recorder, plan, phase, scope, out, outputs, args, kwargs)
         region.record_op(func, plan.name, outputs)
         recorder.counts.num_digested += 1
         return out

@@ -52,7 +52,7 @@ from det_callbacks.trace.reads import Reads
 from det_callbacks.trace.replaced import REPLACED
 from det_callbacks.trace.sites import InputName, build_op, source_of_call
 from det_callbacks.trace.storages import StorageLedger
-from det_callbacks.trace.tensor_hooks import OutputHook, TensorKeeper, hook_outputs, keep_outputs
+from det_callbacks.trace.tensor_hooks import OutputHook, hook_outputs
 from det_callbacks.trace.undigested_ops import UndigestedOps
 from det_callbacks.trace.unseen_writes import UnseenWriteCheck
 
@@ -73,8 +73,7 @@ class Recorder:
     Attributes:
         deferred: the sites whose digests a device computes.
         nondeterministic_ops: who is told of ops without a deterministic implementation; set before the first step.
-        output_hook: called with an op's outputs before they are digested.
-        keeper: keeps the outputs of chosen ops.
+        output_hooks: called with an op's outputs before they are digested, in this order.
         counts: what became of the ops of the step.
         parameter_names: ``id`` of a parameter -> qualified name.
         selects_all: whether ops are digested wherever they run.
@@ -85,8 +84,7 @@ class Recorder:
     def __init__(self, selection: Selection, root: nn.Module | None = None) -> None:
         self.selection = selection
         self.nondeterministic_ops: NondeterministicOps | None = None
-        self.output_hook: OutputHook | None = None
-        self.keeper: TensorKeeper | None = None
+        self.output_hooks: tuple[OutputHook, ...] = ()
         self.lock = RLock()
         self.names = NameTable()
         self.parameter_names: dict[int, str] = {}
@@ -267,10 +265,8 @@ class Recorder:
                 if index < len(out) and isinstance(out[index], Tensor):
                     ledger.mark_uninitialised(out[index])
 
-        if self.output_hook is not None:
+        if self.output_hooks:
             out, outputs = hook_outputs(self, plan, phase, scope, out, outputs, args, kwargs)
-        if self.keeper is not None:
-            keep_outputs(self, plan, phase, scope, outputs)
         node = self.trie.at.likely
         if (
             node is None

@@ -14,28 +14,27 @@ if TYPE_CHECKING:
 
 
 class OutputHook(Protocol):
-    """Called with the outputs of the ops it selects before they are digested; replay restores saved tensors there."""
+    """Called with the outputs of the ops it selects before they are digested.
+
+    Replay restores saved tensors there, and what ``keep_tensors`` names is copied there.
+
+    Attributes:
+        needs_rows: it is called for ops that are digested only.
+    """
+
+    needs_rows: bool
 
     def selects(self, phase: str, module: str, op: str) -> bool:
         """Return whether it wants the outputs of an op at this place."""
 
     def exchange(
-        self, phase: str, module: str, op: str, outputs: Sequence[Any], deferred: DeferredSites
+        self, phase: str, module: str, op: str, outputs: Sequence[Any], position: int, deferred: DeferredSites
     ) -> Sequence[Any]:
         """Return what to go on with: the same tensors, perhaps written to, and perhaps other numbers.
 
-        What has to be known of tensors on a device is asked for in ``deferred``, of the step under way.
+        The first site of the call is the first output from ``position`` on. What has to be known of tensors on a device
+        is asked for in ``deferred``, of the step under way.
         """
-
-
-class TensorKeeper(Protocol):
-    """Told of the calls of the ops it selects, in the order of the step; it changes nothing."""
-
-    def selects(self, phase: str, module: str, op: str) -> bool:
-        """Return whether it wants to know of an op at this place."""
-
-    def keep(self, op: str, outputs: Sequence[Any], position: int, deferred: DeferredSites) -> None:
-        """Take what a call wrote; its first site is the first output from this position on."""
 
 
 def hook_outputs(
@@ -48,20 +47,18 @@ def hook_outputs(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Any, Sequence[Any]]:
-    """Call the output hook; return what the op returns and what it wrote from here on."""
-    hook = recorder.output_hook
-    if hook is None or not hook.selects(phase, scope.module, plan.name):
-        return out, outputs or ()
-    outputs = written_by_call(plan, out, args, kwargs) if outputs is None else outputs
-    if not outputs:
-        return out, outputs
-    exchanged = hook.exchange(phase, scope.module, plan.name, outputs, recorder.deferred)
-    is_number = len(outputs) == 1 and outputs[0] is out and not isinstance(out, Tensor)
-    return exchanged[0] if is_number else out, exchanged
+    """Call the output hooks; return what the op returns and what it wrote from here on.
 
-
-def keep_outputs(recorder: "Recorder", plan: OpPlan, phase: str, scope: OpScope, outputs: Sequence[Any]) -> None:
-    """Hand what a call wrote to the keeper, before the call has rows."""
-    keeper = recorder.keeper
-    if keeper is not None and keeper.selects(phase, scope.module, plan.name):
-        keeper.keep(plan.name, outputs, recorder.num_sites, recorder.deferred)
+    ``outputs`` are None for an op that is not digested.
+    """
+    written = outputs
+    for hook in recorder.output_hooks:
+        if (outputs is None and hook.needs_rows) or not hook.selects(phase, scope.module, plan.name):
+            continue
+        written = written_by_call(plan, out, args, kwargs) if written is None else written
+        if not written:
+            break
+        is_number = len(written) == 1 and written[0] is out and not isinstance(out, Tensor)
+        written = hook.exchange(phase, scope.module, plan.name, written, recorder.num_sites, recorder.deferred)
+        out = written[0] if is_number else out
+    return out, written or ()

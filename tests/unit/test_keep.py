@@ -44,7 +44,7 @@ def kept_step(folder: Path, step: int) -> KeptStep:
 
 def trace(keeping: Keeper, body: Body, step: int = 0) -> StepTrace:
     with HashMode() as mode:
-        mode.recorder.keeper = keeping
+        mode.recorder.output_hooks = (keeping,)
         keeping.begin()
         body()
     keeping.write(mode.trace, step)
@@ -80,7 +80,7 @@ def test_an_argument_that_varies_does_not_shift_what_is_kept(tmp_path: Path) -> 
     """Its site stands before those of the outputs."""
     keeping = keeper(tmp_path / "run", "aten.add.Tensor")
     mode = HashMode()
-    mode.recorder.keeper = keeping
+    mode.recorder.output_hooks = (keeping,)
     for step, alpha in enumerate((2.0, 3.0)):
         with mode:
             keeping.begin()
