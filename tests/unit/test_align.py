@@ -103,18 +103,6 @@ def test_random_insertions_and_removals_are_found_exactly(ops, edits):
     assert missing == [index + 1 for index, edit in sorted(edits.items()) if edit == "remove" and index < len(ops)]
 
 
-@given(st.integers(0, 2**32), st.integers(1, 4))
-@settings(max_examples=50, deadline=None)
-def test_every_row_is_aligned_exactly_once(seed, num_edits):
-    rng = random.Random(seed)
-    ops = [(rng.randrange(3), rng.randrange(2)) for _ in range(30)]
-    edits = {rng.randrange(30): rng.choice(["insert", "remove"]) for _ in range(num_edits)}
-    reference, current = chain_of(ops, {})[0], chain_of(ops[::-1], edits)[0]
-    alignment = align(reference.view(), current.view())
-    assert sorted(alignment.reference[alignment.reference >= 0]) == list(range(len(reference.sites)))
-    assert sorted(alignment.current[alignment.current >= 0]) == list(range(len(current.sites)))
-
-
 def test_names_that_one_side_does_not_know_change_nothing():
     reference, current = StepBuilder(), StepBuilder()
     for step, name in ((reference, None), (current, "exp_avg of net.weight")):
