@@ -90,11 +90,10 @@ class Customs(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Tied weights; optionally each block checkpointed as a module."""
+    """Tied weights."""
 
-    def __init__(self, *, reentrant: bool | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.reentrant = reentrant
         self.tok, self.pos = nn.Embedding(11, 8), nn.Embedding(6, 8)
         self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(3))
         self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 11, bias=False)
@@ -103,7 +102,7 @@ class Gpt(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tok(tokens) + self.pos(torch.arange(tokens.shape[1]))
         for block in self.blocks:
-            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+            x = block(x)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens.flatten())
 
 
@@ -177,25 +176,14 @@ class Checkpointing(nn.Module):
 Step = Callable[[], None]
 
 
-def _plain(model: nn.Module, make_input: Callable[[], Tensor], *, is_lbfgs: bool = False) -> tuple[nn.Module, Step]:
+def _plain(model: nn.Module, make_input: Callable[[], Tensor]) -> tuple[nn.Module, Step]:
     name_frames(model)
-    weights = model.parameters()
-    optimizer = torch.optim.LBFGS(weights, max_iter=3) if is_lbfgs else torch.optim.SGD(weights, lr=0.01, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
     def step() -> None:
-        x = make_input()
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = model(x).float().square().mean()
-            loss.backward()
-            return loss
-
-        if is_lbfgs:
-            optimizer.step(closure)
-        else:
-            closure()
-            optimizer.step()
+        optimizer.zero_grad()
+        model(make_input()).float().square().mean().backward()
+        optimizer.step()
 
     return model, step
 
@@ -260,12 +248,8 @@ class Hooked(nn.Module):
         return y.sin()
 
 
-def _small() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
-
-
 def _functional() -> tuple[nn.Module, Step]:
-    model = _small()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
     name_frames(model)
 
     def step() -> None:
@@ -286,14 +270,11 @@ def _rows() -> Tensor:
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, Step]]] = {
     "gpt": lambda: _plain(Gpt(), _tokens),
-    "gpt, checkpointed": lambda: _plain(Gpt(reentrant=False), _tokens),
-    "gpt, checkpointed reentrantly": lambda: _plain(Gpt(reentrant=True), _tokens),
     "views": lambda: _plain(Views(), lambda: torch.randn(3, 6)),
     "functions and a custom op": lambda: _plain(Customs(), _rows),
     "nested checkpoints": lambda: _plain(Checkpointing(reentrant=False), lambda: _rows().requires_grad_()),
     "nested checkpoints, reentrant": lambda: _plain(Checkpointing(reentrant=True), lambda: _rows().requires_grad_()),
     "gradient penalty": _penalised,
     "hooks": lambda: _plain(Hooked(), lambda: _rows().requires_grad_()),
-    "lbfgs": lambda: _plain(_small(), _rows, is_lbfgs=True),
     "torch.func": _functional,
 }
