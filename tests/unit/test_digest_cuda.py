@@ -1,6 +1,4 @@
-"""The digest's kernels on a GPU: the host's bits, streams, waiting, memory and speed."""
-
-from collections.abc import Iterator
+"""The digest's kernels on a GPU: the host's bits, and other streams."""
 
 import device_cases
 import pytest
@@ -8,16 +6,13 @@ import torch
 
 from det_callbacks.digest import digest_output, digest_tensor, digest_tensors
 from det_callbacks.digest.device import DigestQueue, device_choice
-from det_callbacks.digest.device.queue import MAX_BYTES
 from det_callbacks.digest.device.triton_digest import TritonDigest
-from det_callbacks.errors import DetCallbacksError
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     # torch's, of a dtype in the draw
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning"),
 ]
 
 MIB = 1 << 20
@@ -30,14 +25,6 @@ def method() -> TritonDigest:
     choice = device_choice(torch.device("cuda", torch.cuda.current_device()))
     assert isinstance(choice.method, TritonDigest), choice
     return choice.method
-
-
-@pytest.fixture
-def waiting_is_forbidden() -> Iterator[None]:
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
 
 
 def add(queue: DigestQueue, value: torch.Tensor) -> int:
@@ -65,18 +52,6 @@ def test_tensors_whose_sums_do_not_fit(num_bytes: int, method: TritonDigest) -> 
         pytest.skip("needs a GPU with twice as much free memory")
     value = bytes_on_gpu(num_bytes)
     assert digest_tensors([value[1:], value]) == digest_tensors([(host := value.cpu())[1:], host])
-
-
-def test_a_launch_waits_for_nothing(method: TritonDigest, waiting_is_forbidden: None) -> None:
-    values = [torch.full((size,), 3.0, device="cuda") for size in (5, 3000, 3 * MIB)]
-    queue = DigestQueue(method, max_bytes=MIB)
-    for _ in range(300):
-        for value in values:
-            add(queue, value)
-    queue.flush()
-    torch.cuda.set_sync_debug_mode("default")
-    expected = digest_tensors([torch.full((size,), 3.0) for size in (5, 3000, 3 * MIB)])
-    assert queue.finish() == expected * 300
 
 
 def test_memory_of_another_stream_is_not_given_away_before_it_was_read(method: TritonDigest) -> None:
@@ -111,33 +86,3 @@ def test_a_write_on_another_stream_comes_after_the_reading(is_flushed: bool, met
     queue.before_write(value.untyped_storage())
     value.fill_(2)
     assert queue.finish() == [digest_tensor(torch.full((MIB,), 1, dtype=torch.uint8))]
-
-
-def test_extra_memory_is_bounded(method: TritonDigest) -> None:
-    """Of a program that drops each output of 12 MiB before it makes the next."""
-    torch.cuda.synchronize()
-    from det_callbacks.digest.device import triton_kernels as kernels
-
-    fresh = TritonDigest(kernels, method._device)
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    queue = DigestQueue(fresh)
-    for number in range(1500):
-        add(queue, torch.full((12 * MIB,), number % 251, dtype=torch.uint8, device="cuda"))
-    assert len(set(queue.finish())) == 251
-    extra = torch.cuda.max_memory_allocated() - before - 12 * MIB
-    assert MAX_BYTES // 2 < extra <= 128 * MIB
-
-
-def test_a_capture_is_refused_and_goes_on(method: TritonDigest) -> None:
-    value = torch.ones(100, device="cuda")
-    queue = DigestQueue(method)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        doubled = value * 2
-        add(queue, value)
-        with pytest.raises(DetCallbacksError, match="captures a CUDA graph"):
-            queue.flush()
-    queue.discard()
-    graph.replay()
-    assert doubled.sum().item() == 200
