@@ -4,8 +4,9 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Hashable, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import device_cases
@@ -20,25 +21,19 @@ from det_callbacks.digest.device import (
     Choice,
     DeferredDigests,
     DigestQueue,
-    Span,
     deferred,
     device_choice,
     disagreement,
     triton_digest,
 )
 
-ROOT = Path(__file__).parents[2]
 NEEDS_TRITON = "needs Triton, which the dev extra brings on Linux"
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")  # torch's, of a dtype
 
 
 def run_python(*arguments: str, **variables: str) -> str:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
-        **variables,
-    }
+    environment = {**os.environ, **variables}
     done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -57,12 +52,9 @@ def test_triton_in_its_interpreter_gives_the_bits_of_the_host(num_cases: int) ->
 
 COMPILE = """
 from types import SimpleNamespace
-import torch
-import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-
-launched = []
+from det_callbacks.digest.device import triton_kernels as kernels
 
 
 class Driver:
@@ -71,56 +63,44 @@ class Driver:
         get_device_properties=lambda device: {"max_shared_mem": 200_000},
         load_binary=lambda name, kernel, shared, device: (object(), name, 40, 0, 1024),
     )
-
-    def __init__(self, capability):
-        self.capability = capability
-        self.is_compiled = False
+    is_compiled = False
 
     def get_current_device(self):
         assert not self.is_compiled, "looked up in a launch"
         return 0
 
-    def get_current_stream(self, device):
-        return self.get_current_device()
-
-    def get_current_target(self):
-        return GPUTarget("cuda", self.capability, 32)
-
-    def launcher_cls(self, source, metadata):
-        return lambda *arguments: launched.append((arguments[4], arguments[:4], arguments[9:]))
+    get_current_stream = lambda self, device: self.get_current_device()
+    get_current_target = lambda self: GPUTarget("cuda", capability, 32)
+    launcher_cls = lambda self, source, metadata: lambda *args: launched.append((args[4], args[:4], args[9:]))
 
 
-def compile_for(capability):
-    launched.clear()
-    driver.set_active(Driver(capability))
-    from det_callbacks.digest.device import triton_kernels as kernels
-    functions = (kernels._sum_blocks, kernels._hash_leaves)
-    for function in functions:
+functions = {"sum_blocks": kernels._sum_blocks, "hash_leaves": kernels._hash_leaves}
+big = 1 << 46
+spans = [0, 0] * 14 + [big + 3, 7]
+for capability in (80, 90):
+    launched = []
+    driver.set_active(Driver())
+    for function in functions.values():
         function.device_caches.clear()
     launchers = kernels.Launchers()
-    for compiled in (compiled for function in functions for compiled in function.device_caches[0][0].values()):
-        compiled._init_handles()
+    for function in functions.values():
+        for compiled in function.device_caches[0][0].values():
+            compiled._init_handles()
     driver.active.is_compiled = True
-    big = 1 << 46
-    spans = [0, 0] * 15 + [big + 3, 7]
     for sums, first in ((big, 16), (big + 16, 1), (16, big)):
-        launchers.sum_blocks(5, 77, big, sums, first, 1, *spans[:-2], 0, first)
+        launchers.sum_blocks(5, 77, big, sums, first, 1, *spans, 0, first)
         launchers.hash_leaves(6, 77, big, sums, first)
-    for function in functions:
+    for name, function in functions.items():
         (compiled,) = function.device_caches[0][0].values()
-        assert compiled.asm["cubin"] and "ld.global" in compiled.asm["ptx"], capability
-        print(function.__name__, capability)
-    # aligned spans are read 16 bytes at a time
-    (compiled,) = kernels._sum_blocks.device_caches[0][0].values()
-    assert "ld.global.v2" in compiled.asm["ptx"]
-    assert [name for name, _, _ in launched] == ["_sum_blocks", "_hash_leaves"] * 3
-    assert launched[0][1:] == ((5, 1, 1, 77), (big, big, 16, 1, *spans[:-2], 0, 16)), launched[0]
-    assert launched[1][1:] == ((6, 1, 1, 77), (big, big, 16)), launched[1]
-    assert launched[4][2] == (big, 16, big, 1, *spans[:-2], 0, big)
-
-
-for capability in (80, 90):
-    compile_for(capability)
+        assert compiled.asm["cubin"] and "ld.global" in compiled.asm["ptx"], (name, capability)
+        # aligned spans are read 16 bytes at a time
+        assert name != "sum_blocks" or "ld.global.v2" in compiled.asm["ptx"]
+    assert [name for name, _, _ in launched] == [f"_{name}" for name in functions] * 3
+    assert [grid for _, grid, _ in launched] == [(5, 1, 1, 77), (6, 1, 1, 77)] * 3
+    assert [launched[index][2] for index in (0, 1, 4)] == [
+        (big, big, 16, 1, *spans, 0, 16), (big, big, 16), (big, 16, big, 1, *spans, 0, big)
+    ]
+    print("compiled for", capability)
 """
 
 
@@ -128,8 +108,7 @@ for capability in (80, 90):
 def test_the_kernels_compile_once_for_gpus_that_are_not_there(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason=NEEDS_TRITON)
     output = run_python("-c", COMPILE, TRITON_CACHE_DIR=str(tmp_path))
-    names = ["_sum_blocks", "_hash_leaves"]
-    assert output.splitlines() == [f"{name} {capability}" for capability in (80, 90) for name in names]
+    assert output.splitlines() == ["compiled for 80", "compiled for 90"]
 
 
 def test_a_method_gives_the_bits_of_the_host_and_one_that_does_not_is_found() -> None:
@@ -141,48 +120,38 @@ def test_a_method_gives_the_bits_of_the_host_and_one_that_does_not_is_found() ->
     assert disagreement(device, device_cases.HOST) == said
 
 
-class Held(LateDevice):
-    """Its launches begin, and go on when they are let."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.has_begun, self.may_go_on = threading.Event(), threading.Event()
-
-    def launch(self, spans: Sequence[Span], stream: Hashable, unheld: Set[int] = frozenset()) -> list[torch.Tensor]:
-        self.has_begun.set()
-        assert self.may_go_on.wait(30)
-        return super().launch(spans, stream)
-
-
 @pytest.mark.parametrize("does_write", [True, False], ids=["writes", "adds"])
 def test_a_thread_that_comes_into_another_one_s_launch_waits_for_it(does_write: bool) -> None:
-    device = Held()
+    device, has_begun, may_go_on = LateDevice(), threading.Event(), threading.Event()
+    launch = device.launch
+
+    def held(*work: Any) -> Any:
+        has_begun.set()
+        assert may_go_on.wait(30)
+        return launch(*work)
+
+    device.launch = held
     queue = DigestQueue(device)
     value, other = torch.arange(8.0), torch.arange(3.0)
     expected = [digest_tensor(value)] + [digest_tensor(other)] * (not does_write)
     queue.add(value.untyped_storage(), 0, value.nbytes)
-    errors: list[BaseException] = []
 
-    def coming() -> None:
-        try:
-            if does_write:
-                queue.before_write(value.untyped_storage())
-                value.zero_()
-            else:
-                queue.add(other.untyped_storage(), 0, other.nbytes)
-        except BaseException as error:  # told to the thread that waits
-            errors.append(error)
+    def come() -> None:
+        if does_write:
+            queue.before_write(value.untyped_storage())
+            value.zero_()
+        else:
+            queue.add(other.untyped_storage(), 0, other.nbytes)
 
-    launching, second = threading.Thread(target=queue.flush), threading.Thread(target=coming)
-    launching.start()
-    assert device.has_begun.wait(30)
-    second.start()
-    second.join(0.2)
-    assert second.is_alive(), "it waits"
-    device.may_go_on.set()
-    launching.join(30)
-    second.join(30)
-    assert errors == []
+    with ThreadPoolExecutor(2) as threads:
+        launching = threads.submit(queue.flush)
+        assert has_begun.wait(30)
+        coming = threads.submit(come)
+        with pytest.raises(TimeoutError):
+            coming.result(0.2)
+        may_go_on.set()
+        launching.result(30)
+        coming.result(30)
     assert queue.finish() == expected
 
 
