@@ -29,10 +29,9 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
-from tracing import assert_same, step_of, traced
+from tracing import assert_same, site_of, step_of, traced
 
 from det_callbacks import DeterminismCallback
-from det_callbacks.compare.differences import StepDifference
 from det_callbacks.digest import digest_tensor
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.trace.hash_mode import HashMode
@@ -48,43 +47,32 @@ def nobody_follows() -> Iterator[None]:
     REPLACED.follow(FOLLOWER)
 
 
-def test_both_ends_of_a_region_are_recorded_forward_and_backward(backend: Any) -> None:
+def test_both_ends_of_a_region_are_recorded_and_it_computes_what_it_computes_unwatched(backend: Any) -> None:
     model = net()
     compiled = torch.compile(model, backend=backend)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def left(step: Callable[[], Any]) -> list[torch.Tensor]:
+        restored(model, state, step)
+        return [value.clone() for value in (*(weight.grad for weight in model.parameters()), *model.buffers())]
+
     mode = HashMode(model)
-    steps = [step_of(mode, train(compiled)) for _ in range(3)]
+    steps: list[StepTrace] = []
+    watched = [left(lambda: steps.append(step_of(mode, train(compiled)))) for _ in range(3)][-1]
     assert counters["stats"]["unique_graphs"] == 1, "it was compiled, and once"
+    assert all(map(torch.equal, watched, left(train(compiled))))
     assert steps[1].program.id == steps[2].program.id
     trace = steps[2]
-    buffers = [name for name, _ in model.named_buffers()]
-    assert sorted(str(site.name) for site in ends(trace, "inputs")) == sorted(["x", *buffers])
+    names = [name for name, _ in model.named_parameters()]
+    assert sorted(site.name for site in ends(trace, "inputs")) == sorted(["x", *dict(model.named_buffers())])
     graph = ends(trace, "graph")[0]
-    assert {trace.program.sites[at].name for at in graph.inputs} >= {name for name, _ in model.named_parameters()}
-    (given,) = ends(trace, "inputs", "backward")
-    assert given.name == "grad of output 0"
-    assert {site.name for site in ends(trace, "outputs", "backward")} == {
-        f"grad of {name}" for name, _ in model.named_parameters()
-    }
+    assert {trace.program.sites[at].name for at in graph.inputs} >= {*names}
+    assert [given.name for given in ends(trace, "inputs", "backward")] == ["grad of output 0"]
+    assert {site.name for site in ends(trace, "outputs", "backward")} == {f"grad of {name}" for name in names}
     assert trace.program.opaque_regions == ("compiled.Net_forward",)
     inner = [at for at, site in enumerate(trace.program.sites) if site.op == "det_tests.twice.default"]
     assert inner
     assert set(inner) <= set(ends(trace, "graph", "backward")[0].inputs), "which may read what they gave"
-
-
-def test_what_a_region_computes_is_what_it_computes_unwatched(backend: Any) -> None:
-    gradients = []
-    for is_watched in (False, True):
-        torch._dynamo.reset()
-        model = net()
-        compiled = torch.compile(model, backend=backend)
-        for _ in range(2):
-            model.zero_grad()
-            if is_watched:
-                traced(train(compiled), model)
-            else:
-                train(compiled)()
-        gradients.append([value.clone() for value in (*(p.grad for p in model.parameters()), *model.buffers())])
-    assert all(map(torch.equal, *gradients))
 
 
 def test_compiled_blocks_that_share_their_code_are_told_apart_by_module(backend: Any) -> None:
@@ -122,10 +110,8 @@ def test_what_a_region_writes_into_its_inputs() -> None:
         x.mul(2)
 
     trace = traced(body)
-    written = [site for site in ends(trace, "outputs") if site.name == "x"]
-    assert len(written) == 1
-    multiplied = next(site for site in trace.program.sites if (site.op, site.role) == ("aten.mul.Tensor", "output"))
-    assert [trace.program.sites[at].op.rpartition(".")[2] for at in multiplied.inputs] == ["outputs"]
+    (written,) = [site for site in ends(trace, "outputs") if site.name == "x"]
+    assert [trace.program.sites[at] for at in site_of(trace, "mul.Tensor").inputs] == [written]
 
 
 def test_a_compiled_optimizer_writes_what_its_graph_holds() -> None:
@@ -265,47 +251,36 @@ def test_modules_that_dynamo_leaves_to_eager_code_keep_their_names() -> None:
 # where a difference starts
 
 
-def changed(backend: Any, step: Callable[[Any, bool], None]) -> StepDifference:
-    """Return what differs between a step of a compiled network and the same one with a change."""
+@pytest.mark.parametrize(
+    ("place", "op", "is_origin", "started_by"),
+    [
+        ("outside", "", False, set()),
+        ("unseen", "compiled.Net_forward.inputs", None, set()),
+        ("inside", "det_tests.twice.default", None, {"compiled.Net_forward.outputs"}),
+    ],
+)
+def test_who_starts_one_ulp(place: str, op: str, is_origin: bool | None, started_by: set[str], backend: Any) -> None:
+    given = {False: batch(), True: nudged(batch())}
+
+    def step(is_nudged: bool) -> None:
+        x = given[is_nudged] if place == "outside" else batch() * 3
+        if is_nudged and place == "unseen":
+            x.numpy()[1, 1] += 1e-6
+        NUDGE["twice"] = is_nudged and place == "inside"
+        train(compiled, x)()
+
     model = net()
     compiled = torch.compile(model, backend=backend)
     train(compiled)()
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    reference = restored(model, state, lambda: traced(lambda: step(compiled, False), model))
-    return difference(reference, restored(model, state, lambda: traced(lambda: step(compiled, True), model)))
-
-
-def test_one_ulp_in_an_input_comes_in_from_outside(backend: Any) -> None:
-    given = {False: batch(), True: nudged(batch())}
-    found = changed(backend, lambda compiled, is_nudged: train(compiled, given[is_nudged])())
+    traces = [restored(model, state, lambda: traced(lambda: step(way), model)) for way in (False, True)]  # noqa: B023
+    found = difference(*traces)
     first = found.divergences[0]
-    assert (first.phase, first.op, first.is_origin) == ("input", "", False)
-    entering = next(item for item in found.divergences if item.op == "compiled.Net_forward.inputs")
-    assert (entering.name, entering.is_origin) == ("x", False)
-    assert found.origins == ()
-
-
-def test_one_ulp_that_nobody_saw_being_written_is_no_origin(backend: Any) -> None:
-    def step(compiled: Any, is_nudged: bool) -> None:
-        x = batch() * 3
-        if is_nudged:
-            x.numpy()[1, 1] += 1e-6
-        train(compiled, x)()
-
-    first = changed(backend, step).divergences[0]
-    assert (first.op, first.name, first.is_origin) == ("compiled.Net_forward.inputs", "x", None)
-
-
-def test_one_ulp_inside_is_the_regions(backend: Any) -> None:
-    def step(compiled: Any, is_nudged: bool) -> None:
-        NUDGE["twice"] = is_nudged
-        train(compiled)()
-
-    found = changed(backend, step)
-    first = found.divergences[0]
-    assert (first.op, first.is_origin) == ("det_tests.twice.default", None)
-    assert {op for op, _ in origins(found)} == {"compiled.Net_forward.outputs"}
-    assert {origin.phase for origin in found.origins} == {"forward"}, "the backward pass may read what the op gave"
+    assert (first.op, first.is_origin) == (op, is_origin)
+    assert {(origin.op, origin.phase) for origin in found.origins} == {(one, "forward") for one in started_by}
+    if place != "inside":
+        entering = next(item for item in found.divergences if item.op == "compiled.Net_forward.inputs")
+        assert (entering.name, entering.is_origin) == ("x", is_origin)
 
 
 def test_a_fused_kernel_that_computes_something_else_is_the_regions() -> None:
