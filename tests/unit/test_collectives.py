@@ -104,46 +104,24 @@ def test_every_collective(name: str) -> None:
     trace = traced(body)
     for tensor in unread:
         functional.wait_tensor(tensor)
-    assert len(rows(trace, "sent")) == num_sent
-    delivered = rows(trace, "delivered")
-    assert len(delivered) == num_delivered
+    sent, delivered = rows(trace, "sent"), rows(trace, "delivered")
+    assert (len(sent), len(delivered)) == (num_sent, num_delivered)
     expected = digest_tensor(torch.arange(4.0))
-    assert [int(trace.digests[place]) for place, _ in (*rows(trace, "sent")[:1], *delivered)] == [expected] * (
-        min(num_sent, 1) + num_delivered
-    )
+    assert {int(trace.digests[place]) for place, _ in (*sent[:1], *delivered)} <= {expected}
     assert seen[0].equal(torch.arange(4.0))
     if num_delivered:
         # gloo copies out of a buffer of its own when it is waited for
         reader = "copy_.default" if name == "reduce_scatter_tensor" else "mul.Tensor"
         assert site_of(trace, reader).inputs == (delivered[0][0],)
-        assert set(delivered[0][1].inputs) == {place for place, _ in rows(trace, "sent")}
+        assert set(delivered[0][1].inputs) == {place for place, _ in sent}
     assert rows(trace, "input") == []
 
 
-def reduce_later() -> Tensor:
-    return torch.ops._c10d_functional.all_reduce(torch.ones(3), "sum", dist.group.WORLD.group_name)
-
-
-def test_a_functional_result_is_digested_when_it_is_waited_for() -> None:
-    def body() -> None:
-        out = reduce_later()
-        _ = out * 2
-        functional.wait_tensor(out)
-        _ = out * 3
-
-    trace = traced(body)
-    (early, _), (late, _) = rows(trace, "delivered")
-    assert trace.digests[early] == 0
-    assert trace.layout.entries[early].detail == "in flight"
-    assert int(trace.digests[late]) == digest_tensor(torch.ones(3))
-    assert ("delivered", "_c10d_functional.wait_tensor", "{}") in summary(trace)
-    assert trace.program.ops_skipped["in_flight"] == 1
-
-
-def test_what_a_step_leaves_under_way_is_in_flight_in_the_next() -> None:
+def test_a_functional_result_is_digested_when_it_is_waited_for_also_in_a_later_step() -> None:
     mode = HashMode()
+    group = dist.group.WORLD.group_name
     results: list[Tensor] = []
-    step_of(mode, lambda: results.append(reduce_later()))
+    step_of(mode, lambda: results.append(torch.ops._c10d_functional.all_reduce(torch.ones(3), "sum", group)))
 
     def later() -> None:
         _ = results[0] * 2
@@ -153,7 +131,10 @@ def test_what_a_step_leaves_under_way_is_in_flight_in_the_next() -> None:
     trace = step_of(mode, later)
     (early, early_site), (late, _) = rows(trace, "delivered")
     assert early_site.inputs == ()
-    assert (int(trace.digests[early]), int(trace.digests[late])) == (0, digest_tensor(torch.ones(3)))
+    assert (int(trace.digests[early]), trace.layout.entries[early].detail) == (0, "in flight")
+    assert int(trace.digests[late]) == digest_tensor(torch.ones(3))
+    assert ("delivered", "_c10d_functional.wait_tensor", "{}") in summary(trace)
+    assert trace.program.ops_skipped["in_flight"] == 1
     assert rows(step_of(mode, later), "delivered") == []
 
 
@@ -170,8 +151,6 @@ def test_gradients_that_a_collective_left_are_delivered() -> None:
     gradients = [site for site in trace.program.sites if site.phase == "gradient"]
     delivered = dict(rows(trace, "delivered"))
     assert [delivered[site.inputs[0]].name for site in gradients] == [None, None]
-    assert len(gradients) == 2
-    assert all(trace.program.sites[site.inputs[0]].role == "delivered" for site in gradients)
 
 
 def test_collectives_outside_the_selection_are_counted_only() -> None:
@@ -202,22 +181,15 @@ def test_ranks_are_shown_in_short(ranks: tuple[int, ...], shown: str) -> None:
 
 def delivery(work: Any, *, is_in_stream_order: bool = True) -> Delivery:
     site = Site(phase="backward", module="", op="c10d.allreduce_.default", occurrence=0, output=0, role="delivered")
-    return Delivery(
-        site=site,
-        number=0,
-        inputs=(0,),
-        work=work,
-        must_be_waited_for=False,
-        is_in_stream_order=is_in_stream_order,
-    )
+    known = {"site": site, "number": 0, "inputs": (0,), "must_be_waited_for": False}
+    return Delivery(work=work, is_in_stream_order=is_in_stream_order, **known)
 
 
 @pytest.mark.parametrize(
     ("is_completed", "future_is_done"), [(True, None), (False, None), (False, False), (False, True)]
 )
 def test_what_is_done_has_arrived(is_completed: bool, future_is_done: bool | None) -> None:
-    work = mock.Mock()
-    work.is_completed.return_value = is_completed
+    work = mock.Mock(**{"is_completed.return_value": is_completed})
     if future_is_done is None:
         work.get_future.side_effect = RuntimeError("there is none")
     work.get_future.return_value.done.return_value = future_is_done

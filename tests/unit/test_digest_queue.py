@@ -78,17 +78,6 @@ def test_the_count_and_the_bytes_have_their_budgets() -> None:
     assert queue.finish() == expected
 
 
-def test_a_batch_is_of_one_stream() -> None:
-    device = LateDevice()
-    queue = DigestQueue(device)
-    for value, stream in enumerate(("main", "main", "side", "main")):
-        device.current = stream
-        add(queue, filled(value))
-    device.current = "another"
-    assert queue.finish() == digests(0, 1, 2, 3)
-    assert device.launches == [(2, "main"), (1, "side"), (1, "main")]
-
-
 def test_a_write_on_another_stream_comes_after_the_reading() -> None:
     device = LateDevice()
     queue = DigestQueue(device, max_tensors=1)
