@@ -79,19 +79,6 @@ def test_what_lies_in_order_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> No
         digest_output(dense)
 
 
-def test_parameters_leaves_and_inference_tensors_are_their_data() -> None:
-    data = torch.randn(3, 4)
-    expected = digest_tensor(data)
-    with torch.inference_mode():
-        inference = data.clone()
-        transposed = data.t().clone(memory_format=torch.contiguous_format)
-    leaf = data.clone().requires_grad_()
-    for tensor in (torch.nn.Parameter(data), torch.nn.Buffer(data), leaf, leaf * 1, inference, transposed.t()):
-        assert digest_tensor(tensor) == expected
-    with torch.inference_mode():
-        assert digest_tensor(leaf.t()) == digest_tensor(data.t())
-
-
 def test_tensors_that_share_memory_or_have_none_are_their_elements() -> None:
     tensor = torch.randn(4)
     lazy = torch._lazy_clone(tensor)
