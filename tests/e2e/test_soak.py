@@ -62,7 +62,7 @@ def resident_bytes() -> int:
 
 def train(folder: Path, mode: Any, batches: Batches) -> None:
     def body(_: int) -> None:
-        torch.manual_seed(0)
+        pl.seed_everything(0, verbose=False)
         callback = DeterminismCallback(folder / "run", mode=mode, current=folder / "current")
         quiet_trainer(callback, Watch()).fit(Model(), DataLoader(batches, batch_size=None))
 
