@@ -112,11 +112,11 @@ class Deep(pl.LightningModule):
         return self.make_optimizer(self.parameters())
 
 
+@dataclass(eq=False, kw_only=True)
 class Below(TorchDispatchMode):
     """Makes one element of what one op returns one ULP larger; open below the trace.
 
-    Args:
-        model: whose training it disturbs.
+    Attributes:
         op: overload packet name, "aten.mm".
         step: at which it strikes.
         module: in whose forward pass; None for a backward.
@@ -125,36 +125,26 @@ class Below(TorchDispatchMode):
         written: strikes wherever the op runs, in this one of the tensors of its first argument.
     """
 
-    def __init__(
-        self,
-        model: pl.LightningModule,
-        *,
-        op: str,
-        step: int,
-        module: str | None = None,
-        call: int = 0,
-        is_gross: bool = False,
-        written: int | None = None,
-    ) -> None:
+    model: pl.LightningModule
+    op: str
+    step: int
+    module: str | None = None
+    call: int = 0
+    is_gross: bool = False
+    written: int | None = None
+    is_inside = False
+    num_calls = num_struck = 0
+
+    def __post_init__(self) -> None:
         super().__init__()
-        self.written = written
-        self.model = model
-        self.op = op
-        self.step = step
-        self.call = call
-        self.is_gross = is_gross
-        self.is_backward = module is None
-        self.is_inside = False
-        self.num_calls = 0
-        self.num_struck = 0
-        if module is not None:
-            owner = model.get_submodule(module)
+        if self.module is not None:
+            owner = self.model.get_submodule(self.module)
             owner.register_forward_pre_hook(lambda *_: setattr(self, "is_inside", True))
             owner.register_forward_hook(lambda *_: setattr(self, "is_inside", False))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        is_here = torch._C._current_graph_task_id() != -1 if self.is_backward else self.is_inside
+        is_here = self.is_inside if self.module is not None else torch._C._current_graph_task_id() != -1
         is_meant = str(func).startswith(f"{self.op}.") and self.model.global_step == self.step
         if is_meant and (is_here or self.written is not None):
             if self.num_calls == self.call:
@@ -178,7 +168,7 @@ def below(**place: Any) -> Around:
 
     @contextmanager
     def around(model: pl.LightningModule) -> Iterator[None]:
-        with Below(model, **place) as mode:
+        with Below(model=model, **place) as mode:
             yield
             assert mode.num_struck == 1, f"the fault was planted {mode.num_struck} times"
 

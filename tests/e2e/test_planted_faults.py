@@ -1,7 +1,6 @@
 """One fault planted in a training of a network of more than fifty modules: the culprit is named, and nobody else."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,121 +16,65 @@ from det_callbacks.runs.store import Run
 pytestmark = LIGHTNING_ADVICE
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Culprit:
-    """What must be said of the first divergence; ``model`` is the reference's."""
-
-    step: int = 0
-    phase: str = "forward"
-    module: str = ""
-    op: str
-    name: str | None = None
-    kind: str = "content"
-    cause: str
-    is_origin: bool = True
-    says: tuple[str, ...] = ()
-    model: Any = Deep
-
-
 HALF = partial(Deep, middle=partial(Cast, torch.float16))
 ADAMW = partial(Deep, optimizer=torch.optim.AdamW, lr=0.01, foreach=True)
+NORM = "aten.native_layer_norm_backward"
+SAID_DTYPE = "gave float16 [8, 16] in the reference, bfloat16 [8, 16] now"
+SAID_PRECISION = "trainer.precision: 32-true in the reference, bf16-mixed now, and that is what differs first"
 
-FAULTS: dict[str, tuple[Training, Culprit]] = {
+# the reference's model, the training, where it differs first (step, phase, module, op and name), how and why, what is
+# said
+FAULTS: dict[str, tuple[Any, Training, str, str, str]] = {
     "one ULP in the forward pass": (
-        Training(around=below(op="aten.addmm", step=2, module="net.5.up")),
-        Culprit(
-            step=2,
-            module="net.5.up",
-            op="aten.addmm.default",
-            cause="forward",
-            says=("Step 2, forward: aten.addmm.default in net.5.up at tests/e2e/faults.py", "inputs agree"),
-        ),
+        *(Deep, Training(around=below(op="aten.addmm", step=2, module="net.5.up"))),
+        *("2|forward|net.5.up|aten.addmm.default|", "content forward"),
+        "Step 2, forward: aten.addmm.default in net.5.up at tests/e2e/faults.py",
     ),
     "one ULP in the backward pass": (
-        Training(around=below(op="aten.native_layer_norm_backward", step=1, call=3)),
-        Culprit(
-            step=1,
-            phase="backward",
-            module="net.6.norm",
-            op="aten.native_layer_norm_backward.default",
-            cause="backward",
-            says=("Step 1, backward: aten.native_layer_norm_backward.default in net.6.norm", "gave other bits"),
-        ),
+        *(Deep, Training(around=below(op=NORM, step=1, call=3))),
+        *(f"1|backward|net.6.norm|{NORM}.default|", "content backward"),
+        f"Step 1, backward: {NORM}.default in net.6.norm",
     ),
     "one ULP in the backward of a custom Function": (
-        Training(around=below(op="planted_faults.double", step=2)),
-        Culprit(step=2, phase="backward", module="custom", op="planted_faults.double.default", cause="backward"),
+        *(Deep, Training(around=below(op="planted_faults.double", step=2))),
+        *("2|backward|custom|planted_faults.double.default|", "content backward", "inputs agree"),
     ),
     "one ULP in one of many states that one op writes": (
-        Training(model=ADAMW, around=below(op="aten._foreach_lerp_", step=1, written=14)),
-        Culprit(
-            step=1,
-            phase="optimizer",
-            op="aten._foreach_lerp_.Scalar",
-            name="exp_avg of net.3.up.weight",
-            cause="optimizer",
-            model=ADAMW,
-        ),
+        *(ADAMW, Training(model=ADAMW, around=below(op="aten._foreach_lerp_", step=1, written=14))),
+        *("1|optimizer||aten._foreach_lerp_.Scalar|exp_avg of net.3.up.weight", "content optimizer", "gave other bits"),
     ),
     "other content in a batch": (
-        Training(data=other_content),
-        Culprit(
-            step=2,
-            phase="data",
-            op="",
-            name="batch[0]",
-            is_origin=False,
-            cause="data_content",
-            says=("batch[0] differs", "no op is to blame"),
-        ),
+        *(Deep, Training(data=other_content), "2|data|||batch[0]", "content data_content"),
+        "batch[0] differs; the difference came in through it, and no op is to blame",
     ),
     "learning rate of SGD": (
-        Training(model=partial(Deep, lr=0.02)),
-        Culprit(
-            phase="optimizer",
-            op="aten.add_.Tensor",
-            name="net.0.norm.weight",
-            kind="argument",
-            cause="settings",
-            says=("called with other arguments (alpha: -0.01 -> -0.02)",),
-        ),
+        *(Deep, Training(model=partial(Deep, lr=0.02))),
+        *("0|optimizer||aten.add_.Tensor|net.0.norm.weight", "argument settings"),
+        "called with other arguments (alpha: -0.01 -> -0.02)",
     ),
     "another precision": (
-        Training(options={"precision": "bf16-mixed"}),
-        Culprit(
-            module="net.0.up",
-            op="aten._to_copy.default",
-            kind="extra",
-            cause="settings",
-            says=("trainer.precision: 32-true in the reference, bf16-mixed now, and that is what differs first",),
-        ),
+        *(Deep, Training(options={"precision": "bf16-mixed"})),
+        *("0|forward|net.0.up|aten._to_copy.default|", "extra settings", SAID_PRECISION),
     ),
     "another dtype of an op": (
-        Training(model=partial(Deep, middle=partial(Cast, torch.bfloat16))),
-        Culprit(
-            module="middle",
-            op="aten._to_copy.default",
-            kind="argument",
-            cause="forward",
-            says=("(dtype:", "float16", "bfloat16", "gave float16 [8, 16] in the reference, bfloat16 [8, 16] now"),
-            model=HALF,
-        ),
+        *(HALF, Training(model=partial(Deep, middle=partial(Cast, torch.bfloat16)))),
+        *("0|forward|middle|aten._to_copy.default|", "argument forward", SAID_DTYPE),
     ),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_culprit_is_named(fault: str, tmp_path: Path, references: Callable[..., Path]) -> None:
-    training, culprit = FAULTS[fault]
-    verdict = verify(references(culprit.model), training, tmp_path / "current")
+    model, training, place, kind_and_cause, said = FAULTS[fault]
+    verdict = verify(references(model), training, tmp_path / "current")
     first = first_of(verdict)
-    place = (first.step, first.phase, first.module, first.op, first.name)
-    assert place == (culprit.step, culprit.phase, culprit.module, culprit.op, culprit.name)
-    assert (first.kind, first.is_origin, verdict.cause) == (culprit.kind, culprit.is_origin, culprit.cause)
-    assert all(text in verdict.explanation for text in culprit.says)
-    if culprit.kind == "content":
-        assert len(verdict.origins) == culprit.is_origin
-    if culprit.is_origin:
+    assert "|".join(map(str, (first.step, first.phase, first.module, first.op, first.name or ""))) == place
+    assert f"{first.kind} {verdict.cause}" == kind_and_cause
+    assert said in verdict.explanation
+    assert first.is_origin == bool(first.op)
+    if first.kind == "content":
+        assert verdict.origins == (first,) * first.is_origin
+    if first.is_origin:
         assert verdict.origins[0] == first
         assert "an origin is" not in verdict.explanation, "it is said once"
 

@@ -6,8 +6,8 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from forks import fork_process
@@ -67,8 +67,7 @@ TESTS = """
 NUM_REFERENCES = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class Ended(NamedTuple):
     """How a session of pytest ended."""
 
     status: int
@@ -76,13 +75,11 @@ class Ended:
 
     def counts(self, **outcomes: int) -> bool:
         """Whether so many tests passed, failed and so on."""
-        last = self.text.rstrip().splitlines()[-1]
-        return {
-            word: int(number) for number, word in re.findall(r"(\d+) ([a-z]+)", last.partition(" in ")[0])
-        } == outcomes
+        last = self.text.rstrip().splitlines()[-1].partition(" in ")[0]
+        return {word: int(number) for number, word in re.findall(r"(\d+) ([a-z]+)", last)} == outcomes
 
 
-RUNNER = "import sys, pytest\nsys.exit(pytest.main(sys.argv[1:]))\n"
+LEFT_OUT = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "no:timeout")
 
 
 def outside_ci() -> dict[str, str]:
@@ -92,12 +89,18 @@ def outside_ci() -> dict[str, str]:
 
 def run_in(folder: Path, *arguments: str, **variables: str) -> Ended:
     """Run pytest on the project in a folder, in a fork of this process."""
-    (folder / "runner.py").write_text(RUNNER)
-    left_out = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "no:xdist", "-p", "no:timeout")
-    words = [sys.executable, "runner.py", *left_out, "--basetemp", "temporary", *arguments]
+    (folder / "runner.py").write_text("import sys, pytest\nsys.exit(pytest.main(sys.argv[1:]))\n")
+    words = [sys.executable, "runner.py", *LEFT_OUT, "-p", "no:xdist", "--basetemp", "temporary", *arguments]
     with (folder / "printed").open("w+b") as printed:
         status = fork_process(words, variables={**outside_ci(), **variables}, folder=folder, output=printed.fileno())
-    return Ended(status=status, text=(folder / "printed").read_text())
+    return Ended(status, (folder / "printed").read_text())
+
+
+def run_fresh(folder: Path, *arguments: str) -> Ended:
+    """Run it in a process of its own."""
+    words = [sys.executable, "-m", "pytest", *LEFT_OUT, *arguments]
+    done = subprocess.run(words, cwd=folder, env=outside_ci(), capture_output=True, text=True, check=False, timeout=280)
+    return Ended(done.returncode, done.stdout)
 
 
 @pytest.fixture(scope="module")
@@ -278,10 +281,9 @@ def test_nothing_heavy_is_loaded_before_a_test_asks(tmp_path: Path) -> None:
         "import sys\ndef test_light():\n    assert 'det_callbacks.pytest_plugin' in sys.modules\n"
         "    assert not {'torch', 'lightning', 'numpy', 'det_callbacks.errors'} & set(sys.modules)\n"
     )
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
-    assert "determinism" not in done.stdout
+    done = run_fresh(tmp_path)
+    assert done.status == 0, done.text
+    assert "determinism" not in done.text.partition("collected")[2]
 
 
 @pytest.mark.slow
@@ -289,10 +291,7 @@ def test_processes_of_xdist_report_together(project: Path) -> None:
     home = project / "tests" / "__determinism__"
     shutil.copytree(home / "test_net" / "test_plain", home / "test_net" / "test_gone")
     shutil.rmtree(home / "test_net" / "TestNet.test_two[0.1]")
-    words = [sys.executable, "-m", "pytest", "-n2", "--determinism-record=missing"]
-    done = subprocess.run(
-        words, cwd=project, env=outside_ci(), capture_output=True, text=True, check=False, timeout=280
-    )
-    assert done.returncode == 0, done.stdout
-    assert "references of trainings: 1 matched, 2 recorded\n" in done.stdout
-    assert done.stdout.count("  tests/__determinism__/") == 1
+    done = run_fresh(project, "-n2", "--determinism-record=missing")
+    assert done.status == 0, done.text
+    assert "references of trainings: 1 matched, 2 recorded\n" in done.text
+    assert done.text.count("  tests/__determinism__/") == 1

@@ -13,7 +13,13 @@ from styles import Classifier, Samples
 from torch.utils.data import DataLoader
 from trainers import quiet_trainer
 
-from det_callbacks import DeterminismCallback, DeterminismSettings, SettingsError, enforce_determinism
+from det_callbacks import (
+    DeterminismCallback,
+    DeterminismSettings,
+    NotComparableError,
+    SettingsError,
+    enforce_determinism,
+)
 from det_callbacks.runs.store import Run
 from det_callbacks.settings import settings_in_force
 
@@ -36,16 +42,17 @@ def _puts_back_what_a_trainer_sets() -> Iterator[None]:
         yield
 
 
-def fit(folder: Path, model: pl.LightningModule, settings: Any = SETTINGS, **options: Any) -> None:
-    callback = DeterminismCallback(folder, mode="record", settings=settings)
-    quiet_trainer(callback, **options).fit(model, DataLoader(Samples(), batch_size=8))
+def fit(folder: Path, model: Any, settings: Any = SETTINGS, *others: pl.Callback, mode: Any = "record") -> None:
+    current = folder.with_name("current") if mode == "verify" else None
+    callback = DeterminismCallback(folder, mode=mode, current=current, settings=settings)
+    quiet_trainer(callback, *others).fit(model, DataLoader(Samples(), batch_size=8))
 
 
-def refused(folder: Path, model: Counted, **options: Any) -> str:
+def refused(folder: Path, model: Counted) -> str:
     """Return what a fit is refused with: no step is trained, and nothing written."""
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(SettingsError) as caught:
-        fit(folder, model, **options)
+        fit(folder, model)
     assert caught.value.exit_code == 2
     assert model.num_calls == 0
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -113,13 +120,19 @@ def test_what_can_still_be_set_is_set_for_the_training_and_put_back_after_it(
 
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_batch_end"])
 def test_an_exception_puts_settings_back_too(hook: str, tmp_path: Path) -> None:
-    callback = DeterminismCallback(tmp_path / "run", mode="record", settings={"num_threads": 1})
     before = torch.get_num_threads()
     with pytest.raises(ValueError, match="planted"):
-        quiet_trainer(callback, RaiseAt(hook, ValueError("planted"), call=1)).fit(
-            Counted(), DataLoader(Samples(), batch_size=8)
-        )
+        fit(tmp_path, Counted(), {"num_threads": 1}, RaiseAt(hook, ValueError("planted"), call=1))
     assert torch.get_num_threads() == before
+
+
+def test_what_differs_on_another_machine_is_not_comparable(tmp_path: Path) -> None:
+    with enforce_determinism({"seed": 0}):
+        fit(tmp_path / "run", Counted(), None)
+        torch.set_num_threads(torch.get_num_threads() + 1)
+        with pytest.raises(NotComparableError, match=r"machine differs too.*torch\.num_threads") as caught:
+            fit(tmp_path / "run", Counted(), None, mode="verify")
+    assert (caught.value.exit_code, caught.value.verdict.cause) == (3, "initial_weights")
 
 
 def test_generators_go_on_after_the_training_as_they_would_without_settings(tmp_path: Path) -> None:

@@ -10,9 +10,7 @@ from trainers import LIGHTNING_ADVICE
 from det_callbacks import DeterminismCallback, DivergenceError
 from det_callbacks.runs.store import Run
 
-pytestmark = [
-    LIGHTNING_ADVICE,
-]
+pytestmark = LIGHTNING_ADVICE
 
 
 def record(style: str, folder: Path, **options: object) -> Run:
@@ -38,7 +36,6 @@ def test_a_verified_run_matches_and_is_not_disturbed(style: str, level: str, tmp
     assert first.is_complete
     callback = DeterminismCallback(tmp_path / "first", current=tmp_path / "current")
     seen, seen_losses, seen_states = train(module, callback, **options)
-    assert callback.verdict is not None
     assert (callback.verdict.verdict, callback.selection.level) == ("match", level)
     assert callback.verdict.counts.sites_differing == 0
     assert callback.verdict.counts.steps_compared == first.rank(0).num_steps > 0
@@ -58,28 +55,13 @@ def test_repeated_ops_and_their_backward_have_the_users_lines(tmp_path: Path) ->
         assert any(line.startswith("tests/e2e/styles.py:") for line in site.source), (site.op, site.module, site.source)
 
 
-def test_every_n_steps_and_module_patterns_are_kept_to(tmp_path: Path) -> None:
-    run = record("plain", tmp_path / "run", every_n_steps=3, modules=["first"])
-    assert run.rank(0).steps(0).tolist() == [0, 3, 6]
-    view = run.view(0, 0, 3)
-    assert {site.module for site in view.program.sites if site.op and site.role != "value"} == {"first"}
-    callback = DeterminismCallback(tmp_path / "run", current=tmp_path / "current")
-    train(Classifier, callback)
-    assert callback.verdict is not None
-    assert (callback.verdict.verdict, callback.verdict.counts.steps_compared) == ("match", 3)
-
-
 def test_a_shorter_run_is_diverged_unless_common_steps_are_asked_for(tmp_path: Path) -> None:
     record("plain", tmp_path / "run")
     for epochs, kind, step in ((1, "missing", 4), (3, "extra", 8)):
         with pytest.raises(DivergenceError) as caught:
             train(Classifier, DeterminismCallback(tmp_path / "run", current=tmp_path / kind), epochs=epochs)
-        assert caught.value.exit_code == 1
-        assert caught.value.verdict is not None
         first = caught.value.verdict.first_divergence
-        assert first is not None
-        assert (first.kind, first.step) == (kind, step)
+        assert (caught.value.exit_code, first.kind, first.step) == (1, kind, step)
     callback = DeterminismCallback(tmp_path / "run", current=tmp_path / "other", steps="common")
     train(Classifier, callback, epochs=1)
-    assert callback.verdict is not None
     assert (callback.verdict.verdict, callback.verdict.coverage.steps) == ("match", (0, 3))
