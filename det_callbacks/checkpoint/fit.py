@@ -43,13 +43,14 @@ def tensors_to_save(trainer: pl.Trainer, *, is_over: bool) -> dict[str, torch.Te
     if not module.automatic_optimization or (not is_over and batches.current.ready % trainer.accumulate_grad_batches):
         for name, parameter in module.named_parameters():
             if parameter.grad is not None:
-                found[GRADIENT + name] = local_part(parameter.grad.detach())
+                found[GRADIENT + name] = local_part(parameter.grad)
     if trainer.global_rank:
         left_out = _non_persistent(module)
         for name, buffer in module.named_buffers():
             if name not in left_out and not isinstance(buffer, DTensor):
-                found[BUFFER + name] = buffer.detach()
-    return {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in found.items()}
+                found[BUFFER + name] = buffer
+    with unobserved():  # a checkpoint may be saved within a step
+        return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in found.items()}
 
 
 def values(trainer: pl.Trainer) -> dict[str, Any]:

@@ -130,7 +130,7 @@ class SaveAfter(pl.Callback):
 
 
 def fit(
-    callback: DeterminismCallback,
+    callback: pl.Callback,
     *others: pl.Callback,
     model: Callable[[], pl.LightningModule] = Noisy,
     data: Callable[[], Any] = loader,

@@ -102,6 +102,16 @@ def test_wherever_an_epoch_ends(limit: dict[str, int], validates: bool, tmp_path
         assert resume(tmp_path, f"{name}/7.ckpt", validates=validates, **limit) == (7, 13)
 
 
+def test_a_checkpoint_that_is_saved_within_a_step_adds_no_op_to_it(tmp_path: Path) -> None:
+    record(tmp_path, level="op", accumulate_grad_batches=3)
+    callback = DeterminismCallback(tmp_path / "run", current=tmp_path / "current")
+    fit(
+        SaveAfter(tmp_path, 1, 4, 5), callback, accumulate_grad_batches=3
+    )  # before ours, whose end of a step comes later
+    assert callback.verdict.verdict == "match"
+    assert (tmp_path / "4.ckpt.digests.json").exists()
+
+
 def test_a_fit_that_stopped_within_an_epoch_goes_on(tmp_path: Path) -> None:
     record(tmp_path, max_epochs=2)
     # Lightning counts the epoch as processed, and calls the hooks of its end
