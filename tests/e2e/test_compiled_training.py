@@ -136,11 +136,25 @@ def test_a_model_whose_every_module_is_compiled_is_never_verified_without_sites(
     assert found.verdict == "diverged"
 
 
-def test_eager_and_compiled_runs_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    only = {"only_steps": [0, 1, 2]}  # the last step compiles it
+class Forced(pl.Callback):
+    """Eager steps without us; the last one compiles the network."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        torch.compiler.set_stance("force_eager" if trainer.global_step < 3 else "default")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        torch.compiler.set_stance("default")
+
+
+def test_eager_steps_have_the_bits_of_such_steps_and_are_not_compared_with_compiled_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    only = {"only_steps": [0, 1, 2]}
     words = "what is compiled ran as eager code, with other kernels than the compiled ones"
-    fit(tmp_path, "record", network, "inductor", compiled="eager", **only)
+    _, watched = fit(tmp_path, "record", network, "inductor", compiled="eager", **only)
     assert words in capsys.readouterr().out
+    _, alone = fit(tmp_path, "disabled", network, "inductor", beside=[Forced()])
+    assert all(map(torch.equal, watched, alone))
     verdict, _ = fit(tmp_path, "verify", network, "inductor")
     assert verdict is not None
     assert verdict.verdict == "match", "taken from the reference"
@@ -148,18 +162,3 @@ def test_eager_and_compiled_runs_are_not_compared(tmp_path: Path, capsys: pytest
     fit(tmp_path / "run", "record", network, "inductor", **only)
     with pytest.raises(SelectionError, match="eager"):
         fit(tmp_path / "run", "verify", network, "inductor", compiled="eager")
-
-
-def test_eager_steps_change_no_bit_of_the_same_steps_forced_to_be_eager(tmp_path: Path) -> None:
-    class Forced(pl.Callback):
-        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-            if trainer.global_step in (1, 2):
-                torch.compiler.set_stance("force_eager")
-
-        def on_train_batch_end(self, *_: Any) -> None:
-            torch.compiler.set_stance("default")
-
-    options = {"compiled": "eager", "only_steps": [1, 2]}
-    _, watched = fit(tmp_path, "record", network, "inductor", **options)
-    _, alone = fit(tmp_path, "disabled", network, "inductor", beside=[Forced()])
-    assert all(map(torch.equal, watched, alone))
