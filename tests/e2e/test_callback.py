@@ -78,15 +78,6 @@ def test_a_wrong_argument_is_refused_at_construction(arguments: dict[str, Any], 
         DeterminismCallback("somewhere", settings={"sead": 1})
 
 
-def test_a_pattern_that_matches_no_module(tmp_path: Path) -> None:
-    error = refused_before_training(DeterminismCallback(tmp_path / "new", mode="record", modules=["norm", "nett.*"]))
-    assert str(error) == (
-        "The pattern 'nett.*' in modules matches no module of the model. Its modules are: '', 'first', 'norm', "
-        "'drop', 'last'."
-    )
-    assert not (tmp_path / "new").exists()
-
-
 WORKERS = {
     "num_workers": 1,
     "persistent_workers": True,
@@ -106,50 +97,48 @@ def test_a_loader_gets_its_workers_with_what_goes_with_them(options: dict[str, A
         assert [batch.tolist() for (batch,) in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("2", "DET_CALLBACKS_NUM_WORKERS=2, but the training has no torch DataLoader"),
-        ("-1", "from 0 on; got '-1'"),
-    ],
+NO_MODULE = (
+    "The pattern 'nett.*' in modules matches no module of the model. "
+    "Its modules are: '', 'first', 'norm', 'drop', 'last'."
 )
-def test_workers_that_cannot_be_had(text: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(NUM_WORKERS, text)
-    error = refused_before_training(DeterminismCallback(tmp_path / "run", mode="record"), [[torch.ones(2, 4)]])
-    assert isinstance(error, SettingsError)
-    assert message in str(error)
+NO_LOADER = "DET_CALLBACKS_NUM_WORKERS=2, but the training has no torch DataLoader"
 
 
-@pytest.fixture(scope="module")
-def other_selection(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("selected") / "run"
-    Fit(DeterminismCallback(folder, mode="record", level="state", every_n_steps=2)).run()
-    return folder
+def test_what_cannot_be_had_of_a_training_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for modules, workers, message in (
+        (["norm", "nett.*"], "0", NO_MODULE),
+        (["*"], "2", NO_LOADER),
+        (["*"], "-1", "from 0 on; got '-1'"),
+    ):
+        monkeypatch.setenv(NUM_WORKERS, workers)
+        callback = DeterminismCallback(tmp_path / "run", mode="record", modules=modules)
+        error = refused_before_training(callback, None if workers == "0" else [[torch.ones(2, 4)]])
+        assert isinstance(error, SelectionError if workers == "0" else SettingsError)
+        assert message in str(error)
+        assert not (tmp_path / "run" / "run.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("given", "is_taken"),
-    [
-        ({"level": "state", "every_n_steps": 2}, True),
-        ({"modules": ["*"], "phases": ["optimizer", "forward", "backward"], "replay": [], "keep_tensors": []}, True),
-        ({"level": "op"}, False),  # also where it is the default of a recording
-        ({"level": "state", "every_n_steps": 1}, False),
-        ({"compiled": "eager"}, False),
-        ({"keep_tensors": ["aten.mm.default"]}, False),
-    ],
-    ids=str,
-)
-def test_what_is_given_may_be_the_references(
-    given: dict[str, Any], is_taken: bool, other_selection: Path, tmp_path: Path
-) -> None:
-    callback = DeterminismCallback(other_selection, current=tmp_path / "current", **given)
-    if is_taken:
+def test_what_is_given_may_be_the_references(tmp_path: Path) -> None:
+    reference = tmp_path / "run"
+    Fit(DeterminismCallback(reference, mode="record", level="state", every_n_steps=2)).run()
+    taken: list[dict[str, Any]] = [
+        {"level": "state", "every_n_steps": 2},
+        {"modules": ["*"], "phases": ["optimizer", "forward", "backward"], "replay": [], "keep_tensors": []},
+    ]
+    for number, given in enumerate(taken):
+        callback = DeterminismCallback(reference, current=tmp_path / str(number), **given)
         Fit(callback).run()
         assert callback.verdict is not None
         assert callback.verdict.verdict == "match"
         assert (callback.selection.level, callback.selection.every_n_steps) == ("state", 2)
-    else:
-        error = refused_before_training(callback)
+    refused: list[dict[str, Any]] = [
+        {"level": "op"},  # also where it is the default of a recording
+        {"level": "state", "every_n_steps": 1},
+        {"compiled": "eager"},
+        {"keep_tensors": ["aten.mm.default"]},
+    ]
+    for given in refused:
+        error = refused_before_training(DeterminismCallback(reference, current=tmp_path / "current", **given))
         assert "Leave that out to take over the reference's" in str(error)
         assert f"{list(given)[-1]}=" in str(error)
 
@@ -203,17 +192,15 @@ UNUSABLE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("file", UNUSABLE)
-@pytest.mark.parametrize("steps", ["all", "common"])
-def test_an_unusable_reference_is_an_error_that_names_the_file(
-    file: str, steps: Any, damageable: Path, tmp_path: Path
-) -> None:
+def test_an_unusable_reference_is_an_error_that_names_the_file(file: str, damageable: Path, tmp_path: Path) -> None:
     damage, message = UNUSABLE[file]
     damage(damageable / file)
-    error = refused_before_training(DeterminismCallback(damageable, current=tmp_path / "current", steps=steps))
-    assert isinstance(error, ReferenceFormatError if file else ReferenceNotFoundError)
-    assert message in str(error)
-    assert str(damageable / file) in str(error)
-    assert not (tmp_path / "current").exists()
+    for steps in ("all", "common"):
+        error = refused_before_training(DeterminismCallback(damageable, current=tmp_path / "current", steps=steps))
+        assert isinstance(error, ReferenceFormatError if file else ReferenceNotFoundError)
+        assert message in str(error)
+        assert str(damageable / file) in str(error)
+        assert not (tmp_path / "current").exists()
 
 
 @pytest.mark.parametrize("part", ["programs", "layouts"])
