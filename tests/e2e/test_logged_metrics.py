@@ -218,40 +218,47 @@ def test_a_metric_is_left_out_by_a_pattern(tmp_path: Path) -> None:
         Session("record", tmp_path / "wrong", modules=["*", "metric/val"])
 
 
-def test_a_call_alone_is_recorded_and_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Session("record", tmp_path / "run").test()
-    assert f"recorded 2 metrics of trainer.test, in {tmp_path / 'run'}" in capsys.readouterr().out
-    verdict = verdict_of(Session("verify", tmp_path / "run").test())
+def test_a_call_alone_is_recorded_and_verified_unless_nothing_is_logged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    Session("record", run).test()
+    assert f"recorded 2 metrics of trainer.test, in {run}" in capsys.readouterr().out
+    verdict = verdict_of(Session("verify", run).test())
     assert (verdict.verdict, verdict.coverage.metrics) == ("match", 2)
     assert verdict.explanation == "All 2 metrics agree, bit for bit."
-    assert f"match: verified 2 metrics, against {tmp_path / 'run'}" in capsys.readouterr().out
-    changed = Session("verify", tmp_path / "run", current=tmp_path / "current")
-    with pytest.raises(DivergenceError, match=r" in trainer.test differs"):
-        changed.test(loader(other=0))
-    verdict = verdict_of(changed)
-    assert (verdict.cause, verdict.first_divergence.phase) == ("data_content", "metric")
+    assert f"match: verified 2 metrics, against {run}" in capsys.readouterr().out
+    with pytest.raises(DivergenceError, match=r" in trainer.test differs") as caught:
+        Session("verify", run, current=tmp_path / "current").test(loader(other=0))
+    assert (caught.value.verdict.cause, caught.value.verdict.first_divergence.phase) == ("data_content", "metric")
+    with pytest.raises(NothingComparedError, match=r"Nothing of trainer.test was recorded in, or compared"):
+        Session("verify", run).test(limit_test_batches=0)
+    with pytest.raises(NothingComparedError, match=r"Nothing of trainer.test was recorded.*no metric was logged"):
+        Session("record", tmp_path / "none", model=Silent).test()
+    assert not (tmp_path / "none" / "run.json").exists()
+    Session("record", tmp_path / "fit", model=Silent).fit().test()
+    assert "recorded nothing of trainer.test" in capsys.readouterr().out.splitlines()[-1]
 
 
-def test_metrics_alone_do_not_replace_a_run_with_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+class Broken(pl.Callback):
+    def on_test_batch_end(self, *_: Any) -> None:
+        raise OSError("the disk is gone")
+
+
+def test_a_run_with_steps_outlives_metrics_alone_and_a_test_that_breaks_off(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = tmp_path / "run"
-    Session("record", run).fit()
-    session = Session("record", run, overwrite=True)
-    session.test()
+    for session in (Session("record", run).fit(), Session("record", tmp_path / "alone")):
+        with pytest.raises(OSError, match="the disk is gone"):
+            session.trainer(Broken()).test(session.model, loader(), verbose=False)
+        assert "stopped by OSError" in capsys.readouterr().out
+    assert list((tmp_path / "alone").iterdir()) == []
+    Session("record", run, overwrite=True).test()
     assert f"in {run}/.replacement; {run} is as it was before" in capsys.readouterr().out
     assert verdict_of(Session("verify", run).fit()).verdict == "match"
     Session("record", run, overwrite=True).fit()
     assert not (run / ".replacement").exists()
-
-
-def test_nothing_logged_alone_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(NothingComparedError, match=r"Nothing of trainer.test was recorded.*no metric was logged"):
-        Session("record", tmp_path / "none", model=Silent).test()
-    assert not (tmp_path / "none" / "run.json").exists()
-    Session("record", tmp_path / "run").test()
-    with pytest.raises(NothingComparedError, match=r"Nothing of trainer.test was recorded in, or compared"):
-        Session("verify", tmp_path / "run").test(limit_test_batches=0)
-    Session("record", tmp_path / "fit", model=Silent).fit().test()
-    assert "recorded nothing of trainer.test" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_the_parts_of_a_session_are_one_run_and_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -292,21 +299,6 @@ def test_the_parts_of_a_session_are_one_run_and_told_apart(tmp_path: Path, capsy
     verdict = verdict_of(Session("verify", run, steps="common").fit(max_epochs=1).validate().test())
     # the choices of the fit are the run's, also of the one that a validation without optimizers came before
     assert (verdict.verdict, verdict.environment) == ("match", ())
-
-
-class Broken(pl.Callback):
-    def on_test_batch_end(self, *_: Any) -> None:
-        raise OSError("the disk is gone")
-
-
-def test_a_test_that_breaks_off_is_not_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sessions = [Session("record", tmp_path / "run").fit(), Session("record", tmp_path / "alone")]
-    for session in sessions:
-        with pytest.raises(OSError, match="the disk is gone"):
-            session.trainer(Broken()).test(session.model, loader(), verbose=False)
-    assert "trainer.test was stopped by OSError" in capsys.readouterr().out
-    assert verdict_of(Session("verify", tmp_path / "run").fit()).verdict == "match"
-    assert list((tmp_path / "alone").iterdir()) == []
 
 
 class Saves(pl.Callback):
