@@ -7,10 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import pytest
 import torch
 from faults import Deep, Training, below, first_of, verify
@@ -23,42 +21,6 @@ from det_callbacks import DeterminismCallback
 from det_callbacks.runs.store import Run
 
 pytestmark = LIGHTNING_ADVICE
-
-
-class TwoWrites(nn.Module):
-    """One buffer that two ops write, a half each."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        buffer = torch.empty_like(inputs)
-        buffer[:, :8].copy_(inputs[:, :8].sin())
-        buffer[:, 8:].copy_(inputs[:, 8:].cos())
-        return buffer.square()
-
-
-class WrittenViews(nn.Module):
-    """Views that are written in place."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        values = inputs * 0.1
-        left, right = values[:, :8], values[:, 8:]
-        left.mul_(0.5)
-        right[:, 0].add_(0.1)
-        return values * 0.5
-
-
-@pytest.mark.parametrize(("middle", "op"), [(TwoWrites, "aten.cos"), (WrittenViews, "aten.add_")])
-def test_nobody_else_is_called_an_origin(
-    middle: type[nn.Module], op: str, tmp_path: Path, references: Callable[..., Path]
-) -> None:
-    model = partial(Deep, middle=middle)
-    training = Training(model=model, around=below(op=op, module="middle", step=1, is_gross=True))
-    verdict = verify(references(model), training, tmp_path / "current")
-    first = first_of(verdict)
-    assert (first.step, first.phase, first.module, first.kind) == (1, "forward", "middle", "content")
-    assert first.op.startswith(f"{op}.")
-    assert first.is_origin
-    assert verdict.origins == (first,)
-    assert verdict.counts.sites_differing > 100
 
 
 class ThroughNumpy(nn.Module):
@@ -74,36 +36,13 @@ class ThroughNumpy(nn.Module):
         return values.tanh()
 
 
-class WritesBeforeUpdate(pl.Callback):
-    """Writes one element of a weight through NumPy when the step has read it for the last time, in the second step."""
-
-    def on_before_optimizer_step(self, trainer: pl.Trainer, module: Any, optimizer: torch.optim.Optimizer) -> None:
-        if trainer.global_step == 1:
-            weight = module.net[3].up.weight.detach().numpy()
-            weight[0, 0] = np.nextafter(weight[0, 0], np.float32(np.inf))
-
-
-UNSEEN: dict[str, tuple[Callable[[], Deep], Training, tuple[Any, ...]]] = {
-    "a tensor": (
-        partial(Deep, middle=partial(ThroughNumpy, 0.0)),
-        Training(model=partial(Deep, middle=partial(ThroughNumpy, 1e-3))),
-        (0, "forward", "middle", "aten.tanh.default", None),
-    ),
-    "a weight before its update": (
-        partial(Deep, optimizer=torch.optim.AdamW, foreach=True),
-        Training(model=partial(Deep, optimizer=torch.optim.AdamW, foreach=True), callbacks=(WritesBeforeUpdate(),)),
-        (1, "optimizer", "", "aten._foreach_mul_.Scalar", "net.3.up.weight"),
-    ),
-}
-
-
-@pytest.mark.parametrize("case", UNSEEN)
-def test_an_unseen_writer_makes_no_origin(case: str, tmp_path: Path, references: Callable[..., Path]) -> None:
-    model, training, place = UNSEEN[case]
-    verdict = verify(references(model), training, tmp_path / "current")
+def test_an_unseen_writer_makes_no_origin(tmp_path: Path, references: Callable[..., Path]) -> None:
+    reference = references(partial(Deep, middle=partial(ThroughNumpy, 0.0)))
+    training = Training(model=partial(Deep, middle=partial(ThroughNumpy, 1e-3)))
+    verdict = verify(reference, training, tmp_path / "current")
     first = first_of(verdict)
-    assert (first.step, first.phase, first.module, first.op, first.name) == place
-    assert (first.kind, first.is_origin, verdict.origins) == ("content", None, ())
+    assert (first.module, first.op, first.kind, first.is_origin) == ("middle", "aten.tanh.default", "content", None)
+    assert verdict.origins == ()
     assert "something that the trace did not see wrote what it reads" in verdict.explanation
     assert "cannot be proven" in verdict.explanation
 
