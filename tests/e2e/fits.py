@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from styles import Classifier, Samples
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 from trainers import quiet_trainer
 
@@ -128,7 +128,7 @@ def assert_nothing_left(fit: Fit, callback: DeterminismCallback) -> None:
     assert "on_run_start" not in vars(loop.epoch_loop)
     assert not {"log", "reset"} & set(vars(loop.epoch_loop._results))
     assert type(loop._combined_loader) in (CombinedLoader, type(None))
-    assert "Watched" not in str(type(fit.loader.batch_sampler).__mro__[0].__iter__)
+    assert type(fit.loader.batch_sampler) is BatchSampler
     run = None if callback._session is None else callback._session.run
     writer = getattr(run, "_writer", run)  # a verification has one
     assert writer is None or writer._file is None
