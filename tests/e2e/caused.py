@@ -5,6 +5,7 @@ import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,7 +32,7 @@ STEPS = 9
 class Training:
     """What a training is made of; the fields are what can be got wrong."""
 
-    seed: int | None = 0
+    seed: int = 0
     is_seeded_late: bool = False
     shuffle_seed: int | None = 1
     listing: str = "sorted"
@@ -55,26 +56,18 @@ class Training:
     @mock.patch.dict(os.environ)  # in which seed_everything leaves something
     def fit(self, mode: str, reference: Path, **arguments: Any) -> DeterminismCallback:
         """Train once, with the callback in a mode."""
-        if self.seed is not None and not self.is_seeded_late:
-            pl.seed_everything(self.seed, verbose=False)
-        if self.is_seeded_late:
-            torch.seed()
+        seed = partial(pl.seed_everything, verbose=False)
+        torch.seed() if self.is_seeded_late else seed(self.seed)
         module = Module(self)
-        if self.is_seeded_late:
-            pl.seed_everything(self.seed, verbose=False)
+        if self.load_from is not None:
+            seed(self.load_from)
+            module.load_state_dict(Module(self).state_dict())
+        if self.load_from is not None or self.is_seeded_late:
+            seed(self.seed)
         if self.change_weight:
             with torch.no_grad():
                 module.get_parameter(self.change_weight).add_(1e-3)
-        if self.load_from is not None:
-            pl.seed_everything(self.load_from, verbose=False)
-            other = Module(self)
-            pl.seed_everything(self.seed, verbose=False)
-            module.load_state_dict(other.state_dict())
-        arguments = (
-            {"level": self.level, "every_n_steps": self.every_n_steps}
-            if mode == "record"
-            else {"on_divergence": "collect", **arguments}
-        )
+        arguments = {"level": self.level, "every_n_steps": self.every_n_steps} if mode == "record" else arguments
         callback = DeterminismCallback(reference, mode=mode, **arguments)
         options = {"max_steps": STEPS, "max_epochs": None, "val_check_interval": 3, "num_sanity_val_steps": 0}
         callbacks = (*(make() for make in self.first_callbacks), callback, *(make() for make in self.callbacks))
@@ -83,21 +76,19 @@ class Training:
         return callback
 
     def record(self, reference: Path) -> Path:
-        """Record it."""
         self.fit("record", reference)
         return reference
 
     def verify(self, reference: Path, **options: Any) -> Verdict:
         """Compare it with a reference and return the verdict."""
         try:
-            callback = self.fit("verify", reference, **options)
+            callback = self.fit("verify", reference, on_divergence="collect", **options)
         except (DivergenceError, NotComparableError) as error:
             return error.verdict
         assert callback.verdict is not None
         return callback.verdict
 
     def loaders(self) -> tuple[DataLoader[Any], DataLoader[Any]]:
-        """The loaders of training and validation."""
         data = Listed(self)
         generator = None if self.shuffle_seed is None else torch.Generator().manual_seed(self.shuffle_seed)
         train = DataLoader(data, self.batch_size, shuffle=True, generator=generator, num_workers=self.num_workers)

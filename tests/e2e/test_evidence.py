@@ -10,7 +10,7 @@ import torch
 from caused import Training
 from styles import Classifier, Samples, Validated
 from torch.nn.functional import cross_entropy
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 from trainers import LIGHTNING_ADVICE, quiet_trainer
 
 from det_callbacks import DeterminismCallback
@@ -104,19 +104,6 @@ def test_the_first_other_sample_is_named_by_its_index(tmp_path: Path, monkeypatc
     assert verdict.first_divergence.step == 1
     said = f"batch: first other sample: train_dataloader [2] drew {ORDER[6]} in the reference, 20 now"
     assert said in verdict.evidence
-
-
-def test_the_generators_of_loaders_and_samplers_are_found(tmp_path: Path) -> None:
-    def loader(seed: int) -> DataLoader[Any]:
-        sampler = RandomSampler(Named(), generator=torch.Generator().manual_seed(seed))
-        return DataLoader(Named(), batch_sampler=BatchSampler(sampler, 4, False))
-
-    name = "train_dataloader.batch_sampler.sampler.generator"
-    reference = record(tmp_path / "run", loader(1))
-    assert {row.name for row in rows_of(reference) if row.name.startswith("train_dataloader")} == {name}
-    verdict = verify(reference, loader(2))
-    assert verdict.cause == "data_order"
-    assert f"{name} was in another state from the start of the fit on" in verdict.explanation
 
 
 class Shifted(Classifier):

@@ -6,18 +6,18 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
 from late_device import in_every_step, late_device
 from lightning.pytorch.loggers import CSVLogger
 from safetensors import safe_open
-from styles import Classifier, Samples
+from styles import Classifier, train
 from torch import Tensor, library
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import _disable_current_modes  # looked at in torch 2.13
-from torch.utils.data import DataLoader
-from trainers import LIGHTNING_ADVICE, has_same_weights, quiet_trainer
+from trainers import LIGHTNING_ADVICE, has_same_weights
 
 from det_callbacks import (
     DeterminismCallback,
@@ -80,22 +80,18 @@ class Noisy(Classifier):
         return inputs * 2, labels
 
 
-def train(folder: Path, callback: DeterminismCallback, model: type[Classifier] = Noisy) -> Classifier:
-    torch.manual_seed(1)
-    trained = model()
-    trainer = quiet_trainer(callback, logger=CSVLogger(folder), log_every_n_steps=1)
-    trainer.fit(trained, DataLoader(Samples(), batch_size=8))
-    return trained
+def fit(folder: Path, callback: DeterminismCallback, model: type[Classifier] = Noisy) -> pl.LightningModule:
+    return train(model, callback, epochs=1, logger=CSVLogger(folder), log_every_n_steps=1)[0]
 
 
-def record(folder: Path, model: type[Classifier] = Noisy, *, replay: Any = ("late.noisy_.*",)) -> Classifier:
-    options = {"replay": replay, "keep_tensors": ("aten.addmm.*",)}
-    return train(folder, DeterminismCallback(folder / "run", mode="record", **options), model)
+def record(folder: Path, model: type[Classifier] = Noisy) -> pl.LightningModule:
+    options: Any = {"replay": ("late.noisy_.*",) if model is Noisy else (), "keep_tensors": ("aten.addmm.*",)}
+    return fit(folder, DeterminismCallback(folder / "run", mode="record", **options), model)
 
 
-def verify(folder: Path, model: type[Classifier] = Noisy) -> tuple[Verdict, Classifier]:
+def verify(folder: Path, model: type[Classifier] = Noisy) -> tuple[Verdict, pl.LightningModule]:
     callback = DeterminismCallback(folder / "run", current=folder / "current")
-    trained = train(folder, callback, model)
+    trained = fit(folder, callback, model)
     assert callback.verdict is not None
     return callback.verdict, trained
 
@@ -109,19 +105,19 @@ class Faulty(Classifier):
 
 
 def test_a_fault_is_named_as_on_the_host_and_nobody_disturbs_the_training(tmp_path: Path) -> None:
-    recorded = record(tmp_path, Classifier, replay=())
+    recorded = record(tmp_path, Classifier)
     with late_device() as device, in_every_step(device):
         verdict, verified = verify(tmp_path, Classifier)
     assert (device.waits, device.num_watched, verdict.verdict) == ([], 4, "match")
     assert 4 <= device.num_collected <= 13, "what makes up the fit's start and end is fetched outside its steps"
-    alone = train(tmp_path, DeterminismCallback(tmp_path / "run", mode="disabled"), Classifier)
+    alone = fit(tmp_path, DeterminismCallback(tmp_path / "run", mode="disabled"), Classifier)
     assert has_same_weights(recorded, alone)
     assert has_same_weights(verified, alone)
     found = []
     for folder, place in (("on the host", nullcontext()), ("late", late_device())):
         callback = DeterminismCallback(tmp_path / "run", current=tmp_path / folder)
         with place, pytest.raises(DivergenceError) as caught:
-            train(tmp_path, callback, Faulty)
+            fit(tmp_path, callback, Faulty)
         verdict = caught.value.verdict
         assert verdict is not None
         found.append((verdict.first_divergence, verdict.origins, verdict.cause, verdict.explanation))
@@ -157,28 +153,28 @@ def test_record_and_verify_match_without_a_wait(tmp_path: Path) -> None:
 def test_what_is_written_is_what_the_host_writes_and_all_digests_are_late(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs = {}
-    for name, mask in (("host", None), ("late", 0), ("masked", 2**64 - 1)):
+    names = ("host", "late", "masked")
+    for name, place in zip(names, (nullcontext(), late_device(0), late_device(2**64 - 1)), strict=True):
         monkeypatch.setattr(f"{__name__}._calls", itertools.count(1))
-        with late_device(mask) if mask is not None else nullcontext():
+        with place:
             record(tmp_path / name)
-        runs[name] = Run.open(tmp_path / name / "run")
-    views = {name: [run.view(0, 0, step) for step in range(4)] for name, run in runs.items()}
-    for host, late, masked in zip(*views.values(), strict=True):
-        assert host.record.digests.tolist() == late.record.digests.tolist()
-        sites = host.program.sites
-        pairs = zip(sites, host.record.digests, masked.record.digests, strict=True)
+    runs = [Run.open(tmp_path / name / "run") for name in names]
+    for step in range(4):
+        views = [run.view(0, 0, step) for run in runs]
+        digests, late_digests, masked_digests = (view.record.digests.tolist() for view in views)
+        assert digests == late_digests
+        pairs = zip(views[0].program.sites, digests, masked_digests, strict=True)
         same = [site for site, digest, masked_digest in pairs if digest == masked_digest]
         # samples and values are the host's: bits that are sorted, or of what was fetched
         assert not [site for site in same if site.role in ("named", "output")]
     for kind in ("replay", "kept"):
-        host_files, late_files, masked_files = (files(tmp_path / name, kind) for name in runs)
+        host_files, late_files, masked_files = (files(tmp_path / name, kind) for name in names)
         assert len(host_files) == 4
         assert host_files == late_files
         assert [tensors for _, tensors in masked_files] == [tensors for _, tensors in host_files]
-    rows = {}
-    for name, run in runs.items():
+    rows = []
+    for run in runs:
         evidence = read_evidence(evidence_path(stream_path(run.path, 0, 0, 0)), run_id=run.manifest.run_id)
-        rows[name] = [row.value for row in evidence if row.name.endswith("as loaded")]
-    assert len(rows["host"]) == 4
-    assert rows["late"] == rows["host"] == [value ^ (2**64 - 1) for value in rows["masked"]]
+        rows.append([row.value for row in evidence if row.name.endswith("as loaded")])
+    assert len(rows[0]) == 4
+    assert rows[1] == rows[0] == [value ^ (2**64 - 1) for value in rows[2]]
