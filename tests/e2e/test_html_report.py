@@ -6,6 +6,7 @@ import re
 import shutil
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from faults import Training, below
-from fits import Fit
 from html_page import Page, read_page
 from playwright.sync_api import sync_playwright
 from step_builder import StepBuilder
@@ -100,22 +100,6 @@ def test_the_heat_map_has_a_state_for_each_module_and_step(runs: Path, tmp_path:
     assert (again.maps, "    return " in again.text) == (page.maps, False), "no text where the run has none"
 
 
-@pytest.mark.slow
-def test_each_fit_has_a_map(tmp_path: Path) -> None:
-    def train(callback: DeterminismCallback, change: float = 0.0) -> None:
-        fit = Fit(callback).run()
-        with torch.no_grad():
-            fit.model.first.weight[0, 0] += change
-        fit.again(epochs=2)
-
-    train(DeterminismCallback(tmp_path / "reference", mode="record"))
-    with pytest.raises(DivergenceError):
-        train(DeterminismCallback(tmp_path / "reference", current=tmp_path / "current"), change=1.0)
-    first, second = shown(tmp_path / "current").maps
-    assert (first.name, second.name) == ("Rank 0", "Rank 0, segment 1")
-    assert (set(first.letters()), second.letters()[0]) == ({"m"}, "o")
-
-
 def test_modules_share_rows_as_deep_as_fits() -> None:
     names = [f"net.{layer}.{part}" for layer in range(4) for part in ("norm", "up", "down")]
     assert group_modules(["", *names[:2], "?"])[""] == "(outside any module)"
@@ -132,10 +116,11 @@ def write_run(
     num_sites: int,
     num_modules: int = 2,
     num_ranks: int = 1,
+    num_fits: int = 1,
     spreads_from: tuple[int, int] = (9, 9),
     prefix: str = "model.blocks",
 ) -> None:
-    """Write a run of a chain of ops; from (rank, step) on, the second half of each step has other bits."""
+    """Write a run of a chain of ops; from (rank, step) of the last fit on, the second half of each has other bits."""
     chain = StepBuilder()
     for place in range(num_sites):
         module = f"{prefix}.{place * num_modules // num_sites}.attention.proj"
@@ -147,15 +132,17 @@ def write_run(
         writer = join(path, rank) if rank else RunWriter.create(path, peers=OneOf(0, num_ranks), manifest=manifest)
         writer.put_program(view.program)
         writer.put_layout(view.layout)
-        for step in range(num_steps):
+        for fit, step in product(range(num_fits), range(num_steps)):
+            if fit and not step:
+                writer.start_segment()
             digests = digests_of(step, num_sites)
-            if rank == spreads_from[0] and step >= spreads_from[1]:
+            if rank == spreads_from[0] and step >= spreads_from[1] and fit == num_fits - 1:
                 digests[num_sites // 2 :] ^= np.uint64(1)
             writer.append(step, 0, view.program.id, view.layout.id, digests)
         writer.close(complete=True)
 
 
-def test_each_rank_has_a_map_and_steps_of_one_run_alone_are_named(tmp_path: Path) -> None:
+def test_each_rank_and_fit_has_a_map_and_steps_of_one_run_alone_are_named(tmp_path: Path) -> None:
     write_run(tmp_path / "reference", num_steps=4, num_ranks=2, num_sites=8)
     write_run(tmp_path / "current", num_steps=6, num_ranks=2, spreads_from=(1, 2), num_sites=8)
     page = written(tmp_path)
@@ -164,9 +151,14 @@ def test_each_rank_has_a_map_and_steps_of_one_run_alone_are_named(tmp_path: Path
     assert page.text.count("Steps 4 to 5: only in the current run.") == 2
     rows = re.findall(r"(\d) of 6(\d+)", page.text.split("starting here")[1])
     assert rows == [("0", "00"), ("2", "82")], "steps that differ, sites that do, and where it starts"
-    write_run(tmp_path / "alone", num_steps=4, num_sites=8)
+    for name, step in (("fits", 9), ("alone", 1)):
+        write_run(tmp_path / name, num_steps=2, num_sites=8, num_fits=2, spreads_from=(0, step))
     page = written(tmp_path, "alone")
     assert (page.maps, "no step of one is a step of the other" in page.text) == ([], True)
+    (tmp_path / "reference").rename(tmp_path / "ranks")
+    (tmp_path / "fits").rename(tmp_path / "reference")
+    letters = {heat_map.name: heat_map.letters() for heat_map in written(tmp_path, "alone").maps}
+    assert letters == {"Rank 0": "mm", "Rank 0, segment 1": "mo"}
 
 
 # what it must not do

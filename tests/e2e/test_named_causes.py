@@ -1,7 +1,7 @@
 """What people get wrong, planted one at a time: the cause is named, and so is who did it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,19 +50,9 @@ class LoadsWeights(pl.Callback):
         last.load_state_dict({name: value + 1 for name, value in last.state_dict().items()})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
-    """One thing that differs, what the reference has too, the cause, and text of the explanation or the evidence."""
-
-    change: dict[str, Any]
-    base: dict[str, Any]
-    cause: str
-    says: tuple[str, ...]
-    says_not: tuple[str, ...]
-
-
-def planted(cause: str, *says: str, base: Any = None, says_not: tuple[str, ...] = (), **change: Any) -> Fault:
-    return Fault(change=change, base=base or {}, cause=cause, says=says, says_not=says_not)
+def planted(cause: str, *says: str, base: Any = None, **change: Any) -> tuple[str, tuple[str, ...], Any, Any]:
+    """One thing that differs: the cause, text of the explanation or the evidence ("!": not), what the reference has."""
+    return cause, says, base or {}, change
 
 
 FAULTS = {
@@ -93,9 +83,6 @@ FAULTS = {
         "nowhere in what the reference recorded",
         base={"augment": "unseeded", "num_workers": 1},
     ),
-    "other content in one transform": planted(
-        "data_content", "Look at transforms", "the same indices", augment="seeded"
-    ),
     "another number of workers": planted(
         "data_content",
         "num_workers of train_dataloader is 0 in the reference, 2 now",
@@ -106,7 +93,8 @@ FAULTS = {
         "settings",
         "Give the loader the same batch size: batch_size of train_dataloader is 16 in the reference, 32 now",
         "the same indices, which are cut into batches of another size",
-        says_not=("nowhere", "drew other"),
+        "!nowhere",
+        "!drew other",
         batch_size=32,
     ),
     "a data set without one sample": planted(
@@ -135,15 +123,12 @@ FAULTS = {
         "rng",
         "on_before_zero_grad of DrawsBeforeZeroGrad",
         "equal at the batch start of step 2",
-        says_not=("optimizer",),
+        "!optimizer",
         callbacks=(DrawsBeforeZeroGrad,),
     ),
     "a step without a loss": planted("forward", "Step 2, forward: ", " is only in the reference", skips=True),
     "a weight changed in a step that was not recorded": planted(
         "unknown", "before step 6, and steps before it were not recorded", base={"every_n_steps": 3}, changes_in_step=4
-    ),
-    "a step with a loss": planted(
-        "forward", "Step 2, forward: ", " is only in the current run", base={"skips": True}, skips=False
     ),
     "callback draws at the epoch's end": planted(
         "rng",
@@ -201,23 +186,21 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Record:
     return recorded
 
 
-CASES = [(name, "op") for name in EVERYDAY] + [
-    pytest.param(name, level, marks=pytest.mark.slow)
+CASES = [
+    pytest.param(name, level, marks=() if level == "op" and name in EVERYDAY else pytest.mark.slow)
     for level in ("op", "state")
     for name in FAULTS
-    if level != "op" or name not in EVERYDAY
 ]
 
 
 @pytest.mark.parametrize(("name", "level"), CASES)
 def test_the_cause_of_a_planted_fault_is_named(name: str, level: str, record: Record, tmp_path: Path) -> None:
-    fault = FAULTS[name]
-    base = Training(level=level, **fault.base)
-    verdict = replace(base, **fault.change).verify(record(base), current=tmp_path / "current")
-    assert (verdict.verdict, verdict.cause) == ("diverged", fault.cause), verdict.explanation
+    cause, says, base, change = FAULTS[name]
+    training = Training(level=level, **base)
+    verdict = replace(training, **change).verify(record(training), current=tmp_path / "current")
+    assert (verdict.verdict, verdict.cause) == ("diverged", cause), verdict.explanation
     said = "\n".join((verdict.explanation, *verdict.evidence))
-    assert not [part for part in fault.says if part not in said]
-    assert not [part for part in fault.says_not if part in said]
+    assert not [part for part in says if (part.removeprefix("!") in said) is part.startswith("!")]
 
 
 @pytest.mark.soak
