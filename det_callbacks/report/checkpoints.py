@@ -6,6 +6,7 @@ from det_callbacks.report.console import Section, Table, count, size
 
 if TYPE_CHECKING:
     from det_callbacks.checkpoint import CheckpointReport, EntryDifference
+    from det_callbacks.checkpoint.files import Sidecar
 
 MAX_ENTRIES = 20
 """Entries that a message names; all of them stand in the JSON."""
@@ -13,28 +14,26 @@ MAX_ENTRIES = 20
 
 def checkpoint_report(report: "CheckpointReport") -> list[Section]:
     """Return what a check found."""
-    if report.other is not None and not report.equal:
+    style = "green" if report.equal else "bold red"
+    if report.other is not None and report.equal:
+        entries = count(sum(report.sections.values()), "entry")
+        also = "" if report.has_same_bytes else "; the files' bytes differ"
+        return [Section(title=f"{report.path} and {report.other} hold the same: {entries}{also}", style=style)]
+    if report.other is not None:
         title = f"{report.path} and {report.other} differ in {count(len(report.entries), 'entry')}"
         rows = [(one.section, one.name.removeprefix(f"{one.section}: "), _how(one)) for one in report.entries]
         table = Table(columns=["section", "entry", "difference"], rows=rows)
-        return [Section(title=title, style="bold red", table=table)]
-    if report.other is not None:
-        entries = count(sum(report.sections.values()), "entry")
-        bytes_differ = "" if report.has_same_bytes else "; the files' bytes differ"
-        title = f"{report.path} and {report.other} hold the same: {entries}{bytes_differ}"
-        return [Section(title=title, style="green")]
+        return [Section(title=title, style=style, table=table)]
     if not report.equal:
-        return [Section(title=mismatch_text(report), style="bold red")]
+        return [Section(title=mismatch_text(report), style=style)]
     where = "the file's bytes; its entries were not opened, since weights_only=True refuses a class in it"
     if report.is_opened:
         where = "the file's bytes and in every entry"
     elif set(report.sections) == {"files"}:
         where = "the bytes of every file"
-    title = f"{report.path} is what was saved, in {where}"
-    lines = [] if report.sidecar is None else [_saved(report)]
-    lines.append(f"{count(report.num_tensors, 'tensor')}, {size(report.num_bytes)}")
+    items = [*_saved(report.sidecar), f"{count(report.num_tensors, 'tensor')}, {size(report.num_bytes)}"]
     table = Table(columns=["section", "entries"], rows=[*report.sections.items()])
-    return [Section(title=title, style="green", code=lines, table=table)]
+    return [Section(title=f"{report.path} is what was saved, in {where}", style=style, items=items, table=table)]
 
 
 def mismatch_text(report: "CheckpointReport") -> str:
@@ -75,15 +74,16 @@ def _how(entry: "EntryDifference") -> str:
     return f"differs: {entry.num_differing:,} of {entry.num_elements:,} elements{ulps}"
 
 
-def _saved(report: "CheckpointReport") -> str:
-    assert report.sidecar is not None
-    saved = report.sidecar
+def _saved(saved: "Sidecar | None") -> list[str]:
+    """Return when a checkpoint was saved, and of which run."""
+    if saved is None:
+        return []
     text = "saved before the first step" if saved.step is None else f"saved after step {saved.step}"
     text += "" if saved.epoch is None else f" in epoch {saved.epoch}"
-    if saved.run is None:
-        return text
-    reference = f", {saved.run['reference']}" if saved.run.get("reference") else ""
-    return f"{text}, run {saved.run.get('id')} ({saved.run.get('mode')}{reference})"
+    if saved.run is not None:
+        reference = f", {saved.run['reference']}" if saved.run.get("reference") else ""
+        text += f", run {saved.run.get('id')} ({saved.run.get('mode')}{reference})"
+    return [text]
 
 
 # lines of a fit

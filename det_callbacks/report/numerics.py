@@ -42,10 +42,9 @@ def numerics_text(report: "NumericsReport") -> str:
         once.setdefault((one.phase, one.name), one)
     if once:
         columns = ("iteration", "compared", "name", "elements differing", *_SIZES, "x tolerance")
-        table = Table(columns=columns, rows=[_row(one) for one in [*once.values()][:MAX_ROWS]])
+        table = Table(columns=columns, rows=[_row(one) for one in once.values()], limit=MAX_ROWS)
         sections.append(Section(title=title, table=table))
-    more = len(once) - MAX_ROWS
-    notes = ([f"and {more:,} more"] if more > 0 else []) + [*report.notes]
+    notes = [*report.notes]
     if report.close and report.beyond:
         notes.append("Outputs of submodules decide nothing: they show where a difference starts.")
     return to_text([*sections, Section(lines=notes)])
