@@ -143,7 +143,9 @@ class Recording(Session):
         writer, earlier = self._running, self.detector
         if earlier is not None and earlier.holds(step):
             # once is enough: several ranks go on until they stop together
-            self._has_diverged |= earlier.add(trace, step=step, epoch=epoch)
+            differs = earlier.add(trace, step=step, epoch=epoch)
+            self.replay.end_step(differs=differs)
+            self._has_diverged |= differs
             has_saved = self.replay.saved is not None and self.replay.saved.exists
             # where a new step came before, the chain goes on over all steps; saved tensors are where they were saved
             if self._has_diverged or not self.num_steps or has_saved:

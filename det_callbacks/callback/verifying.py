@@ -106,8 +106,8 @@ class Verifying(Session):
 
     @override
     def add(self, trace: StepTrace, *, step: int, epoch: int) -> bool:
-        self.replay.counts.end_step()
         differs = self._running.add(trace, step=step, epoch=epoch)
+        self.replay.end_step(differs=differs)
         self.chain = self._running.chain(step)
         return differs and self.may_stop
 

@@ -203,10 +203,10 @@ class ObserverContext:
             self._replay.write(self._step)
             write_step(self._writer, trace.view(rank=0, step=self._step, epoch=0, segment=0))
             return
-        self._replay.counts.end_step()
         verification = self._verification
         assert verification is not None
         differs = verification.add(trace, step=self._step, epoch=0)
+        self._replay.end_step(differs=differs)
         if differs and len(self._mismatches) < MAX_MISMATCHES:
             self._mismatches += verification.so_far(trace, step=self._step, is_whole=True)
 

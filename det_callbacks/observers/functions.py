@@ -65,7 +65,7 @@ def observe_non_deterministic(name: str, tree: _Tree) -> _Tree:
     Raises:
         TypeError, ValueError: as ``observe`` does.
         ReplayError: the budget does not suffice (recording).
-        ReferenceFormatError: the reference has no such value, one of another shape, or a damaged one.
+        ReferenceFormatError: what was saved is damaged or missing, or does not fit and the step is no other one.
     """
     sink = _registry.sink
     return tree if sink is None else _observe(sink, name, tree, is_replayed=True)

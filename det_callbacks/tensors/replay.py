@@ -86,6 +86,9 @@ class Replay:
         saved: what was saved of the step under way, to be put back; None in a step that nobody has recorded.
         counts: what was saved; without a writer, what was put back.
         calls: of the ops at each place of the step under way, of those that are saved or put back.
+
+    Where the recorded step has nothing that fits a live value, the step is another one: the live value stays, and
+    ``end_step`` demands that the comparison has found it out.
     """
 
     def __init__(self, writer: StepWriter | None = None, budget: TensorBudget | None = None) -> None:
@@ -100,6 +103,7 @@ class Replay:
         self.saved = saved
         self._copies: dict[str, SavedTensor] = {}
         self._values: dict[str, Any] = {}
+        self._unsaved: ReferenceFormatError | None = None
         self._ops: list[tuple[str, int]] = []
         self.calls: Counter[str] = Counter()
         self._budget.begin()
@@ -112,6 +116,12 @@ class Replay:
             self.counts.add(op, num_bytes=num_bytes)
         self.counts.end_step()
         self.begin(None)
+
+    def end_step(self, *, differs: bool) -> None:
+        """End a compared step; raise ReferenceFormatError where it does not differ, and yet not all was put back."""
+        if self._unsaved is not None and not differs:
+            raise self._unsaved
+        self._put_back.end_step()
 
     def exchange(self, key: str, live: Any, *, op: str, deferred: DeferredSites | None) -> Any:
         """Save a value, or put the saved one in its place; return it: the same tensor, or the saved number.
@@ -126,7 +136,7 @@ class Replay:
 
         Raises:
             ReplayError: the budget does not suffice, or it is no such tensor; nothing was written.
-            ReferenceFormatError: what was saved is missing, damaged or does not fit.
+            ReferenceFormatError: what was saved is damaged, or its file is missing.
         """
         if isinstance(live, Tensor):
             if self.saved is not None or self._writer is not None:
@@ -140,7 +150,8 @@ class Replay:
             self._ops.append((op, 0))
             return live
         if key not in self.saved.values:
-            raise self.error(self.saved, f"it has no plain value {key!r}")
+            self.note_unsaved(self.saved, f"it has no plain value {key!r}")
+            return live
         value = self.saved.values[key]
         value = complex(*value) if isinstance(value, list) else value
         self._put_back.add(op, differs=repr(value) != repr(live))
@@ -159,14 +170,17 @@ class Replay:
         write_bits(saved, copy, deferred)
         return copy
 
-    def error(self, saved: SavedStep, what: str) -> ReferenceFormatError:
-        """Return the error of something that was not saved as it should be."""
+    def note_unsaved(self, saved: SavedStep, what: str) -> None:
+        """Note that a live value stays, since what was saved has none for it; raise where its file is missing."""
         is_there = "" if saved.exists else "there is no such file, so "
-        return ReferenceFormatError(
+        error = ReferenceFormatError(
             f"{saved.path}: {is_there}{what}. Without the saved bits of step {saved.place.step} nothing after it could "
             "be compared, so this is an error and not a difference. Record the reference again with the same code.",
             str(saved.path),
         )
+        if not saved.exists:
+            raise error
+        self._unsaved = self._unsaved or error
 
     def _exchange(self, key: str, live: Tensor, op: str, deferred: DeferredSites | None) -> SavedTensor | None:
         """Save a tensor; or count it, and return the saved bits where they have to be written."""
@@ -179,10 +193,12 @@ class Replay:
             return None
         if key not in self.saved.entries:
             known = ", ".join(map(repr, list(self.saved.entries)[:4])) or "none"
-            raise self.error(self.saved, f"it has no tensor {key!r}; it has {known}")
+            self.note_unsaved(self.saved, f"it has no tensor {key!r}; it has {known}")
+            return None
         saved = self.saved.read(key)
         if problem := misfit(saved, live):
-            raise self.error(self.saved, f"{key!r} does not fit: {problem}")
+            self.note_unsaved(self.saved, f"{key!r} does not fit: {problem}")
+            return None
         inner, digest, num_bytes = unwrapped(live), saved.digest, saved.bits.nbytes
         if deferred is not None and deferred.is_deferred(inner):
             bits = deferred.tensor_bits(inner)
@@ -238,5 +254,6 @@ class OpReplay(OpSelection):
             key = f"{place}#{call}.{index}"
             values.append(self._replay.exchange(key, output, op=op, deferred=deferred))
             if type(values[-1]) is not type(output) and (saved := self._replay.saved) is not None:
-                raise self._replay.error(saved, f"{key!r} is {values[-1]!r} there, and the live value is {output!r}")
+                self._replay.note_unsaved(saved, f"{key!r} is {values[-1]!r} there, and the live value is {output!r}")
+                values[-1] = output
         return values

@@ -80,6 +80,19 @@ def test_steps_match_with_replay_and_diverge_without(tmp_path: Path, capsys: pyt
         verify(tmp_path / "without", tmp_path / "other")
 
 
+class TwiceActivated(Classifier):
+    """Another op, and after it a call of the replayed one that the reference has not."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(self.drop(torch.relu(torch.relu(self.norm(self.first(inputs))) * 1.5)))
+
+
+def test_a_call_more_than_was_saved_is_a_divergence_and_no_damage(tmp_path: Path) -> None:
+    record(tmp_path / "run", Classifier, replay=("aten.relu.*",))
+    with pytest.raises(DivergenceError, match=r"aten\.mul\.Tensor.* is only in the\scurrent run"):
+        verify(tmp_path / "run", tmp_path / "current", TwiceActivated)
+
+
 def test_one_op_replayed_leaves_the_others_to_be_found(tmp_path: Path) -> None:
     record(tmp_path / "run", replay=ALL[:1])
     with pytest.raises(DivergenceError) as caught:
