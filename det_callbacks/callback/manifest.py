@@ -10,6 +10,7 @@ from torch import Tensor
 
 from det_callbacks.callback.arguments import CallbackArguments
 from det_callbacks.environment import capture_environment, command_choice
+from det_callbacks.runs.environment import OPTIMIZER
 from det_callbacks.settings import settings_in_force
 
 
@@ -55,24 +56,21 @@ def trainer_choices(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str
             **{name: getattr(trainer, name) for name in validation},
         },
         "hparams": dict(module.hparams),
-        **_optimizer_choices(trainer.optimizers),
+        **optimizer_choices(trainer.optimizers),
         "optimizer.lr_scheduler": _schedulers(trainer),
     }
 
 
-def _optimizer_choices(optimizers: Sequence[Any]) -> dict[str, Any]:
-    """Return the options of each optimizer, as they are now, and those of further groups that differ from them."""
-    choices: dict[str, Any] = {}
+def optimizer_choices(optimizers: Sequence[Any]) -> dict[str, Any]:
+    """Return the classes of the optimizers, and the options of each group as they are now."""
+    choices: dict[str, Any] = {OPTIMIZER: ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"}
     for index, optimizer in enumerate(optimizers):
         groups = [
             # a scheduler leaves initial_lr there, and is a choice of its own
             {name: value for name, value in group.items() if name not in ("params", "initial_lr")}
             for group in optimizer.param_groups
         ]
-        others = {
-            f"group {number}": {name: value for name, value in group.items() if value is not groups[0].get(name)}
-            for number, group in enumerate(groups[1:], start=1)
-        }
+        others = {f"group {number}": group for number, group in enumerate(groups[1:], start=1)}
         name = type(optimizer).__name__ if len(optimizers) == 1 else f"{index}.{type(optimizer).__name__}"
         choices[f"optimizer.{name}"] = {**groups[0], **others}
     return choices

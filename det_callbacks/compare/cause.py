@@ -209,7 +209,7 @@ class Facts:
     @property
     def earlier_choice(self) -> EnvironmentDifference | None:
         """A choice with which steps that were not recorded left other weights."""
-        return next((one for one in self.choices if one.name.startswith(("optimizer.", "trainer.", "settings."))), None)
+        return next((one for one in self.choices if one.name.startswith(("optimizer", "trainer.", "settings."))), None)
 
 
 def _explains(choice: str, found: Finding, *, is_other: bool) -> bool:
@@ -222,7 +222,7 @@ def _explains(choice: str, found: Finding, *, is_other: bool) -> bool:
         return is_other_call or not one.op
     if choice == "trainer.accumulate_grad_batches" and one.name == "loss":
         return True  # divided between the passes, by an op that is recorded at level op only
-    if choice.startswith("optimizer.") and one.phase in ("optimizer", "state"):
+    if choice.startswith("optimizer") and one.phase in ("optimizer", "state"):
         return is_other_call or not one.op
     if choice == "torch.num_threads":
         return bool(one.op) and one.kind == "content"  # sums are split among threads

@@ -19,6 +19,9 @@ CONFIGURATION = "config."
 CHANGED_FILE = "code.file."
 """Begins the names of entries with the digest of a file of the code that differs from the commit."""
 
+OPTIMIZER = "optimizer"
+"""The classes of the optimizers; their options have names that begin with this."""
+
 ARGUMENTS = "process.argv"
 """The words that started the program."""
 
@@ -49,10 +52,11 @@ def compare_environments(reference: Environment, current: Environment) -> tuple[
     """Return the entries that differ, sorted by name.
 
     Values are compared as JSON, so 1, 1.0 and true differ. An entry that only one side has differs from "not recorded".
-    Of the arguments of the program only those that differ are named. Where the two sides classify an entry differently,
-    it excuses nothing: it is a choice if either side says so.
+    Of the arguments of the program only those that differ are named, and of another optimizer only its class. Where the
+    two sides classify an entry differently, it excuses nothing: it is a choice if either side says so.
     """
     differences = []
+    has_other_optimizer = reference.get(OPTIMIZER) != current.get(OPTIMIZER)
     both = [_without_lone_configuration(one, other) for one, other in ((reference, current), (current, reference))]
     for name in sorted({*both[0], *both[1]}):
         sides = [entries.get(name) for entries in both]
@@ -60,6 +64,8 @@ def compare_environments(reference: Environment, current: Environment) -> tuple[
         absent = AS_COMMITTED if name.startswith(CHANGED_FILE) else NOT_RECORDED
         values = [absent if side is None else side.value for side in sides]
         if len(known) == 2 and json.dumps(values[0], sort_keys=True) == json.dumps(values[1], sort_keys=True):
+            continue
+        if has_other_optimizer and len(known) == 1 and name.startswith(f"{OPTIMIZER}."):
             continue
         if name == ARGUMENTS and all(isinstance(value, list) for value in values):
             values = [[word for word in own if word not in other] for own, other in (values, values[::-1])]

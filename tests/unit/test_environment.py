@@ -19,6 +19,7 @@ import torch
 from hydra.core.utils import setup_globals
 from omegaconf import OmegaConf
 
+from det_callbacks.callback.manifest import optimizer_choices
 from det_callbacks.environment import capture_environment, code_state, command_choice, script_words
 from det_callbacks.host_digest import digest_bytes, format_digest
 from det_callbacks.hydra import configuration_of
@@ -44,6 +45,15 @@ def chosen(reference: dict[str, Any], current: dict[str, Any]) -> dict[str, tupl
     found = compare_environments(capture_environment(choices=reference), capture_environment(choices=current))
     assert not any(one.is_machine for one in found)
     return {one.name: (one.reference, one.current, one.changes_bits) for one in found}
+
+
+def test_another_optimizer_and_the_option_of_a_group_are_named() -> None:
+    def options(kind: type[torch.optim.Optimizer], *rates: float) -> dict[str, Any]:
+        return optimizer_choices([kind([{"params": torch.ones(1), "lr": rate} for rate in rates])])
+
+    sgd, adam = torch.optim.SGD, torch.optim.Adam
+    assert chosen(options(sgd, 0.1, 0.1), options(sgd, 0.1, 0.2)) == {"optimizer.SGD.group 1.lr": (0.1, 0.2, True)}
+    assert chosen(options(adam, 0.1), options(sgd, 0.1)) == {"optimizer": ("Adam", "SGD", True)}
 
 
 def test_two_captures_in_one_process_are_equal_and_survive_json() -> None:
