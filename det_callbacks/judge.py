@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from det_callbacks.compare.cause import LENGTHS, Facts, find_cause
+from det_callbacks.compare.cause import CHOSEN, LENGTHS, Facts, find_cause
 from det_callbacks.compare.collectives import Classification, FirstDifference, classify
 from det_callbacks.compare.evidence import Evidence, find_evidence
 from det_callbacks.compare.metrics import MetricComparison, MetricDifference
@@ -354,7 +354,7 @@ class _Judge:
             text=text,
             advice=advise(facts, rule),
             evidence=evidence_lines(facts),
-            choice=choice.name if rule == "choice" and (choice := facts.explaining_choice) else "",
+            choice=choice.name if rule in CHOSEN and (choice := facts.explaining_choice) else "",
         )
 
     def _answer_metric(self, metric: MetricDifference, agree: str) -> _Answer:

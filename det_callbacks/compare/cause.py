@@ -18,6 +18,12 @@ from det_callbacks.verdict import Cause, EnvironmentDifference
 LENGTHS = frozenset({"trainer.min_epochs", "trainer.max_epochs", "trainer.min_steps", "trainer.max_steps"})
 """Choices that say how many steps there are, and change nothing in one that both runs have."""
 
+DTYPES = ("trainer.precision", "torch.default_dtype")
+"""Choices of the dtype that weights and batches have before anything is computed."""
+
+CHOSEN = ("dtype", "choice")
+"""Rules whose explanation begins with the choice."""
+
 COLLECTIVES = ("c10d.", "_c10d_functional.", "c10d_functional.")
 
 DataChange = Literal[
@@ -200,35 +206,46 @@ class Facts:
         return found.divergence.op == _STARTS_BACKWARD and self.difference.first_reader(found.row) == "backward"
 
     @property
+    def dtype_choice(self) -> EnvironmentDifference | None:
+        """The choice that explains that what differs first entered the step with another dtype, and no other shape."""
+        ours, theirs = self.first.layouts or (None, None)
+        if self.first.start != "outside" or ours is None or theirs is None or ours.shape != theirs.shape:
+            return None
+        chosen = (one for name in DTYPES for one in self.choices if one.name == name)
+        return next(chosen, None) if ours.dtype != theirs.dtype else None
+
+    @property
     def explaining_choice(self) -> EnvironmentDifference | None:
         """The choice that explains what differs first: without it, the two runs would have done the same there."""
+        return self.dtype_choice or next((one for one in self.choices if self._is_explained_by(one.name)), None)
+
+    def _is_explained_by(self, choice: str) -> bool:
+        """Return whether a choice of this name leads to what differs first."""
         found = self.origin or self.first
-        is_other = found.divergence.phase == "other" and not self.starts_backward
-        return next((one for one in self.choices if _explains(one.name, found, is_other=is_other)), None)
+        one = found.divergence
+        is_other_call = one.kind != "content" or found.layouts is not None
+        is_between = one.phase == "other" and not self.starts_backward
+        if choice.startswith("trainer.gradient_clip"):
+            return one.phase == "gradient" or (one.phase == "other" and is_other_call)
+        if choice == "trainer.precision":
+            return is_other_call or not one.op
+        if choice == "trainer.accumulate_grad_batches" and one.name == "loss":
+            return True  # divided between the passes, by an op that is recorded at level op only
+        if choice.startswith("optimizer") and one.phase in ("optimizer", "state"):
+            return is_other_call or not one.op
+        if choice.startswith("optimizer") and one.kind in ("missing", "extra"):
+            # an optimizer such as LBFGS decides how often the passes are run
+            return any(self.difference.site(row).phase == "optimizer" for row in range(found.row))
+        if choice == "torch.num_threads":
+            return bool(one.op) and one.kind == "content"  # sums are split among threads
+        if choice.startswith("settings."):
+            return not one.is_origin
+        return is_between
 
     @property
     def earlier_choice(self) -> EnvironmentDifference | None:
         """A choice with which steps that were not recorded left other weights."""
         return next((one for one in self.choices if one.name.startswith(("optimizer", "trainer.", "settings."))), None)
-
-
-def _explains(choice: str, found: Finding, *, is_other: bool) -> bool:
-    """Return whether a choice of this name leads to such a difference; ``is_other``: between the passes."""
-    one = found.divergence
-    is_other_call = one.kind != "content" or found.layouts is not None
-    if choice.startswith("trainer.gradient_clip"):
-        return one.phase == "gradient" or (one.phase == "other" and is_other_call)
-    if choice == "trainer.precision":
-        return is_other_call or not one.op
-    if choice == "trainer.accumulate_grad_batches" and one.name == "loss":
-        return True  # divided between the passes, by an op that is recorded at level op only
-    if choice.startswith("optimizer") and one.phase in ("optimizer", "state"):
-        return is_other_call or not one.op
-    if choice == "torch.num_threads":
-        return bool(one.op) and one.kind == "content"  # sums are split among threads
-    if choice.startswith("settings."):
-        return not one.is_origin
-    return is_other
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,14 +263,9 @@ def find_cause(facts: Facts) -> tuple[str, Cause]:
     return rule.name, rule.cause(facts) if callable(rule.cause) else rule.cause
 
 
-def _has_other_initial_state(facts: Facts) -> bool:
-    is_chosen = facts.first.divergence.kind == "structure" and facts.explaining_choice is not None
-    return "state" in facts.source_phases and not is_chosen
-
-
 def _has_other_epochs(facts: Facts) -> bool:
     """Return whether an epoch ended, on the way to the step, in one run only."""
-    return facts.has_other_data and any(
+    return not {"data", "rng"}.isdisjoint(facts.source_phases) and any(
         {"epoch end", "epoch start"} & {*change.only_reference, *change.only_current}
         for change in facts.evidence.generators
         if facts.is_before_step(change)
@@ -344,8 +356,9 @@ def _cause_of_first(facts: Facts) -> Cause:
 
 
 RULES: tuple[Rule, ...] = (
+    Rule("dtype", lambda facts: facts.dtype_choice is not None, "settings"),
     Rule("restored state", lambda facts: facts.is_resumed and bool(facts.restored or facts.unrestored), "checkpoint"),
-    Rule("initial state", _has_other_initial_state, "initial_weights"),
+    Rule("initial state", lambda facts: "state" in facts.source_phases, "initial_weights"),
     Rule("another epoch", _has_other_epochs, "data_order"),
     Rule("generator before the data", _is_consumed_before_data, "rng"),
     Rule("batch size", lambda facts: facts.has_other_data and bool(facts.batch_size), "settings"),

@@ -131,6 +131,7 @@ _REPLAYED = (
 
 ADVICE: Mapping[str, str | Callable[[Facts], str]] = {
     # every rule of compare/cause.py -> what to do
+    "dtype": "",  # the explanation begins with the choice
     "restored state": "Compare the checkpoint with the one that was saved there, and look at what changes this state "
     "between loading it and the step",
     "initial state": _advise_initial,
@@ -145,7 +146,7 @@ ADVICE: Mapping[str, str | Callable[[Facts], str]] = {
     "generator": _advise_generator,
     "steps that were not recorded": _advise_unrecorded,
     "input from outside": _advise_lost_value,
-    "choice": "",  # the explanation begins with it
+    "choice": "",  # likewise
     "compiled graph": "torch.compile compiled another graph here. Start both runs in fresh processes, since what was "
     "compiled before decides as well (a resumed run knows no earlier batch sizes: drop_last or dynamic=True keep to "
     "one graph); see why with TORCH_LOGS=recompiles,graph_breaks; or record step {step} of both with "

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from det_callbacks.compare.cause import Facts
+from det_callbacks.compare.cause import CHOSEN, Facts
 from det_callbacks.compare.collectives import Classification, CollectiveCall
 from det_callbacks.compare.differences import Finding, Start
 from det_callbacks.compare.metrics import MetricDifference
@@ -140,13 +140,16 @@ def explain_step(facts: Facts, rule: str, *, show_rank: bool) -> str:
         place += ", the first after resuming"
     if rule == "restored state":
         return f"{place}: {_explain_sources(facts, facts.restored, 'restored')}; no op is to blame"
-    if first.start == "outside":
+    is_outside = first.start == "outside"
+    if is_outside:
         text = f"{place}: {_explain_sources(facts, facts.sources, facts.sources[0].divergence.phase)}; "
         text += "the difference came in through it, and no op is to blame"
+    else:
+        text = f"{place}, {_describe(first)}"
+    if rule in CHOSEN and (choice := facts.explaining_choice) is not None:
+        text = explain_choice(choice, text)
+    if is_outside:
         return text if facts.origin is None else f"{text} for it; besides, {_describe(facts.origin)}"
-    text = f"{place}, {_describe(first)}"
-    if rule == "choice" and (choice := facts.explaining_choice) is not None:
-        text = f"{show_differences([choice])}, and that is what differs first: {text[0].lower()}{text[1:]}"
     if facts.origin is not None and facts.origin.row != first.row:
         text += f"; an origin is {_describe(facts.origin)}"
     num_alike = sum(one.op == first.divergence.op for one in difference.origins) - 1
@@ -180,6 +183,11 @@ def _explain_sources(facts: Facts, sources: Sequence[Finding], phase: str) -> st
 
 
 # ranks, whole steps, metrics, environments
+
+
+def explain_choice(choice: EnvironmentDifference, text: str) -> str:
+    """Return a sentence on what differs first with the choice that explains it as its head."""
+    return f"{show_differences([choice])}, and that is what differs first: {text[0].lower()}{text[1:]}"
 
 
 def explain_ranks(ranks: Classification) -> str:

@@ -152,6 +152,11 @@ FAULTS = {
         scheduler=True,
     ),
     "gradient clipping": planted("settings", "trainer.gradient_clip_val", trainer={"gradient_clip_val": 0.01}),
+    "another precision": planted(
+        "settings",
+        "trainer.precision: 32-true in the reference, 64-true now, and that is what differs first: step 0",
+        trainer={"precision": "64-true"},
+    ),
     "accumulation": planted(
         "settings", "trainer.accumulate_grad_batches: 1 in the reference, 2 now", trainer={"accumulate_grad_batches": 2}
     ),

@@ -6,11 +6,16 @@ import pytest
 from pairs import judge, record, steps_of
 from step_builder import StepBuilder, both, training_step
 
+from det_callbacks.compare.cause import Facts, find_cause
+from det_callbacks.compare.evidence import Evidence, GeneratorChange
+from det_callbacks.compare.step import compare_steps
 from det_callbacks.judge import compare_runs
+from det_callbacks.runs.program import TensorLayout
 from det_callbacks.runs.selection import Selection
 from det_callbacks.verdict import EnvironmentDifference
 
 SEED = EnvironmentDifference(name="settings.seed", reference=1, current=2, changes_bits=True, is_machine=False)
+DETERMINISTIC = dataclasses.replace(SEED, name="settings.deterministic_algorithms")
 THREADS = EnvironmentDifference(name="torch.num_threads", reference=2, current=1, changes_bits=True, is_machine=True)
 CPUS = EnvironmentDifference(name="cpu.count", reference=2, current=4, changes_bits=False, is_machine=True)
 
@@ -140,6 +145,70 @@ def test_a_choice_that_explains_it_is_the_head_and_the_cause(name, change, tmp_p
     assert judge(tmp_path, (training_step(), training_step(**change))).cause != "settings"
     noisy = judge(tmp_path, (training_step(), training_step(noise_at=3)), environment=[choice])
     assert noisy.cause == "forward", "other bits of an op that got the same follow from no such choice"
+
+
+def of_dtype(step, now):
+    dtype = "float64" if now else "float32"
+    step.named("net.weight", 1 + now, entry=TensorLayout(dtype=dtype, shape=(2,), stride=(1,)))
+    step.named("batch[0]", 1 + now, phase="data", entry=TensorLayout(dtype=dtype, shape=(4,), stride=(1,)))
+    step.op("aten.mm.default", "net.weight")
+
+
+def of_other_shape(step, now):
+    step.named("net.weight", 1 + now, entry=TensorLayout(dtype="float32", shape=(2 + now,), stride=(1,)))
+    step.generators(1)
+    step.op("aten.mm.default", "net.weight")
+
+
+def with_another_closure(step, now):
+    for _ in range(2 + now):
+        step.op("aten.mm.default", "net.weight")
+        step.op("aten.add_.Tensor", phase="optimizer")
+
+
+def with_another_layer(step, now):
+    for _ in range(2 + now):
+        step.op("aten.mm.default", "net.weight")
+    step.op("aten.add_.Tensor", phase="optimizer")
+
+
+@pytest.mark.parametrize(
+    ("fill", "name", "cause"),
+    [
+        (of_dtype, "trainer.precision", "settings"),
+        (of_dtype, "optimizer.LBFGS.max_iter", "initial_weights"),
+        (of_other_shape, "trainer.precision", "initial_weights"),
+        (with_another_closure, "optimizer.LBFGS.max_iter", "settings"),
+        (with_another_layer, "optimizer.LBFGS.max_iter", "structure"),
+    ],
+)
+def test_a_choice_explains_another_dtype_of_what_comes_in_and_another_number_of_passes(fill, name, cause, tmp_path):
+    choice = EnvironmentDifference(name=name, reference="a", current="b", changes_bits=True, is_machine=False)
+    verdict = judge(tmp_path, both(fill), environment=[choice, DETERMINISTIC])
+    assert verdict.cause == cause
+    is_head = verdict.explanation.startswith(f"{name}: a in the reference, b now, and that is what differs first: ")
+    assert is_head == (cause == "settings")
+
+
+def test_an_epoch_that_ended_in_one_run_only_explains_a_generator():
+    reference, current = both(lambda step, now: step.generators(1 + now))
+    change = GeneratorChange(
+        name="torch.cpu",
+        equal_at=(6, "batch end"),
+        differs_at=(7, "batch start"),
+        points=("batch end", "epoch end"),
+        only_reference=("epoch end",),
+    )
+    facts = Facts(
+        difference=compare_steps(reference.view(step=7), current.view(step=7)),
+        environment=(),
+        is_first_seen=False,
+        is_after_unrecorded=False,
+        is_resumed=False,
+        unrestored=(),
+        evidence=Evidence(generators=(change,)),
+    )
+    assert find_cause(facts) == ("another epoch", "data_order")
 
 
 @pytest.mark.parametrize(("place", "cause"), [(1, "forward"), (2, "backward"), (3, "optimizer")])
