@@ -35,7 +35,7 @@ def write_report(path: str | Path, verdict: Verdict, *, reference: str | Path, c
         ReferenceFormatError: a file of a run is damaged.
     """
     path = Path(path)
-    maps, notes = build_maps(verdict, *(Run.open(run, check_steps=False) for run in (reference, current)))
+    maps, num_left_out = build_maps(verdict, *(Run.open(run, check_steps=False) for run in (reference, current)))
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -54,7 +54,7 @@ def write_report(path: str | Path, verdict: Verdict, *, reference: str | Path, c
         names={name: names.index(name) for name in names},
         sections=sections,
         maps=maps,
-        notes=notes,
+        num_left_out=num_left_out,
         version=version("det_callbacks"),
     )
     try:
