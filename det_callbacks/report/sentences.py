@@ -115,8 +115,8 @@ def _layouts(layouts: tuple[TensorLayout | None, TensorLayout | None]) -> str:
     return f"{shown[0]} in the reference, {shown[1]} now"
 
 
-def _side(divergence: Divergence) -> str:
-    return "reference" if divergence.kind == "missing" else "current run"
+def _side(only: Divergence | WholeSteps) -> str:
+    return "reference" if only.kind == "missing" else "current run"
 
 
 # a step
@@ -213,13 +213,12 @@ def explain_ranks(ranks: Classification) -> str:
         if moment is not None:
             since.setdefault(moment, []).append(rank)
     if since:
-        shown = [
+        moments = (
             f"{ranks_text(those)} from step {step}{_in_segment(segment)} on"
             for (segment, step), those in sorted(since.items())
-        ]
-        more = f", and so on ({len(shown)} such steps)" if len(shown) > MAX_RANGES else ""
+        )
         number = sum(map(len, since.values()))
-        texts.append(f"{number} of {len(ranks.since)} ranks differ ({', '.join(shown[:MAX_RANGES])}{more})")
+        texts.append(f"{number} of {len(ranks.since)} ranks differ ({listed(moments, limit=MAX_RANGES)})")
     return "; ".join(texts)
 
 
@@ -236,15 +235,12 @@ def explain_whole_steps(steps: Iterable[WholeSteps], *, show_rank: bool) -> str:
     """Return which steps only one run has, to go on with a sentence."""
     texts = []
     for whole in sorted(steps, key=lambda one: one.order):
-        rank = f" of rank {whole.rank}" if show_rank else ""
-        place = _in_segment(whole.segment)
+        rank, place = f" of rank {whole.rank}" if show_rank else "", _in_segment(whole.segment)
         which = f"step {whole.first}{place} is"
         if whole.count > 1:
             which = f"steps {whole.first} to {whole.last}{place} ({whole.count} of them) are"
-        side = "the reference" if whole.kind == "missing" else "the current run"
-        texts.append(f"{which} only in {side}{rank}")
-    more = f" and so on ({len(texts)} such ranges)" if len(texts) > MAX_RANGES else ""
-    return "; ".join(texts[:MAX_RANGES]) + more
+        texts.append(f"{which} only in the {_side(whole)}{rank}")
+    return listed(texts, "; ", limit=MAX_RANGES)
 
 
 def steps_agree(num_equal: int) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 
 from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError
 from det_callbacks.report.console import Section, Table, count, listed, to_text
-from det_callbacks.runs.program import REGION
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import MAX_ORIGINS, Divergence, EnvironmentDifference, TensorNumbers, Verdict
 
@@ -24,6 +23,11 @@ _KINDS = {
     "structure": "another shape, dtype or layout",
     "missing": "only in the reference",
     "extra": "only in the current run",
+}
+_ROLES = {
+    True: "origin: what it read agrees, so it starts here",
+    None: "cannot be proven to start here",
+    False: "passed on: what it read differs already, or it came in from outside the step's ops",
 }
 
 
@@ -119,29 +123,23 @@ def _word(verdict: Verdict) -> str:
 
 def _facts(divergence: Divergence) -> list[tuple[str, str]]:
     """Return what is known of a divergence, each with its name."""
-    is_graph = divergence.op.startswith(REGION) and divergence.op.endswith(".graph")
-    kind = "another compiled graph" if is_graph and divergence.kind == "structure" else _KINDS[divergence.kind]
     shape = "" if divergence.shape is None else f" {list(divergence.shape)}"
-    if divergence.is_origin:
-        role = "origin: what it read agrees, so it starts here"
-    elif divergence.is_origin is None:
-        role = "cannot be proven to start here"
-    elif divergence.op:
-        role = "passed on: something it read differs already"
-    else:
-        role = "source: it came in from outside the step's ops, or was passed on to here"
     facts = [
         ("where", f"rank {divergence.rank}, step {divergence.step}, phase {divergence.phase}"),
         ("module", divergence.module or "(outside any module)"),
-        ("op", f"{divergence.op} #{divergence.occurrence}, output {divergence.output}" if divergence.op else ""),
+        ("op", _call(divergence) if divergence.op else ""),
         ("name", divergence.name or ""),
-        ("kind", f"{divergence.kind}: {kind}"),
+        ("kind", f"{divergence.kind}: {_KINDS[divergence.kind]}"),
         ("tensor", "" if divergence.dtype is None else f"{divergence.dtype}{shape}"),
         ("digests", f"{divergence.reference_digest or '-'} in the reference, {divergence.current_digest or '-'} now"),
-        ("origin", role),
+        ("origin", _ROLES[divergence.is_origin]),
         *(("" if index else "source", line) for index, line in enumerate(divergence.source)),
     ]
     return [(name, fact) for name, fact in facts if fact]
+
+
+def _call(divergence: Divergence) -> str:
+    return f"{divergence.op} #{divergence.occurrence}, output {divergence.output}"
 
 
 def _source_text(verdict: Verdict) -> list[str]:
@@ -184,7 +182,7 @@ def _by_how_much(one: Divergence, *, is_first: bool) -> Section:
     assert numbers is not None, "it was chosen by them"
     if not is_first:
         module, rank = one.module and f" in {one.module}", f", rank {one.rank}" if one.rank else ""
-        title += f", {one.phase}: {one.op} #{one.occurrence}, output {one.output}{module}{rank}"
+        title += f", {one.phase}: {_call(one)}{module}{rank}"
     if numbers.problem:
         return Section(title=title, items=[f"cannot be told: {numbers.problem}"])
     facts = list[tuple[str, str]]()
