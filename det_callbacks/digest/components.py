@@ -153,7 +153,7 @@ def _span(tensor: torch.Tensor, memory_order: bool) -> tuple[int, int] | None:
         or tensor.layout is not torch.strided
         or tensor.is_quantized
         or tensor.is_nested
-        or not (tensor.is_contiguous() or (memory_order and _is_dense(tensor)))
+        or not (tensor.is_contiguous() or (memory_order and is_dense(tensor.shape, tensor.stride())))
         or tensor.is_conj()
         or tensor.is_neg()
     ):
@@ -206,7 +206,7 @@ def _plain(tensor: torch.Tensor, memory_order: bool) -> torch.Tensor:
     else:
         require_storage(tensor)
         plain = _resolved(tensor)
-    if memory_order and _is_dense(plain):
+    if memory_order and is_dense(plain.shape, plain.stride()):
         return plain
     return _as_integers(plain).contiguous()
 
@@ -295,15 +295,15 @@ def _combined(components: Sequence[int]) -> int:
     return digest_bytes(struct.pack(f"<{len(components) + 1}Q", len(components), *components))
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether the elements fill one stretch of memory, each place once."""
+def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Return whether strides describe a permutation of a contiguous tensor: no holes and no overlap."""
     expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
+    for step, length in sorted((step, length) for step, length in zip(stride, shape, strict=True) if length != 1):
+        if length == 0:
+            return True
+        if step != expected:
             return False
-        expected *= size
+        expected *= length
     return True
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
+from det_callbacks.trace.leaves import MAX_DEPTH, entries
+
 MAX_NAME = 1000
 """Characters that the name of an observation may have."""
-
-MAX_DEPTH = 20
 
 _PLAIN = (bool, int, float, complex, str)
 
@@ -43,13 +43,13 @@ def leaves_of(tree: Any, path: str, *, depth: int = 0) -> list[tuple[str, Any]]:
         TypeError: something in it is neither, so that a part of it would be left out.
         ValueError: it is nested more deeply (it may contain itself).
     """
-    entries = _entries(tree)
-    if entries is not None:
+    found = _entries(tree)
+    if found is not None:
         if depth == MAX_DEPTH:
             raise ValueError(
                 f"the observation {path[:80]!r}... is nested more than {MAX_DEPTH} levels deep; does it contain itself?"
             )
-        return [leaf for suffix, value in entries for leaf in leaves_of(value, path + suffix, depth=depth + 1)]
+        return [leaf for suffix, value in found for leaf in leaves_of(value, path + suffix, depth=depth + 1)]
     if isinstance(tree, Tensor) or tree is None or isinstance(tree, _PLAIN):
         return [(path, tree)]
     raise TypeError(
@@ -62,10 +62,10 @@ def rebuild(tree: Any, path: str, values: Mapping[str, Any]) -> Any:
     """Return a structure like another one, with other plain values at some paths; parts without any are the same."""
     if path in values:
         return values[path]
-    entries = _entries(tree) if any(known.startswith(path) for known in values) else None
-    if entries is None:
+    found = _entries(tree) if any(known.startswith(path) for known in values) else None
+    if found is None:
         return tree
-    changed = [rebuild(value, path + suffix, values) for suffix, value in entries]
+    changed = [rebuild(value, path + suffix, values) for suffix, value in found]
     if isinstance(tree, Mapping):
         mapping = dict(zip(tree, changed, strict=True))
         return mapping if type(tree) is dict else type(tree)(mapping)  # type: ignore[call-arg]  # the user's own class
@@ -73,17 +73,11 @@ def rebuild(tree: Any, path: str, values: Mapping[str, Any]) -> Any:
         return type(tree)(*changed)
     if isinstance(tree, list | tuple):
         return type(tree)(changed)
-    return dataclasses.replace(tree, **{suffix[1:]: value for (suffix, _), value in zip(entries, changed, strict=True)})
+    return dataclasses.replace(tree, **{suffix[1:]: value for (suffix, _), value in zip(found, changed, strict=True)})
 
 
 def _entries(tree: Any) -> list[tuple[str, Any]] | None:
-    """Return the entries of a structure with what they add to its path; None for anything else."""
-    if isinstance(tree, Mapping):
-        return [(f"[{key!r}]", value) for key, value in tree.items()]
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return [(f".{name}", value) for name, value in zip(tree._fields, tree, strict=True)]
-    if isinstance(tree, list | tuple):
-        return [(f"[{index}]", value) for index, value in enumerate(tree)]
+    """Return the entries of a structure, of a dataclass too, with what they add to its path; else None."""
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         return [(f".{entry.name}", getattr(tree, entry.name)) for entry in dataclasses.fields(tree)]
-    return None
+    return entries(tree, "")

@@ -102,7 +102,7 @@ class Ledger:
                 continue
             add((point, name, digest_generator(held), ""))
             if with_seeds and isinstance(held, Generator):
-                add((point, SEED + name, _bits(held.initial_seed()), ""))
+                add((point, SEED + name, held.initial_seed() & 0xFFFF_FFFF_FFFF_FFFF, ""))
 
     def note(self, point: str, name: str, value: int = 0, text: str = "") -> None:
         """Note something else at a point."""
@@ -119,7 +119,3 @@ class Ledger:
         known = self._deferred.finish()
         rows, self._rows = self._rows, []
         return [Row(step, point, name, value_of(bits, known), text) for point, name, bits, text in rows]
-
-
-def _bits(seed: int) -> int:
-    return seed & 0xFFFF_FFFF_FFFF_FFFF

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from det_callbacks.digest import is_dense
 from det_callbacks.runs.program import Layout, TensorLayout, entry_digest, layout_id
 from det_callbacks.trace.components import has_parts
-from det_callbacks.trace.storages import is_dense
 
 MAX_ENTRIES = 100_000
 

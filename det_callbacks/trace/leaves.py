@@ -38,6 +38,17 @@ def leaves(tree: Any, name: str, *, is_whole: bool = False) -> Iterator[tuple[st
     return _Walk(is_whole).leaves(tree, name, 0)
 
 
+def entries(tree: Any, path: str) -> list[tuple[str, Any]] | None:
+    """Return the entries of a mapping or a sequence with their paths; None for anything else."""
+    if tree.__class__ is not list and tree.__class__ is not tuple and isinstance(tree, Mapping):
+        return [(f"{path}[{key!r}]", value) for key, value in tree.items()]
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return [(f"{path}.{field}", value) for field, value in zip(tree._fields, tree, strict=True)]
+    if isinstance(tree, list | tuple):
+        return [(f"{path}[{index}]", value) for index, value in enumerate(tree)]
+    return None
+
+
 def is_constant(leaf: Any) -> bool:
     """Return whether a leaf is None, text or a name of something else: a value that is not compared."""
     return isinstance(leaf, _CONSTANTS)
@@ -70,25 +81,21 @@ class _Walk:
 
     def _children(self, tree: Any, name: str) -> Iterable[tuple[str, Any]] | None:
         """Return what a structure consists of; None where that cannot be told."""
-        if tree.__class__ is not list and tree.__class__ is not tuple and isinstance(tree, Mapping):
-            return [(f"{name}[{key!r}]", value) for key, value in tree.items()]
-        if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-            return [(f"{name}.{field}", value) for field, value in zip(tree._fields, tree, strict=True)]
-        if isinstance(tree, list | tuple):
-            return [(f"{name}[{index}]", value) for index, value in enumerate(tree)]
+        if (found := entries(tree, name)) is not None:
+            return found
         attributes = _attributes(tree)
         if attributes is None:
             return None
         fields = {field.name for field in dataclasses.fields(tree)} if dataclasses.is_dataclass(tree) else ()
         private = [key for key, value in attributes.items() if key.startswith("_") and isinstance(value, Mapping)]
         shown = private if len(private) == 1 and hasattr(type(tree), "__getattr__") else []
-        found: list[tuple[str, Any]] = []
+        members: list[tuple[str, Any]] = []
         for key, value in attributes.items():
             if key in shown:
-                found += [(_member(name, inner, attributes), item) for inner, item in value.items()]
+                members += [(_member(name, inner, attributes), item) for inner, item in value.items()]
             elif self._is_whole or key in fields or not key.startswith("_"):
-                found.append((f"{name}.{key}", value))
-        return found
+                members.append((f"{name}.{key}", value))
+        return members
 
 
 def _member(name: str, key: Any, attributes: Mapping[str, Any]) -> str:

@@ -255,15 +255,3 @@ def _extent(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, tuple
             return 1 + sum((length - 1) * step for step, length in dimensions), tuple(dimensions)
         run += (length - 1) * step
     return run, ()
-
-
-def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Return whether strides describe a permutation of a contiguous tensor: no holes and no overlap."""
-    expected = 1
-    for step, length in sorted((step, length) for step, length in zip(stride, shape, strict=True) if length != 1):
-        if length == 0:
-            return True
-        if step != expected:
-            return False
-        expected *= length
-    return True
