@@ -134,7 +134,7 @@ class Tracing(StepHooks):
         self._hash_mode.record_values("state", outputs, "outputs")
         self._observations.end()
         trace = self._hash_mode.finish()
-        self._evidence.note_samples(self._hash_mode.sketch.digests)
+        self._evidence.note_samples(self._hash_mode.sketch)
         self._session.put_evidence(self._evidence.take(step))
         if trace is None:
             raise TraceError(

@@ -44,32 +44,15 @@ class Samples:
     num_bytes: int
 
 
-class Sketch:
-    """The sketch of the samples of one batch: of the tensor with the largest ones; complete at the step's end."""
-
-    def __init__(self) -> None:
-        self._largest = Samples(digest=0, sketch=(), num_bytes=0)
-
-    @property
-    def digests(self) -> tuple[int, ...]:
-        """Of the samples that it keeps."""
-        return self._largest.sketch
-
-    def note(self, samples: Samples) -> None:
-        """Take the samples of one more tensor."""
-        if samples.sketch and samples.num_bytes > self._largest.num_bytes:
-            self._largest = samples
-
-
-def record_batch(recorder: Recorder, batch: Any) -> Sketch:
+def record_batch(recorder: Recorder, batch: Any) -> list[Samples]:
     """Record the tensors of a batch (phase data), each followed by the order-free digest of its samples.
 
     What cannot be looked into is recorded by its type, once for each.
 
     Returns:
-        The sketch of the samples.
+        The samples of each; those of a device that computes digests when the step is settled.
     """
-    sketch = Sketch()
+    found: list[Samples] = []
     unread: dict[str, str] = {}
     for name, tensor in leaves(batch, "batch", is_whole=True):
         if not isinstance(tensor, Tensor | int | float):
@@ -81,7 +64,7 @@ def record_batch(recorder: Recorder, batch: Any) -> Sketch:
             continue  # nested ones of torch's older layout have no sizes to ask for
         if not 1 <= tensor.shape[0] <= MAX_SAMPLES or has_parts(tensor) or tensor.is_quantized or not tensor.numel():
             continue
-        bits = _digest_samples(recorder.deferred, tensor, sketch)
+        bits = _digest_samples(recorder.deferred, tensor, found)
         if tensor.shape[0] > 1:
             record_bits(recorder, "samples", "data", name, bits, role="samples")
     for kind, name in unread.items():
@@ -89,14 +72,14 @@ def record_batch(recorder: Recorder, batch: Any) -> Sketch:
         record_bits(recorder, "unread", "data", name, 0, role="named", slot=slot)
         recorder.counts.opaque.add(f"{name} ({kind})")
     recorder.deferred.end_group()
-    return sketch
+    return found
 
 
-def _digest_samples(deferred: DeferredSites, tensor: Tensor, sketch: Sketch) -> Bits:
-    """Return the order-free digest of the samples of a tensor, and have them noted in the sketch."""
+def _digest_samples(deferred: DeferredSites, tensor: Tensor, found: list[Samples]) -> Bits:
+    """Return the order-free digest of the samples of a tensor, and have them noted."""
     if not deferred.is_deferred(tensor):
         samples = samples_of(tensor)
-        sketch.note(samples)
+        found.append(samples)
         return samples.digest
     num_samples = tensor.shape[0]
     size = tensor.numel() // num_samples * tensor.itemsize
@@ -104,7 +87,7 @@ def _digest_samples(deferred: DeferredSites, tensor: Tensor, sketch: Sketch) -> 
         copy = deferred.fetch(tensor)
         return derived((), lambda _: _sorted_words(copy.data_ptr(), num_samples, size).digest)
     rows = deferred.digest_rows(tensor)
-    deferred.ask(rows, lambda digests: sketch.note(_of_digests(digests, size)))
+    deferred.ask(rows, lambda digests: found.append(_of_digests(digests, size)))
     return derived(rows, lambda digests: _of_digests(digests, size).digest)
 
 

@@ -14,7 +14,7 @@ from det_callbacks.errors import CoverageWarning, TraceError
 from det_callbacks.runs.program import scalar_bits
 from det_callbacks.runs.selection import PHASES, Selection
 from det_callbacks.runs.steps import Expectation, StepTrace
-from det_callbacks.trace.batches import Sketch, record_batch
+from det_callbacks.trace.batches import Samples, record_batch
 from det_callbacks.trace.components import holds_data
 from det_callbacks.trace.dispatch import Interceptor, open_modes
 from det_callbacks.trace.leaves import flatten
@@ -100,8 +100,7 @@ class HashMode:
         self.recorder.names.list_parameters = self._parameters_of
         self._by_shape: dict[torch.Size, list[tuple[str, Tensor]]] = {}
         self.is_open = False
-        self.sketch = Sketch()
-        """Of the samples of the last batch."""
+        self._samples: list[Samples] = []
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -111,6 +110,12 @@ class HashMode:
     @optimizers.setter
     def optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         self._phases.seen = list(optimizers)
+
+    @property
+    def sketch(self) -> tuple[int, ...]:
+        """The sketch of the largest samples in the batch of the last step, when that has ended."""
+        largest = max(self._samples, key=lambda one: (one.sketch != (), one.num_bytes), default=None)
+        return () if largest is None else largest.sketch
 
     def __enter__(self) -> Self:
         self.begin()
@@ -144,7 +149,7 @@ class HashMode:
             if is_first:
                 record_group(recorder, "initial state", "state", self._state(), is_source=True)
             if batch is not None:
-                self.sketch = record_batch(recorder, batch)
+                self._samples = record_batch(recorder, batch)
             record_generators(recorder)
             self.is_open = True
             if self.selection.level != "state":

@@ -85,7 +85,7 @@ def test_a_training_step_is_the_same_at_every_level(level: str) -> None:
                 nn.utils.clip_grad_norm_(model.parameters(), 0.1)
                 optimizer.step()
                 traces.append(mode.finish())
-            sketches.append(mode.sketch.digests)
+            sketches.append(mode.sketch)
         return traces, sketches
 
     on_host, sketches = train(LateDevice())
