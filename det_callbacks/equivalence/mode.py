@@ -64,14 +64,9 @@ class CheckPlan:
     hidden_state: str
     is_foreign: bool
 
-    def argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return an argument of a call by its name."""
-        index = self.plan.argument_names.index(name)
-        return args[index] if index < len(args) else kwargs.get(name)
-
     def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         """Return the arguments that a call writes, scratch memory included."""
-        values = (self.argument(name, args, kwargs) for name in self.scratch)
+        values = (self.plan.argument(name, args, kwargs) for name in self.scratch)
         return written_arguments(self.plan, args, kwargs) + [value for value in values if isinstance(value, Tensor)]
 
 
@@ -260,7 +255,7 @@ class BitwiseEquivalenceMode:
                 # the class runs ops on the tensors that it is made of, and those come here again, one by one
                 self.skipped["subclass"] += 1
                 return NotImplemented
-        if check.hidden_state and check.argument(check.hidden_state, args, kwargs) is not None:
+        if check.hidden_state and plan.argument(check.hidden_state, args, kwargs) is not None:
             reason = "hidden_state"
         if not reason and is_capturing():
             reason = "capturing"

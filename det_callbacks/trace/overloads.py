@@ -208,10 +208,10 @@ class OpPlan:
             if name not in overwritten:
                 yield name, value
 
-    def argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], default: Any) -> Any:
-        """Return an argument of a call."""
+    def argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return an argument of a call, None where it is left at its default."""
         index = self.argument_names.index(name)
-        return args[index] if index < len(args) else kwargs.get(name, default)
+        return args[index] if index < len(args) else kwargs.get(name)
 
 
 @cache
@@ -331,7 +331,7 @@ def written_arguments(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any
     written: list[Tensor] = []
     for write in plan.writes:
         if plan.written_if and (condition := plan.written_if.get(write.name)):
-            given = plan.argument(condition, args, kwargs, None)
+            given = plan.argument(condition, args, kwargs)
             if given is None or given is False:
                 continue
         value = args[write.index] if write.index < len(args) else kwargs.get(write.name)
@@ -377,7 +377,7 @@ def in_flight(
     plan: OpPlan, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[Tensor], set[torch.device]]:
     """Return the tensors that a call copies to the host without anybody having waited for it, and where from."""
-    is_non_blocking = plan.argument("non_blocking", args, kwargs, False)
+    is_non_blocking = plan.argument("non_blocking", args, kwargs)
     written = written_arguments(plan, args, kwargs) if plan.writes else [out] if isinstance(out, Tensor) else []
     on_host = [tensor for tensor in written if tensor.is_cpu] if is_non_blocking else []
     if not on_host:
