@@ -85,7 +85,7 @@ def number(x: Tensor) -> float:
     return entropy()
 
 
-def test_numbers_are_compared_and_what_is_kept_is_bounded(monkeypatch):
+def test_numbers_are_compared_what_is_kept_is_bounded_and_the_mode_is_not_reentrant(monkeypatch):
     monkeypatch.setattr(equivalence_mode, "MAX_KEPT", 5)
     with BitwiseEquivalenceMode() as mode:
         number(torch.ones(1))
@@ -96,6 +96,12 @@ def test_numbers_are_compared_and_what_is_kept_is_bounded(monkeypatch):
     assert (found[0].dtype, found[0].shape, found[0].num_elements) == ("float", (), 1)
     assert found[0].max_ulps > 0
     assert (len(found), mode.num_mismatches, mode.skipped) == (5, 13, {})
+    mode = BitwiseEquivalenceMode()
+    with mode, pytest.raises(TraceError, match="already open"):
+        mode.begin()
+    with mode:
+        noisy(torch.ones(1))
+    assert mode.num_mismatches == 1
 
 
 def test_it_raises_at_the_op():
@@ -110,15 +116,6 @@ def test_it_raises_at_the_op():
     copy = pickle.loads(pickle.dumps(error))
     assert (str(copy), copy.mismatch, copy.args) == (str(error), error.mismatch, error.args)
     assert mode.get_mismatches() == [error.mismatch]
-
-
-def test_it_is_not_reentrant():
-    mode = BitwiseEquivalenceMode()
-    with mode, pytest.raises(TraceError, match="already open"):
-        mode.begin()
-    with mode:
-        noisy(torch.ones(1))
-    assert mode.num_mismatches == 1
 
 
 # many ops: none is reported that is deterministic, and none fails
@@ -140,18 +137,14 @@ def test_everyday_ops_give_the_same_bits_twice(name):
     assert set(mode.skipped) <= HARMLESS, mode.skipped
 
 
-def swept(stride: int) -> dict[str, Any]:
-    """Run every stride-th op that torch tests, in a process of its own: importing its samples changes global flags."""
+@pytest.mark.parametrize("stride", [pytest.param(12, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.soak)])
+def test_ops_that_torch_tests_give_the_same_bits_twice(stride):
+    """In a process of its own: importing the samples that torch has for its tests changes global flags."""
     script = Path(__file__).with_name("op_database.py")
     command = [sys.executable, str(script), "equivalence", str(stride)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.mark.parametrize("stride", [pytest.param(12, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.soak)])
-def test_ops_that_torch_tests_give_the_same_bits_twice(stride):
-    found = swept(stride)
+    found = json.loads(done.stdout.splitlines()[-1])
     assert [place for place in found["found"] if place[0] not in AT_FAULT] == []
     assert set(found["skipped"]) <= HARMLESS, found["skipped"]
     assert found["num_compared"] > 0.6 * found["num_ops"] > 25_000 / stride

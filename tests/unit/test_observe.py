@@ -67,15 +67,8 @@ def test_the_paths_of_nested_values(tmp_path: Path) -> None:
     tree = {"k": [torch.ones(1), None], 3: point(1, 2.0), "d": Pair(torch.ones(1), "text"), "c": 1j}
     with ObserverContext(tmp_path, "run"):
         assert observe("name", tree) is tree
-    assert names(tmp_path / "run") == [
-        "name['k'][0]",
-        "name['k'][1]",
-        "name[3].x",
-        "name[3].y",
-        "name['d'].left",
-        "name['d'].right",
-        "name['c']",
-    ]
+    paths = ("['k'][0]", "['k'][1]", "[3].x", "[3].y", "['d'].left", "['d'].right", "['c']")
+    assert names(tmp_path / "run") == [f"name{path}" for path in paths]
     changed = {**tree, "d": Pair(torch.ones(1), "other")}
     with pytest.warns(DivergenceWarning):
         assert mismatches(tmp_path, tmp_path / "run", ("name", changed)) == [("name['d'].right", "content")]
@@ -91,13 +84,9 @@ def test_any_text_is_a_name(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "r"]
 
 
-def endless() -> list[Any]:
-    tree: list[Any] = []
-    tree.append(tree)
-    return tree
-
-
 def test_what_cannot_be_a_name_or_an_observation(tmp_path: Path) -> None:
+    endless: list[Any] = []
+    endless.append(endless)
     with ObserverContext(tmp_path, "run"):
         observe("fine", 1)
         for function in (observe, observe_non_deterministic, observe_grad, observe_non_deterministic_grad):
@@ -108,7 +97,7 @@ def test_what_cannot_be_a_name_or_an_observation(tmp_path: Path) -> None:
             ({1, 2}, "a set; .* a sorted list"),
             ([1, [lambda: 0]], r"'x\[1\]\[0\]' is a function"),
             (nn.Linear(1, 1), "state_dict"),
-            (endless(), "contain itself"),
+            (endless, "contain itself"),
             ({"a": ()}, "empty dict"),
             (np.ones(3), "as_tensor"),
             (b"", "bytes"),
@@ -119,7 +108,7 @@ def test_what_cannot_be_a_name_or_an_observation(tmp_path: Path) -> None:
                 observe_grad("x", tree)  # type: ignore[arg-type]  # likewise
 
 
-def test_occurrences_phases_and_modules(tmp_path: Path) -> None:
+def test_occurrences_phases_and_modules_of_values_and_of_each_backward_pass(tmp_path: Path) -> None:
     class Inner(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return observe("x", x * 2)
@@ -132,19 +121,21 @@ def test_occurrences_phases_and_modules(tmp_path: Path) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.inner(self.inner(x))
 
+    x = torch.ones(2, requires_grad=True)
     with ObserverContext(tmp_path, "run") as observer:
         for _ in range(2):
-            x = torch.ones(2, requires_grad=True)
             observe_grad("x", x)
             Outer()(observe("x", x)).sum().backward()
+            (x * 2).sum().backward()
             observer.next_step()
+    assert not x._backward_hooks
     for step in range(2):
         found = [(site.phase, site.module, site.op, site.name, site.occurrence) for site in sites(observer.path, step)]
         assert found == [
             ("forward", "", "", "x", 0),
             ("forward", "Outer.inner", "", "x", 0),
             ("forward", "Outer.inner", "", "x", 1),
-            ("backward", "", "", "grad of x", 0),
+            *(("backward", "", "", "grad of x", number) for number in range(2)),
         ]
 
 
@@ -219,18 +210,6 @@ def test_modules_of_earlier_steps_are_not_kept(tmp_path: Path) -> None:
         gc.collect()
         assert [one() for one in known] == [None] * 3
     assert [site.module for site in sites(tmp_path / "run", 2)] == [""]
-
-
-def test_each_backward_pass_is_an_occurrence_of_the_gradient(tmp_path: Path) -> None:
-    weight = nn.Parameter(torch.ones(2))
-    with ObserverContext(tmp_path, "run") as observer:
-        for _ in range(3):
-            observe_grad("w", weight)
-            (weight * 2).sum().backward()
-            (weight * 3).sum().backward()
-            observer.next_step()
-    assert [names(observer.path, step) for step in range(3)] == [["grad of w"] * 2] * 3
-    assert not weight._backward_hooks
 
 
 def test_a_gradient_that_never_comes_is_reported(tmp_path: Path) -> None:

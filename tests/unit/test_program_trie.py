@@ -81,11 +81,6 @@ def test_equal_numbers_that_are_not_the_same_are_told_apart(values):
         assert all(one != other for one, other in pairwise(found))
 
 
-def test_a_signed_zero_is_told_apart_where_only_floats_are_taken():
-    traces = steps_of(lambda value: torch.nan_to_num(X, nan=value), [0.0, -0.0])
-    assert numbers_of(traces[1], "nan_to_num.default") == {"nan": bits(-0.0)}
-
-
 def test_other_numbers_and_lengths_are_the_same_program():
     def step(number: int) -> None:
         torch.mul(X, number)

@@ -11,8 +11,6 @@ from tracing import digests_by_name, position_of, reads_of, site_of, step_of, tr
 from det_callbacks.digest import digest_output, digest_tensor
 from det_callbacks.trace.hash_mode import HashMode
 
-# What a digest is of
-
 
 def test_a_digest_is_that_of_the_output():
     kept: list[Tensor] = []
@@ -30,9 +28,6 @@ def test_a_digest_is_that_of_the_output():
     entry = trace.layout.entries[position_of(trace, "_to_copy.default")]
     assert entry is not None
     assert (entry.dtype, entry.shape, entry.stride) == ("float32", (1, 3, 2, 2), (12, 1, 6, 3))
-
-
-# What is skipped
 
 
 def test_what_is_skipped_is_counted():
@@ -77,9 +72,6 @@ def test_ops_of_a_condition_are_an_opaque_region():
     assert reads_of(trace, "sum.default") in (["input"], ["output[0]"])
 
 
-# In-place, foreach and fused ops
-
-
 def test_each_tensor_that_a_fused_op_writes_is_a_site_with_its_name():
     model = nn.Linear(4, 2)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -120,9 +112,6 @@ def test_lists_are_read_and_written_element_by_element():
     assert site_of(trace, "sum.default").inputs == (position_of(trace, "_foreach_copy_.default", 1),)
 
 
-# Generators and values
-
-
 def test_passed_generators_are_read_and_keep_apart():
     def body():
         first, second = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
@@ -158,9 +147,6 @@ def test_numbers_that_leave_the_device_are_values():
     of_four = struct.unpack("<Q", struct.pack("<d", 4.0))[0]
     assert rows == [("float", of_four), ("int", 1), ("bool", 1), ("bool", 1)]
     assert reads_of(trace, "_local_scalar_dense.default") == ["sum.default"]
-
-
-# What the recorder holds
 
 
 def test_a_step_keeps_no_tensor_alive():
