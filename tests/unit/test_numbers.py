@@ -156,16 +156,12 @@ def test_views_and_gradients_and_packed_elements() -> None:
     assert (scalar.first, scalar.shape) == ((), ())
 
 
-def test_whole_numbers_beyond_float64_do_not_become_equal() -> None:
+def test_what_float64_does_not_hold_is_neither_equal_nor_given(chunk: int) -> None:
     found = tensor_numbers(LABEL, torch.tensor([2**62]), torch.tensor([2**62 + 1]))
     assert (found.num_differing, found.max_ulps, found.max_absolute) == (1, 1, 1.0)
     assert found.first_values == (str(2**62), str(2**62 + 1))
-
-
-def test_a_difference_beyond_float64_is_not_given(chunk: int) -> None:
     largest = torch.finfo(torch.float64).max
-    one = torch.tensor([largest, 1.0], dtype=torch.float64)
-    other = torch.tensor([-largest, 2.0], dtype=torch.float64)
+    one, other = torch.tensor([[largest, 1.0], [-largest, 2.0]], dtype=torch.float64)
     for left, right in ((one, other), (one.flip(0), other.flip(0))):
         found = tensor_numbers(LABEL, left, right)
         assert (found.num_differing, found.num_inf) == (2, 0)

@@ -149,22 +149,6 @@ def test_a_run_keeps_the_numbers_of_a_call_and_the_comparison_shows_them(tmp_pat
     assert shown.is_origin is None, "nobody can tell what the op was called with"
 
 
-def test_the_trie_is_bounded(monkeypatch):
-    monkeypatch.setattr("det_callbacks.trace.program_trie.MAX_NODES", 200)
-    mode = HashMode()
-
-    def step(number: int) -> None:
-        for _ in range(number % 37):
-            torch.exp(X)
-        torch.sin(X)
-
-    first = step_of(mode, lambda: step(5))
-    for number in range(100):
-        step_of(mode, lambda number=number: step(number))
-        assert mode.recorder.trie.num_nodes <= 200 + 40
-    assert_same(first, step_of(mode, lambda: step(5)))
-
-
 def test_occurrences_are_counted_per_place():
     trace = traced(lambda: [torch.exp(X), torch.sin(X), torch.exp(X), torch.exp(X)])
     assert [site_of(trace, "exp.default", number).occurrence for number in range(3)] == [0, 1, 2]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from tracing import digests_by_name, position_of, reads_of, site_of, step_of, traced, with_role
+from tracing import assert_same, digests_by_name, position_of, reads_of, site_of, step_of, traced, with_role
 
 from det_callbacks.digest import digest_output, digest_tensor
 from det_callbacks.trace.hash_mode import HashMode
@@ -186,13 +186,16 @@ def test_one_reference_of_every_storage_is_given_back():
 
 
 @pytest.mark.parametrize("is_strange", [False, True])
-def test_layouts_are_bounded(monkeypatch, is_strange):
+def test_what_is_kept_from_step_to_step_is_bounded(monkeypatch, is_strange):
     monkeypatch.setattr("det_callbacks.trace.layouts.MAX_ENTRIES", 50)
+    monkeypatch.setattr("det_callbacks.trace.program_trie.MAX_NODES", 200)
     mode = HashMode()
     x = torch.ones(130)
 
     def step(number: int):
         part = x[:number].exp()
+        for _ in range(number % 37):
+            x.sin()
         if is_strange:
             part.to_sparse().coalesce()
 
@@ -201,8 +204,9 @@ def test_layouts_are_bounded(monkeypatch, is_strange):
     for number in range(1, 120):
         step_of(mode, lambda number=number: step(number))
         assert len(mode.recorder.layouts._order) <= 60
+        assert mode.recorder.trie.num_nodes <= 200 + 40
     again = step_of(mode, lambda: step(3))
-    assert again.layout_id == first.layout_id
+    assert_same(again, first)
     assert again.layout == layout
 
 

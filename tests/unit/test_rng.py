@@ -89,21 +89,20 @@ def test_an_op_reads_the_generator_that_it_is_passed_or_that_its_device_has(cuda
 
 
 def test_those_of_xpu_and_of_a_mac_are_named_saved_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    xpu, mac = [torch.Generator().manual_seed(index) for index in range(2)], torch.Generator()
+    generators = [torch.Generator().manual_seed(index) for index in range(3)]
     monkeypatch.setattr(torch.xpu, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.xpu, "default_generators", tuple(xpu))
+    monkeypatch.setattr(torch.xpu, "default_generators", tuple(generators[:2]))
     monkeypatch.setattr(torch.xpu, "current_device", lambda: 1)
     monkeypatch.setattr(torch.xpu.graphs, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    monkeypatch.setattr(torch.mps, "_default_mps_generator", mac)
+    monkeypatch.setattr(torch.mps, "_default_mps_generator", generators[2])
     assert names() == ["torch.xpu:0", "torch.xpu", "torch.mps"]
     states = stored(GeneratorStates.capture())
-    before = [generator.get_state() for generator in (*xpu, mac)]
-    for generator in (*xpu, mac):
+    before = [generator.get_state() for generator in generators]
+    for generator in generators:
         torch.rand(1, generator=generator)
     assert states.restore() == []
-    now = [generator.get_state() for generator in (*xpu, mac)]
-    assert all(map(torch.equal, now, before))
+    assert all(torch.equal(one.get_state(), state) for one, state in zip(generators, before, strict=True))
 
 
 # what is recorded
@@ -249,35 +248,34 @@ class Slotted:
 
 
 def test_generators_are_found_wherever_an_object_keeps_them() -> None:
-    generators = [random.Random(index) for index in range(8)]
+    inner, outer = random.Random(0), [random.Random(1)]
     slotted = Slotted()
-    slotted.rng = generators[0]
+    slotted.rng = random.Random(2)
     module = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
-    module[1].noise = generators[7] = torch.Generator()
-    inner = generators[2]
+    module[1].noise = torch.Generator()
     root = SimpleNamespace(
         slotted=slotted,
-        listed=[1, (generators[3],)],
-        keyed={"a": generators[4]},
-        partial=functools.partial(print, generators[5]),
-        bound=generators[6].choice,
+        listed=[1, (random.Random(3),)],
+        keyed={"a": random.Random(4)},
+        partial=functools.partial(print, random.Random(5)),
+        bound=random.Random(6).choice,
         function=lambda: inner.random(),
+        closure=lambda: outer[0].random(),
         module=module,
         own=torch.default_generator,
         system=random.SystemRandom(),
-        closure=lambda: generators[1].random(),
     )
     root.itself = root
-    found = find_generators({"root": root})
-    places = [
-        *("slotted.rng", "closure.generators[1]", "function.inner", "listed[1][0]", "keyed['a']", "partial.args[0]"),
-        *("bound.__self__", "module.1.noise"),
-    ]
-    for place, generator in zip(places, generators, strict=True):
-        assert found[f"root.{place}"] is generator
-    assert all(one is not torch.default_generator for one in found.values())
-    assert not any("system" in path for path in found)
-    root = SimpleNamespace(samples=[random.Random(0)] * (MAX_ITEMS + 1), trainer=SimpleNamespace(rng=random.Random(1)))
-    assert find_generators({"root": root}, left=(dict,)) == {"root.trainer.rng": root.trainer.rng}, (
-        "data is not searched"
-    )
+    assert find_generators({"root": root}) == {
+        "root.slotted.rng": slotted.rng,
+        "root.listed[1][0]": root.listed[1][0],
+        "root.keyed['a']": root.keyed["a"],
+        "root.partial.args[0]": root.partial.args[0],
+        "root.bound.__self__": root.bound.__self__,
+        "root.function.inner": inner,
+        "root.closure.outer[0]": outer[0],
+        "root.module.1.noise": module[1].noise,
+    }
+    root = SimpleNamespace(samples=[inner] * (MAX_ITEMS + 1), trainer=SimpleNamespace(rng=random.Random(1)))
+    found = find_generators({"root": root}, left=(dict,))
+    assert found == {"root.trainer.rng": root.trainer.rng}, "data is not searched"
