@@ -28,7 +28,6 @@ TESTS = """
     START = torch.initial_seed()
     PLANTED = os.environ.get("PLANTED", "")
 
-
     class Model(pl.LightningModule):
         def __init__(self, lr):
             super().__init__()
@@ -41,24 +40,20 @@ TESTS = """
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=self.lr)
 
-
     def train(callback, lr=0.1):
         torch.set_num_threads(2 if PLANTED == "elsewhere" else 1)
         quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
         trainer = pl.Trainer(callbacks=[callback], max_steps=2, accelerator="cpu", **quiet)
         trainer.fit(Model(lr), DataLoader(TensorDataset(torch.rand(8, 4)), batch_size=2))
 
-
     def test_plain(training_snapshot):
         train(training_snapshot(level="state"))
-
 
     class TestNet:
         @pytest.mark.parametrize("lr", [0.1])
         def test_two(self, training_snapshot, lr):
             for name in ("first", "second"):
                 train(training_snapshot(name=name, level="state", settings={"seed": 3}), lr)
-
 
     def test_without():
         assert torch.initial_seed() == START
@@ -195,25 +190,20 @@ BAD = """
     import pytest
     from test_net import train
 
-
     def test_never_trains(training_snapshot):
         training_snapshot()
-
 
     def test_fails_by_itself(training_snapshot):
         train(training_snapshot(level="state"))
         assert False, "the test's own"
 
-
     def test_stops(training_snapshot):
         train(training_snapshot(level="state"))
         raise KeyboardInterrupt
 
-
     def test_two_without_names(training_snapshot):
         training_snapshot()
         training_snapshot(name="other")
-
 
     def test_arguments(training_snapshot):
         training_snapshot(mode="verify")
@@ -251,29 +241,6 @@ def test_references_that_no_test_uses_are_listed_where_all_tests_ran(project: Pa
     assert "no test uses" not in run_in(project, "-x", PLANTED="yes").text
     done = run_in(project, PLANTED="yes")
     assert done.text.count("  tests/__determinism__/") == 2, "those of tests that failed are not known"
-
-
-TWICE = """
-    import pytest
-    from _pytest.runner import runtestprotocol
-
-
-    def pytest_runtest_protocol(item, nextitem):  # as pytest-rerunfailures runs a test again
-        for report in runtestprotocol(item, nextitem=nextitem, log=False)[:2]:
-            report.outcome = "rerun"
-            item.ihook.pytest_runtest_logreport(report=report)
-        item._initrequest()
-        runtestprotocol(item, nextitem=nextitem)
-        return True
-"""
-
-
-@pytest.mark.slow
-def test_a_test_that_runs_twice_counts_once(project: Path) -> None:
-    (project / "conftest.py").write_text(textwrap.dedent(TWICE))
-    done = run_in(project)
-    assert done.counts(passed=3, rerun=3), done.text
-    assert f"references of trainings: {NUM_REFERENCES} matched\n" in done.text
 
 
 def test_nothing_heavy_is_loaded_before_a_test_asks(tmp_path: Path) -> None:

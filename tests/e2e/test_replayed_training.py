@@ -1,6 +1,5 @@
 """Trainings with nondeterministic ops: diverged without replay; with it a match, and the recorded weights."""
 
-import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,13 +13,7 @@ from tiers import rest_slow
 from torch import Tensor
 from trainers import LIGHTNING_ADVICE, has_same_weights
 
-from det_callbacks import (
-    CoverageWarning,
-    DeterminismCallback,
-    DivergenceError,
-    ReplayError,
-    SelectionError,
-)
+from det_callbacks import CoverageWarning, DeterminismCallback, DivergenceError, ReplayError, SelectionError
 from det_callbacks.cli import main
 
 pytestmark = LIGHTNING_ADVICE
@@ -43,7 +36,6 @@ class Noisy(Classifier):
 
 
 ALL = ("planted.noisy.default", "backward/*:planted.noisy_backward.default", "forward/:planted.noisy_.*", NUMBERS)
-_calls = itertools.count(1)
 
 
 def record(folder: Path, model: type[Classifier] = Noisy, **options: Any) -> Any:
@@ -121,22 +113,6 @@ def test_an_output_that_cannot_be_put_back_is_refused_by_name(tmp_path: Path) ->
     module, options = STYLES["sparse"]
     with pytest.raises(ReplayError, match="has the layout sparse_coo, so its bits cannot be saved and put back"):
         train(module, DeterminismCallback(tmp_path / "run", mode="record", replay=("*",)), **options)
-
-
-class Unseeded(Classifier):
-    """Its dropout is as good as unseeded."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        hidden = torch.relu(self.first(inputs))
-        generator = torch.Generator().manual_seed(next(_calls))
-        mask = torch.bernoulli(torch.full_like(hidden, 0.5), generator=generator)
-        return self.last(hidden * mask)
-
-
-def test_an_unseeded_generator_needs_its_own_state_to_differ(tmp_path: Path) -> None:
-    record(tmp_path / "run", Unseeded, replay=("aten.bernoulli.*",))
-    with pytest.raises(DivergenceError, match="generator on cpu"):
-        verify(tmp_path / "run", tmp_path / "current", Unseeded)
 
 
 # what is wrong is said

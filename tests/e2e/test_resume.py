@@ -10,27 +10,11 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, GradientAccumulationScheduler, LearningRateFinder
-from resumes import (
-    RESUMING,
-    Augmented,
-    Manual,
-    Noisy,
-    SaveAfter,
-    fit,
-    loader,
-    problems_beside,
-    record,
-    refused,
-    resume,
-)
+from resumes import RESUMING, Augmented, Manual, Noisy, SaveAfter, fit, loader, problems_beside, record, refused, resume
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
-from det_callbacks import (
-    DeterminismCallback,
-    DivergenceError,
-    NothingComparedError,
-)
+from det_callbacks import DeterminismCallback, DivergenceError, NothingComparedError
 from det_callbacks.runs.store import Run
 
 pytestmark = RESUMING
