@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import signal
 import time
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,14 @@ STEPS = 8
 SLOW = pytest.mark.slow
 
 
+def record_in(folder: Path, **options: Any) -> DeterminismCallback:
+    return DeterminismCallback(folder / "run", mode="record", **options)
+
+
+def verify_in(folder: Path, **options: Any) -> DeterminismCallback:
+    return DeterminismCallback(folder / "run", current=folder / "current", **options)
+
+
 class EndAt(pl.Callback):
     """Ends a rank in some way, in step 2."""
 
@@ -67,8 +75,7 @@ class EndAt(pl.Callback):
 def test_the_others_end(how: str, rank: int, exit_code: int, workers: int, tmp_path: Path) -> None:
     def body(_: int) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        callbacks = DeterminismCallback(tmp_path / "run", mode="record"), EndAt(how, rank)
-        trainer = quiet_trainer(*callbacks, devices=2, strategy="ddp")
+        trainer = quiet_trainer(record_in(tmp_path), EndAt(how, rank), devices=2, strategy="ddp")
         trainer.fit(Classifier(), DataLoader(Samples(), batch_size=4, num_workers=workers))
 
     ended = run_ranks(body, tmp_path / "record")
@@ -81,26 +88,19 @@ def test_the_others_end(how: str, rank: int, exit_code: int, workers: int, tmp_p
     assert [run.rank(rank).steps(0).tolist() for rank in run.ranks] == [[0, 1]] * 2
 
 
-class SleepIn(pl.Callback):
+class Sleep(pl.Callback):
     """Takes longer on one rank alone than the others wait for a rank that is in a step, as a large save does."""
 
-    def __init__(self, hook: str) -> None:
-        setattr(self, hook, self.sleep)
-
-    def sleep(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        if trainer.global_rank == 0 and trainer.fit_loop.epoch_loop.total_batch_idx >= 3:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == 0 and batch_idx == 3:
             time.sleep(3)
 
 
-@pytest.mark.parametrize("hook", ["on_train_end", pytest.param("on_train_batch_end", marks=SLOW)])
-def test_a_slow_rank_is_waited_for(hook: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_rank_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RankGroup.__init__.__kwdefaults__, "end_seconds", 1.0)  # for the forked processes
-    slow = SleepIn(hook)
 
     def body(_: int) -> None:
-        callback = DeterminismCallback(tmp_path / "run", mode="record")
-        order = (callback, slow) if hook == "on_train_batch_end" else (slow, callback)
-        trainer = quiet_trainer(*order, devices=2, strategy="ddp")
+        trainer = quiet_trainer(record_in(tmp_path), Sleep(), devices=2, strategy="ddp")
         trainer.fit(Classifier(), DataLoader(Samples(), batch_size=4))
 
     run_ranks(body, tmp_path / "output", status=0)
@@ -108,10 +108,14 @@ def test_a_slow_rank_is_waited_for(hook: str, tmp_path: Path, monkeypatch: pytes
 
 
 class Unequal(Classifier):
-    """Has fewer batches on rank 1."""
+    """May have fewer batches on rank 1."""
+
+    def __init__(self, num_samples: int) -> None:
+        super().__init__()
+        self.num_samples = num_samples
 
     def train_dataloader(self) -> Any:
-        return DataLoader(Subset(Samples(), range(16 if self.global_rank else 32)), batch_size=4)
+        return DataLoader(Subset(Samples(), range(self.num_samples if self.global_rank else 32)), batch_size=4)
 
 
 def test_a_rank_with_fewer_batches_ends_all_and_nothing_matches(
@@ -120,18 +124,16 @@ def test_a_rank_with_fewer_batches_ends_all_and_nothing_matches(
     """Rank 1 comes to the end of its fit, and rank 0 is in a collective of the training."""
     monkeypatch.setitem(RankGroup.__init__.__kwdefaults__, "end_seconds", 2.0)  # for the forked processes
 
-    def fit(callback: DeterminismCallback, model: Classifier) -> None:
-        pl.seed_everything(11)
-        trainer = quiet_trainer(callback, devices=2, strategy="ddp", use_distributed_sampler=False)
-        trainer.fit(model, None if isinstance(model, Unequal) else DataLoader(Samples(), batch_size=4))
+    def run(num_samples: int, callback: Callable[..., DeterminismCallback]) -> list[Ended]:
+        def body(_: int) -> None:
+            pl.seed_everything(11)
+            trainer = quiet_trainer(callback(tmp_path), devices=2, strategy="ddp", use_distributed_sampler=False)
+            trainer.fit(Unequal(num_samples))
 
-    def run(model: type[Classifier], **arguments: Any) -> list[Ended]:
-        return run_ranks(
-            lambda _: fit(DeterminismCallback(tmp_path / "run", **arguments), model()), tmp_path / model.__name__
-        )
+        return run_ranks(body, tmp_path / str(num_samples))
 
-    assert [one.exit_code for one in run(Classifier, mode="record")] == [0, 0]
-    other, one = run(Unequal, current=tmp_path / "current")
+    assert [one.exit_code for one in run(32, record_in)] == [0, 0]
+    other, one = run(16, verify_in)
     assert (other.exit_code > 0, one.exit_code) == (True, 2), other.output + one.output
     assert "Rank 1 of 2 has finished its training, and rank 0 is in a training step, for 2 seconds" in one.output
     assert "one got fewer batches than the others, stopped early, or failed" in one.output
@@ -144,11 +146,9 @@ def test_a_judge_that_fails_is_no_match(tmp_path: Path, monkeypatch: pytest.Monk
     def judge(*paths: Path) -> Verdict:
         raise ReferenceFormatError("a file was damaged meanwhile", str(paths[0]))
 
-    record = partial(DeterminismCallback, tmp_path / "run", mode="record")
-    run_ranks(lambda _: train(record()), tmp_path / "record", status=0)
+    run_ranks(lambda _: train(record_in(tmp_path)), tmp_path / "record", status=0)
     monkeypatch.setattr(verification, "compare_runs", judge)
-    callback = partial(DeterminismCallback, tmp_path / "run", current=tmp_path / "current")
-    _, other = run_ranks(lambda _: train(callback()), tmp_path / "verify", status=2)
+    _, other = run_ranks(lambda _: train(verify_in(tmp_path)), tmp_path / "verify", status=2)
     assert "No verdict: Rank 0 failed in judging the two runs" in other.output
     assert f"det-callbacks diff {tmp_path / 'run'} {tmp_path / 'current'}" in other.output
     assert not (tmp_path / "current" / "verdict.json").exists()
@@ -250,10 +250,9 @@ def test_a_rank_that_a_strategy_forks_ends_as_diverged_where_a_fit_is_left() -> 
 
 
 def test_a_rank_that_is_killed_while_it_opens_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    record = partial(DeterminismCallback, tmp_path / "run", mode="record")
     with monkeypatch.context() as killed:
         killed.setattr(writer, "write_manifest", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-        one, other = run_ranks(lambda _: train(record()), tmp_path / "killed")
+        one, other = run_ranks(lambda _: train(record_in(tmp_path)), tmp_path / "killed")
     assert (one.exit_code, other.exit_code) == (-signal.SIGKILL, 2), other.output
-    run_ranks(lambda _: train(record(overwrite=True)), tmp_path / "again", status=0)
+    run_ranks(lambda _: train(record_in(tmp_path, overwrite=True)), tmp_path / "again", status=0)
     assert Run.open(tmp_path / "run").is_complete
