@@ -4,7 +4,7 @@ A fault "below the trace" is a dispatch mode that is open around the whole fit: 
 returned other bits.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,7 +28,6 @@ BLOCKS = 10
 CLASSES = 3
 STEPS = 4
 BATCH = 8
-FACTORS = tuple(1 + index / 1024 for index in range(1, 21))
 
 Around = Callable[[pl.LightningModule], AbstractContextManager[object]]
 
@@ -43,19 +42,6 @@ class Block(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return inputs + self.drop(self.act(self.up(self.norm(inputs))))
-
-
-class Ladder(nn.Module):
-    """Twenty multiplications, one like the other."""
-
-    def __init__(self, factors: Sequence[float]) -> None:
-        super().__init__()
-        self.factors = list(factors)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        for factor in self.factors:
-            inputs = inputs * factor
-        return inputs
 
 
 @library.custom_op("planted_faults::double", mutates_args=())
@@ -83,26 +69,24 @@ class Custom(nn.Module):
 
 
 class Deep(pl.LightningModule):
-    """Ten blocks, a ladder, a custom Function and whatever a test puts in the middle."""
+    """Ten blocks, a custom Function and whatever a test puts in the middle."""
 
     def __init__(
         self,
         *,
-        factors: Sequence[float] = FACTORS,
         middle: Callable[[], nn.Module] = nn.Identity,
         optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
         **optimizer_options: Any,
     ) -> None:
         super().__init__()
         self.net = nn.Sequential(*(Block() for _ in range(BLOCKS)))
-        self.ladder = Ladder(factors)
         self.custom = Custom()
         self.middle = middle()
         self.head = nn.Linear(WIDTH, CLASSES)
         self.make_optimizer = partial(optimizer, **{"lr": 0.01, **optimizer_options})
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.head(self.middle(self.custom(self.ladder(self.net(inputs)))))
+        return self.head(self.middle(self.custom(self.net(inputs))))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         inputs, labels = batch
@@ -200,15 +184,7 @@ class Cast(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """One training, with or without a fault.
-
-    Attributes:
-        model: makes the model, after the seed was set.
-        around: opened around the fit.
-        data: inputs and labels, four batches of eight in order.
-        callbacks: before ours.
-        options: of the Trainer.
-    """
+    """One training, with or without a fault."""
 
     model: Callable[[], pl.LightningModule] = Deep
     around: Around = lambda model: nullcontext()

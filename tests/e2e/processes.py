@@ -103,7 +103,6 @@ def train(
     batches: int = 4,
     strategy: Any = "ddp",
     world_size: int = 2,
-    fit: Any = None,
     **options: Any,
 ) -> tuple[pl.Trainer, Any]:
     """Train on as many processes as there are, with batches that are equally many on each."""
@@ -112,7 +111,7 @@ def train(
     callbacks = [*others] if callback is None else [*others, callback]
     trainer = quiet_trainer(*callbacks, devices=world_size, strategy=strategy, **options)
     size = 32 // (batches * world_size)
-    trainer.fit(module, DataLoader(Samples(), batch_size=size), **(fit or {}))
+    trainer.fit(module, DataLoader(Samples(), batch_size=size))
     return trainer, module
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from faults import FACTORS, Cast, Deep, Training, below, first_of, other_content, verify
+from faults import Cast, Deep, Training, below, first_of, other_content, verify
 from trainers import LIGHTNING_ADVICE
 
 pytestmark = LIGHTNING_ADVICE
@@ -74,20 +74,3 @@ def test_the_culprit_is_named(fault: str, tmp_path: Path, references: Callable[.
     if first.is_origin:
         assert verdict.origins[0] == first
         assert "an origin is" not in verdict.explanation, "it is said once"
-
-
-@pytest.mark.parametrize(("factor", "place", "kind"), [(1.0, 7, "missing"), (1.5, 0, "extra")])
-def test_one_op_among_twenty_like_it_is_one_difference(
-    factor: float, place: int, kind: str, tmp_path: Path, references: Callable[..., Path]
-) -> None:
-    has_no_effect = factor == 1
-    longer = partial(Deep, factors=(*FACTORS[:place], factor, *FACTORS[place:]))
-    before, after = (Deep, longer) if kind == "extra" else (longer, Deep)
-    reference = references(before)
-    verdict = verify(reference, Training(model=after), tmp_path / "current")
-    first = first_of(verdict)
-    assert (first.step, first.phase, first.module, first.op) == (0, "forward", "ladder", "aten.mul.Tensor")
-    assert (first.kind, first.occurrence, first.is_origin) == (kind, place, True)
-    assert verdict.cause == ("structure" if has_no_effect else "forward")
-    assert f"is only in the {'current run' if kind == 'extra' else 'reference'}" in verdict.explanation
-    assert not any(origin.phase == "forward" for origin in verdict.origins[1:])

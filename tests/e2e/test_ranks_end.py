@@ -3,6 +3,8 @@
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -159,64 +161,53 @@ def test_a_judge_that_fails_is_no_match(tmp_path: Path, monkeypatch: pytest.Monk
         compare_runs(tmp_path / "run", tmp_path / "current")
 
 
-def train_fits(folder: Path, *, fault: str = "none", num_fits: int = 1, status: int = 0, **options: Any) -> list[Ended]:
-    """Train one model in several fits, with one callback."""
-
+def train_faulty(folder: Path, fault: str = "none", *, status: int = 1, **options: Any) -> list[Ended]:
     def body(_: int) -> None:
         callback = DeterminismCallback(folder / "run", current=folder / "current", **options)
         pl.seed_everything(11, verbose=False)
-        module = Faulty(fault)
         trainer = quiet_trainer(callback, devices=2, strategy="ddp")
-        for number in range(num_fits):
-            trainer.fit_loop.max_epochs = number + 1
-            try:
-                trainer.fit(module, DataLoader(Samples(), batch_size=32 // STEPS // 2))
-            finally:
-                found = callback.verdict and callback.verdict.verdict
-                print(f"fit {number}: {trainer.global_step} steps, verdict {found}")
-        if (error := take_unfinished()) is not None:  # as at the process's exit
-            raise error
+        try:
+            trainer.fit(Faulty(fault), DataLoader(Samples(), batch_size=32 // STEPS // 2))
+        finally:
+            print(f"{trainer.global_step} steps, verdict {callback.verdict and callback.verdict.verdict}")
 
     return run_ranks(body, folder / "output", status=status)
 
 
-def closing_lines(ended: list[Ended]) -> list[list[str]]:
-    return [[line for line in one.output.splitlines() if line.startswith("det_callbacks: ")] for one in ended]
-
-
 @pytest.fixture(scope="module")
 def one_fit(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    train_fits(folder := tmp_path_factory.mktemp("one"), mode="record")
+    train_faulty(folder := tmp_path_factory.mktemp("one"), mode="record", status=0)
     return folder
 
 
 def test_two_fits_are_verified_together_and_both_have_to_come(tmp_path: Path) -> None:
-    train_fits(tmp_path, mode="record", num_fits=2)
-    run = Run.open(tmp_path / "run")
-    assert run.is_complete
-    assert [[len(run.rank(rank).steps(segment)) for segment in (0, 1)] for rank in (0, 1)] == [[STEPS, STEPS]] * 2
-    ended = train_fits(tmp_path, num_fits=2)
-    verdict = verdict_in(tmp_path)
-    assert (verdict["verdict"], verdict["counts"]["steps_compared"]) == ("match", 4 * STEPS)
-    assert all("fit 0: 8 steps, verdict None" in one.output for one in ended)
-    assert all("fit 1: 16 steps, verdict match" in one.output for one in ended)
-    first, second = closing_lines(ended)
-    assert [line.split(":")[1] for line in first] == [" part 1 (fit) of 2 agrees", " match"]
-    assert second == []
-    ended = train_fits(tmp_path, status=1)
+    def run(mode: Any, num_fits: int, status: int) -> list[Ended]:
+        def body(_: int) -> None:
+            callback = DeterminismCallback(tmp_path / "run", mode=mode, current=tmp_path / f"{num_fits}" / "current")
+            for _ in range(num_fits):
+                train(callback)
+            if (error := take_unfinished()) is not None:  # as at the process's exit
+                raise error
+
+        return run_ranks(body, tmp_path / mode, status=status)
+
+    run("record", 2, status=0)
+    ended = run("verify", 2, status=0)
+    assert [one.output.count("det_callbacks: match: verified 16 steps of 2 ranks") for one in ended] == [1, 0]
+    ended = run("verify", 1, status=1)
     assert all("holds 2 parts (fit, fit), and this process ended after 1" in one.output for one in ended)
-    assert verdict_in(tmp_path)["verdict"] == "diverged"
+    assert verdict_in(tmp_path / "1")["verdict"] == "diverged"
 
 
 def test_all_ranks_go_on_to_the_end(one_fit: Path, tmp_path: Path) -> None:
-    ended = train_fits(linked(one_fit, tmp_path), fault="data", on_divergence="collect", status=1)
+    ended = train_faulty(linked(one_fit, tmp_path), "data", on_divergence="collect")
     verdict = verdict_in(tmp_path)
     assert (verdict["verdict"], verdict["counts"]["steps_compared"]) == ("diverged", 2 * STEPS)
     assert (verdict["first_divergence"]["rank"], verdict["first_divergence"]["step"]) == (1, 2)
-    assert all(f"fit 0: {STEPS} steps, verdict diverged" in one.output for one in ended)
-    ((line,), others) = closing_lines(ended)
-    assert line.startswith("det_callbacks: diverged: verified 16 steps of 2 ranks, ")
-    assert others == []
+    assert all(f"{STEPS} steps, verdict diverged" in one.output for one in ended)
+    assert ended[0].output.count("det_callbacks: ") == 1
+    assert "det_callbacks: diverged: verified 16 steps of 2 ranks, " in ended[0].output
+    assert "det_callbacks: " not in ended[1].output
 
 
 # after other weights only rank 1 differs by then
@@ -225,8 +216,8 @@ def test_all_ranks_stop_at_the_same_sync(
     every: int, last: int, fault: str, one_fit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(group, "SYNC_EVERY_N_STEPS", every)
-    ended = train_fits(linked(one_fit, tmp_path), fault=fault, status=1)
-    assert all(f"fit 0: {last + 1} steps, verdict diverged" in one.output for one in ended)
+    ended = train_faulty(linked(one_fit, tmp_path), fault)
+    assert all(f"{last + 1} steps, verdict diverged" in one.output for one in ended)
     verdict = verdict_in(tmp_path)
     assert (verdict["counts"]["steps_compared"], verdict["coverage"]["steps"]) == (2 * (last + 1), [0, last])
     assert not [row for row in verdict["origins"] if row["kind"] == "missing"]
@@ -239,14 +230,20 @@ def test_all_ranks_stop_at_the_same_sync(
 
 
 def wait_for_another_fit() -> None:
+    print("not flushed yet", end="")
     wait(wait_for_another_fit, Waiting(error=DivergenceError("one fit of two"), is_fatal=True))
 
 
-def test_a_rank_that_a_strategy_forks_ends_as_diverged_where_a_fit_is_left() -> None:
+def test_a_process_ends_as_diverged_where_a_fit_is_left_also_one_that_a_strategy_forks() -> None:
     child = multiprocessing.get_context("fork").Process(target=wait_for_another_fit)
     child.start()
     child.join()
     assert child.exitcode == 1
+    words = [sys.executable, "-W", "ignore", "-c", "import test_ranks_end as here; here.wait_for_another_fit()"]
+    path = os.pathsep.join(str(folder) for folder in Path(__file__).parents[:2])
+    done = subprocess.run(words, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "not flushed yet")
+    assert done.stderr.startswith("DivergenceError: one fit of two")
 
 
 def test_a_rank_that_is_killed_while_it_opens_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

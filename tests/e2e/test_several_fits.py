@@ -1,8 +1,5 @@
 """A run of several fits: one reference, one verdict, and a process that may not end before the last of them."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -111,26 +108,3 @@ def test_a_difference_in_the_first_fit_is_not_waited_with(two_fits: Path, tmp_pa
     with pytest.raises(DivergenceError, match=r"first\.weight differs"):
         fit.run()
     assert take_unfinished() is None
-
-
-SCRIPT = """
-import atexit, sys
-from fits import Fit
-from det_callbacks import DeterminismCallback
-atexit.register(print, "registered before")
-Fit(DeterminismCallback(sys.argv[1], current=sys.argv[2])).run()
-print("not flushed yet", end="")
-"""
-
-
-@pytest.mark.slow
-def test_the_status_of_a_process_with_one_fit_of_two(two_fits: Path, tmp_path: Path) -> None:
-    path = os.pathsep.join(str(folder) for folder in Path(__file__).parents[:2])
-    words = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(two_fits), str(tmp_path / "current")]
-    options = {"env": {**os.environ, "PYTHONPATH": path}, "timeout": 120, "check": False}
-    done = subprocess.run(words, capture_output=True, text=True, **options)
-    assert done.returncode == 1, done.stderr
-    assert "part 1 (fit) of 2 agrees" in done.stdout
-    assert "not flushed yet" in done.stdout
-    assert "DivergenceError: diverged: the reference" in done.stderr
-    assert "Traceback" not in done.stderr
