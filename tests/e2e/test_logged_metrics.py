@@ -12,9 +12,10 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from fits import StopError
+from fits import RaiseAt, StopError
 from judged import require_one_verdict
 from processes import run_ranks, verdict_in
+from resumes import SaveAfter
 from styles import Classifier, Samples
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Subset
@@ -22,7 +23,6 @@ from trainers import LIGHTNING_ADVICE, quiet_trainer
 
 from det_callbacks import DeterminismCallback, compare_runs
 from det_callbacks.callback.fits import take_unfinished
-from det_callbacks.callback.logged import LoggedMetrics
 from det_callbacks.errors import (
     DivergenceError,
     NothingComparedError,
@@ -301,35 +301,12 @@ def test_the_parts_of_a_session_are_one_run_and_told_apart(tmp_path: Path, capsy
     assert (verdict.verdict, verdict.environment) == ("match", ())
 
 
-class Saves(pl.Callback):
-    """Saves after a validation, and in the middle of an epoch."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        trainer.save_checkpoint(self.folder / f"batch-{trainer.global_step - 1}.ckpt")
-
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not trainer.sanity_checking:
-            trainer.save_checkpoint(self.folder / f"validation-{trainer.current_epoch}.ckpt")
-
-
-@pytest.mark.parametrize("saved", ["batch-3", pytest.param("validation-0", marks=SLOW)])
-def test_metrics_of_a_resumed_run(whole: Path, tmp_path: Path, saved: str) -> None:
-    read = LoggedMetrics.read_epoch
-    calls = itertools.count()
-
-    def read_or_die(self: Any, trainer: pl.Trainer) -> Any:
-        if next(calls) == 2:  # before the fit, after epoch 0, after epoch 1
-            raise StopError
-        return read(self, trainer)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LoggedMetrics, "read_epoch", read_or_die)
-        with pytest.raises(StopError):
-            Session("record", tmp_path / "resumed").fit(Saves(tmp_path))
-    checkpoint = tmp_path / f"{saved}.ckpt"
+@pytest.mark.parametrize(("after", "at"), [(4, "batch"), pytest.param(3, "validation", marks=SLOW)])
+def test_metrics_of_a_resumed_run(whole: Path, tmp_path: Path, after: int, at: str) -> None:
+    stops = RaiseAt("on_train_epoch_end", StopError(), call=2)
+    with pytest.raises(StopError):
+        Session("record", tmp_path / "resumed").fit(SaveAfter(tmp_path, after, at=at), stops)
+    checkpoint = tmp_path / f"{after}.ckpt"
     Session("record", tmp_path / "resumed").fit(resume=checkpoint)
     for reference, current in itertools.permutations([whole, tmp_path / "resumed"]):
         verdict = compare_runs(reference, current)
@@ -344,16 +321,17 @@ def test_damaged_metrics_are_an_error(whole: Path, tmp_path: Path) -> None:
     path = reference / "rank-00000" / "attempt-000.metrics.jsonl"
     content = path.read_bytes()
     flipped, moved = content[:-1].replace(b"0", b"1", 1) + b"\n", content.replace(b'"step":2', b'"step":4', 1)
-    for damaged in (flipped, b"{}\n" + content, moved):
-        path.write_bytes(damaged)
-        with pytest.raises(ReferenceFormatError, match=r"attempt-000\.metrics\.jsonl is damaged: line 1"):
-            compare_runs(reference, whole)
-    with pytest.raises(ReferenceFormatError, match=r"attempt-000\.metrics\.jsonl is damaged: line 1"):
+    cut = content[: -len(content.splitlines()[-1]) // 2]
+    for says, damages in (
+        ("line 1", (flipped, b"{}\n" + content, moved)),
+        ("run.json tells of 4 readings, and", (cut, b"", None)),
+    ):
+        for damaged in damages:
+            path.unlink() if damaged is None else path.write_bytes(damaged)
+            with pytest.raises(ReferenceFormatError, match=rf"attempt-000\.metrics\.jsonl is damaged: {says}"):
+                compare_runs(reference, whole)
+    with pytest.raises(ReferenceFormatError, match=r"attempt-000\.metrics\.jsonl is damaged"):
         Session("verify", reference).fit()
-    for lost in (content[: -len(content.splitlines()[-1]) // 2], b"", None):
-        path.unlink() if lost is None else path.write_bytes(lost)
-        with pytest.raises(ReferenceFormatError, match=r"metrics\.jsonl is damaged: run.json tells of 4 readings, and"):
-            compare_runs(reference, whole)
 
 
 class OnRanks(Logged):
