@@ -4,7 +4,6 @@ import json
 import os
 import random
 import shutil
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,6 +80,10 @@ def test_deletion_of_all_but_the_best_leaves_nothing(save_last: Any, tmp_path: P
     last = check_checkpoint(keeping.last_model_path).sidecar
     assert last is not None
     assert (last.step, last.epoch) == (7, 1)
+    plain = Fit(every(tmp_path, 100, save_last=save_last), enable_checkpointing=True, max_epochs=3)
+    plain.run(ckpt_path="last")  # without us
+    assert plain.trainer.ckpt_path == str(tmp_path / "checkpoints" / "last.ckpt")
+    assert plain.trainer.global_step == 12
 
 
 def test_saved_by_hand_during_and_after_a_fit_and_in_other_stages(tmp_path: Path) -> None:
@@ -102,23 +105,21 @@ def test_saved_by_hand_during_and_after_a_fit_and_in_other_stages(tmp_path: Path
     assert sidecar["entries"]["optimizer_states"]["0/state/0/exp_avg"]["parameter"] == "first.weight"
 
 
-@pytest.mark.parametrize("kind", ["model", "exception"])
-def test_a_checkpoint_of_an_exception_has_digests(kind: str, tmp_path: Path) -> None:
-    saving: pl.Callback = OnExceptionCheckpoint(tmp_path / "checkpoints")
-    if kind == "model":
-        saving = every(tmp_path, 100, save_on_exception=True)
+def test_a_checkpoint_of_an_exception_has_digests(tmp_path: Path) -> None:
+    def saving() -> OnExceptionCheckpoint:
+        return OnExceptionCheckpoint(tmp_path / "checkpoints")
+
     with pytest.raises(StopError):
-        fit(tmp_path, saving, RaiseAt("on_train_batch_start", StopError("stop"))).run()
+        fit(tmp_path, saving(), RaiseAt("on_train_batch_start", StopError("stop"))).run()
     assert_all_agree(tmp_path / "checkpoints", 1)
     (path,) = (tmp_path / "checkpoints").glob("*.ckpt")
     sidecar = check_checkpoint(path).sidecar
     assert sidecar is not None
     assert sidecar.step == 1
-    if kind == "exception":  # its teardown, after ours, takes the checkpoint away
-        again = OnExceptionCheckpoint(tmp_path / "checkpoints")
-        options = {"enable_checkpointing": True, "default_root_dir": tmp_path}
-        Fit(ours(tmp_path, resume="plain"), again, **options).run(ckpt_path=str(path))
-        assert os.listdir(tmp_path / "checkpoints") == []
+    # its teardown, after ours, takes the checkpoint away
+    options = {"enable_checkpointing": True, "default_root_dir": tmp_path}
+    Fit(ours(tmp_path, resume="plain"), saving(), **options).run(ckpt_path=str(path))
+    assert os.listdir(tmp_path / "checkpoints") == []
 
 
 # checkpoints without digests
@@ -150,17 +151,6 @@ def test_an_io_that_writes_later_gets_no_digests(io: Any, line: str, tmp_path: P
     fit(tmp_path, every(tmp_path, 4), plugins=[io()]).run()
     assert line in capsys.readouterr().out
     assert not list(tmp_path.rglob("*.digests.json"))
-
-
-def test_a_trainer_without_it_finds_the_last_checkpoint(tmp_path: Path) -> None:
-    fit(tmp_path, every(tmp_path, 4, save_last=True)).run()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Checkpoint directory")
-        warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`")
-        plain = Fit(every(tmp_path, 100, save_last=True), enable_checkpointing=True, max_epochs=2)
-        plain.run(ckpt_path="last")
-    assert plain.trainer.ckpt_path == str(tmp_path / "checkpoints" / "last.ckpt")
-    assert plain.trainer.global_step == 8
 
 
 # kills: a process ends without a word at its n-th change of the disk
