@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import ANY
 
 import lightning.pytorch as pl
 import numpy as np
@@ -225,29 +226,20 @@ def see(*callbacks: pl.Callback, factor_at: int | None = None) -> tuple[str, str
     return re.sub(CONTROL, "", ours), bars[-1]
 
 
-@pytest.fixture(scope="module")
-def seen_reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Recorded where the others run, with as many threads."""
-    path = tmp_path_factory.mktemp("reference") / "run"
-    see(DeterminismCallback(path, mode="record", level="state"), TQDMProgressBar())
-    return path
-
-
 @pytest.mark.parametrize("bar", [TQDMProgressBar, pytest.param(RichProgressBar, marks=pytest.mark.slow)])
-def test_our_line_is_whole_and_the_bar_says_how_far_it_is(
-    bar: type[ProgressBar], seen_reference: Path, tmp_path: Path
-) -> None:
-    line, drawn = see(DeterminismCallback(seen_reference, current=tmp_path / "current"), bar())
+def test_our_line_is_whole_and_the_bar_says_how_far_it_is(bar: type[ProgressBar], tmp_path: Path) -> None:
+    run, current, other = (tmp_path / name for name in ("run", "current", "other"))
+    see(DeterminismCallback(run, mode="record", level="state"), bar())
+    line, drawn = see(DeterminismCallback(run, current=current), bar())
     assert line == (
-        f"det_callbacks: match: verified 8 steps, 345 sites at level state, 2 metrics, against {seen_reference} "
-        f"(verdict and diverging steps: {tmp_path / 'current'})"
+        f"det_callbacks: match: verified 8 steps, 345 sites at level state, 2 metrics, against {run} "
+        f"(verdict and diverging steps: {current})"
     )
     assert re.search(r"determinism[=:] ?8 steps match", drawn)
     assert "loss" in drawn
-    current = tmp_path / "other"
-    line, _ = see(bar(), DeterminismCallback(seen_reference, current=current), factor_at=5)
+    line, _ = see(bar(), DeterminismCallback(run, current=other), factor_at=5)
     assert line.startswith("det_callbacks: diverged: verified 6 steps, ")
-    assert line.endswith(f"(verdict and diverging steps: {current}; report: {current / 'report.html'})")
+    assert line.endswith(f"(verdict and diverging steps: {other}; report: {other / 'report.html'})")
 
 
 class Own(TQDMProgressBar):
@@ -255,34 +247,27 @@ class Own(TQDMProgressBar):
         return {"mine": "yes"}
 
 
-class Fails(pl.Callback):
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        assert "get_metrics" in vars(trainer.progress_bar_callback)
-        raise StopError
-
-
 class OnlyNumbers(ProgressBar):
-    """A bar of a user's, of numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shown: list[str] = []
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        metrics = self.get_metrics(trainer, pl_module)
-        self.shown.append(" ".join(f"{name}={value:.1f}" for name, value in metrics.items()))
+    """A bar of a user's, which need not take text."""
 
 
-def test_what_a_user_shows_stays(seen_reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, drawn = see(Own(), DeterminismCallback(seen_reference, current=tmp_path / "current"))
-    assert "mine=yes, determinism=8 steps match" in drawn
-    bar = TQDMProgressBar(refresh_rate=0)  # is given back also where the training fails
-    with pytest.raises(StopError):
-        training(bar, DeterminismCallback(tmp_path / "failed", mode="record"), Fails(), enable_progress_bar=True).run()
-    assert "get_metrics" not in vars(bar)
-    bar = OnlyNumbers()
-    callback = DeterminismCallback(tmp_path / "run", mode="record", level="state")
-    training(bar, callback, max_epochs=1, enable_progress_bar=True).run()
-    assert len(bar.shown) == 4
-    assert all(re.fullmatch(r"loss=\d\.\d", line) for line in bar.shown)
-    assert "det_callbacks: recorded 4 steps, " in capsys.readouterr().out
+class Looks(pl.Callback):
+    """Looks at what the bar shows after the second batch, and stops."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.shown = trainer.progress_bar_callback.get_metrics(trainer, pl_module)
+            raise StopError
+
+
+def test_what_a_user_shows_stays(tmp_path: Path) -> None:
+    for bar, shown in (
+        (Own(refresh_rate=0), {"mine": "yes", "determinism": "2 steps recorded"}),
+        (OnlyNumbers(), {"loss": ANY}),
+    ):
+        callback = DeterminismCallback(tmp_path / type(bar).__name__, mode="record", level="state")
+        looks = Looks()
+        with pytest.raises(StopError):
+            training(bar, callback, looks, enable_progress_bar=True).run()
+        assert looks.shown == shown
+        assert "get_metrics" not in vars(bar)
