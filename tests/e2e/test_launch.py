@@ -45,35 +45,30 @@ def test_a_script_is_recorded_and_verified_as_it_is(run_command: Run) -> None:
     assert Path("other/run/report.html").stat().st_size > 1000
 
 
-def test_a_script_of_which_nothing_is_recorded_or_verified_ends_with_2(run_command: Run) -> None:
+def test_what_goes_wrong_has_a_status_and_is_said_once(run_command: Run) -> None:
+    """Of several processes the last one would replace the verdict of the first."""
     assert run_command("record", "run", "--level", "state").status == 0
-    for words, faults, says in (
-        (("record", "run"), ["no fit"], "no Trainer had a fit"),
-        (("verify", "run"), ["no fit"], "no Trainer had a fit"),
-        (("verify", "run"), ["own", "twice"], "the script has a DeterminismCallback of its own, which is used"),
-        (("verify", "run"), ["broken"], "the script failed with status 1"),
+    failed, several = (
+        "the script failed with status 1",
+        "The command trains in several processes that are no ranks of one",
+    )
+    for command, faults, status, says in (
+        ("record run", ["no fit"], 2, "no Trainer had a fit"),
+        ("verify run", ["no fit"], 2, "no Trainer had a fit"),
+        ("verify run", ["own", "twice"], 2, "the script has a DeterminismCallback of its own, which is used"),
+        ("verify run", ["broken"], 2, failed),
+        ("check", ["broken"], 2, failed),
+        ("verify run", ["planted", "processes"], 1, "DIVERGED"),
+        ("verify run", ["processes"], 2, several),
+        ("record run", [], 2, failed),
     ):
-        done = run_command(*words, "--level", "state", faults=faults)
-        assert (done.status, done.text.count(says)) == (2, 1), done.text
-        assert ("ZeroDivisionError: the script's own error" in done.errors) is ("broken" in faults)
-    assert StoredRun.open(Path("own")).is_complete
-
-
-def test_processes_that_are_no_ranks_are_no_run(run_command: Run) -> None:
-    """The last of them would replace the verdict of the first."""
-    assert run_command("record", "run", "--level", "state").status == 0
-    done = run_command("verify", "run", "--level", "state", faults=["planted", "processes"])
-    assert done.status == 1
-    done = run_command("verify", "run", "--level", "state", faults=["processes"])
-    assert done.status == 2
-    assert "The command trains in several processes that are no ranks of one training" in done.text
-
-
-def test_our_errors_have_no_traceback_and_bad_options_start_nothing(run_command: Run) -> None:
-    assert run_command("record", "run", "--level", "state").status == 0
-    done = run_command("record", "run", "--level", "state")
-    assert (done.status, "Traceback" in done.errors) == (2, False)
+        done = run_command(*command.split(), "--level", "state", faults=faults)
+        assert (done.status, done.text.count(says)) == (status, 1), done.text
+        shown = done.text if command == "check" else done.errors
+        assert ("ZeroDivisionError: the script's own error" in shown) is ("broken" in faults)
+        assert ("Traceback" in shown) is ("broken" in faults)
     assert "RunExistsError: " in done.errors
+    assert StoredRun.open(Path("own")).is_complete
     for words, says in (
         (("record", "run", "--level", "ops"), "--level: invalid choice: 'ops'"),
         (("record", "run", "--every-n-steps", "x"), "--every-n-steps: must be a whole number"),
@@ -116,13 +111,6 @@ def test_augmentation_in_the_main_process_depends_on_the_workers(run_command: Ru
     row = r"^workers +2 instead of 0 +diverged +step 0, data: batch\[0\] +data_content$"
     assert re.search(row, done.text, re.MULTILINE)
     assert "bit for bit; bits depend on: workers; kept in" in done.last
-
-
-def test_what_a_failing_script_printed_is_shown(run_command: Run) -> None:
-    done = run_command("check", "--level", "state", faults=["broken"])
-    assert done.status == 2
-    assert "ZeroDivisionError: the script's own error" in done.text
-    assert "it could not be checked whether the script repeats itself" in done.last
 
 
 def test_an_interruption_says_where_the_run_is(run_command: Run, monkeypatch: pytest.MonkeyPatch) -> None:
