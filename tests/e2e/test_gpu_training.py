@@ -20,8 +20,11 @@ from det_callbacks import DeterminismCallback, DivergenceError, DivergenceWarnin
 from det_callbacks.runs.store import Run
 
 PROGRAM = Path(__file__).with_name("gpu_fits.py")
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-pytestmark = LIGHTNING_ADVICE
+pytestmark = [
+    LIGHTNING_ADVICE,
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 def run(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -39,23 +42,13 @@ def run(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.gpu
-@needs_gpu
-@pytest.mark.parametrize("is_recorded", [False, True], ids=["plain", "level op"])
-def test_nothing_waits_for_the_device_inside_a_step(tmp_path: Path, is_recorded: bool) -> None:
-    ours = [DeterminismCallback(tmp_path / "run", mode="record", level="op")] if is_recorded else []
-    fit_without_waits(ImageModel(), *ours)
-
-
-@pytest.mark.gpu
-@needs_gpu
-def test_a_wait_inside_a_step_is_noticed() -> None:
+def test_nothing_waits_for_the_device_inside_a_step_unnoticed(tmp_path: Path) -> None:
+    fit_without_waits(ImageModel())
+    fit_without_waits(ImageModel(), DeterminismCallback(tmp_path / "run", mode="record", level="op"))
     with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"):
         fit_without_waits(ImageModel(does_wait=True))
 
 
-@pytest.mark.gpu
-@needs_gpu
 def test_recording_takes_little_of_the_devices_memory(tmp_path: Path) -> None:
     sizes = {"width": 256, "batch_size": 512}  # 16 MiB for each activation in bfloat16, hundreds of MiB in all
     peak_of_fit(**sizes)  # workspaces that the libraries keep
@@ -65,8 +58,6 @@ def test_recording_takes_little_of_the_devices_memory(tmp_path: Path) -> None:
     assert recorded - plain <= 128 * MIB, f"{(recorded - plain) / MIB:.0f} MiB more than {plain / MIB:.0f} MiB"
 
 
-@pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize(("strategy", "namespace"), [("auto", "aten"), ("ddp", "c10d"), ("fsdp2", "fsdp")])
 def test_a_recording_under_the_default_settings_matches(tmp_path: Path, strategy: str, namespace: str) -> None:
     """With DDP and FSDP2 also collectives and gathered weights on streams of their own."""
@@ -120,16 +111,6 @@ def fit_scattered(*callbacks: Callback) -> Scattered:
     return model
 
 
-def watched(callback: DeterminismCallback) -> Scattered:
-    try:
-        # in step 0 the digests' kernels are compiled, and tried on the device before they are taken
-        return fit_scattered(*within_steps(forbid_waiting, callback, first_step=1))
-    finally:
-        forbid_waiting(False)
-
-
-@pytest.mark.gpu
-@needs_gpu
 def test_what_the_audit_names_is_replayed_without_a_wait(tmp_path: Path) -> None:
     audit = DeterminismCallback(None, current=tmp_path / "audit", mode="audit", on_divergence="warn")
     with pytest.warns(DivergenceWarning):
@@ -138,9 +119,15 @@ def test_what_the_audit_names_is_replayed_without_a_wait(tmp_path: Path) -> None
     for op in (INDEX_ADD, ATTENTION):
         assert op in replay.read_text()
 
-    recorded = watched(DeterminismCallback(tmp_path / "run", mode="record", replay=str(replay)))
     callback = DeterminismCallback(tmp_path / "run", current=tmp_path / "current")
-    verified = watched(callback)
+    recording = DeterminismCallback(tmp_path / "run", mode="record", replay=str(replay))
+    try:
+        # in step 0 the digests' kernels are compiled, and tried on the device before they are taken
+        recorded, verified = (
+            fit_scattered(*within_steps(forbid_waiting, one, first_step=1)) for one in (recording, callback)
+        )
+    finally:
+        forbid_waiting(False)
     assert callback.verdict.verdict == "match"
     assert callback.verdict.counts.sites_differing == 0
     replayed = callback.verdict.coverage.replayed
@@ -148,10 +135,6 @@ def test_what_the_audit_names_is_replayed_without_a_wait(tmp_path: Path) -> None
     assert sum(entry["differing"] for entry in replayed.values()), "other bits were there"
     assert has_same_weights(recorded, verified)
 
-
-@pytest.mark.gpu
-@needs_gpu
-def test_without_replay_they_diverge(tmp_path: Path) -> None:
-    fit_scattered(DeterminismCallback(tmp_path / "run", mode="record"))
+    fit_scattered(DeterminismCallback(tmp_path / "unreplayed", mode="record"))
     with pytest.raises(DivergenceError):
-        fit_scattered(DeterminismCallback(tmp_path / "run", current=tmp_path / "current"))
+        fit_scattered(DeterminismCallback(tmp_path / "unreplayed", current=tmp_path / "other"))
