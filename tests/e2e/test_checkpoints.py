@@ -1,9 +1,11 @@
 """Each checkpoint that a Trainer saves gets digests; one that is damaged, or another, is refused when it is loaded."""
 
+import itertools
 import json
 import os
 import random
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -155,7 +157,7 @@ def test_an_io_that_writes_later_gets_no_digests(io: Any, line: str, tmp_path: P
 
 # kills: a process ends without a word at its n-th change of the disk
 
-DISK_CHANGES = ("replace", "rename", "unlink", "rmdir", "mkdir", "remove", "fsync")
+DISK_CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir")  # as Python's audit calls them, whoever asks for it
 
 
 def run_killed(work: Callable[[], object], at: int) -> bool:
@@ -163,21 +165,9 @@ def run_killed(work: Callable[[], object], at: int) -> bool:
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 99
-    count = 0
-
-    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
-        def changed(*args: Any, **options: Any) -> Any:
-            nonlocal count
-            if count == at:
-                os._exit(99)
-            count += 1
-            return function(*args, **options)
-
-        return changed
-
+    count = itertools.count()
+    sys.addaudithook(lambda event, _: os._exit(99) if event in DISK_CHANGES and next(count) == at else None)
     try:
-        for name in DISK_CHANGES:
-            setattr(os, name, counted(getattr(os, name)))
         work()
     finally:
         os._exit(0)

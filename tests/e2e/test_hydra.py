@@ -21,7 +21,7 @@ from process_state import process_state
 import det_callbacks.hydra as job_callback
 from det_callbacks.callback import ReplicaAuditCallback
 from det_callbacks.callback.fits import Waiting, note_ended, wait
-from det_callbacks.errors import DetCallbacksError, DivergenceError, NotComparableError, SettingsError
+from det_callbacks.errors import DivergenceError, NotComparableError, SettingsError
 
 RunApp = Callable[..., int]
 
@@ -107,18 +107,20 @@ def test_every_job_of_a_multirun_starts_where_the_first_did(run_app: RunApp) -> 
     assert starts[0]["torch"] == (3, torch.Generator().manual_seed(3).get_state().tolist())
 
 
-ENDS: list[tuple[Any, str, int, str]] = [  # what the job of seed 1 raises (None: it has no fit), and the status
+ONE_OF_TWO = Waiting(error=DivergenceError("one fit of two"), is_fatal=True)
+ENDS: list[tuple[Any, str, int, str]] = [  # what the job of seed 1 raises, if Hydra shows all of it, and the status
     (DivergenceError("it diverged"), "1", 1, "DivergenceError: it diverged"),
     (SettingsError("not in force"), "0", 2, "SettingsError: not in force"),
     (NotComparableError("another machine"), "0", 3, "NotComparableError: another machine"),
     (ZeroDivisionError("mine"), "0", 1, "ZeroDivisionError: mine"),
-    (None, "0", 2, "no DeterminismCallback ran a fit in this job"),
+    ("no fit", "0", 2, "no DeterminismCallback ran a fit in this job"),
+    (ONE_OF_TWO, "0", 1, "DivergenceError: one fit of two"),
 ]
 
 
-@pytest.mark.parametrize(("error", "is_full", "status", "words"), ENDS)
+@pytest.mark.parametrize(("end", "is_full", "status", "words"), ENDS)
 def test_how_a_job_ended_is_the_status(
-    error: Any, is_full: str, status: int, words: str, run_app: RunApp, errors: Errors, monkeypatch: Any
+    end: Any, is_full: str, status: int, words: str, run_app: RunApp, errors: Errors, monkeypatch: Any
 ) -> None:
     """Our errors have no traceback unless Hydra is asked for it, others are left to Hydra."""
     jobs = []
@@ -128,18 +130,27 @@ def test_how_a_job_ended_is_the_status(
     def task(config: DictConfig) -> None:
         make_a_mess()
         jobs.append(config.seed)
-        if error or config.seed == 2:
+        if end != "no fit" or config.seed == 2:
             note_ended()
-        if error and config.seed == 1:
-            raise error
+        if end is ONE_OF_TWO and config.seed == 1:
+            wait(task, end)
+        elif isinstance(end, Exception) and config.seed == 1:
+            raise end
 
     assert run_app(task, *MULTIRUN, *VERIFY) == status
     assert jobs == [1, 2]
     assert process_state() == before
     printed = errors()
     assert words in printed
-    if isinstance(error, DetCallbacksError):
+    if not isinstance(end, ZeroDivisionError):
+        assert printed.count(words) == 1
         assert ("Traceback" in printed, "in task" in printed) == (is_full == "1",) * 2
+
+
+def test_a_refused_argument_of_the_callback_is_ours(run_app: RunApp, errors: Errors) -> None:
+    assert run_app(lambda config: hydra.utils.instantiate(config.callbacks), *VERIFY, "determinism.phases=[fwd]") == 2
+    printed = errors()
+    assert ("fwd" in printed, "Traceback" in printed) == (True, False)
 
 
 @pytest.mark.parametrize(
@@ -199,17 +210,6 @@ def test_an_audit_of_replicas_has_to_run(run_app: RunApp, errors: Errors) -> Non
     callback = built[-1]
     assert isinstance(callback, ReplicaAuditCallback)
     assert (callback.every_n_steps, callback.ignore) == (100, ("a.*",))
-
-
-def test_a_job_that_ended_before_the_last_fit_of_its_reference_fails(run_app: RunApp, errors: Errors) -> None:
-    def task(config: DictConfig) -> None:
-        note_ended()
-        if config.seed == 1:
-            error = DivergenceError("one fit of two")
-            wait(task, Waiting(error=error, is_fatal=True))
-
-    assert run_app(task, *MULTIRUN, *VERIFY) == 1
-    assert errors().count("DivergenceError: one fit of two") == 1
 
 
 def test_folders_start_where_the_program_was_started(run_app: RunApp, tmp_path: Path) -> None:
