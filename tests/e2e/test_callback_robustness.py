@@ -56,6 +56,7 @@ HOOKS: list[Any] = [
     ("on_fit_start", 1, True, []),
     ("on_train_start", 1, True, []),
     ("on_before_backward", 1, False, []),
+    ("on_after_backward", 3, True, [0, 1]),
     ("on_train_batch_start", 3, False, [0, 1]),
     ("on_before_zero_grad", 3, True, [0, 1]),
     ("on_train_batch_end", 3, True, [0, 1]),
@@ -69,38 +70,28 @@ HOOKS: list[Any] = [
 def test_an_exception_in_another_callback(
     hook: str, call: int, is_before: bool, steps: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """After the backward pass somebody presses Ctrl-C, which Lightning makes an exit of."""
+    is_ctrl_c = hook == "on_after_backward"
     callback = DeterminismCallback(tmp_path / "run", mode="record")
-    other = RaiseAt(hook, StopError(hook), call=call)
+    other = RaiseAt(hook, KeyboardInterrupt() if is_ctrl_c else StopError(hook), call=call)
     fit = Fit(*((other, callback) if is_before else (callback, other)), model=Validated, val_check_interval=2)
-    with pytest.raises(StopError, match=hook):
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(SystemExit if is_ctrl_c else StopError, match=None if is_ctrl_c else hook):
         fit.run()
+    signal.signal(signal.SIGINT, before)  # Lightning leaves it ignored
     assert_nothing_left(fit, callback)
+    said = capsys.readouterr().out
     if not steps:
         assert not (tmp_path / "run" / "run.json").exists()
-        if hook == "on_before_backward":
-            assert f"before its first step: nothing is recorded in {tmp_path}" in capsys.readouterr().out
+        assert (f"before its first step: nothing is recorded in {tmp_path}" in said) == (hook != "on_fit_start")
         record(tmp_path / "run")
         return
     run = Run.open(tmp_path / "run")
     assert not run.is_complete
     assert "process did not end as it should" in str(run.incomplete_reason)
     assert run.rank(0).steps(0).tolist() == steps
-
-
-def test_ctrl_c(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    callback = DeterminismCallback(tmp_path / "run", mode="record")
-    fit = Fit(RaiseAt("on_after_backward", KeyboardInterrupt()), callback)
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        with pytest.raises(SystemExit):
-            fit.run()
-    finally:
-        signal.signal(signal.SIGINT, before)  # Lightning leaves it ignored
-    assert_nothing_left(fit, callback)
-    run = Run.open(tmp_path / "run")
-    assert not run.is_complete
-    assert run.rank(0).num_steps == 2
-    assert "recording stopped by KeyboardInterrupt after 2 steps" in capsys.readouterr().out
+    reason = "KeyboardInterrupt" if is_ctrl_c else "StopError"
+    assert f"recording stopped by {reason} after {len(steps)} steps" in said
 
 
 def test_no_step_is_an_error_and_never_a_match(reference: Path, tmp_path: Path) -> None:
