@@ -110,7 +110,7 @@ class _Builder:
         self._verdict = verdict
         self._runs = reference, current
         self._compared = {rank: read_compared(current, rank) for rank in reference.ranks if rank in current.ranks}
-        self._known_names: dict[int, set[str]] = {}
+        self._begun: set[int] = set()
         self._row_of: dict[str, int] = {}
         self._rows_of_program: dict[int, np.ndarray] = {}
         self.fits = [
@@ -214,21 +214,19 @@ class _Builder:
         """Return at which of the differing sites a difference starts.
 
         In the first step of a rank that differs the verdict says which ops those are: it knows of other ranks, and of
-        writers that nobody saw. What enters a later step with a name that differed before was carried on to there.
+        writers that nobody saw. What enters a later step was carried on to there.
         """
         rank, step, first = sites.current.rank, sites.current.record.step, self._verdict.first_divergence
-        is_first = rank not in self._known_names
-        known_names = self._known_names.setdefault(rank, set())
         starting = np.isin(sites.rows, sites.starting("here"))
-        if is_first and len(self._verdict.origins) < MAX_ORIGINS:
+        if rank in self._begun:
+            return starting
+        self._begun.add(rank)
+        if len(self._verdict.origins) < MAX_ORIGINS:
             origins = {_place(one) for one in self._verdict.origins if (one.rank, one.step) == (rank, step)}
             starting[:] = [_place(site) in origins for site in found]
-        is_of_first = is_first and first is not None and first.rank == rank
-        for index in np.flatnonzero(np.isin(sites.rows, sites.starting("outside"))).tolist():
-            name = found[index].name
-            starting[index] |= is_of_first if name is None else name not in known_names
-        known_names.update(site.name for site in found if site.name is not None)
-        return starting
+        is_of_first = first is not None and first.rank == rank
+        enters = np.isin(sites.rows, sites.starting("outside"))
+        return starting | (enters & [is_of_first or site.name is not None for site in found])
 
 
 def _site_row(sites: StepDifference, row: int, *, starts: bool) -> tuple[object, ...]:
