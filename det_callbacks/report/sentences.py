@@ -9,6 +9,7 @@ from det_callbacks.compare.metrics import MetricDifference
 from det_callbacks.compare.ranks import WholeSteps
 from det_callbacks.compare.record import Tally
 from det_callbacks.report.console import capitalised, count, listed, ranks_text
+from det_callbacks.report.run import describe_tensor
 from det_callbacks.runs.program import REGION, TensorLayout
 from det_callbacks.verdict import Divergence, EnvironmentDifference
 
@@ -105,13 +106,10 @@ def source_name(finding: Finding) -> str:
 def _layouts(layouts: tuple[TensorLayout | None, TensorLayout | None]) -> str:
     ours, theirs = layouts
     is_alike = ours is not None and theirs is not None and (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
-    shown = []
-    for layout in layouts:
-        if layout is None:
-            shown.append("no tensor")
-            continue
-        strides = f" with strides {list(layout.stride)}" if is_alike else ""
-        shown.append(f"{layout.dtype} {list(layout.shape)}{strides}{' ' + layout.detail if layout.detail else ''}")
+    shown = [
+        "no tensor" if one is None else describe_tensor(one) + f" with strides {list(one.stride)}" * is_alike
+        for one in layouts
+    ]
     return f"{shown[0]} in the reference, {shown[1]} now"
 
 
@@ -160,9 +158,8 @@ def explain_step(facts: Facts, rule: str, *, show_rank: bool) -> str:
 
 def _explain_sources(facts: Facts, sources: Sequence[Finding], phase: str) -> str:
     """Return how what entered a step differs, of which one phase is named, and what else does."""
-    alike = [
-        one for one in sources if phase in ("restored", one.divergence.phase) and one.role != "samples"
-    ] or sources[:1]
+    alike = [one for one in sources if phase in ("restored", one.divergence.phase) and one.role != "samples"]
+    alike = alike or [*sources[:1]]
     names = list(dict.fromkeys(map(source_name, alike))) or facts.unrestored
     kinds, layouts = {one.divergence.kind for one in alike}, [one.layouts for one in alike if one.layouts is not None]
     what = "differs"
