@@ -26,8 +26,8 @@ MAX_STEPS, FIRST_SITES, MAX_SITES = 120, 200, 20
 """Steps that are listed in all, sites of the first step of each map in all, and of any other step."""
 MAX_SPANS = 50
 
-MATCH, ORIGIN, CARRIED, NOT_COMPARED = "moc."
-"""The states of a cell."""
+STATES = ".mco"
+"""Of a cell: not compared, match, carried on, origin; the worst is shown."""
 
 _UNSEEN: Mapping[Outcome, str] = {
     "missing": "only in the reference",
@@ -185,8 +185,8 @@ class _Builder:
                         num_left_out=len(sites) - len(listed),
                     )
                 )
-        letters = np.where(compared > 0, MATCH, NOT_COMPARED)
-        letters = np.where(starting > 0, ORIGIN, np.where(differing > 0, CARRIED, letters))
+        worst = np.maximum.reduce([compared > 0, 2 * (differing > 0), 3 * (starting > 0)])
+        letters = np.array([*STATES])[worst]
         columns = []
         for number, (start, stop) in enumerate(pairwise(bounds)):
             span = steps[start], steps[stop - 1]
