@@ -58,7 +58,8 @@ class CheckedRun:
     Attributes:
         name: "recording", or that of the change.
         change: what it has different ("2 instead of 0").
-        outcome: "failed" also where the script failed by itself after what was compared agreed.
+        outcome: "failed" also where the script failed by itself after what was compared agreed; "not_run" of a factor
+            where the plain verification is no match.
         reason: why it failed.
         verdict: of a verification, where it came to one.
         output: file with what it printed; None where that went to the terminal.
@@ -66,15 +67,15 @@ class CheckedRun:
 
     name: str
     change: str = PLAIN.text
-    outcome: Literal["recorded", "match", "diverged", "not_comparable", "failed"]
+    outcome: Literal["recorded", "match", "diverged", "not_comparable", "failed", "not_run"]
     reason: str = ""
     verdict: Verdict | None = None
     output: Path | None = None
 
     @property
     def exit_code(self) -> int:
-        """0 recorded or match, 1 diverged, 2 failed, 3 not comparable."""
-        return {**EXIT_CODES, "recorded": 0, "failed": 2}[self.outcome]
+        """0 recorded, match or not run, 1 diverged, 2 failed, 3 not comparable."""
+        return {**EXIT_CODES, "recorded": 0, "not_run": 0, "failed": 2}[self.outcome]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,11 +190,12 @@ def check_script(script: Script, home: Path, *, vary: Sequence[str] = ()) -> lis
     runs = [script.record(reference, output=home / f"{RECORDING}.txt")]
     if runs[0].outcome == "recorded":
         runs.append(script.verify(reference, home / PLAIN.name, output=home / f"{PLAIN.name}.txt"))
-    if runs[-1].outcome == "match":
-        for change in _changes(Run.open(reference), seed):
-            if change.name in vary:
-                output = home / f"{change.name}.txt"
-                runs.append(script.verify(reference, home / change.name, change=change, output=output))
+    if runs[-1].outcome != "match":
+        return runs + [CheckedRun(name=name, change="-", outcome="not_run") for name in FACTORS if name in vary]
+    for change in _changes(Run.open(reference), seed):
+        if change.name in vary:
+            output = home / f"{change.name}.txt"
+            runs.append(script.verify(reference, home / change.name, change=change, output=output))
     return runs
 
 

@@ -23,13 +23,6 @@ _OF_SCRIPT = {
     "not_comparable": "the two runs differ, and so does what they ran on",
     "failed": "it could not be checked whether the script repeats itself",
 }
-_OF_FACTORS = {
-    "diverged": "bits depend on",
-    "match": "bits do not depend on",
-    "failed": "could not be varied or checked",
-    "not_comparable": "not comparable",
-    "not_run": "not run",
-}
 
 
 def record(options: argparse.Namespace) -> int:
@@ -67,12 +60,10 @@ def check(options: argparse.Namespace) -> int:
             print_line(make_console(), f"{run.name} printed:", "bold")
             sys.stdout.write(run.output.read_text(encoding="utf-8", errors="replace"))
     print_report(check_report(runs))
-    outcomes = {name: "not_run" for name in FACTORS if name in vary} | {run.name: run.outcome for run in runs}
-    parts = [_OF_SCRIPT[outcomes.get(PLAIN.name, "failed")]]
-    for outcome, text in _OF_FACTORS.items():
-        if names := [name for name, one in outcomes.items() if one == outcome and name in FACTORS]:
-            parts.append(f"{text}: {', '.join(names)}")
-    return _end("check", runs, f"; {'; '.join(parts)}; kept in {home}")
+    facts = _OF_SCRIPT[{run.name: run.outcome for run in runs}.get(PLAIN.name, "failed")]
+    if names := [run.name for run in runs[2:] if run.outcome == "diverged"]:
+        facts += f"; its bits depend on {', '.join(names)}"
+    return _end("check", runs, f"; {facts}; kept in {home}")
 
 
 def check_report(runs: Sequence[CheckedRun]) -> Report:

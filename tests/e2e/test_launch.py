@@ -110,7 +110,7 @@ def test_augmentation_in_the_main_process_depends_on_the_workers(run_command: Ru
     assert re.search(r"^plain +nothing +match +- +-$", done.text, re.MULTILINE)
     row = r"^workers +2 instead of 0 +diverged +step 0, data: batch\[0\] +data_content$"
     assert re.search(row, done.text, re.MULTILINE)
-    assert "bit for bit; bits depend on: workers; kept in" in done.last
+    assert "bit for bit; its bits depend on workers; kept in" in done.last
 
 
 def test_an_interruption_says_where_the_run_is(run_command: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,4 +200,4 @@ def test_hash_seed_and_threads_are_named(tmp_path: Path) -> None:
     assert hashing.first_divergence is not None
     assert hashing.first_divergence.phase == "data"
     assert [entry.name for entry in hashing.environment] == ["env.PYTHONHASHSEED"]
-    assert "repeats itself, bit for bit; bits depend on: threads, hash-seed; kept in" in done.stdout
+    assert "repeats itself, bit for bit; its bits depend on threads, hash-seed; kept in" in done.stdout
