@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Hashable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -92,16 +93,15 @@ class LateTransfers(Transfers):
         self._due = []
 
 
-def _is_on_cpu(_: torch.Tensor) -> bool:
-    """Return what a tensor says: torch's own code goes on as on the CPU."""
-    return not sys._getframe(1).f_globals.get("__name__", "").startswith("det_callbacks.")
-
-
 @contextmanager
-def late_device(mask: int = 0) -> Iterator[LateDevice]:
-    """Have the package take all tensors for those of a device that yields digests at the end of a step."""
+def late_device(mask: int = 0, dtype: torch.dtype | None = None) -> Iterator[LateDevice]:
+    """Have the package take all tensors, or those of a dtype, for those of a device that yields at a step's end."""
     device = LateDevice(mask)
     settle = DeferredSites.settle
+
+    def is_on_cpu(tensor: torch.Tensor) -> bool:
+        asks = sys._getframe(1).f_globals.get("__name__", "")  # torch's own code goes on as on the CPU
+        return not asks.startswith("det_callbacks.") or dtype not in (None, tensor.dtype)
 
     def settling(sites: DeferredSites, *args: Any) -> Any:
         before, device.num_steps = device.num_steps, 0
@@ -111,7 +111,7 @@ def late_device(mask: int = 0) -> Iterator[LateDevice]:
             device.num_steps = before
 
     with (
-        mock.patch.object(torch.Tensor, "is_cpu", property(_is_on_cpu)),
+        mock.patch.object(torch.Tensor, "is_cpu", property(is_on_cpu)),
         mock.patch.object(deferred, "device_choice", return_value=Choice(method=device)),
         mock.patch.object(deferred, "Transfers", LateTransfers),
         mock.patch.object(DeferredSites, "settle", settling),
@@ -119,15 +119,7 @@ def late_device(mask: int = 0) -> Iterator[LateDevice]:
         yield device
 
 
-@contextmanager
-def doubles_are_late() -> Iterator[LateDevice]:
-    """Have the package take tensors of float64, and no others, for those of a device."""
-    device = LateDevice()
-    with (
-        mock.patch.object(torch.Tensor, "is_cpu", property(lambda tensor: tensor.dtype is not torch.float64)),
-        mock.patch.object(deferred, "device_choice", return_value=Choice(method=device)),
-    ):
-        yield device
+doubles_are_late = partial(late_device, dtype=torch.float64)
 
 
 def overwrite_unseen(tensor: torch.Tensor) -> None:

@@ -111,7 +111,7 @@ CANNOT_TELL = "started a difference or received it cannot be told"
 @pytest.mark.parametrize(
     ("pairs", "cause", "origins", "is_origin", "said"),
     [
-        ([differing()] * 2, "collective", {0: REDUCE, 1: REDUCE}, True, "agrees on all ranks"),
+        ([differing()] * 2, "collective", {0: REDUCE, 1: REDUCE}, True, "0-1 at train.py:9 in step agrees on all"),
         ([differing()], "unknown", {}, None, "what this rank put in agrees, and it came from another rank or from the"),
         ([REDUCED] * 2, "collective", {0: REDUCE, 1: REDUCE}, True, "sum -> avg"),
         ([sent_unseen()], "collective", {}, None, ""),
@@ -128,6 +128,7 @@ def test_the_verdict_on_all_ranks(pairs, cause, origins, is_origin, said, tmp_pa
     verdict = judge(tmp_path, *(pair for pair in pairs if pair is not LATER), steps={0: 7 + (LATER in pairs)})
     assert (verdict.cause, verdict.first_divergence.is_origin) == (cause, is_origin)
     assert {(origin.rank, origin.op) for origin in verdict.origins} == {*origins.items()}
+    assert all(origin.is_origin for origin in verdict.origins)
     assert said in verdict.explanation.replace('"', "")
 
 

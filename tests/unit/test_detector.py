@@ -74,7 +74,6 @@ def test_a_match_stores_no_step_and_counts_all(reference: Path, tmp_path: Path) 
 
 def test_a_site_that_read_what_something_unseen_wrote_is_no_origin(reference: Path, tmp_path: Path) -> None:
     verdict = verified(reference, tmp_path / "current", s4={"noise_at": 3, "unseen_at": 3})
-    assert verdict.first_divergence is not None
     assert (verdict.first_divergence.step, verdict.first_divergence.is_origin) == (4, None)
     assert "did not see wrote what it reads" in verdict.explanation
     require_one_verdict(verdict, reference, tmp_path / "current")
@@ -106,23 +105,29 @@ def test_extra_steps_do_not_take_the_room_of_one_that_differs(tmp_path: Path, mo
 # what may not become a match
 
 
-def test_a_verification_that_was_stopped_before_its_end_is_no_match(reference: Path, tmp_path: Path) -> None:
-    live = detector(reference, tmp_path / "current")
-    run_fits(live, [steps_of(range(4))], ends=False)
-    assert live.stop("KeyboardInterrupt") is None
-    with pytest.raises(NothingComparedError, match=r"stopped by KeyboardInterrupt after step 3.*That is no match"):
-        compare_runs(reference, tmp_path / "current")
-
-
 @pytest.mark.parametrize("ends", ["stop", "early"])
 def test_steps_after_a_stop_are_not_missing(ends: str, reference: Path, tmp_path: Path) -> None:
     live = detector(reference, tmp_path / "current")
     run_fits(live, [steps_of(range(4), s3={"noise_at": 1})], ends=False)
     verdict = live.stop("StopError") if ends == "stop" else live.finish(is_early=True)
-    assert verdict is not None
     assert (verdict.cause, verdict.counts.steps_compared) == ("forward", 4)
     assert "only in the reference" not in verdict.explanation
     require_one_verdict(verdict, reference, tmp_path / "current")
+
+
+def test_what_is_not_over_is_no_match(reference: Path, tmp_path: Path) -> None:
+    stopped = detector(reference, tmp_path / "stopped")
+    run_fits(stopped, [steps_of(range(4))], ends=False)
+    assert stopped.stop("KeyboardInterrupt") is None
+    with pytest.raises(NothingComparedError, match=r"stopped by KeyboardInterrupt after step 3.*That is no match"):
+        compare_runs(reference, tmp_path / "stopped")
+    running = detector(reference, tmp_path / "running")
+    run_fits(running, [steps_of(range(10))])
+    assert running.finish().verdict == "match"
+    running.begin_fit(1)
+    running.close(complete=False)
+    with pytest.raises(ReferenceFormatError, match=r"record\.json is missing: .*That is no match"):
+        compare_runs(reference, tmp_path / "running")
 
 
 def test_fits_that_are_still_to_come_are_missing(tmp_path: Path) -> None:
@@ -137,45 +142,36 @@ def test_fits_that_are_still_to_come_are_missing(tmp_path: Path) -> None:
     assert "Steps 0 to 1 of segment 1 (2 of them) are only in the reference" in verdict.explanation
 
 
-def test_while_a_fit_runs_there_is_no_verdict(reference: Path, tmp_path: Path) -> None:
-    live = detector(reference, tmp_path / "current")
-    run_fits(live, [steps_of(range(10))])
-    assert live.finish().verdict == "match"
-    live.begin_fit(1)
-    live.close(complete=False)
-    with pytest.raises(ReferenceFormatError, match=r"record\.json is missing: .*That is no match"):
-        compare_runs(reference, tmp_path / "current")
-
-
 def of_another_run(path: Path) -> None:
     row = json.loads(path.read_bytes())
     record = msgspec.convert({**row["record"], "run_id": "another"}, RankRecord, strict=False)
     write_record(path.parent.parent, record)
 
 
-def stopped_elsewhere(path: Path) -> None:
+def without_what_differs(path: Path) -> None:
     row = json.loads(path.read_bytes())
     row["record"]["fits"][0]["differing"] = []
     path.write_text(json.dumps(row))
 
 
+def without_a_stored_step(path: Path) -> None:
+    stored = path.parent / "attempt-000.arrows"
+    stored.write_bytes(stored.read_bytes()[:1000])
+
+
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "removed": lambda path: path.unlink(),
-    "empty": lambda path: path.write_bytes(b""),
     "truncated": lambda path: path.write_bytes(path.read_bytes()[:-5]),
     "no record": lambda path: path.write_text('{"digest": "0", "record": {}}'),
-    "another content": stopped_elsewhere,
+    "another content": without_what_differs,
     "another run's": of_another_run,
-    "no stored step": lambda path: (path.parent / "attempt-000.arrows").write_bytes(
-        (path.parent / "attempt-000.arrows").read_bytes()[:1000]
-    ),
+    "no stored step": without_a_stored_step,
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_record_is_an_error(damage: str, reference: Path, tmp_path: Path) -> None:
-    fault = {"s3": {"noise_at": 1}} if damage in ("no stored step", "another content") else {}
-    verified(reference, tmp_path / "current", **fault)
+    verified(reference, tmp_path / "current", s3={"noise_at": 1})
     DAMAGES[damage](record_path(tmp_path / "current", 0))
     with pytest.raises(ReferenceFormatError) as caught:
         compare_runs(reference, tmp_path / "current")
