@@ -184,8 +184,7 @@ def test_what_waits_is_launched_before_what_nobody_sees_through(
 
 def of_observation(folder: Path) -> list[int]:
     with ObserverContext(folder, "run"):
-        x = torch.ones(4)
-        observe("x", x)
+        observe("x", x := torch.ones(4))
         x.add_(1)
     return Run.open(folder / "run").view(0, 0, 0).record.digests.tolist()
 

@@ -3,6 +3,7 @@
 import device_cases
 import pytest
 import torch
+from test_digest_queue import add
 
 from det_callbacks.digest import digest_output, digest_tensor, digest_tensors
 from det_callbacks.digest.device import DigestQueue, device_choice
@@ -27,14 +28,6 @@ def method() -> TritonDigest:
     return choice.method
 
 
-def add(queue: DigestQueue, value: torch.Tensor) -> int:
-    return queue.add(value.untyped_storage(), value.storage_offset() * value.element_size(), value.nbytes)
-
-
-def bytes_on_gpu(num_bytes: int) -> torch.Tensor:
-    return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device="cuda")
-
-
 def test_ten_thousand_random_tensors(method: TritonDigest) -> None:
     for seed in range(10):
         there, here = (
@@ -50,7 +43,7 @@ def test_ten_thousand_random_tensors(method: TritonDigest) -> None:
 def test_tensors_whose_sums_do_not_fit(num_bytes: int, method: TritonDigest) -> None:
     if torch.cuda.mem_get_info()[0] < 2 * num_bytes:
         pytest.skip("needs a GPU with twice as much free memory")
-    value = bytes_on_gpu(num_bytes)
+    value = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device="cuda")
     assert digest_tensors([value[1:], value]) == digest_tensors([(host := value.cpu())[1:], host])
 
 

@@ -47,17 +47,13 @@ def test_one_flipped_bit_is_named():
     assert found.differing(changed) == changed.differing(found) == ("second.weight",)
 
 
-def test_what_one_side_lacks_differs_and_the_order_is_no_difference():
+def test_what_one_side_lacks_or_holds_otherwise_differs_and_the_order_is_no_difference():
     tensors = {"a": torch.ones(2), "b": torch.zeros(2)}
     assert digest_state(tensors) == digest_state(dict(reversed(tensors.items())))
     assert digest_state(tensors).differing(digest_state({"b": tensors["b"], "c": tensors["a"]})) == ("a", "c")
-
-
-def test_the_same_bytes_of_another_shape_dtype_or_kind_differ():
-    for other in (torch.zeros(2, 2), torch.zeros(4, dtype=torch.int32), 0.0):
-        assert digest_state({"a": torch.zeros(4)}).differing(digest_state({"a": other})) == ("a",)
-    states = [digest_state({"a": value}) for value in (1, 1.0, True, 2, torch.tensor(1))]
-    assert len(set(states)) == len(states)
+    assert digest_state({"a": torch.zeros(4)}).differing(digest_state({"a": torch.zeros(2, 2)})) == ("a",)
+    zeros = (torch.zeros(4), torch.zeros(4, dtype=torch.int32), 0, 0.0, False, 2, torch.tensor(0))
+    assert len({digest_state({"a": value}) for value in zeros}) == len(zeros)
 
 
 def test_an_optimizers_state_has_names_and_numbers():
