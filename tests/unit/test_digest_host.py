@@ -1,6 +1,5 @@
-"""Digests of host memory and of files: against another implementation, at the borders, in threads and after a fork."""
+"""Digests of host memory and of files: against another implementation, at the borders, and in threads."""
 
-import os
 import threading
 
 import digest_reference
@@ -84,16 +83,3 @@ def test_what_goes_wrong_in_the_second_thread_reaches_the_caller(monkeypatch: py
     monkeypatch.setattr(host, "_leaf_hashes", fail_elsewhere)
     with pytest.raises(MemoryError, match="planted"):
         digest_bytes(bytes(16 * MIB))
-
-
-# Python 3.12 and later warn at every fork of a process that has threads, and torch has some.
-# Python's, of processes that are forked here
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_forked_child_digests_large_memory() -> None:
-    data = random_bytes(17 * MIB)
-    expected = digest_bytes(data)  # a thread has been used before the fork
-    child = os.fork()
-    if not child:
-        os._exit(0 if digest_bytes(data) == expected else 1)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0

@@ -98,14 +98,6 @@ def test_a_storage_that_is_freed_or_too_short_is_an_error_and_no_crash() -> None
                     digest(tensor)
 
 
-def test_many_tensors_have_the_digests_that_they_have_alone() -> None:
-    sizes = [3, 0, 5_000_000, 1, 256 * 1024, 2_000_000]
-    tensors = [of_bits(torch.float32, size, seed=size) for size in sizes]
-    tensors += [of_bits(torch.bfloat16, 300, 200).t(), torch.eye(4).to_sparse(), torch.randn(4).conj(), tensors[0]]
-    assert digest_tensors(tensors) == [digest_tensor(tensor) for tensor in tensors]
-    assert digest_tensors([]) == []
-
-
 def test_what_is_no_tensor_is_refused() -> None:
     for digest in (digest_tensor, digest_output, lambda value: digest_tensors([value])):
         for value in (None, 1.0, [torch.ones(1)], b"bytes"):
