@@ -35,6 +35,7 @@ class StepBuilder:
     values: dict[int, str] = field(default_factory=dict)
     known_inputs: dict[str, int] = field(default_factory=dict)
     counts: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    skipped: dict[str, int] = field(default_factory=dict)
 
     def row(self, bits: int, entry: TensorLayout | None = FLOAT, **fields: Any) -> int:
         values = {"phase": "forward", "module": "", "op": "", "output": 0, "role": "output", **fields}
@@ -119,7 +120,7 @@ class StepBuilder:
         return positions[0] if positions else -1
 
     def view(self, *, step: int = 0, rank: int = 0, segment: int = 0, ops_seen: int = 0) -> StepView:
-        skipped = {"view": 1} if ops_seen else {}
+        skipped = {"view": 1, **self.skipped} if ops_seen else self.skipped
         program = Program(sites=tuple(self.sites), ops_seen=ops_seen, ops_digested=ops_seen, ops_skipped=skipped)
         layout = Layout(entries=tuple(self.entries))
         digests = np.array(self.digests, dtype=np.uint64)

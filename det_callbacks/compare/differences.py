@@ -31,7 +31,7 @@ Start = Literal[
     "outside",  # it entered the step here: a batch, a weight, a generator, a tensor from outside the trace
     # why it cannot be proven
     "inside a region",  # of a compiled region only the whole can be told to be the origin
-    "written since",  # the recorded writers of a named tensor agree, so something unseen has changed it
+    "written since",  # the recorded writers of a named tensor agree, so it differs by what left no row since
     "other arguments",  # each side kept a digest of other arguments
     "unread batch",  # the batch holds something that could not be looked into, and Python may have read it
     "passed on",  # Python may have read a number or a shape that differs before it: see ``_may_be_passed_on``
@@ -299,8 +299,8 @@ class StepDifference:
             return "outside"
         if site.op and not site.op.startswith(REGION) and any(read.role == "graph" for read in self.sites_read(row)):
             return "inside a region"
-        # bits of a named tensor are those that its writers left
-        if not site.op and site.role == "named" and site.inputs and kind == "content":
+        # bits of a named tensor are those that its writers left; below level op none of them is recorded
+        if not site.op and site.role == "named" and kind == "content" and any(one.op for one in self.sites_read(row)):
             return "written since"
         if row in self.arguments and not self.arguments[row].is_known:
             return "other arguments"

@@ -44,7 +44,7 @@ def _where_from(finding: Finding) -> str:
 _UNPROVEN: Mapping[Start, str] = {
     "inside a region": "it ran inside a compiled region, whose inside is not seen",
     "written since": (
-        "what wrote it agrees, and something that the trace did not see (NumPy, a raw kernel) has changed it since"
+        "what wrote it agrees, and what came in between left no row (a view of another part, NumPy, a raw kernel)"
     ),
     "other arguments": "the two runs kept digests of other arguments of it",
     "unread batch": "the batch holds what cannot be looked into, and Python may have read it",
@@ -98,9 +98,12 @@ def _module(module: str) -> str:
 
 
 def source_name(finding: Finding) -> str:
-    """Return the name of what entered a step, or where it was read."""
+    """Return the name of what entered a step, to follow a word for what it is, or where it was read."""
     divergence = finding.divergence
-    return divergence.name or f"of {_module(divergence.module)}{_source(divergence.source)}"
+    if divergence.name is not None:
+        return divergence.name.removeprefix("generator ")
+    where = f"in {_module(divergence.module)}" if divergence.module else "outside any module"
+    return f"a tensor read {where}{_source(divergence.source)}"
 
 
 def _layouts(layouts: tuple[TensorLayout | None, TensorLayout | None]) -> str:
@@ -141,13 +144,13 @@ def explain_step(facts: Facts, rule: str, *, show_rank: bool) -> str:
     is_outside = first.start == "outside"
     if is_outside:
         text = f"{place}: {_explain_sources(facts, facts.sources, facts.sources[0].divergence.phase)}; "
-        text += "the difference came in through it, and no op is to blame"
+        text += f"the difference came in through it, and {_who_wrote(facts)}"
     else:
         text = f"{place}, {_describe(first)}"
     if rule in CHOSEN and (choice := facts.explaining_choice) is not None:
         text = explain_choice(choice, text)
     if is_outside:
-        return text if facts.origin is None else f"{text} for it; besides, {_describe(facts.origin)}"
+        return text if facts.origin is None else f"{text}; besides, {_describe(facts.origin)}"
     if facts.origin is not None and facts.origin.row != first.row:
         text += f"; an origin is {_describe(facts.origin)}"
     num_alike = sum(one.op == first.divergence.op for one in difference.origins) - 1
@@ -156,11 +159,19 @@ def explain_step(facts: Facts, rule: str, *, show_rank: bool) -> str:
     return text
 
 
+def _who_wrote(facts: Facts) -> str:
+    programs = facts.difference.reference.program, facts.difference.current.program
+    if facts.sources[0].divergence.phase == "input" and any("unselected" in one.ops_skipped for one in programs):
+        return "an op that is not recorded (modules, phases) may have written it"
+    return "no op is to blame" + (" for it" if facts.origin is not None else "")
+
+
 def _explain_sources(facts: Facts, sources: Sequence[Finding], phase: str) -> str:
     """Return how what entered a step differs, of which one phase is named, and what else does."""
     alike = [one for one in sources if phase in ("restored", one.divergence.phase) and one.role != "samples"]
     alike = alike or [*sources[:1]]
-    names = list(dict.fromkeys(map(source_name, alike))) or facts.unrestored
+    named_first = sorted(alike, key=lambda one: one.divergence.name is None)
+    names = list(dict.fromkeys(map(source_name, named_first))) or facts.unrestored
     kinds, layouts = {one.divergence.kind for one in alike}, [one.layouts for one in alike if one.layouts is not None]
     what = "differs"
     if phase == "data" and facts.has_equal_samples:

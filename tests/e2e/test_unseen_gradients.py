@@ -58,4 +58,4 @@ def test_the_gradient_is_named_and_no_op_of_the_optimizer(optimizer: Any, tmp_pa
     first = first_of(verdict)
     assert (first.step, first.phase, first.name) == (1, "gradient", "grad of head.weight")
     assert (first.kind, first.is_origin, verdict.origins, verdict.cause) == ("content", None, (), "backward")
-    assert "what wrote it agrees, so something that the trace did not see" in verdict.explanation
+    assert "what wrote it agrees, and what came in between left no row" in verdict.explanation

@@ -85,6 +85,25 @@ def test_a_state_read_from_outside_is_initial_or_names_who_read_it(begins_before
     assert verdict.cause == cause
     assert verdict.first_divergence.is_origin is False
     assert f"an input from outside the trace, {name} differs" in verdict.explanation
+    assert "no op is to blame" in verdict.explanation
+
+
+def test_a_generator_without_a_name_of_its_own_is_said_once(tmp_path):
+    row = {"phase": "rng", "name": "generator on cpu", "role": "generator"}
+    verdict = judge(tmp_path, both(lambda step, now: step.row(1 + now, None, **row)))
+    assert "the state of the generator on cpu differs" in verdict.explanation
+
+
+def test_what_an_op_outside_the_selection_may_have_written_is_named_before_what_has_no_name(tmp_path):
+    def fill(step, now):
+        weights = dict.fromkeys(("?x", "?y", "net.weight"), 1 + now)
+        step.skipped = {"unselected": 1}
+        for name, module in (("?x", "net"), ("?y", ""), ("net.weight", "net")):
+            step.op("aten.mm.default", name, weights=weights, module=module)
+
+    text = judge(tmp_path, both(fill)).explanation
+    assert "net.weight, a tensor read in net, a tensor read outside any module differs" in text
+    assert "an op that is not recorded (modules, phases) may have written it" in text
 
 
 LR = EnvironmentDifference(name="optimizer.SGD.lr", reference=0.1, current=0.2, changes_bits=True, is_machine=False)

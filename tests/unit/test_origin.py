@@ -211,6 +211,12 @@ def test_who_reads_memory_that_a_named_tensor_shows_to_be_changed_is_a_receiver(
     difference = compare(named_after(unseen=False), named_after(unseen=True))
     assert [(item.op, item.is_origin) for item in difference.divergences] == [("", None), ("aten.mul_.Tensor", False)]
     assert difference.starting("written since")
+    below_op = [StepBuilder(), StepBuilder()]  # where no op is recorded, what wrote it is not
+    for bits, step in enumerate(below_op):
+        before = step.named("net.weight", 3)
+        step.batch("batch[0]", [1])
+        step.named("net.weight", bits, inputs=(before,))
+    assert compare(*below_op).starting("not recorded")
     for options in ({"is_shown": False}, {"in_place": True}):  # not shown yet
         first = compare(*(named_after(unseen=unseen, **options) for unseen in (False, True))).divergences[0]
         assert (first.op != "", first.is_origin) == (True, True)
