@@ -150,7 +150,6 @@ def _machine_facts() -> Iterator[tuple[str, Any, bool]]:
     yield from ((name, value, True) for name, value in facts.items())
     yield from ((name, value, False) for name, value in without_effect.items())
     yield from _gpu_facts()
-    yield from _digest_facts()
 
 
 def _gpu_facts() -> Iterator[tuple[str, Any, bool]]:
@@ -165,16 +164,9 @@ def _gpu_facts() -> Iterator[tuple[str, Any, bool]]:
     yield "gpu.driver", _gpu_driver() if initialized else None, True
     nccl = ".".join(str(part) for part in torch.cuda.nccl.version()) if initialized else None
     yield "gpu.nccl", nccl, True
-
-
-def _digest_facts() -> Iterator[tuple[str, Any, bool]]:
-    """Yield how digests are computed on a device that this process uses; the first time that is found out there."""
-    used = [module for module in (torch.cuda, torch.xpu) if module.is_initialized()]
-    devices = [torch.device(module.__name__.removeprefix("torch."), module.current_device()) for module in used]
-    if torch.backends.mps.is_available() and torch.mps.current_allocated_memory():
-        devices.append(torch.device("mps", 0))
-    for device in devices:
-        yield f"{DIGEST}{device.type}", str(device_choice(device)), False
+    if initialized:  # how digests are computed there; the first time that is found out
+        device = torch.device("cuda", torch.cuda.current_device())
+        yield f"{DIGEST}cuda", str(device_choice(device)), False
 
 
 def _own_choices() -> Iterator[tuple[str, Any]]:

@@ -11,9 +11,9 @@ from torch import Tensor, fx, nn
 
 from det_callbacks.digest import digest_bytes
 from det_callbacks.runs.program import REGION
+from det_callbacks.trace.source import RESUMED
 
 _TORCH = str(Path(torch.__file__).parent)
-_RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+")
 _SYMBOL = re.compile(r"\b[suz]+\d+\b")
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 _CHILD = re.compile(r"(?:_modules|_parameters|_buffers)\['([^']+)'\]|\.(?!_)(\w+)")
@@ -105,7 +105,7 @@ def _name_of(frame: Any) -> str:
         owner = frame.f_locals.get("self", frame.f_locals.get("fn"))
         is_module = isinstance(owner, nn.Module)
         qualified = f"{type(owner).__name__}.forward" if is_module else getattr(owner, "__qualname__", qualified)
-    return re.sub(r"\W+", "_", _RESUMED.sub(r"\1", qualified)).strip("_") or "graph"
+    return re.sub(r"\W+", "_", RESUMED.sub(r"\1", qualified)).strip("_") or "graph"
 
 
 def _runs_as_cuda_graph(compiler: Any, backend: str, inputs: Sequence[Any]) -> bool:

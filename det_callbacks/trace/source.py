@@ -18,7 +18,7 @@ MAX_COLUMNS = 200
 # Unresolved, as frames have it: an environment may be reached through a symbolic link.
 _PACKAGE = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
-_RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+")
+RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+")
 """Name of the rest of a function that Dynamo compiled up to a graph break (torch 2.13)."""
 _PATHS: dict[str, str] = {}
 """File as shown -> its path, "" where two files are shown alike; as many as there are files with code that ran."""
@@ -78,7 +78,7 @@ def _describe(path: str, function: str) -> tuple[tuple[str, str], str]:
 
     Not by code object: two of those are equal when their text and line are, whatever their files.
     """
-    shown, owner = _owner_of(path, _RESUMED.sub(r"\1", function))
+    shown, owner = _owner_of(path, RESUMED.sub(r"\1", function))
     is_file = Path(path).is_absolute() or path in linecache.cache  # where cells of a notebook are
     if owner in ("user", "torch") and _PATHS.setdefault(shown[0], path if is_file else "") != path:
         _PATHS[shown[0]] = ""
