@@ -174,7 +174,7 @@ class Recorder:
 
     def place(self) -> tuple[str, OpScope]:
         """Return phase and scope of what runs now."""
-        if (region := self.compiled.inside.get(get_ident())) is not None:
+        if self.compiled.inside and (region := self.compiled.inside.get(get_ident())) is not None:
             return region.phase, region.scope
         if graph_task_id() == -1:
             return self._phase, self.modules.current

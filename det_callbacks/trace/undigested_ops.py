@@ -173,7 +173,11 @@ class UndigestedOps:
         """Note an op that is not digested: the autograd node it may own leads back to its module."""
         recorder = self._recorder
         phase, scope = recorder.place()
-        node = recorder.trie.step_to((func, phase, scope, [], [], [], 0), partial(self._build, plan))
+        node = recorder.trie.at.likely
+        if node is not None and node.func is func and node.scope is scope and node.phase is phase and not node.rows:
+            recorder.trie.at = node
+        else:
+            node = recorder.trie.step_to((func, phase, scope, [], [], [], 0), partial(self._build, plan))
         recorder.backward.register(node)
 
     def _build(self, plan: OpPlan, node: CallNode) -> None:
