@@ -235,10 +235,9 @@ def _batch_lines(facts: Facts) -> list[str]:
         lines.append(f"batch: the sampler drew {_DREW[batch.indices]}")
     if batch.is_loaded_alike is not None:
         lines.append(f"batch: what left the loader {'agrees' if batch.is_loaded_alike else 'differs'}")
-    if batch.is_whole:
-        lines.append(f"batch: its samples are those that the reference had at step {batch.found_at}")
-    elif batch.found_at is not None:
-        lines.append(f"batch: its samples are in the reference, one of them at step {batch.found_at}")
+    if batch.found_at is not None:
+        which = "its samples are all" if batch.is_whole else "one of its samples is"
+        lines.append(f"batch: {which} at step {batch.found_at} of the reference")
     elif batch.was_searched and batch.indices != "cut":
         lines.append("batch: its samples are nowhere in what the reference recorded")
     if batch.first_index is not None and batch.indices != "cut":
@@ -297,8 +296,6 @@ def _what_ran(change: GeneratorChange, evidence: Evidence) -> str:
 
 def _moment(place: tuple[int, str]) -> str:
     step, point = place
-    if point in ("after forward", "after backward"):
-        return f"{point} of step {step}"
-    if point in ("batch start", "batch end"):
-        return f"at the {point} of step {step}"
-    return f"{point if point.startswith(('before ', 'after ')) else f'at {point}'} (ahead of step {step})"
+    at = "" if point.startswith(("before ", "after ")) else "at the "
+    is_within = point in ("batch start", "after forward", "after backward", "batch end")
+    return f"{at}{point} {f'of step {step}' if is_within else f'(ahead of step {step})'}"
