@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -44,7 +45,6 @@ def diff(options: argparse.Namespace) -> int:
     if options.html is not None:
         from det_callbacks.report.html import write_report
 
-        sys.stdout.flush()
         path = write_report(options.html, verdict, reference=options.reference, current=options.current)
         print_line(console, f"det-callbacks: wrote {path}")
     return verdict.exit_code
@@ -86,9 +86,15 @@ def check_checkpoint(options: argparse.Namespace) -> int:
 def _print(
     options: argparse.Namespace, to_dict: Callable[[], dict[str, Any]], report: Callable[[], Report], *, status: int = 0
 ) -> int:
-    """Print what was found, in words or as JSON; return the status."""
-    if options.json:
-        sys.stdout.write(json.dumps(to_dict(), indent=1) + "\n")
-    else:
-        print_report(report())
+    """Print what was found, in words or as JSON; return the status, which a reader who has gone does not change."""
+    text = json.dumps(to_dict(), indent=1) + "\n" if options.json else None
+    sections = report() if text is None else ()
+    try:
+        if text is None:
+            print_report(sections)
+        else:
+            sys.stdout.write(text)
+        sys.stdout.flush()
+    except (BrokenPipeError, SystemExit):  # rich makes the one into the other
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains at its end
     return status

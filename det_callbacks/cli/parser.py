@@ -5,7 +5,6 @@ is loaded when it runs.
 """
 
 import argparse
-import os
 import shlex
 import sys
 import tomllib
@@ -42,10 +41,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:
-        # whoever read the output has gone; keep the interpreter from complaining about it at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 def _parse(given: Sequence[str], project: Sequence[str]) -> argparse.Namespace:
