@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from det_callbacks.compare.cause import CHOSEN, LENGTHS, Facts, find_cause
+from det_callbacks.compare.cause import CHOSEN, LENGTHS, Facts, choices_of_steps, find_cause
 from det_callbacks.compare.collectives import Classification, FirstDifference, classify
 from det_callbacks.compare.evidence import Evidence, find_evidence
 from det_callbacks.compare.metrics import MetricComparison, MetricDifference
@@ -22,6 +22,7 @@ from det_callbacks.errors import NothingComparedError, ReferenceFormatError, Sel
 from det_callbacks.report.advice import advise, advise_metric, evidence_lines
 from det_callbacks.report.console import capitalised, count
 from det_callbacks.report.sentences import (
+    explain_choice,
     explain_match,
     explain_metric,
     explain_ranks,
@@ -228,6 +229,19 @@ class _Judge:
                 comparison.end()
         return comparison
 
+    def _first_metric(self) -> MetricDifference | None:
+        """Return the first metric that differs, with what explains it."""
+        first, runs = self.metrics.first, (self.walk.reference, self.walk.current)
+        if first is None:
+            return None
+        reading, selections = first.readings[1], [run.manifest.selection for run in runs]
+        # the mean of an epoch is computed in all its steps, and a validation from what the last one left
+        is_mean = reading.where == "epoch"
+        is_recorded = all(one.is_every_step if is_mean else one.selects_step(reading.step) for one in selections)
+        is_after_gap = reading.step >= 0 and not is_recorded
+        first = replace(first, choices=choices_of_steps(self.environment), is_after_gap=is_after_gap)
+        return first.beside_moved(*(read_metrics(run, first.segment) for run in runs))
+
     @cached_property
     def tally(self) -> Tally:
         tally = Tally(num_metrics=self.metrics.num_compared, num_differing=self.metrics.num_differing)
@@ -321,10 +335,12 @@ class _Judge:
         self, first: Mapping[int, FirstDifference], whole: Sequence[WholeSteps], ranks: Classification | None
     ) -> _Answer:
         """Return what is to be said of all that differs."""
-        metric, agree = self.metrics.first, steps_agree(self.tally.num_steps) if not first else ""
+        metric, agree = self._first_metric(), steps_agree(self.tally.num_steps) if not first else ""
         earliest = min(first.values(), key=lambda one: one.order, default=None)
         lacking = min(whole, key=lambda one: one.order, default=None)
         if metric is not None and lacking is not None and metric.follows_from(lacking.segment):
+            metric = None
+        if metric is not None and earliest is not None and metric.shows_in(*earliest.order[:2]):
             metric = None
         order = min((one.order for one in (earliest, lacking, metric) if one is not None), default=None)
         shown_whole = explain_whole_steps(whole, show_rank=self.show_rank)
@@ -360,12 +376,14 @@ class _Judge:
     def _answer_metric(self, metric: MetricDifference, agree: str) -> _Answer:
         others = self.metrics.num_differing - 1
         more = f", and {count(others, 'more metric')}" if others else ""
+        text, choice = explain_metric(metric) + more + agree, metric.explaining_choice
         return _Answer(
             first=metric.divergence(),
-            cause=metric.reason[0],
-            text=capitalised(explain_metric(metric) + more + agree),
+            cause=metric.cause,
+            text=capitalised(text) if choice is None else explain_choice(choice, text),
             advice=advise_metric(metric),
             evidence=metric_lines(metric),
+            choice="" if choice is None else choice.name,
         )
 
     def _facts(self, known: FirstDifference) -> Facts:

@@ -125,11 +125,10 @@ class Facts:
         is_listed = site.role == "named" and site.phase == "state" and bool(self.difference.is_leading[row])
         return not site.op and site.name is not None and (site.role == "input" or is_listed)
 
-    @property
+    @cached_property
     def choices(self) -> list[EnvironmentDifference]:
-        """The choices that differ and can change the bits of a step: how many steps there are does not."""
-        changing = (one for one in self.environment if one.changes_bits and not one.is_machine)
-        return [one for one in changing if one.name not in LENGTHS]
+        """The choices that differ and can change the bits of a step."""
+        return choices_of_steps(self.environment)
 
     # the state that a run starts with
 
@@ -242,10 +241,16 @@ class Facts:
             return not one.is_origin
         return is_between
 
-    @property
-    def earlier_choice(self) -> EnvironmentDifference | None:
-        """A choice with which steps that were not recorded left other weights."""
-        return next((one for one in self.choices if one.name.startswith(("optimizer", "trainer.", "settings."))), None)
+
+def choices_of_steps(environment: Sequence[EnvironmentDifference]) -> list[EnvironmentDifference]:
+    """Return the choices that differ and can change the bits of a step: how many steps there are does not."""
+    changing = (one for one in environment if one.changes_bits and not one.is_machine)
+    return [one for one in changing if one.name not in LENGTHS]
+
+
+def earlier_choice(choices: Sequence[EnvironmentDifference]) -> EnvironmentDifference | None:
+    """Return a choice with which steps that were not recorded left other weights."""
+    return next((one for one in choices if one.name.startswith(("optimizer", "trainer.", "settings."))), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +324,7 @@ def _cause_of_batch(facts: Facts) -> Cause:
 
 
 def _cause_of_earlier(facts: Facts) -> Cause:
-    return "unknown" if facts.earlier_choice is None else "settings"
+    return "unknown" if earlier_choice(facts.choices) is None else "settings"
 
 
 def _cause_of_input(facts: Facts) -> Cause:

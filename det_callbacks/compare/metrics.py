@@ -1,14 +1,26 @@
 """Comparing what modules log: its metrics, bit for bit, in a verification and in two recorded runs alike."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from det_callbacks.compare.cause import earlier_choice
 from det_callbacks.runs.metrics import CALLS, Metric, Reading, Readings
-from det_callbacks.verdict import Cause, Divergence, Kind
+from det_callbacks.verdict import Cause, Divergence, EnvironmentDifference, Kind
 
 GENERATOR, LENGTH, FIRST_BATCH = "generator ", "samples of ", "first batch of "
 """Begin the names of evidence."""
 
 _CAUSES: tuple[tuple[str, Cause], ...] = ((LENGTH, "data_content"), (GENERATOR, "rng"), (FIRST_BATCH, "data_content"))
+_CHOICES: Mapping[str, Sequence[str]] = {
+    # where a metric is read -> choices of how often, and of how much of the data, it is computed there
+    "validation": (
+        "trainer.limit_val_batches",
+        "trainer.val_check_interval",
+        "trainer.check_val_every_n_epoch",
+        "trainer.num_sanity_val_steps",
+    ),
+    "trainer.validate": ("trainer.limit_val_batches",),
+}
 _AFTER_SITES = 1 << 40
 
 
@@ -19,7 +31,9 @@ class MetricDifference:
     Attributes:
         order: among the differences of the run: after all sites of its step.
         values: of both runs; None in the one that lacks it.
-        readings: in which they stand.
+        readings: in which they stand; see ``beside_moved``.
+        choices: that differ, and can change bits.
+        is_after_gap: a step that was not recorded may have changed what it was computed from.
     """
 
     order: tuple[int, int, int, int]
@@ -27,6 +41,8 @@ class MetricDifference:
     name: str
     values: tuple[Metric | None, Metric | None]
     readings: tuple[Reading, Reading]
+    choices: Sequence[EnvironmentDifference] = ()
+    is_after_gap: bool = False
 
     @property
     def kind(self) -> Kind:
@@ -36,10 +52,32 @@ class MetricDifference:
             return "extra" if left is None else "missing"
         return "content" if left.bits[:2] == right.bits[:2] else "structure"
 
+    def beside_moved(self, reference: Readings, current: Readings) -> "MetricDifference":
+        """Return it with both readings where the run that lacks it has it after another step of the same epoch."""
+        known, lacking = self.readings[1], int(self.kind == "missing")
+        if None not in self.values or known.where in CALLS:
+            return self
+        sides = reference.by_key, current.by_key
+        for key, one in sides[lacking].items():
+            is_same = (one.where, one.epoch) == (known.where, known.epoch) and self.name in one.metrics
+            if is_same and key not in sides[1 - lacking]:
+                return replace(self, readings=(known, one) if lacking else (one, known))
+        return self
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether it is in both runs, after different steps of the same epoch."""
+        return None in self.values and self.readings[0].step != self.readings[1].step
+
     def follows_from(self, segment: int) -> bool:
         """Whether steps of a fit that only one run has explain it: a shorter epoch is read at another step."""
-        is_read_in_one = not all(reading.metrics for reading in self.readings)
+        is_read_in_one = self.is_moved or not all(reading.metrics for reading in self.readings)
         return self.segment == segment and self.readings[1].step >= 0 and is_read_in_one
+
+    def shows_in(self, segment: int, step: int) -> bool:
+        """Whether a step that differs says more of it: the first one in which an epoch had ended in one run only."""
+        is_near = self.segment == segment and step <= 1 + max(reading.step for reading in self.readings)
+        return is_near and self.cause == "data_order"
 
     @property
     def evidence(self) -> list[tuple[str, str, str]]:
@@ -49,13 +87,26 @@ class MetricDifference:
         return [row for row in rows if row[1] != row[2]] if self.kind == "content" else []
 
     @property
-    def reason(self) -> tuple[Cause, str]:
-        """The cause, and the name of what it follows from; "" where that is not known."""
-        if self.kind != "content":
-            return "structure", ""
+    def known_reason(self) -> tuple[Cause, str]:
+        """The cause, and the evidence that it follows from; "" where there is none."""
         names = [name for name, *_ in self.evidence]
         found = ((cause, name) for kind, cause in _CAUSES for name in names if name.startswith(kind))
-        return next(found, ("unknown", ""))
+        return next(found, ("unknown" if self.kind == "content" else "structure", ""))
+
+    @property
+    def explaining_choice(self) -> EnvironmentDifference | None:
+        """The choice that explains it, where no other data do."""
+        names = () if self.known_reason[0] == "data_content" else _CHOICES.get(self.readings[1].where, ())
+        return next((one for one in self.choices if one.name in names), None)
+
+    @property
+    def cause(self) -> Cause:
+        """As the verdict names it."""
+        known = self.known_reason[0]
+        is_explained = known == "unknown" and self.is_after_gap and earlier_choice(self.choices) is not None
+        if is_explained or self.explaining_choice is not None:
+            return "settings"
+        return "data_order" if self.is_moved else known
 
     def divergence(self) -> Divergence:
         """Return it as the verdict has it."""

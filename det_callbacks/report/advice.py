@@ -1,13 +1,14 @@
 """What can be done about a difference, by the rule that found its cause, and what led to that cause."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-from det_callbacks.compare.cause import DataChange, Facts
+from det_callbacks.compare.cause import DataChange, Facts, earlier_choice
 from det_callbacks.compare.evidence import Evidence, GeneratorChange
 from det_callbacks.compare.metrics import FIRST_BATCH, GENERATOR, LENGTH, MetricDifference
 from det_callbacks.report.console import listed
 from det_callbacks.report.sentences import show_differences, source_name
 from det_callbacks.runs.evidence import AFTER, BEFORE
+from det_callbacks.verdict import EnvironmentDifference
 
 MAX_LINES = 20
 """Lines of evidence."""
@@ -94,10 +95,14 @@ def _advise_before_data(facts: Facts) -> str:
 
 
 def _advise_unrecorded(facts: Facts) -> str:
-    choice, step = facts.earlier_choice, facts.difference.step
     what = "This state differs since" if facts.sources else "It may have begun"
-    text = f"{what} before step {step}, and steps before it were not recorded"
+    return _begun_before(what, facts.difference.step, facts.choices)
+
+
+def _begun_before(what: str, step: int, choices: Sequence[EnvironmentDifference]) -> str:
+    choice = earlier_choice(choices)
     known = "" if choice is None else f"; {show_differences([choice])}, which explains it"
+    text = f"{what} before step {step}, and steps before it were not recorded"
     return text + (known or ": record them too to see where it starts")
 
 
@@ -115,6 +120,9 @@ def _advise_first(facts: Facts) -> str:
     return _REPLAYED.format(step=facts.difference.step) if is_replayed else _advise_lost_value(facts)
 
 
+_OTHER_EPOCHS = (
+    "An epoch ended in one run only: look at limit_train_batches, overfit_batches, drop_last and the length of the data"
+)
 _UNRESTORED = (
     'Resume with resume="exact" from a checkpoint that was saved with the callback: Lightning alone restores no '
     "generator"
@@ -135,11 +143,7 @@ ADVICE: Mapping[str, str | Callable[[Facts], str]] = {
     "restored state": "Compare the checkpoint with the one that was saved there, and look at what changes this state "
     "between loading it and the step",
     "initial state": _advise_initial,
-    "another epoch": lambda facts: _because(
-        "An epoch ended in one run only: look at limit_train_batches, overfit_batches, drop_last and the length of the "
-        "data",
-        facts,
-    ),
+    "another epoch": lambda facts: _because(_OTHER_EPOCHS, facts),
     "generator before the data": _advise_before_data,
     "batch size": lambda facts: _because("Give the loader the same batch size", facts),
     "batch": _advise_batch,
@@ -159,20 +163,25 @@ ADVICE: Mapping[str, str | Callable[[Facts], str]] = {
 
 def advise_metric(metric: MetricDifference) -> str:
     """Return what can be done about a metric that differs; "" where there is nothing to add."""
-    found = metric.reason[1]
-    if metric.kind != "content":
+    found, reading = metric.known_reason[1], metric.readings[1]
+    if metric.explaining_choice is not None:
         return ""
+    if metric.kind != "content":
+        return _OTHER_EPOCHS if metric.is_moved else ""
     if found.startswith(LENGTH):
         return f"The data are others: {found} are not as many"
     if found.startswith(GENERATOR):
-        what = "steps that were not recorded" if metric.readings[1].where == "epoch" else "the evaluation"
+        what = "steps that were not recorded" if reading.where == "epoch" else "the evaluation"
         return f"Seed {what} alike: the {found} is in another state after it"
     if found.startswith(FIRST_BATCH):
         return f"Look at the data that it is computed from: the {found} differs"
+    if metric.is_after_gap:
+        return _begun_before("It may have begun", reading.step + 1, metric.choices)
+    data = {LENGTH: "the lengths of the data sets", FIRST_BATCH: "the first batches"}
+    known = [words for kind, words in data.items() if any(name.startswith(kind) for name in reading.evidence)]
     return (
-        "Look at how it is computed, and from what: the generators agree, and what is known of the data of evaluations "
-        '(their number, the first batch). What can never repeat, such as a wall clock, is left out by modules=["*", '
-        f'"!metric/{metric.name}"]'
+        f"Look at how it is computed, and from what: all that is known agrees ({listed(['the generators', *known])}). "
+        f'What can never repeat, such as a wall clock, is left out by modules=["*", "!metric/{metric.name}"]'
     )
 
 

@@ -43,6 +43,7 @@ class Training:
     draws_in_validation: bool = False
     callbacks: tuple[Callable[[], pl.Callback], ...] = ()
     first_callbacks: tuple[Callable[[], pl.Callback], ...] = ()
+    logs: bool = False
     skips: bool = False
     changes_in_step: int | None = None
     every_n_steps: int = 1
@@ -140,7 +141,10 @@ class Module(pl.LightningModule):
                 self.net[-1].bias += 1e-3
         if training.dropout_seed is not None and batch_idx == 2:
             torch.manual_seed(training.dropout_seed)
-        return cross_entropy(self.net(inputs), labels)
+        loss = cross_entropy(self.net(inputs), labels)
+        if training.logs:
+            self.log("loss", loss, on_epoch=True, logger=False)
+        return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.net(batch[0])

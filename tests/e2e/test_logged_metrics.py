@@ -46,6 +46,8 @@ class Logged(Classifier):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
+        if self.also == "another step" and self.global_step == 1:
+            loss = loss * 1.5
         self.log("train/loss", loss, on_step=True, on_epoch=True)
         return loss
 
@@ -182,12 +184,46 @@ def test_a_metric_that_differs_alone(
     assert verdict.counts.steps_compared == 3  # stopped at the end of the validation
 
 
+@pytest.mark.parametrize(
+    ("options", "data", "cause", "words"),
+    [
+        ({"limit_val_batches": 1}, {}, "settings", "now, and that is what differs first: metric val/loss"),
+        ({"limit_val_batches": 1}, {"other": 0}, "data_content", "first batch of loader 0"),
+        ({"check_val_every_n_epoch": 2}, {}, "settings", "step 2 is only in the reference, and 1 more"),
+        ({"val_check_interval": 2}, {}, "settings", "metric val/loss of the validation of epoch 0 comes after step 2"),
+    ],
+)
+def test_choices_of_a_validation_explain_its_metrics(
+    options: dict[str, Any], data: dict[str, Any], cause: str, words: str, whole: Path, tmp_path: Path
+) -> None:
+    session = Session("verify", whole, current=tmp_path / "current")
+    verdict = diverges(session, next(iter(options)), data=loader(**data), **options)
+    assert (verdict.cause, verdict.first_divergence.phase) == (cause, "metric")
+    assert verdict.explanation.startswith(f"trainer.{next(iter(options))}: ") == (cause == "settings")
+    assert words in verdict.explanation
+
+
+@pytest.mark.parametrize(
+    ("recorded", "also", "options", "cause", "words"),
+    [
+        (0, "another step", {}, "unknown", "It may have begun before step 3, and steps before it were not recorded"),
+        (2, "another loss", {}, "unknown", "all that is known agrees (the generators, the lengths of the data sets, "),
+        (0, "", {"limit_train_batches": 2}, "data_order", "epoch 0 comes after step 2 in the reference, after step 1"),
+    ],
+)
+def test_metrics_are_not_blamed_for_steps_that_were_not_recorded(
+    recorded: int, also: str, options: dict[str, Any], cause: str, words: str, tmp_path: Path
+) -> None:
+    reference = record(tmp_path / "run", only_steps=[recorded])
+    session = Session("verify", reference, current=tmp_path / "current", model=partial(Logged, also))
+    verdict = diverges(session, "etric val/loss", **options)
+    assert (verdict.cause, verdict.first_divergence.name) == (cause, "val/loss")
+    assert words in " ".join(verdict.explanation.split())
+
+
 def test_metrics_of_which_one_run_has_more(whole: Path, tmp_path: Path) -> None:
     more = Session("verify", whole, current=tmp_path / "more", model=partial(Logged, "late"))
     assert diverges(more, "Metric late of epoch 1 is only in the current run").first_divergence.kind == "extra"
-    seldom = Session("verify", whole, current=tmp_path / "seldom")
-    words = "in the validation after step 2 is only in the reference, and 1 more"
-    assert diverges(seldom, words, check_val_every_n_epoch=2).first_divergence.kind == "missing"
     common = Session("verify", whole, steps="common")
     assert verdict_of(common.fit(check_val_every_n_epoch=2)).verdict == "match"
 

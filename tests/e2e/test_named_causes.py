@@ -101,7 +101,11 @@ FAULTS = {
         "data_content", "The data set is another one", "96 in the reference, 95 now", num_samples=95
     ),
     "epochs of another length": planted(
-        "data_order", "limit_train_batches", base={"shuffle_seed": None}, trainer={"limit_train_batches": 5}
+        "data_order",
+        "An epoch ended in one run only: look at limit_train_batches",
+        "!etric",
+        base={"shuffle_seed": None, "logs": True},
+        trainer={"limit_train_batches": 5},
     ),
     "validation draws": planted(
         "rng",
@@ -162,6 +166,7 @@ FAULTS = {
     ),
 }
 EVERYDAY = (
+    "epochs of another length",
     "another seed",
     "shuffle with another seed",
     "unsorted listing",
