@@ -24,6 +24,9 @@ def show(options: argparse.Namespace) -> int:
     run = Run.open(options.run_folder)
     rank = run.rank(options.rank)
     if options.step is None:
+        if options.segment not in (0, *run.segments):
+            num_held = count(len(run.segments), "segment")
+            raise SelectionError(f"{run.path} holds no segment {options.segment}; it holds {num_held}, from 0.")
         return _print(options, lambda: run_to_dict(run, rank), lambda: run_report(run, rank))
     steps = rank.steps(options.segment)
     if options.step not in steps:
