@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from numerics_models import MODELS
 from torch import Tensor, nn
-from torch.nn.functional import bilinear, dropout, scaled_dot_product_attention
+from torch.nn.functional import bilinear, scaled_dot_product_attention
 from tracing import reads_of, traced
 
 from det_callbacks import BitwiseEquivalenceMode, HashMode
@@ -20,42 +21,22 @@ SQUARE = torch.linspace(-2.0, 1.0, 16).view(4, 4)
 WEIGHT = torch.linspace(-1.0, 1.0, 80).view(5, 4, 4)
 
 
-class Everything(nn.Module):
-    """Layers that autograd takes apart into several ops, some of which write or draw."""
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_in_inference_mode_has_the_sites_of_one_without_gradients(name: str):
+    def sites_of(guard: AbstractContextManager[Any]) -> list[tuple[Any, ...]]:
+        torch.manual_seed(4)
+        model, inputs = MODELS[name]()
+        with guard:
+            trace = traced(lambda: model(inputs), model)
+        return [
+            (site.module, site.op, site.role, site.name, site.arguments, site.inputs, int(bits))
+            for site, bits in zip(trace.program.sites, trace.digests, strict=True)
+        ]
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.norms = nn.ModuleList([nn.BatchNorm1d(4), nn.InstanceNorm1d(4, track_running_stats=True)])
-        self.attention = nn.MultiheadAttention(4, 2)
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        values = inputs.transpose(0, 1).reshape(6, 4, 3)
-        for norm in self.norms:
-            values = norm(values)
-        values = values.transpose(1, 2).contiguous()
-        values, _ = self.attention(values, values, values)
-        return dropout(self.head(dropout(values, 0.5)).double(), 0.5, training=False).float()
-
-
-def sites_of(model: nn.Module, body: Callable[[], object]) -> list[tuple[Any, ...]]:
-    torch.manual_seed(4)
-    trace = traced(body, model)
-    return [
-        (site.module, site.op, site.role, site.name, site.arguments, site.inputs, int(bits))
-        for site, bits in zip(trace.program.sites, trace.digests, strict=True)
-    ]
-
-
-def test_a_step_in_inference_mode_has_the_sites_of_one_without_gradients():
-    models = Everything(), Everything()
-    inside, outside = (
-        sites_of(model, guard(lambda model=model: model(DATA)))
-        for model, guard in zip(models, (torch.inference_mode(), torch.no_grad()), strict=True)
-    )
-    assert inside == outside
-    assert {"aten.native_batch_norm.default", "aten.bernoulli_.float"} <= {site[1] for site in inside}
+    inside = sites_of(torch.inference_mode())
+    assert inside == sites_of(torch.no_grad())
+    ops = {"convolutions": "native_batch_norm.default", "tied with dropout": "bernoulli_.float"}
+    assert name not in ops or f"aten.{ops[name]}" in {site[1] for site in inside}
 
 
 def test_tensors_made_in_it_are_followed_outside_of_it():

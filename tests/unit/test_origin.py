@@ -176,22 +176,6 @@ def test_what_is_described_is_bounded_and_not_what_is_counted() -> None:
     assert [item.op for item in difference.origins] == [RELU]  # beyond them
 
 
-@pytest.mark.parametrize("num_sites", [4_000, pytest.param(60_000, marks=pytest.mark.slow)])
-def test_many_sites_are_aligned(num_sites: int) -> None:
-    def fill(step: StepBuilder, now: bool) -> None:
-        value = step.named("batch[0]", 5, phase="data")
-        for index in range(num_sites):
-            if now and index % 2_000 == 5:
-                value = step.op("aten.sin.default", value)
-            value = step.op("aten.mul.Tensor", value, module=f"net.{index % 50}", arguments={"other": 2.0})
-
-    difference = compare(*both(fill))
-    assert [item.kind for item in difference.divergences].count("extra") == 1
-    assert difference.num_differing == num_sites - 5 + num_sites // 2_000
-    (origin,) = difference.origins
-    assert (origin.op, origin.reference_digest, origin.current_digest is None) == ("aten.sin.default", None, False)
-
-
 # memory that a named tensor shows to be changed
 
 

@@ -145,7 +145,7 @@ def test_in_a_capture_nothing_is_read(cuda: StandInDevices) -> None:
 # checkpoints
 
 
-def test_each_device_gets_its_own_state_and_one_that_is_not_there_is_named(
+def test_each_device_gets_its_own_state_now_or_when_it_is_used_and_one_that_is_not_there_is_named(
     cuda: StandInDevices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuda.generators[1].offset, cuda.generators[3].offset = 8, 12
@@ -157,12 +157,8 @@ def test_each_device_gets_its_own_state_and_one_that_is_not_there_is_named(
     ):
         other = StandInDevices(num_devices, current=current).install(monkeypatch)
         assert (states.restore(), positions(other)) == (missing, offsets)
-
-
-def test_states_wait_where_cuda_was_not_used_yet(cuda: StandInDevices) -> None:
-    cuda.generators[1].offset = 8
-    states = stored(GeneratorStates.capture())
-    cuda.is_initialized = False
+    cuda.install(monkeypatch)
+    cuda.is_initialized = False  # states wait until it is used
     assert states.restore() == []
     assert [(bytes(state), device) for state, device in cuda.queued] == [
         (bytes(cuda.generators[1].get_state()), "cuda"),
