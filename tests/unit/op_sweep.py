@@ -62,10 +62,9 @@ class SweepMode(TorchDispatchMode):
         checked: base names of the ops that were run twice.
         differing: (op, index of a returned tensor) that differs, declared opaque or not.
         written: (op, argument) that was written, declared or not.
-        silent: the part of both that the tables and schemas do not tell.
-        drawing: ops that advanced the generator, and ``untagged`` those of them that are not said to.
-        copying: ops taken for views that returned new memory.
-        aliasing: ops not taken for views that returned an argument's memory.
+        drawing: ops that advanced the generator.
+        faults: (op, what the tables and schemas do not tell): an output that differs, an argument that is written,
+            "draws", "copies" of what is taken for a view, and "aliases" of what is not.
     """
 
     def __init__(self) -> None:
@@ -73,11 +72,8 @@ class SweepMode(TorchDispatchMode):
         self.checked: set[str] = set()
         self.differing: set[tuple[str, int]] = set()
         self.written: set[tuple[str, str]] = set()
-        self.silent: set[tuple[str, int | str]] = set()
         self.drawing: set[str] = set()
-        self.untagged: set[str] = set()
-        self.copying: set[str] = set()
-        self.aliasing: set[str] = set()
+        self.faults: set[tuple[str, int | str]] = set()
         self._plans: dict[Any, OpPlan] = {}
 
     def __torch_dispatch__(self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None) -> Any:
@@ -103,7 +99,7 @@ class SweepMode(TorchDispatchMode):
             if not torch.equal(torch.get_rng_state(), generator):
                 self.drawing.add(plan.base)
                 if not plan.draws_random:
-                    self.untagged.add(plan.base)
+                    self.faults.add((plan.base, "draws"))
             runs.append(list(returned) if isinstance(returned, list | tuple) else [returned])
         torch.set_rng_state(generator)
         self.checked.add(plan.base)
@@ -112,7 +108,7 @@ class SweepMode(TorchDispatchMode):
             if any(isinstance(left, Tensor) and bytes_of(left) != bytes_of(right) for left, right in pairs):
                 self.differing.add((plan.base, index))
                 if index not in plan.opaque_outputs:
-                    self.silent.add((plan.base, index))
+                    self.faults.add((plan.base, index))
 
     def _check_writes(self, plan: OpPlan, before: Any, after: Any) -> None:
         declared = {id(tensor) for tensor in written_arguments(plan, *after)}
@@ -123,7 +119,7 @@ class SweepMode(TorchDispatchMode):
                 if isinstance(left, Tensor) and bytes_of(left) != bytes_of(right):
                     self.written.add((plan.base, name))
                     if id(right) not in declared and name not in OPAQUE_WRITES.get(plan.base, ()):
-                        self.silent.add((plan.base, name))
+                        self.faults.add((plan.base, name))
 
     def _check_memory(self, plan: OpPlan, arguments: Any, returned: Any) -> None:
         read = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
@@ -137,9 +133,9 @@ class SweepMode(TorchDispatchMode):
                     continue
                 is_alias = tensor.untyped_storage().data_ptr() in memory
                 if plan.kind is OpKind.VIEW and not is_alias:
-                    self.copying.add(plan.base)
+                    self.faults.add((plan.base, "copies"))
                 if plan.kind is OpKind.DIGEST and index in plan.fresh_returns and is_alias:
-                    self.aliasing.add(plan.base)
+                    self.faults.add((plan.base, "aliases"))
 
 
 def _has_memory(tensor: Tensor) -> bool:

@@ -19,7 +19,7 @@ OF_SITE = ("phase", "module", "op", "occurrence", "output", "role", "name", "arg
 
 @pytest.fixture
 def run(tmp_path):
-    """Two ranks; one step of the first was recorded again by a second attempt, which went on with other programs."""
+    """Two ranks; a second attempt recorded a step of the first again, had other programs, and broke off in a fit."""
     path = tmp_path / "run"
     writer = create(path, peers=OneOf(0, 2))
     append(writer, range(5))
@@ -28,11 +28,14 @@ def run(tmp_path):
     append(other, range(4), seed=1)
     other.close(complete=True)
     write_manifest(path, replace(read_manifest(path), attempts=(Attempt(), Attempt())))
-    join(path, 1, attempt=1).close(complete=True)
-    writer = join(path, 0, attempt=1)
+    writer, other = (join(path, rank, attempt=1) for rank in range(2))
     append(writer, [4], seed=0)
     append(writer, [7], num_sites=6)
-    writer.close(complete=True)
+    for one in (writer, other):
+        one.start_segment()
+    append(writer, range(2))
+    writer.close(complete=False)
+    other.close(complete=True)
     return path
 
 
@@ -45,7 +48,7 @@ def rows_of(path):
             for position, (site, entry) in enumerate(zip(view.program.sites, view.layout.entries, strict=True)):
                 yield {
                     "rank": rank,
-                    "attempt": int(rank == 0 and found.step >= 4),
+                    "attempt": int(rank == 0 and (found.segment, found.step) >= (0, 4)),
                     **{name: getattr(found, name) for name in ("segment", "step", "epoch", "chain")},
                     **{name: getattr(found, f"{name}_id") for name in ("program", "layout")},
                     "position": position,
@@ -66,7 +69,9 @@ def exported_rows(folder):
 @pytest.mark.parametrize("group_rows", [250_000, 7])
 def test_every_site_is_there_once(tmp_path, run, monkeypatch, group_rows):
     monkeypatch.setattr(export, "GROUP_ROWS", group_rows)
+    (tmp_path / "to").mkdir()  # empty
     found = export_run(run, tmp_path / "to")
+    assert "1 is the last whole step" in found.incomplete_reason
     wanted = list(rows_of(run))
     assert exported_rows(tmp_path / "to") == wanted
     assert found.num_rows == len(wanted)
@@ -74,7 +79,7 @@ def test_every_site_is_there_once(tmp_path, run, monkeypatch, group_rows):
     assert set(files) == {"rank=0/part-0.parquet", "rank=1/part-0.parquet"}
     assert found.num_bytes == sum(file.stat().st_size for file in files.values())
     frame = pl.scan_parquet(tmp_path / "to" / "**" / "*.parquet", hive_partitioning=True)
-    assert frame.group_by("rank").len().sort("rank").collect()["len"].to_list() == [5 * 3 + 6, 4 * 3]
+    assert frame.group_by("rank").len().sort("rank").collect()["len"].to_list() == [5 * 3 + 6 + 2 * 3, 4 * 3]
 
 
 def test_what_cannot_be_exported_leaves_nothing_and_touches_nothing(tmp_path, run, monkeypatch):
@@ -103,11 +108,3 @@ def test_what_cannot_be_exported_leaves_nothing_and_touches_nothing(tmp_path, ru
             export_run(run, place)
         assert (caught.value.exit_code, caught.value.path) == (2, str(place))
     assert [path.name for path in to.iterdir()] == ["mine"]
-
-
-def test_fits_stand_apart_and_an_incomplete_run_says_so(tmp_path):
-    path = record(tmp_path / "incomplete", range(3), range(2), complete=False)
-    (tmp_path / "to").mkdir()  # empty
-    assert "1 is the last whole step" in export_run(path, tmp_path / "to").incomplete_reason
-    rows = {(row["segment"], row["step"]) for row in exported_rows(tmp_path / "to")}
-    assert rows == {(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)}

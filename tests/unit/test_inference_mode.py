@@ -79,10 +79,8 @@ AUTOCAST: dict[str, Callable[[], Tensor]] = {
 def watched() -> Iterator[None]:
     watch = NondeterministicOpWatch(NondeterministicOps(), nn.Identity())
     watch.open()
-    try:
-        yield
-    finally:
-        watch.close()
+    yield
+    watch.close()
 
 
 @pytest.mark.parametrize("mode", [HashMode, BitwiseEquivalenceMode, watched])
