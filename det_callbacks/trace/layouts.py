@@ -1,5 +1,7 @@
 """The layouts seen so far, interned: one dictionary look-up per digested tensor."""
 
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ MAX_ENTRIES = 100_000
 _QUANTISED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class LayoutSlot:
     """One interned layout.
 
@@ -27,24 +30,12 @@ class LayoutSlot:
         num_bytes: of the elements.
     """
 
-    __slots__ = ("entry", "index", "is_dense", "is_raw", "is_row_major", "num_bytes")
-
-    def __init__(self, index: int, entry: TensorLayout | None, *, dense: bool, raw: bool, num_bytes: int) -> None:
-        self.index = index
-        self.entry = entry
-        self.is_dense = dense
-        self.is_raw = raw
-        self.is_row_major = raw and entry is not None and _is_row_major(entry)
-        self.num_bytes = num_bytes
-
-
-def _is_row_major(entry: TensorLayout) -> bool:
-    expected = 1
-    for length, stride in zip(reversed(entry.shape), reversed(entry.stride), strict=True):
-        if length != 1 and stride != expected:
-            return False
-        expected *= length
-    return True
+    index: int
+    entry: TensorLayout | None
+    is_dense: bool
+    is_raw: bool
+    is_row_major: bool
+    num_bytes: int
 
 
 class LayoutTable:
@@ -111,15 +102,21 @@ class LayoutTable:
 
     def add(self, key: Any, entry: TensorLayout | None, *, itemsize: int = 0, may_be_raw: bool = False) -> LayoutSlot:
         """Intern an entry."""
-        dense = False
+        dense = raw = is_row_major = False
         num_bytes = 0
         if entry is not None and itemsize > 0:
             dense = is_dense(entry.shape, entry.stride)
-            num_bytes = itemsize
-            for length in entry.shape:
-                num_bytes *= length
+            num_bytes = itemsize * prod(entry.shape)
+            raw = dense and may_be_raw and num_bytes > 0
+            strides = [stride for stride, length in zip(entry.stride, entry.shape, strict=True) if length != 1]
+            is_row_major = raw and strides == sorted(strides, reverse=True)
         slot = LayoutSlot(
-            len(self._order), entry, dense=dense, raw=dense and may_be_raw and num_bytes > 0, num_bytes=num_bytes
+            index=len(self._order),
+            entry=entry,
+            is_dense=dense,
+            is_raw=raw,
+            is_row_major=is_row_major,
+            num_bytes=num_bytes,
         )
         self.slots[key] = slot
         self._order.append(slot)
