@@ -3,7 +3,6 @@
 import itertools
 import random
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,9 +52,13 @@ class Logged(Classifier):
 
     def _look(self, name: str, batch: Any) -> None:
         inputs, labels = batch
+        if self.also == "another batch" and (self.global_rank, self.global_step) == (1, 4):
+            inputs = inputs + 1
         predicted = self(inputs)
         loss = cross_entropy(predicted, labels) + (1e-3 if self.also == "another loss" else 0)
-        self.log_dict({f"{name}/loss": loss, f"{name}/largest": predicted.max()})
+        self.log_dict({f"{name}/loss": loss, f"{name}/largest": predicted.max()}, sync_dist=True)
+        if self.trainer.world_size > 1:
+            self.log(f"{name}/own", loss, rank_zero_only=True)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self._look("val", batch)
@@ -91,12 +94,12 @@ def loader(num_samples: int = 12, *, other: int | None = None) -> DataLoader[Any
 class Session:
     """One process's use of one callback: fits, tests and so on, with one model."""
 
-    def __init__(self, mode: str, reference: Path, *, model: Callable[[], Any] = Logged, **arguments: Any) -> None:
+    def __init__(self, mode: str, reference: Path, *, also: str = "", **arguments: Any) -> None:
         for seed in (random.seed, np.random.seed, torch.manual_seed):
             seed(0)
         defaults = {"level": "state"} if mode == "record" else {}
         self.callback = DeterminismCallback(reference, mode=mode, **{**defaults, **arguments})
-        self.model = model()
+        self.model = Silent() if also == "nothing" else Logged(also)
         self.root = reference.parent
 
     def trainer(self, *callbacks: pl.Callback, **options: Any) -> pl.Trainer:
@@ -174,7 +177,7 @@ def test_metrics_of_validations_and_epochs_are_recorded_and_verified(
 def test_a_metric_that_differs_alone(
     data: dict[str, Any], also: str, cause: str, words: str, whole: Path, tmp_path: Path
 ) -> None:
-    session = Session("verify", whole, current=tmp_path / "current", model=partial(Logged, also))
+    session = Session("verify", whole, current=tmp_path / "current", also=also)
     verdict = diverges(session, "differs", data=loader(**data))
     first = verdict.first_divergence
     assert (verdict.verdict, verdict.cause) == ("diverged", cause)
@@ -222,7 +225,7 @@ def test_metrics_are_not_blamed_for_steps_that_were_not_recorded(
 
 
 def test_metrics_of_which_one_run_has_more(whole: Path, tmp_path: Path) -> None:
-    more = Session("verify", whole, current=tmp_path / "more", model=partial(Logged, "late"))
+    more = Session("verify", whole, current=tmp_path / "more", also="late")
     assert diverges(more, "Metric late of epoch 1 is only in the current run").first_divergence.kind == "extra"
     common = Session("verify", whole, steps="common")
     assert verdict_of(common.fit(check_val_every_n_epoch=2)).verdict == "match"
@@ -239,15 +242,12 @@ def test_lacking_steps_are_told_before_the_metrics_that_they_move(tmp_path: Path
 
 
 def test_a_metric_is_left_out_by_a_pattern(tmp_path: Path) -> None:
-    reference = record(tmp_path / "run", model=partial(Logged, "a clock"))
+    reference = record(tmp_path / "run", also="a clock")
     with pytest.raises(DivergenceError, match="Metric epoch_time of epoch 0 differs"):
-        Session("verify", reference, model=partial(Logged, "a clock")).fit()
+        Session("verify", reference, also="a clock").fit()
     modules = ["*", "!metric/*_time"]
-    reference = record(tmp_path / "left-out", model=partial(Logged, "a clock"), modules=modules)
-    assert (
-        verdict_of(Session("verify", reference, model=partial(Logged, "a clock"), modules=modules).fit()).verdict
-        == "match"
-    )
+    reference = record(tmp_path / "left-out", also="a clock", modules=modules)
+    assert verdict_of(Session("verify", reference, also="a clock", modules=modules).fit()).verdict == "match"
     names = {name for reading in read_metrics(Run.open(reference), 0).by_key.values() for name in reading.metrics}
     assert ("val/loss" in names, "epoch_time" in names) == (True, False)
     with pytest.raises(SelectionError, match=r'a metric is left out by "!metric/NAME"'):
@@ -270,24 +270,20 @@ def test_a_call_alone_is_recorded_and_verified_unless_nothing_is_logged(
     with pytest.raises(NothingComparedError, match=r"Nothing of trainer.test was recorded in, or compared"):
         Session("verify", run).test(limit_test_batches=0)
     with pytest.raises(NothingComparedError, match=r"Nothing of trainer.test was recorded.*no metric was logged"):
-        Session("record", tmp_path / "none", model=Silent).test()
+        Session("record", tmp_path / "none", also="nothing").test()
     assert not (tmp_path / "none" / "run.json").exists()
-    Session("record", tmp_path / "fit", model=Silent).fit().test()
+    Session("record", tmp_path / "fit", also="nothing").fit().test()
     assert "recorded nothing of trainer.test" in capsys.readouterr().out.splitlines()[-1]
-
-
-class Broken(pl.Callback):
-    def on_test_batch_end(self, *_: Any) -> None:
-        raise OSError("the disk is gone")
 
 
 def test_a_run_with_steps_outlives_metrics_alone_and_a_test_that_breaks_off(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
+    broken = partial(RaiseAt, "on_test_batch_end", OSError("the disk is gone"), call=1)
     for session in (Session("record", run).fit(), Session("record", tmp_path / "alone")):
         with pytest.raises(OSError, match="the disk is gone"):
-            session.trainer(Broken()).test(session.model, loader(), verbose=False)
+            session.trainer(broken()).test(session.model, loader(), verbose=False)
         assert "stopped by OSError" in capsys.readouterr().out
     assert list((tmp_path / "alone").iterdir()) == []
     Session("record", run, overwrite=True).test()
@@ -370,34 +366,16 @@ def test_damaged_metrics_are_an_error(whole: Path, tmp_path: Path) -> None:
         Session("verify", reference).fit()
 
 
-class OnRanks(Logged):
-    """Reduces its losses over the ranks; is given another batch on rank 1 where a test asks for it."""
-
-    def __init__(self, *, is_faulty: bool) -> None:
-        super().__init__()
-        self.is_faulty = is_faulty
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        inputs, labels = batch
-        if self.is_faulty and self.global_rank == 1 and self.global_step == 4:
-            inputs = inputs + 1
-        self.log("val/loss", cross_entropy(self(inputs), labels), sync_dist=True)
-        self.log("val/own", cross_entropy(self(inputs), labels), rank_zero_only=True)
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        inputs, labels = batch
-        self.log("test/loss", cross_entropy(self(inputs), labels), sync_dist=True)
-
-
 @pytest.mark.ddp
 def test_ranks_stop_together_where_a_metric_differs(tmp_path: Path) -> None:
     def fit_and_test(mode: str) -> None:
-        model = partial(OnRanks, is_faulty=mode == "verify")
-        session = Session(mode, tmp_path / "run", current=tmp_path / "current", model=model)
+        session = Session(
+            mode, tmp_path / "run", current=tmp_path / "current", also="another batch" * (mode == "verify")
+        )
         session.fit(devices=2, strategy="ddp").test(devices=2, strategy="ddp")
 
     ended = run_ranks(lambda _: fit_and_test("record"), tmp_path / "recording", status=0)
-    assert "recorded 1 metric of trainer.test" in ended[0].output
+    assert "recorded 3 metrics of trainer.test" in ended[0].output
     assert not (tmp_path / "run" / "rank-00001" / "attempt-000.metrics.jsonl").exists()
     ended = run_ranks(lambda _: fit_and_test("verify"), tmp_path / "verification", status=1)
     assert all("etric val/loss in the validation after step 3 differs" in one.output for one in ended)
@@ -425,10 +403,8 @@ def test_nothing_of_the_training_changes_and_a_draw_is_named(tmp_path: Path) -> 
     for alone, watched in zip(bits(), bits(watch), strict=True):
         assert torch.equal(alone, watched)
     # also where that step is not recorded, and nothing stops
-    reference = record(tmp_path / "run", model=partial(Logged, "a draw"), only_steps=[3])
-    session = Session(
-        "verify", reference, current=tmp_path / "current", on_divergence="collect", model=partial(Logged, "a draw")
-    )
+    reference = record(tmp_path / "run", also="a draw", only_steps=[3])
+    session = Session("verify", reference, current=tmp_path / "current", on_divergence="collect", also="a draw")
     verdict = diverges(session, "differs", Draws())
     assert (verdict.verdict, verdict.cause, verdict.first_divergence.name) == ("diverged", "rng", "val/drawn")
     assert "Seed the evaluation alike" in verdict.explanation
