@@ -86,7 +86,6 @@ class Training:
             callback = self.fit("verify", reference, on_divergence="collect", **options)
         except (DivergenceError, NotComparableError) as error:
             return error.verdict
-        assert callback.verdict is not None
         return callback.verdict
 
     def loaders(self) -> tuple[DataLoader[Any], DataLoader[Any]]:

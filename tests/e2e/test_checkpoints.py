@@ -80,7 +80,6 @@ def test_deletion_of_all_but_the_best_leaves_nothing(save_last: Any, tmp_path: P
     fit(tmp_path, keeping, max_epochs=2).run()
     assert_all_agree(tmp_path / "checkpoints", 3)
     last = check_checkpoint(keeping.last_model_path).sidecar
-    assert last is not None
     assert (last.step, last.epoch) == (7, 1)
     plain = Fit(every(tmp_path, 100, save_last=save_last), enable_checkpointing=True, max_epochs=3)
     plain.run(ckpt_path="last")  # without us
@@ -116,7 +115,6 @@ def test_a_checkpoint_of_an_exception_has_digests(tmp_path: Path) -> None:
     assert_all_agree(tmp_path / "checkpoints", 1)
     (path,) = (tmp_path / "checkpoints").glob("*.ckpt")
     sidecar = check_checkpoint(path).sidecar
-    assert sidecar is not None
     assert sidecar.step == 1
     # its teardown, after ours, takes the checkpoint away
     options = {"enable_checkpointing": True, "default_root_dir": tmp_path}

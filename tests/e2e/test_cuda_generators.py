@@ -54,13 +54,10 @@ def device() -> torch.device:
 def test_recording_twice_matches_and_another_seed_of_cuda_is_named(tmp_path: Path) -> None:
     record(tmp_path)
     verdict = verify(tmp_path).verdict
-    assert verdict is not None
     assert verdict.verdict == "match"
     with pytest.raises(DivergenceError) as caught:
         verify(tmp_path, cuda_seed=2)
     verdict = caught.value.verdict
-    assert verdict is not None
-    assert verdict.first_divergence is not None
     assert (verdict.cause, verdict.first_divergence.name) == ("rng", "torch.cuda")
     assert "seeded with 1 in the reference, 2 now" in verdict.explanation
 
@@ -68,7 +65,6 @@ def test_recording_twice_matches_and_another_seed_of_cuda_is_named(tmp_path: Pat
 def test_dropout_goes_on_where_it_was(tmp_path: Path) -> None:
     record(tmp_path, SaveAfter(tmp_path, 3), resume="exact")
     verdict = verify(tmp_path, cuda_seed=9, ckpt_path=tmp_path / "3.ckpt", resume="exact", steps="common").verdict
-    assert verdict is not None
     assert (verdict.verdict, verdict.coverage.steps) == ("match", (3, 7))
 
 
@@ -97,7 +93,6 @@ def test_sites_of_default_and_of_passed_generators(device: torch.device) -> None
         torch.rand(4, device=device, generator=own)
         torch.rand(4, device=device, generator=given)
         torch.rand(4, out=torch.empty(4, device=device))
-    assert mode.trace is not None
     names = [site.name for site in mode.trace.program.sites if "cuda" in str(site.name)]
     assert names == ["torch.cuda", "torch.cuda", "torch.cuda", "generator on cuda", "torch.cuda"]
 

@@ -57,9 +57,7 @@ def test_a_fit_that_replays_a_graph(
         with pytest.raises(DivergenceError) as raised:
             fit(tmp_path / "run", "verify", fault_at=1)
     verdict = raised.value.verdict
-    assert verdict is not None
     first = verdict.first_divergence
-    assert first is not None
     assert (first.step, first.phase, first.module, first.is_origin) == (1, "other", "layers.1", None)
     assert (verdict.origins, verdict.cause) == ((), "unknown")
     assert verdict.coverage.opaque_regions == ("cuda_graph",)

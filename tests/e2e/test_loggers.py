@@ -50,7 +50,6 @@ class FloatsOnly(Logger):
         self.logged: list[tuple[int, dict[str, float]]] = []
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        assert step is not None
         assert all(type(value) is float for name, value in metrics.items() if name != "epoch"), metrics
         for draw in self._draws:
             draw()
