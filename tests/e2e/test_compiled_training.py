@@ -81,8 +81,6 @@ def fit(
     NUDGE["twice"] = fault == "inside"
     generator = torch.Generator().manual_seed(1)
     inputs, targets = torch.randn(16, 8, generator=generator), torch.randint(2, (16,), generator=generator)
-    if fault == "input":
-        inputs[8, 0] = torch.nextafter(inputs[8, 0], torch.tensor(9.0))
     callback = DeterminismCallback(folder / "reference", mode=mode, current=folder / "current", **options)
     trainer = quiet_trainer(callback, *beside, default_root_dir=folder, max_steps=4)
     loader = DataLoader(TensorDataset(inputs, targets), batch_size=4)
@@ -97,16 +95,12 @@ def fit(
 @pytest.mark.parametrize(("compile_it", "backend"), [(whole, "inductor"), (network, opaque_backend())])
 def test_faults_are_found_where_they_are(tmp_path: Path, backend: Any, compile_it: Callable[..., Any]) -> None:
     def run(mode: str, fault: str = "") -> Any:
-        options = {"overwrite": True} if mode == "record" else {}
-        return fit(tmp_path, mode, compile_it, backend, fault=fault, **options)[0]
+        return fit(tmp_path, mode, compile_it, backend, fault=fault)[0]
 
     run("record")
     same = run("verify")
     assert (same.verdict, same.counts.steps_compared) == ("match", 4)
     (region,) = same.coverage.opaque_regions
-
-    given = run("verify", "input")
-    assert (given.first_divergence.step, given.first_divergence.phase, given.cause) == (2, "data", "data_content")
 
     inside = run("verify", "inside")
     first = inside.first_divergence

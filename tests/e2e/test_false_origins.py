@@ -1,23 +1,17 @@
 """Where a difference is passed on, or cannot be followed, nobody is called its origin.
 
-A batch with another structure or other lengths passes it on through Python, past every edge.
+What Python may have passed on, past every edge, is in tests/unit/test_origin_values.py.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import lightning.pytorch as pl
 import pytest
-import torch
 from faults import Deep, Training, below, first_of, verify
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader
-from trainers import LIGHTNING_ADVICE, quiet_trainer
+from trainers import LIGHTNING_ADVICE
 
-from det_callbacks import DeterminismCallback
 from det_callbacks.runs.store import Run
 
 pytestmark = LIGHTNING_ADVICE
@@ -72,64 +66,3 @@ def test_lower_levels_find_the_step_and_blame_no_op(
     assert first.module == ("net.5.up" if level == "module" else "")
     assert first.name == ("output" if level == "module" else "loss")
     assert not any(origin.op for origin in verdict.origins)
-
-
-# what Python passes on
-
-
-class Characters(pl.LightningModule):
-    """Positions, dropout, a mean and slices: all of them follow the length of the sequence."""
-
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 8)
-        self.positions = nn.Embedding(32, 8)
-        self.norm = nn.LayerNorm(8)
-        self.drop = nn.Dropout(dropout)
-        self.head = nn.Linear(8, 11)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        hidden = self.embed(batch) + self.positions(torch.arange(batch.shape[1]))
-        logits = self.head(self.drop(self.norm(hidden)))[:, :-1]
-        return cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()) + logits.mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
-
-
-def tokens(length: int) -> Tensor:
-    return torch.randint(11, (3, length), generator=torch.Generator().manual_seed(length))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OfBatches:
-    """A training on batches that are made before it."""
-
-    batches: list[Tensor]
-    dropout: float = 0.1
-
-    def fit(self, callback: DeterminismCallback) -> None:
-        torch.manual_seed(0)
-        loader = DataLoader(self.batches, batch_size=None)  # type: ignore[arg-type]  # a list will do
-        quiet_trainer(callback).fit(Characters(self.dropout), loader)
-
-    def record(self, folder: Path) -> Path:
-        self.fit(DeterminismCallback(folder, mode="record"))
-        return folder
-
-
-def test_only_what_a_batch_does_not_explain_is_an_origin(tmp_path: Path) -> None:
-    """A longer sequence changes arguments of many ops; another dropout, among batches of other lengths, is one."""
-    batches = [tokens(6), tokens(6), tokens(7)]
-    reference = OfBatches(batches=batches).record(tmp_path / "reference")
-    longer = OfBatches(batches=[tokens(6), tokens(8), tokens(7)])
-    verdict = verify(reference, longer, tmp_path / "longer")
-    first = first_of(verdict)
-    assert (first.step, first.phase, first.is_origin, verdict.cause) == (1, "data", False, "data_content")
-    assert verdict.origins == ()
-    assert "no op is to blame." in verdict.explanation
-    verdict = verify(reference, OfBatches(batches=batches, dropout=0.2), tmp_path / "dropout")
-    first = first_of(verdict)
-    assert (first.step, first.module, first.kind, first.is_origin) == (0, "drop", "argument", True)
-    assert {(origin.module, origin.kind) for origin in verdict.origins} == {("drop", "argument")}
-    assert (verdict.cause, "(p: " in verdict.explanation) == ("forward", True)
