@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from det_callbacks.nondeterminism import BEHAVIOURS, OpFact, may_apply
 from det_callbacks.report.console import Section, Table, count
 from det_callbacks.report.run import head_lines
 from det_callbacks.report.verdict import environment_table
-from det_callbacks.runs.program import StepView
+from det_callbacks.runs.program import Site, StepView
 from det_callbacks.runs.store import Run
 
 if TYPE_CHECKING:
@@ -41,6 +41,10 @@ def ops_to_dict(facts: Sequence[OpFact], run: Run | None = None) -> dict[str, An
     head = {"schema": 1, "torch": version("torch"), "counts": counts}
     if run is None:
         return {**head, "run": None, "entries": [asdict(fact) for fact in facts]}
+    facts_of: dict[str, list[OpFact]] = defaultdict(list)
+    for fact in facts:
+        for name in fact.ops:
+            facts_of[name].append(fact)
     places = {
         record.program_id: (rank, record.segment, record.step)
         for rank in run.ranks
@@ -51,9 +55,9 @@ def ops_to_dict(facts: Sequence[OpFact], run: Run | None = None) -> dict[str, An
     ops: set[str] = set()
     for place in places.values():
         here: dict[OpFact, Counter[str]] = defaultdict(Counter)
-        for fact, op, module in _find_uses(facts, run.view(*place), ops):
-            here[fact][module] += 1
-            overloads[fact].add(op)
+        for fact, site in _find_uses(facts_of, run.view(*place), ops):
+            here[fact][site.module] += 1
+            overloads[fact].add(site.op)
         for fact, modules in here.items():
             most[fact] |= modules  # the larger count of each
     if not ops:
@@ -76,23 +80,20 @@ def ops_to_dict(facts: Sequence[OpFact], run: Run | None = None) -> dict[str, An
     return {**head, "run": about, "entries": entries}
 
 
-def _find_uses(facts: Sequence[OpFact], view: StepView, ops: set[str]) -> list[tuple[OpFact, str, str]]:
-    """Return which facts may be about a site of a step, with its op and its module; add all ops that there are."""
-    about: dict[str, list[OpFact]] = defaultdict(list)
-    for fact in facts:
-        for name in fact.ops:
-            about[name].append(fact)
-    reader, found = ArgumentReader(view), []
+def _find_uses(
+    facts_of: Mapping[str, Sequence[OpFact]], view: StepView, ops: set[str]
+) -> Iterator[tuple[OpFact, Site]]:
+    """Yield which facts may be about a site of a step; add all ops that there are."""
+    reader = ArgumentReader(view)
     for position, site in enumerate(view.program.sites):
         if not site.op or site.role not in ("output", "value"):
             continue
         ops.add(site.op)
-        for fact in about[site.op.rpartition(".")[0]]:
+        for fact in facts_of[site.op.rpartition(".")[0]]:
             known = reader.read(position)
             arguments = {name: json.loads(text) for name, text in known.values.items()}
             if may_apply(fact, op=site.op, phase=site.phase, arguments=arguments, unknown=known.digested):
-                found.append((fact, site.op, site.module))
-    return found
+                yield fact, site
 
 
 def op_report(content: Mapping[str, Any], run: Run | None = None) -> list[Section]:

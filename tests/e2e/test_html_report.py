@@ -19,7 +19,7 @@ from playwright.sync_api import sync_playwright
 from step_builder import StepBuilder
 from stored_runs import SELECTION, OneOf, digests_of, join
 from trainers import LIGHTNING_ADVICE
-from verdicts import DIVERGED
+from verdicts import DIVERGED, THREADS
 
 from det_callbacks import DeterminismCallback, cli, compare_runs, verification
 from det_callbacks.callback import verifying
@@ -74,9 +74,12 @@ def shown(folder: Path) -> Page:
 # what it says
 
 
-def test_it_says_what_the_verdict_says_in_the_same_words(runs: Path) -> None:
-    verdict, page = compare_runs(runs / "reference", runs / "one"), shown(runs / "one")
+def test_it_says_what_the_verdict_says_in_the_same_words(runs: Path, tmp_path: Path) -> None:
+    paths = runs / "reference", runs / "one"
+    verdict = replace(compare_runs(*paths), evidence=("what led to it",), environment=(THREADS,))
+    page = read_page(write_report(tmp_path / "r.html", verdict, reference=paths[0], current=paths[1]))
     word, *text = verdict_lines(verdict).split()
+    assert {"Evidence", "led", "Origins", "Environment", "Compared", "Next"} <= {*text}
     assert page.text.strip().startswith(f"{word.capitalize()}: ")
     assert [part for part in text if part not in page.text] == []
     assert "Steps 2 to 3: not compared" in page.text
