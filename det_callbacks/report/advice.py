@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from det_callbacks.compare.cause import DataChange, Facts, earlier_choice
 from det_callbacks.compare.evidence import Evidence, GeneratorChange
 from det_callbacks.compare.metrics import FIRST_BATCH, GENERATOR, LENGTH, MetricDifference
-from det_callbacks.report.console import listed
+from det_callbacks.report.console import at_most, listed
 from det_callbacks.report.sentences import show_differences, source_name
 from det_callbacks.runs.evidence import AFTER, BEFORE
 from det_callbacks.verdict import EnvironmentDifference
@@ -231,7 +231,7 @@ def evidence_lines(facts: Facts) -> tuple[str, ...]:
     lines += [f"choice {show_differences([entry])}" for entry in facts.choices]
     unread = facts.evidence.unread
     more = [f"the evidence of generators and data could not be used: {unread}"] if unread else []
-    return (*lines[:MAX_LINES], *more)
+    return (*at_most(MAX_LINES, lines), *more)
 
 
 def _batch_lines(facts: Facts) -> list[str]:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from det_callbacks.report.console import Section, Table, count, size
+from det_callbacks.report.console import Section, Table, at_most, count, size
 
 if TYPE_CHECKING:
     from det_callbacks.checkpoint import CheckpointReport, EntryDifference
@@ -44,9 +44,8 @@ def mismatch_text(report: "CheckpointReport") -> str:
     is_other = not report.has_same_bytes and len(tensors) * 2 > report.sections.get("state_dict", num_compared)
     likely = ": the digests beside it are those of another checkpoint" if is_other and tensors else ""
     lines = [f"{report.path} is not what was saved{likely}."]
-    lines += [f"  {entry.name} {_how(entry)}" for entry in report.entries[:MAX_ENTRIES]]
-    if len(report.entries) > MAX_ENTRIES:
-        lines.append(f"  and {len(report.entries) - MAX_ENTRIES:,} more")
+    entries = [f"{entry.name} {_how(entry)}" for entry in report.entries]
+    lines += [f"  {line}" for line in at_most(MAX_ENTRIES, entries)]
     lines += [f"  resume: {name} is missing beside it" for name in report.missing_files]
     if not report.entries and not report.has_same_bytes:
         lines.append(

@@ -47,6 +47,12 @@ def listed(texts: Iterable[str], separator: str = ", ", limit: int = MAX_NAMED) 
     return separator.join(known[:limit]) + more
 
 
+def at_most(limit: int, lines: Sequence[str]) -> list[str]:
+    """Return the first lines, and how many more there are."""
+    more = len(lines) - limit
+    return [*lines[:limit], *([f"and {more:,} more"] if more > 0 else [])]
+
+
 def ranks_text(ranks: Sequence[int]) -> str:
     """Return "rank 1", "ranks 0, 1 and 3 more"."""
     return f"rank{'s' * (len(ranks) > 1)} {listed(map(str, ranks), limit=MAX_RANKS)}"

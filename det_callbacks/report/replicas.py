@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from det_callbacks.report.console import count, ranks_text
+from det_callbacks.report.console import at_most, count, ranks_text
 
 if TYPE_CHECKING:
     from det_callbacks.ranks import ReplicaDifference, ReplicaReport
@@ -29,14 +29,12 @@ def replicas_text(report: "ReplicaReport") -> str:
     agreed = "It is the first time that they were compared."
     if report.last_agreement is not None:
         agreed = f"They last agreed {_when(report.last_agreement)}."
-    more = len(differences) - MAX_DIFFERENCES
     return "\n".join(
         [
             f"The replicas of this training differ {_when(report.step)}: {count(num_names, 'tensor')} on "
             f"{report.world_size} ranks. {agreed}",
             "",
-            *(f"  {_difference(found)}" for found in differences[:MAX_DIFFERENCES]),
-            *([f"  and {count(more, 'more difference')}"] if more > 0 else []),
+            *(f"  {line}" for line in at_most(MAX_DIFFERENCES, list(map(_difference, differences)))),
             "",
             f"Compared: {count(report.num_compared, 'tensor')} of this rank{_left_out(report.left_out)}.",
             "To find the op, record with DeterminismCallback and verify, which names rank, step and op; audit after "

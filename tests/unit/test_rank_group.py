@@ -237,4 +237,4 @@ def test_the_text_says_who_and_since_when() -> None:
     said = "not compared: running statistics of each rank's own batches (1); shards that no other rank holds (2)"
     assert said in text
     assert said in replicas_line(none, num_audits=3, has_differed=False)
-    assert "  and 2 more differences\n" in replicas_text(replace(none, differences=two[1:] * 12))
+    assert "  and 2 more\n" in replicas_text(replace(none, differences=two[1:] * 12))

@@ -14,7 +14,7 @@ import numpy as np
 from det_callbacks.compare.differences import StepDifference
 from det_callbacks.compare.ranks import Outcome, walk_outcomes
 from det_callbacks.compare.record import read_compared
-from det_callbacks.report.console import Table, count
+from det_callbacks.report.console import Table, at_most, count
 from det_callbacks.report.run import describe_site, describe_tensor
 from det_callbacks.runs.program import Site
 from det_callbacks.runs.store import Run
@@ -206,7 +206,7 @@ class _Builder:
             columns=tuple(columns),
             steps=tuple(details),
             outcomes=outcomes,
-            unseen=tuple(unseen[:MAX_SPANS]),
+            unseen=tuple(at_most(MAX_SPANS, unseen)),
             ranks_row=(rank, segment, began, *shares),
         )
 
