@@ -46,6 +46,7 @@ BYTES = {
     33 * MIB + 513: "105ff93815a32ecb",
 }
 
+PER_CHANNEL = torch.tensor([0.5, 0.25], dtype=torch.float64), torch.tensor([0, 1])
 TENSORS = {
     "int64": (lambda: torch.arange(-5, 5), "e8a9ec9ed5a47b76"),
     "float32": (lambda: torch.arange(24.0).reshape(2, 3, 4), "2c864c8f2361e00d"),
@@ -65,17 +66,11 @@ TENSORS = {
     "sparse csr": (lambda: torch.eye(3).to_sparse_csr(), "a0025dd4def7592e"),
     "sparse bsc": (lambda: torch.eye(4).to_sparse_bsc((2, 2)), "2de2e43dd7becd20"),
     "quantised per tensor": (
-        lambda: torch._empty_affine_quantized([300], scale=0.5, zero_point=3, dtype=torch.qint8).fill_(2.0),
+        lambda: torch.quantize_per_tensor(torch.full((300,), 2.0), 0.5, 3, torch.qint8),
         "76dc580ca07ad115",
     ),
     "quantised per channel": (
-        lambda: torch._empty_per_channel_affine_quantized(
-            [2, 3],
-            scales=torch.tensor([0.5, 0.25], dtype=torch.float64),
-            zero_points=torch.tensor([0, 1]),
-            axis=0,
-            dtype=torch.qint32,
-        ).fill_(2.0),
+        lambda: torch.quantize_per_channel(torch.full((2, 3), 2.0), *PER_CHANNEL, 0, torch.qint32),
         "5814f2926542cf09",
     ),
     "nested jagged": (

@@ -81,11 +81,10 @@ def test_every_leak_is_named_and_put_back(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("turn", range(2))
 def test_seeds_are_the_same_in_each_test(turn: int) -> None:
-    drawn = random.random(), float(np.random.random()), float(torch.rand(()))
-    random.seed(0)
-    np.random.seed(0)
-    torch.manual_seed(0)
-    assert drawn == (random.random(), float(np.random.random()), float(torch.rand(()))), f"in turn {turn}"
+    drawn = random.random(), np.random.random(), torch.rand(())
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(0)
+    assert drawn == (random.random(), np.random.random(), torch.rand(())), f"in turn {turn}"
 
 
 def test_the_fixture_fails_the_test_that_leaks_and_no_other(tmp_path: Path) -> None:

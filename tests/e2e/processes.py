@@ -25,7 +25,7 @@ from trainers import has_same_weights, quiet_trainer
 
 from det_callbacks import DetCallbacksError, DeterminismCallback
 
-SECONDS = 60.0
+SECONDS = 240.0
 """Within which every process has to end, whatever happens to the others."""
 
 

@@ -31,9 +31,6 @@ from det_callbacks.runs.store import Run
 
 pytestmark = pytest.mark.ddp
 
-SLOW = 240.0
-"""Seconds that several trainings may take on a busy machine."""
-
 
 class Wide(Noisy):
     """Large enough for several of DDP's buckets, whose layers are registered in another order than they are used."""
@@ -161,7 +158,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
 def test_from_wherever_it_was_saved(name: str, tmp_path: Path) -> None:
     trip = partial(round_trip, tmp_path, **TRAININGS[name])
     world_size = TRAININGS[name].get("num_ranks", 2)
-    run_ranks(lambda rank: trip(), tmp_path / "output", world_size=world_size, seconds=SLOW, status=0)
+    run_ranks(lambda rank: trip(), tmp_path / "output", world_size=world_size, status=0)
 
 
 @pytest.mark.slow
@@ -169,7 +166,7 @@ def test_from_wherever_it_was_saved(name: str, tmp_path: Path) -> None:
 def test_sharded_weights(is_folder: bool, tmp_path: Path) -> None:
     options: dict[str, Any] = {"model": Sharded, "accumulate_grad_batches": 2}
     trip = partial(round_trip, tmp_path, (3, 7), strategy=partial(sharded, is_folder=is_folder), **options)
-    run_ranks(lambda rank: trip(), tmp_path / "output", seconds=SLOW, status=0)
+    run_ranks(lambda rank: trip(), tmp_path / "output", status=0)
     assert (tmp_path / "3.ckpt").is_dir() == is_folder
     assert check_checkpoint(tmp_path / "3.ckpt").equal
 
@@ -184,22 +181,17 @@ class Scored(Wide):
 
 @pytest.mark.slow
 def test_checkpoints_that_lightning_names_links_and_removes(tmp_path: Path) -> None:
-    def keeping() -> ModelCheckpoint:
-        name = "{step}-{score:.1f}"
-        return ModelCheckpoint(
-            tmp_path, filename=name, monitor="score", save_top_k=2, every_n_train_steps=4, save_last="link"
-        )
+    keeping = partial(ModelCheckpoint, tmp_path, "{step}-{score:.1f}", "score", save_top_k=2, save_last="link")
 
     def body(rank: int) -> None:
-        record(tmp_path, keeping(), model=Scored)
-        resume(tmp_path, "last.ckpt", keeping(), model=Scored)
+        record(tmp_path, keeping(every_n_train_steps=4), model=Scored)
+        resume(tmp_path, "last.ckpt", keeping(every_n_train_steps=4), model=Scored)
 
-    run_ranks(body, tmp_path / "output", seconds=SLOW, status=0)
+    run_ranks(body, tmp_path / "output", status=0)
     kept = {path.name for path in tmp_path.glob("*.ckpt") if not path.is_symlink()}
     assert "step=4-score=-3.0.ckpt" not in kept
     assert {path.name for path in tmp_path.glob("*.resume")} == {f"{name}.resume" for name in kept}
-    for name in kept:
-        assert check_checkpoint(tmp_path / name).equal
+    assert all(check_checkpoint(tmp_path / name).equal for name in kept)
 
 
 @pytest.mark.slow
@@ -210,7 +202,7 @@ def test_the_proof(tmp_path: Path) -> None:
         verdict = prove_resume(make, Wide, data, stop_at=4, steps=10)
         assert (verdict.verdict, verdict.coverage.ranks, verdict.coverage.steps) == ("match", 2, (4, 9))
 
-    ended = run_ranks(body, tmp_path / "output", seconds=SLOW, status=0)
+    ended = run_ranks(body, tmp_path / "output", status=0)
     assert not any("TrainingInterruptedError: . Rank" in one.output for one in ended)
     assert len(list((tmp_path / "determinism").iterdir())) == 1
 

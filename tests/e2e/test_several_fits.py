@@ -61,17 +61,6 @@ def test_a_second_fit_that_stops_takes_the_verdict_back(reference: Path, tmp_pat
     assert not (tmp_path / "current" / "verdict.json").exists()
 
 
-def test_a_second_trainer_goes_on_with_the_same_run(tmp_path: Path) -> None:
-    callback = DeterminismCallback(tmp_path / "run", mode="record")
-    verifying = DeterminismCallback(tmp_path / "run", current=tmp_path / "current")
-    for one in (callback, callback, verifying, verifying):
-        Fit(one).run()
-    rank = Run.open(tmp_path / "run").rank(0)
-    assert [rank.steps(segment).tolist() for segment in (0, 1)] == [[0, 1, 2, 3], [0, 1, 2, 3]]
-    assert rank.chain(0, 3) == rank.chain(1, 3)
-    assert verifying.verdict.verdict == "match"
-
-
 def test_a_process_that_ends_before_the_last_fit_has_an_error(two_fits: Path, tmp_path: Path) -> None:
     Fit(DeterminismCallback(two_fits, current=tmp_path / "current")).run()
     error = take_unfinished()
