@@ -13,6 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 from judged import require_one_verdict
+from lightning.pytorch.callbacks import LambdaCallback
 from processes import Ended, Faulty, linked, run_ranks, train, verdict_in
 from styles import Classifier, Samples
 from torch.utils.data import DataLoader, Subset
@@ -47,23 +48,6 @@ def verify_in(folder: Path, **options: Any) -> DeterminismCallback:
     return DeterminismCallback(folder / "run", current=folder / "current", **options)
 
 
-class EndAt(pl.Callback):
-    """Ends a rank in some way, in step 2."""
-
-    def __init__(self, how: str, rank: int) -> None:
-        self.how, self.rank = how, rank
-
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx != 2 or trainer.global_rank != self.rank:
-            return
-        if self.how == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if self.how == "refuse":
-            raise SettingsError("one of ours")
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(1)
-
-
 @pytest.mark.parametrize(
     ("how", "rank", "exit_code", "workers"),
     [
@@ -75,9 +59,18 @@ class EndAt(pl.Callback):
     ],
 )
 def test_the_others_end(how: str, rank: int, exit_code: int, workers: int, tmp_path: Path) -> None:
+    def end(trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if (batch_idx, trainer.global_rank) != (2, rank):
+            return
+        if how == "refuse":
+            raise SettingsError("one of ours")
+        os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGINT)
+        time.sleep(1)
+
     def body(_: int) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        trainer = quiet_trainer(record_in(tmp_path), EndAt(how, rank), devices=2, strategy="ddp")
+        ending = LambdaCallback(on_train_batch_start=end)
+        trainer = quiet_trainer(record_in(tmp_path), ending, devices=2, strategy="ddp")
         trainer.fit(Classifier(), DataLoader(Samples(), batch_size=4, num_workers=workers))
 
     ended = run_ranks(body, tmp_path / "record")
@@ -90,19 +83,13 @@ def test_the_others_end(how: str, rank: int, exit_code: int, workers: int, tmp_p
     assert [run.rank(rank).steps(0).tolist() for rank in run.ranks] == [[0, 1]] * 2
 
 
-class Sleep(pl.Callback):
-    """Takes longer on one rank alone than the others wait for a rank that is in a step, as a large save does."""
-
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_rank == 0 and batch_idx == 3:
-            time.sleep(3)
-
-
 def test_a_slow_rank_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One takes longer alone than the others wait for a rank that is in a step, as a large save does."""
     monkeypatch.setitem(RankGroup.__init__.__kwdefaults__, "end_seconds", 1.0)  # for the forked processes
 
-    def body(_: int) -> None:
-        trainer = quiet_trainer(record_in(tmp_path), Sleep(), devices=2, strategy="ddp")
+    def body(rank: int) -> None:
+        sleeping = LambdaCallback(on_train_batch_end=lambda *args: time.sleep(3 * (args[-1] == 3 and rank == 0)))
+        trainer = quiet_trainer(record_in(tmp_path), sleeping, devices=2, strategy="ddp")
         trainer.fit(Classifier(), DataLoader(Samples(), batch_size=4))
 
     run_ranks(body, tmp_path / "output", status=0)
@@ -241,7 +228,8 @@ def test_a_process_ends_as_diverged_where_a_fit_is_left_also_one_that_a_strategy
     assert child.exitcode == 1
     words = [sys.executable, "-W", "ignore", "-c", "import test_ranks_end as here; here.wait_for_another_fit()"]
     path = os.pathsep.join(str(folder) for folder in Path(__file__).parents[:2])
-    done = subprocess.run(words, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    variables = {"PYTHONPATH": path, "PYTHONUNBUFFERED": ""}
+    done = subprocess.run(words, env={**os.environ, **variables}, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "not flushed yet")
     assert done.stderr.startswith("DivergenceError: one fit of two")
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import resumes
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from processes import run_ranks
 from resumes import BATCHES, Augmented, Noisy, SaveAfter
@@ -107,23 +107,18 @@ def sharded(*, is_folder: bool) -> ModelParallelStrategy:
     return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=is_folder)
 
 
-class KillAt(pl.Callback):
-    """Ends each process without a word, in the middle of a step."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.fit_loop.epoch_loop.total_batch_idx == self.step:
-            trainer.strategy.barrier()
-            os.kill(os.getpid(), signal.SIGKILL)
+def kill_at_6(trainer: pl.Trainer, *_: Any) -> None:
+    """End each process without a word, in the middle of a step."""
+    if trainer.fit_loop.epoch_loop.total_batch_idx == 6:
+        trainer.strategy.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_recording_that_was_killed_goes_on_and_is_the_uninterrupted_one(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     options = {"accumulate_grad_batches": 2, "validates": True, "val_check_interval": 3}
     run_ranks(lambda rank: record(whole, **options), whole, status=0)
-    others = SaveAfter(killed, 3, 5), KillAt(6)
+    others = SaveAfter(killed, 3, 5), LambdaCallback(on_before_backward=kill_at_6)
     ended = run_ranks(lambda rank: record(killed, *others, **options), killed)
     assert [one.exit_code for one in ended] == [-9, -9]
 
@@ -270,12 +265,8 @@ def outcomes(folder: Path, attempts: Mapping[str, Callable[[], Any]], *, world_s
     return {name: [told[name] for told in by_rank] for name in attempts}
 
 
-class LoadAlone(pl.Callback):
-    """Gives rank 1 other data."""
-
-    def on_fit_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_rank == 1:
-            trainer.fit_loop._data_source.instance.dataset.rows[:] += 1
+def add_on_rank_1(trainer: pl.Trainer, *_: Any) -> None:
+    trainer.fit_loop._data_source.instance.dataset.rows[:] += trainer.global_rank
 
 
 ALL = ["NotResumableError", "NotResumableError"]
@@ -296,7 +287,7 @@ def test_what_cannot_be_resumed_is_refused_on_all_ranks(saved: Path) -> None:
         round_trip(saved / name, [after], level="state", max_epochs=1, **options)
 
     attempts: dict[str, Callable[[], Any]] = {name: partial(resume, saved, f"{name}.ckpt") for name in NAMES}
-    attempts["data"] = lambda: resume(saved, "3.ckpt", LoadAlone())
+    attempts["data"] = lambda: resume(saved, "3.ckpt", LambdaCallback(on_fit_start=add_on_rank_1))
     attempts["seed"] = lambda: resume(saved, "3.ckpt", seed=50)
     attempts["first_step"] = lambda: trip("first_step", 1)
     attempts["static"] = lambda: trip("static", 2, strategy=partial(DDPStrategy, static_graph=True))

@@ -231,19 +231,16 @@ def test_a_save_that_cannot_be_resumed_says_what_to_change(name: str, tmp_path: 
     assert [reason in problem for problem in problems] == [True], problems
 
 
-class Frozen(Noisy):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first.requires_grad_(False)
+def frozen() -> pl.LightningModule:
+    model = Noisy()
+    model.first.requires_grad_(False)
+    return model
 
 
-class Without(Noisy):
-    def __init__(self) -> None:
-        super().__init__()
-        del self.noise
-
-    def training_step(self, batch: Any, index: int) -> Tensor:
-        return self(batch).mean()
+def without_noise() -> pl.LightningModule:
+    model = Noisy()
+    del model.noise
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -256,10 +253,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"model": Frozen}, "Lightning restored it, and the list of frozen parameters is not what it was then"),
+        ({"model": frozen}, "Lightning restored it, and the list of frozen parameters is not what it was then"),
         # Lightning 2.6 loads weights into a module that is still float32
         ({"precision": "64-true"}, "Lightning restored it, and first.weight and 7 more is not what it was then"),
-        ({"model": Without}, "or are not there: module.noise"),
+        ({"model": without_noise}, "or are not there: module.noise"),
         ({"data": lambda: loader("none", shuffle=False)}, "the first 4 batches of the epoch, drawn again, are not"),
         ({"accumulate_grad_batches": 2}, "saved with accumulate_grad_batches=1, and now it is 2: use 1"),
     ],
