@@ -2,8 +2,8 @@
 
 import ast
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -54,8 +54,7 @@ INNER_IMPORTS: Mapping[str, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Import:
+class Import(NamedTuple):
     """One import statement's target, absolute, and where it stands."""
 
     target: str
@@ -69,11 +68,8 @@ def imports(tree: ast.Module) -> Iterator[Import]:
     waiting: list[tuple[ast.AST, bool, bool]] = [(tree, False, False)]
     while waiting:
         node, is_inner, is_for_types = waiting.pop()
-        targets: Sequence[str] = ()
-        if isinstance(node, ast.Import):
-            targets = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            targets = [node.module or ""]  # ruff allows no relative ones
+        targets = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        targets += [node.module] if isinstance(node, ast.ImportFrom) else []  # ruff allows no relative ones
         for target in targets:
             yield Import(target=target, line=node.lineno, is_inner=is_inner, is_for_types=is_for_types)
         is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)

@@ -25,27 +25,22 @@ def _in_the_projects(run_command: Run) -> None:
     shutil.copytree(PROJECTS, Path.cwd(), dirs_exist_ok=True)
 
 
-def start(script: str, *arguments: str, **variables: str) -> tuple[int, str]:
-    """Run a project in a fork, and return its status and what it printed."""
+def start(command: str, *, status: int = 0, **variables: str) -> str:
+    """Run a project in a fork, which has to end with a status; return what it printed."""
     with Path("printed").open("w+b") as printed:
-        words = [sys.executable, script, *arguments]
-        status = fork_process(words, variables={**os.environ, **variables}, output=printed.fileno())
-    return status, Path("printed").read_text()
+        words = [sys.executable, *command.split()]
+        ended = fork_process(words, variables={**os.environ, **variables}, output=printed.fileno())
+    text = Path("printed").read_text()
+    assert ended == status, text
+    return text
 
 
-@pytest.mark.parametrize(
-    ("script", "arguments"),
-    [
-        ("cli.py", ["fit", "--config", "cli.yaml"]),
-        ("transformer.py", ["gpt2"]),
-        ("transformer.py", ["vit"]),
-        ("resnet.py", []),
-        ("two_optimizers.py", []),
-    ],
-)
-def test_without_a_changed_line(
-    script: str, arguments: list[str], run_command: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+SCRIPTS = ["cli.py fit --config cli.yaml", *(f"transformer.py {name}" for name in ("gpt2", "vit")), "resnet.py"]
+
+
+@pytest.mark.parametrize("command", [*SCRIPTS, "two_optimizers.py"])
+def test_without_a_changed_line(command: str, run_command: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    script, *arguments = command.split()
     assert ADDED not in Path(script).read_text()
     if script == "transformer.py":
         pytest.importorskip("transformers", reason="transformers is not installed")
@@ -60,23 +55,18 @@ def test_without_a_changed_line(
 
 
 def test_what_is_not_deterministic_is_found_and_replayed() -> None:
-    ended, text = start("message_passing.py", MODE="audit")
-    assert ended == 1, text
+    start("message_passing.py", MODE="audit", status=1)
     assert "project.scatter_sum.default" in Path("audit/replay.yaml").read_text()
-    for mode, variables, status in (("record", {}, 0), ("verify", {}, 0), ("verify", {"PLANTED": "1"}, 1)):
-        ended, text = start("message_passing.py", MODE=mode, REPLAY="audit/replay.yaml", **variables)
-        assert ended == status, text
+    for mode in ("record", "verify"):
+        start("message_passing.py", MODE=mode, REPLAY="audit/replay.yaml")
+    text = start("message_passing.py", MODE="verify", REPLAY="audit/replay.yaml", PLANTED="1", status=1)
     assert "Step 2, forward: aten.mul.Tensor " in text
 
 
 def test_a_loop_without_a_trainer() -> None:
-    for words, variables, status in (
-        ("first", {}, 0),
-        ("second runs/first", {}, 0),
-        ("third runs/first", {"PLANTED": "1"}, 1),
-    ):
-        ended, text = start("plain_loop.py", *words.split(), **variables)
-        assert ended == status, text
+    start("plain_loop.py first")
+    start("plain_loop.py second runs/first")
+    text = start("plain_loop.py third runs/first", PLANTED="1", status=1)
     assert "DivergenceError" in text
     assert "Step 2" in text
 
