@@ -181,14 +181,14 @@ def of_other_shape(step, now):
 
 def with_another_closure(step, now):
     for _ in range(2 + now):
-        step.op("aten.mm.default", "net.weight")
-        step.op("aten.add_.Tensor", phase="optimizer")
+        step.named("output", 1, phase="forward")
+        step.named("grad of net.weight", 1, phase="gradient")
 
 
 def with_another_layer(step, now):
     for _ in range(2 + now):
         step.op("aten.mm.default", "net.weight")
-    step.op("aten.add_.Tensor", phase="optimizer")
+    step.named("grad of net.weight", 1, phase="gradient")
 
 
 @pytest.mark.parametrize(
