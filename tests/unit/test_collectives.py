@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from torch import Tensor, nn
+from torch import Tensor
 from tracing import position_of, site_of, step_of, traced
 
 from det_callbacks import HashMode, digest_tensor
@@ -136,21 +136,6 @@ def test_a_functional_result_is_digested_when_it_is_waited_for_also_in_a_later_s
     assert ("delivered", "_c10d_functional.wait_tensor", "{}") in summary(trace)
     assert trace.program.ops_skipped["in_flight"] == 1
     assert rows(step_of(mode, later), "delivered") == []
-
-
-def test_gradients_that_a_collective_left_are_delivered() -> None:
-    model = nn.Linear(2, 1)
-
-    def body() -> None:
-        model(torch.ones(1, 2)).sum().backward()
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad)
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
-
-    trace = traced(body, model)
-    gradients = [site for site in trace.program.sites if site.phase == "gradient"]
-    delivered = dict(rows(trace, "delivered"))
-    assert [delivered[site.inputs[0]].name for site in gradients] == [None, None]
 
 
 def test_collectives_outside_the_selection_are_counted_only() -> None:

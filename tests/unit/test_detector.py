@@ -72,13 +72,6 @@ def test_a_match_stores_no_step_and_counts_all(reference: Path, tmp_path: Path) 
     assert not list((tmp_path / "current" / "programs").iterdir())
 
 
-def test_a_site_that_read_what_something_unseen_wrote_is_no_origin(reference: Path, tmp_path: Path) -> None:
-    verdict = verified(reference, tmp_path / "current", s4={"noise_at": 3, "unseen_at": 3})
-    assert (verdict.first_divergence.step, verdict.first_divergence.is_origin) == (4, None)
-    assert "did not see wrote what it reads" in verdict.explanation
-    require_one_verdict(verdict, reference, tmp_path / "current")
-
-
 def test_steps_that_were_not_stored_are_counted(
     reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
