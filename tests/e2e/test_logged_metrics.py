@@ -216,7 +216,7 @@ def test_metrics_are_not_blamed_for_steps_that_were_not_recorded(
     recorded: int, also: str, options: dict[str, Any], cause: str, words: str, tmp_path: Path
 ) -> None:
     reference = record(tmp_path / "run", only_steps=[recorded])
-    session = Session("verify", reference, current=tmp_path / "current", model=partial(Logged, also))
+    session = Session("verify", reference, current=tmp_path / "current", also=also)
     verdict = diverges(session, "etric val/loss", **options)
     assert (verdict.cause, verdict.first_divergence.name) == (cause, "val/loss")
     assert words in " ".join(verdict.explanation.split())
