@@ -55,10 +55,11 @@ def test_a_nested_tensor_has_kernels_of_its_own():
     assert "aten.linear.default" in [site.op for site in traced(torch.inference_mode()(body)).program.sites]
 
 
-def test_another_eps_is_the_origin():
+@pytest.mark.parametrize("is_training", [True, False])
+def test_another_eps_is_the_origin(is_training: bool):
     views = []
     for eps in (1e-5, 2e-5):
-        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(3, eps=eps), nn.Linear(4, 4))
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(3, eps=eps), nn.Linear(4, 4)).train(is_training)
         for parameter in model.parameters():
             nn.init.ones_(parameter)
         views.append(traced(torch.inference_mode()(partial(model, DATA)), model).view())
@@ -68,8 +69,10 @@ def test_another_eps_is_the_origin():
 
 AUTOCAST: dict[str, Callable[[], Tensor]] = {
     "no rule of its own": lambda: torch.einsum("abc,abd->cd", DATA, DATA),
+    "ops inside ops": lambda: torch.linalg.multi_dot([SQUARE, SQUARE, SQUARE]),
     "a rule for bfloat16": lambda: scaled_dot_product_attention(DATA, DATA, DATA),
     "a rule for float32": lambda: torch.cdist(DATA.repeat(1, 20, 1), DATA.repeat(1, 20, 1)),
+    "a recurrent layer": lambda: nn.GRU(4, 4)(DATA)[0],
     "a kernel of ops that have rules": lambda: bilinear(DATA, DATA, WEIGHT),
     "one whose result is narrower": lambda: torch.linalg.pinv(SQUARE),
 }

@@ -101,6 +101,7 @@ def test_a_docstring_without_the_lists_is_an_error() -> None:
     for docstring, missing in (
         ("", "alternate algorithm, error"),
         (DOCSTRING.replace("RuntimeError", "ValueError"), "error"),
+        (DOCSTRING.replace("will act", "will behave"), "alternate algorithm"),
         (DOCSTRING.replace("mode=True``:", "mode``:"), "alternate algorithm, error"),
     ):
         with pytest.raises(DetCallbacksError, match=rf"has no list of ops for: {missing}\. ") as caught:

@@ -223,18 +223,17 @@ def test_what_is_left_out_is_counted() -> None:
 def test_the_text_says_who_and_since_when() -> None:
     left_out = {"sharded": 2, "running statistic": 1}
     none = ReplicaReport(step=7, last_agreement=3, world_size=4, num_compared=5, left_out=left_out, differences=())
-    one, other = "0000000000000001", "0000000000000002"
 
     def difference(*ranks: tuple[int, ...]) -> ReplicaDifference:
-        holders = zip((one, other), ranks, strict=True)
+        holders = zip(("0001", "0002"), ranks, strict=True)
         values = [ReplicaValue(digest=digest, layout="float32 [2]", ranks=held) for digest, held in holders]
         return ReplicaDifference(name="net.w", values=tuple(values))
 
-    two = (difference((0, 2, 3), (1,)), difference((0,), (1,)))
-    text = replicas_text(replace(none, differences=two))
-    assert f"  net.w: {other} on rank 1, and {one} on ranks 0, 2, 3\n" in text
-    assert f"  net.w: {one} on rank 0, {other} on rank 1; neither is a majority\n" in text
+    majority, tie = difference((0, 2, 3), (1,)), difference((0,), (1,))
+    text = replicas_text(replace(none, differences=(majority, tie)))
     said = "not compared: running statistics of each rank's own batches (1); shards that no other rank holds (2)"
+    assert "  net.w: 0002 on rank 1, and 0001 on ranks 0, 2, 3\n" in text
+    assert "  net.w: 0001 on rank 0, 0002 on rank 1; neither is a majority\n" in text
     assert said in text
     assert said in replicas_line(none, num_audits=3, has_differed=False)
-    assert "  and 2 more\n" in replicas_text(replace(none, differences=two[1:] * 12))
+    assert "  and 2 more\n" in replicas_text(replace(none, differences=(tie,) * 12))
