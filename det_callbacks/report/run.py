@@ -7,7 +7,7 @@ from typing import Any
 from det_callbacks.host_digest import format_digest
 from det_callbacks.report.console import Section, Table, count
 from det_callbacks.runs.metrics import read_metrics
-from det_callbacks.runs.program import Site, StepRecord, StepView, TensorLayout
+from det_callbacks.runs.program import READS, Site, StepRecord, StepView, TensorLayout
 from det_callbacks.runs.store import RankRun, Run
 from det_callbacks.tensors.kept import KeptCounts, not_kept
 
@@ -161,4 +161,4 @@ def describe_tensor(entry: TensorLayout | None) -> str:
     if entry is None:
         return "-"
     shape = f" {list(entry.shape)}" if entry.shape or entry.stride else ""
-    return f"{entry.dtype}{shape}" + (f" {entry.detail}" if entry.detail else "")
+    return f"{entry.dtype}{shape}" + (f" {entry.detail}" if entry.detail and not entry.detail.startswith(READS) else "")

@@ -1,6 +1,7 @@
 """The sentences of a verdict: what differs, where it starts, and why there; ``advice.py`` says what can be done."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from det_callbacks.compare.cause import CHOSEN, Facts
 from det_callbacks.compare.collectives import Classification, CollectiveCall
@@ -10,7 +11,7 @@ from det_callbacks.compare.ranks import WholeSteps
 from det_callbacks.compare.record import Tally
 from det_callbacks.report.console import capitalised, count, listed, ranks_text
 from det_callbacks.report.run import describe_tensor
-from det_callbacks.runs.program import REGION, TensorLayout
+from det_callbacks.runs.program import READS, REGION, TensorLayout
 from det_callbacks.verdict import Divergence, EnvironmentDifference
 
 MAX_RANGES = 4
@@ -67,6 +68,8 @@ def _what_differs(finding: Finding) -> str:
     if divergence.kind == "structure" and finding.role == "graph":
         return "is another graph, by a recompilation, a graph break or other code"
     if divergence.kind == "structure" and finding.layouts is not None:
+        if parts := _parts(finding.layouts):
+            return f"read another part of what it was given: {parts}"
         return f"gave another structure: {_layouts(finding.layouts)}"
     if divergence.kind in ("missing", "extra"):
         return f"is only in the {_side(divergence)}"
@@ -113,6 +116,19 @@ def _layouts(layouts: tuple[TensorLayout | None, TensorLayout | None]) -> str:
         "no tensor" if one is None else describe_tensor(one) + f" with strides {list(one.stride)}" * is_alike
         for one in layouts
     ]
+    return f"{shown[0]} in the reference, {shown[1]} now"
+
+
+def _parts(layouts: tuple[TensorLayout | None, TensorLayout | None]) -> str:
+    """Return which parts of tensors were read, where layouts differ in nothing else; "" where they do."""
+    ours, theirs = layouts
+    if ours is None or theirs is None or replace(ours, detail=theirs.detail) != theirs:
+        return ""
+    if not any(one.detail.startswith(READS) for one in layouts if one is not None):
+        return ""
+    known = [one.detail.removeprefix(READS).split("; ") if one.detail else [] for one in (ours, theirs)]
+    only = [[text for text in texts if text not in others] for texts, others in (known, known[::-1])]
+    shown = ["; ".join(texts) or "the whole" for texts in only]
     return f"{shown[0]} in the reference, {shown[1]} now"
 
 
@@ -177,7 +193,8 @@ def _explain_sources(facts: Facts, sources: Sequence[Finding], phase: str) -> st
     if phase == "data" and facts.has_equal_samples:
         what = "holds the same samples in another order"
     elif "structure" in kinds and layouts:
-        what = f"has another structure: {_layouts(layouts[0])}"
+        parts = _parts(layouts[0])
+        what = f"was read in another part: {parts}" if parts else f"has another structure: {_layouts(layouts[0])}"
     elif len(kinds) == 1 and not kinds.isdisjoint(("missing", "extra")):
         what = f"is only in the {_side(alike[0].divergence)}"
     elif not sources:

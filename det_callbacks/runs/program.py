@@ -53,6 +53,10 @@ graph_output: digest of memory that a replay of a CUDA graph may have written, a
 UNWRITTEN = "written by nothing seen"
 """Layout detail of the input sites, without bits, that stand for allocated memory which no recorded op has written."""
 
+READS = "reads "
+"""How the layout detail of an op of the forward pass begins that reads parts of tensors, and of an input site that is
+one: a view makes no site of its own."""
+
 REGION = "compiled."
 """Namespace of the sites of compiled regions: ``compiled.Net_forward.inputs``."""
 
@@ -122,7 +126,9 @@ class TensorLayout:
     Attributes:
         dtype: "float32"; for a Python scalar "float", "int" or "bool".
         stride: in elements, () where there is none (sparse, quantised per component, scalars).
-        detail: placements of a DTensor, "sparse_coo" and the like; "" for an ordinary strided tensor.
+        detail: placements of a DTensor, "sparse_coo" and the like, or which parts of tensors the op reads ("reads
+            argument 1 from element 8 by [16, 1]": index of the argument, place in its storage, strides); "" for an
+            ordinary strided tensor of an op that reads whole ones.
     """
 
     dtype: str

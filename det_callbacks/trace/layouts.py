@@ -9,12 +9,42 @@ import torch
 from torch import Tensor
 
 from det_callbacks.digest import is_dense
-from det_callbacks.runs.program import Layout, TensorLayout, entry_digest, layout_id
-from det_callbacks.trace.components import has_parts
+from det_callbacks.runs.program import READS, Layout, TensorLayout, entry_digest, layout_id
+from det_callbacks.trace.components import PLAIN, STRIDED, has_parts
 
 MAX_ENTRIES = 100_000
 
 _QUANTISED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+
+Parts = tuple[tuple[int, int, tuple[int, ...]], ...]
+"""Of each tensor that begins within its storage, or is not contiguous: its index among the arguments, its first element
+in the storage, and its strides."""
+
+
+def parts_of_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Parts:
+    """Return which parts of their storages a call is given.
+
+    A view makes no site, so only this tells the op that reads one half of a tensor from one that reads the other.
+    """
+    found: list[tuple[int, int, tuple[int, ...]]] = []
+    at = 0
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        for item in value if value.__class__ in (list, tuple) else (value,):
+            if item.__class__ in PLAIN and item.layout is STRIDED and not item.is_nested:
+                offset = item.storage_offset()
+                if offset or not item.is_contiguous():
+                    found.append((at, offset, item.stride()))
+            at += 1
+    return tuple(found)
+
+
+def describe_parts(parts: Parts = ()) -> str:
+    """Return parts as the detail of a layout has them; "" for none."""
+    texts = [
+        f"argument {at} from element {offset} by {list(stride)}" if at >= 0 else f"from element {offset}"
+        for at, offset, stride in parts
+    ]
+    return f"{READS}{'; '.join(texts)}" if texts else ""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -39,7 +69,7 @@ class LayoutSlot:
 
 
 class LayoutTable:
-    """(dtype, shape, stride) -> slot.
+    """(dtype, shape, stride) -> slot; of an op that reads parts of tensors these are in the key, too.
 
     Attributes:
         slots: the mapping; public because the recorder reads it once per tensor.
@@ -67,10 +97,12 @@ class LayoutTable:
             self._known.clear()
             self._add_fixed()
 
-    def add_strided(self, key: tuple[torch.dtype, torch.Size, tuple[int, ...]]) -> LayoutSlot:
-        """Intern the layout of an ordinary tensor."""
-        dtype, shape, stride = key
-        entry = TensorLayout(dtype=str(dtype).removeprefix("torch."), shape=tuple(shape), stride=tuple(stride))
+    def add_strided(self, key: tuple[Any, ...]) -> LayoutSlot:
+        """Intern the layout of an ordinary tensor: dtype, shape, stride, and which parts of tensors its op reads."""
+        dtype, shape, stride, *parts = key
+        name = str(dtype).removeprefix("torch.")
+        detail = describe_parts(*parts)
+        entry = TensorLayout(dtype=name, shape=tuple(shape), stride=tuple(stride), detail=detail)
         return self.add(
             key, entry, itemsize=dtype.itemsize, may_be_raw=not dtype.is_complex and dtype not in _QUANTISED
         )
@@ -99,6 +131,11 @@ class LayoutTable:
         # the ragged size of a nested tensor is a symbol, numbered anew for each one made
         shape = tuple(size if isinstance(size, int) else -1 for size in tensor.shape)
         return self.special(dtype, shape, detail)
+
+    def part(self, tensor: Tensor) -> LayoutSlot:
+        """Return the slot of an ordinary tensor that begins within its storage, with the element that it begins at."""
+        key = (tensor.dtype, tensor.shape, tensor.stride(), ((-1, tensor.storage_offset(), ()),))
+        return self.slots.get(key) or self.add_strided(key)
 
     def add(self, key: Any, entry: TensorLayout | None, *, itemsize: int = 0, may_be_raw: bool = False) -> LayoutSlot:
         """Intern an entry."""

@@ -87,7 +87,8 @@ class Reads:
             # the device comes to both copies in order, and the host may be ahead of the first one
             recorder.append_bits(0, recorder.undigested.collectives.slot_in_flight(tensor))
             return
-        slot = recorder.append(tensor)
+        is_part = recorder.place()[0] == "forward" and not has_parts(tensor) and tensor.storage_offset()
+        slot = recorder.append(tensor, recorder.layouts.part(tensor) if is_part and not tensor.is_nested else None)
         if known is None and slot.is_dense and slot.num_bytes == storage.nbytes():
             ledger.writers[ledger.pin(tensor)] = position
         else:

@@ -34,7 +34,7 @@ from det_callbacks.trace.deferred_sites import DeferredSites
 from det_callbacks.trace.dispatch import TAKE_APART
 from det_callbacks.trace.engine import graph_task_id
 from det_callbacks.trace.generators import GeneratorTrail
-from det_callbacks.trace.layouts import LayoutSlot, LayoutTable
+from det_callbacks.trace.layouts import LayoutSlot, LayoutTable, Parts, describe_parts, parts_of_arguments
 from det_callbacks.trace.modules import ModuleStack
 from det_callbacks.trace.named_tensors import NameTable
 from det_callbacks.trace.nondeterministic_ops import NondeterministicOps
@@ -301,9 +301,13 @@ class Recorder:
             indices.append(self.layouts.tags[node.tag].index)
         first = len(digests)
         slots = self.layouts.slots
+        # what follows in the backward pass and the optimizer follows from this
+        parts = parts_of_arguments(args, kwargs) if phase == "forward" else ()
         for output in outputs:
             if output.__class__ in PLAIN and output.layout is STRIDED and not output.is_nested:
-                key = (output.dtype, output.shape, output.stride())
+                key: tuple[Any, ...] = (output.dtype, output.shape, output.stride())
+                if parts:
+                    key = (*key, parts)
                 slot = slots.get(key)
                 if slot is None:
                     slot = self.layouts.add_strided(key)
@@ -322,7 +326,7 @@ class Recorder:
                     digests.append(self.deferred.digest(len(digests), output, slot))
                 indices.append(slot.index)
             else:
-                self._append_special(output, is_fresh=is_functional)
+                self._append_special(output, parts, is_fresh=is_functional)
         if not is_functional:
             self.deferred.end_read()
         if plan.draws_random:
@@ -331,9 +335,9 @@ class Recorder:
             self.unseen_writes.compare(expected, mark, first, plan, args, kwargs, was_changed=was_changed)
         return out
 
-    def append(self, tensor: Tensor) -> LayoutSlot:
+    def append(self, tensor: Tensor, slot: LayoutSlot | None = None) -> LayoutSlot:
         """Digest a tensor, in memory order where it is dense, as the next site; return its layout."""
-        slot = self.layouts.of(tensor)
+        slot = slot or self.layouts.of(tensor)
         self.digests.append(self.deferred.digest(len(self.digests), tensor, slot))
         self.layout_indices.append(slot.index)
         self.deferred.end_read()
@@ -437,14 +441,15 @@ class Recorder:
             output_names=output_names,
         )
 
-    def _append_special(self, output: Any, *, is_fresh: bool) -> None:
+    def _append_special(self, output: Any, parts: Parts, *, is_fresh: bool) -> None:
         """Append a number, or a tensor that is not an ordinary strided one.
 
         A fresh one (sparse, a wrapper) may be made around tensors that exist; their bytes keep their writers.
         """
         position = self.num_sites
         if not isinstance(output, Tensor):
-            self.append_value(output)
+            bits, tag = scalar_bits(output)
+            self.append_bits(bits, self.layouts.special(tag, detail=describe_parts(parts)))
         elif not holds_data(output):
             self.append_bits(0, self.layouts.special("no data"))
         else:
