@@ -55,7 +55,9 @@ _UNPROVEN: Mapping[Start, str] = {
     "graph replay": "a CUDA graph, of which nothing is seen inside, may have written it",
     "not recorded": "what wrote it was not recorded",
     "region parameters": "the parameters that the compiled region reads have no digest at this level",
-    "unseen writer": "something that the trace did not see wrote what it reads",
+    "unseen writer": (
+        "what it reads was written by nothing that the trace saw (NumPy, a raw kernel, or what torch.empty left there)"
+    ),
 }
 
 
@@ -128,7 +130,7 @@ def _parts(layouts: tuple[TensorLayout | None, TensorLayout | None]) -> str:
         return ""
     known = [one.detail.removeprefix(READS).split("; ") if one.detail else [] for one in (ours, theirs)]
     only = [[text for text in texts if text not in others] for texts, others in (known, known[::-1])]
-    shown = ["; ".join(texts) or "the whole" for texts in only]
+    shown = ["; ".join(texts) or "in order from element 0" for texts in only]
     return f"{shown[0]} in the reference, {shown[1]} now"
 
 

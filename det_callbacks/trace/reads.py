@@ -28,7 +28,7 @@ class Reads:
 
     Attributes:
         row_edges: for each input site made for the call under way, the sites that it follows from.
-        unwritten: tensors of the call under way that were allocated in this step, and that no recorded op has written.
+        unwritten: tensors of the call under way that were allocated in this step, and that no recorded op has filled.
     """
 
     def __init__(self, recorder: "Recorder") -> None:
@@ -69,7 +69,7 @@ class Reads:
             edges = tuple(known.writers(region))
             reads.extend(edges)
             if known.covers(region):
-                if known.is_empty and not edges:
+                if known.is_empty and not known.is_filled(region):
                     self.unwritten.append(tensor)
                 return
             delivered = known.deliveries(region)
@@ -164,7 +164,7 @@ class Reads:
     def read_unwritten(
         self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], reads: list[int], names: list[InputName]
     ) -> None:
-        """Make sites without bits of the memory that a call reads and that something unseen must have written.
+        """Make sites without bits of the memory that a call reads and that no recorded op has filled.
 
         Not of what the call itself writes, nor of what it is told to ignore: that may be uninitialised.
         """
@@ -175,7 +175,7 @@ class Reads:
             if id(tensor) in read:
                 position = len(recorder.digests)
                 names.append(recorder.names.of(tensor))
-                self.row_edges.append(())
+                self.row_edges.append(tuple(recorder.ledger.writers_of(tensor)))
                 reads.append(position)
                 recorder.append_bits(0, recorder.layouts.without_bits(tensor, UNWRITTEN))
                 recorder.ledger.write(tensor, position)

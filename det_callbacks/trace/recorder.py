@@ -133,6 +133,7 @@ class Recorder:
         self.trie.begin()
         self.undigested.begin()
         self.compiled.begin()
+        self.unseen_writes.begin()
         REPLACED.unwatch(self)
         REPLACED.watch(self)
         self.counts = StepCounts()
@@ -244,8 +245,8 @@ class Recorder:
                 self.reads.read_unwritten(plan, args, kwargs, reads, names)
             if not is_functional and (expected is not None or self.deferred.is_used):
                 written = written_arguments(plan, args, kwargs)
-                if expected is not None and not plan.is_overwrite:
-                    was_changed = self.unseen_writes.look_before(written, mark, is_update=phase == "optimizer")
+                if expected is not None:
+                    was_changed = self.unseen_writes.look_before(plan, written, args, kwargs, mark, phase)
                 if self.deferred.is_used:
                     self.deferred.before_writes(written)
             out = plan.call(*args, **kwargs)

@@ -8,10 +8,14 @@ Pinning and looking up cost about 0.1 microsecond each (torch 2.13: ``UntypedSto
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
 _free_weak_ref = torch.UntypedStorage._free_weak_ref
+
+MAX_MASK_BYTES = 1 << 24
+"""Bytes of a storage that are looked at one by one."""
 
 UNKNOWN = -1
 """Stands for the position of a site where something that is not recorded wrote.
@@ -33,6 +37,15 @@ class Region:
     low: int
     high: int
     holes: tuple[tuple[int, ...], ...] = ()
+
+    def inside(self, mask: np.ndarray, low: int) -> np.ndarray:
+        """Return the view of a mask of a storage's bytes, from ``low`` on, that has those of this region."""
+        if not self.holes:
+            return mask[self.low - low : self.high - low]
+        itemsize = (self.high - self.low) // (1 + sum((length - 1) * step for step, length in self.holes))
+        shape = (*(length for _, length in self.holes), itemsize)
+        strides = (*(step * itemsize for step, _ in self.holes), 1)
+        return np.lib.stride_tricks.as_strided(mask[self.low - low :], shape, strides)
 
     def overlaps(self, other: "Region") -> bool:
         """Return whether they share a byte; true as well for some that interleave."""
@@ -101,6 +114,17 @@ class PartialWrites:
             if low <= reached:
                 reached = max(reached, high)
         return reached >= region.high
+
+    def is_filled(self, region: Region) -> bool:
+        """Return whether somebody has written every byte of a region; False as well where it is very large."""
+        every = (region, *(written for written, _ in self.writes))
+        low, high = min(one.low for one in every), max(one.high for one in every)
+        if high - low > MAX_MASK_BYTES:
+            return any(written.contains(region) for written in every[1:])
+        mask = np.zeros(high - low, dtype=bool)
+        for written in every[1:]:
+            written.inside(mask, low)[...] = True
+        return bool(region.inside(mask, low).all())
 
     def untouched(self, region: Region) -> list[tuple[Region, int]]:
         """Return the writes without holes into a region into which nobody wrote later."""

@@ -16,7 +16,7 @@ from det_callbacks.digest import Bits, DeferredDigests, digest_memory, digest_ou
 from det_callbacks.runs.program import Program
 from det_callbacks.runs.steps import Expectation
 from det_callbacks.trace.components import has_parts
-from det_callbacks.trace.overloads import OpPlan, tensors_read
+from det_callbacks.trace.overloads import OpPlan, tensors_in, tensors_read
 from det_callbacks.trace.storages import PartialWrites, region_of
 
 if TYPE_CHECKING:
@@ -29,19 +29,33 @@ class UnseenWriteCheck:
     def __init__(self, recorder: "Recorder") -> None:
         self._recorder = recorder
         self._update = 0
+        self._changed_at: dict[int, int] = {}  # address of a storage -> number of sites when it was found changed
 
     def begin_update(self) -> None:
         """Note that an optimizer begins its own update: no code of the user's runs until it ends."""
         self._update = self._recorder.num_sites
 
-    def look_before(self, tensors: list[Tensor], mark: int, *, is_update: bool) -> bool:
+    def begin(self) -> None:
+        """Start a step."""
+        self._changed_at.clear()
+
+    def look_before(
+        self, plan: OpPlan, written: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], mark: int, phase: str
+    ) -> bool:
         """Return whether an argument that an op is about to write is not what its recorded writer left.
 
         Nobody can read these bits afterwards. What the call itself has just read is not looked at again, nor, inside an
-        optimizer's update, what the update has read or written.
+        optimizer's update, what the update has read or written; nor what is overwritten as a whole, unread.
         """
-        trusted = self._update if is_update else mark
-        return any(not self._is_written_since(tensor, trusted) and self._is_changed(tensor) for tensor in tensors)
+        if plan.is_overwrite:
+            given = [_address(tensor) for tensor in tensors_in((*args, *kwargs.values()))]
+            # torch.mul(a, 2, out=a) reads it
+            written = [one for one in written if given.count(_address(one)) > 1 or _is_part(one)]
+        trusted = self._update if phase == "optimizer" else mark
+        changed = [one for one in written if not self._is_written_since(one, trusted) and self._is_changed(one)]
+        # the rest of the memory stays what it is, and whoever reads it later reads that
+        self._changed_at.update((_address(one), mark) for one in changed)
+        return bool(changed)
 
     def compare(
         self,
@@ -116,15 +130,20 @@ class UnseenWriteCheck:
     def _is_changed(self, tensor: Tensor) -> bool:
         recorder = self._recorder
         writer = self._writer(tensor)
+        if (found := self._changed_at.get(_address(tensor))) is not None:
+            return not isinstance(writer, int) or writer < found
         if isinstance(writer, PartialWrites):
             return self._is_part_changed(tensor, writer)
         if writer is None or writer in recorder.deferred.bits:
             return False
         slot = recorder.layouts.of(tensor)
         left = recorder.layouts.at(recorder.layout_indices[writer])
+        digest = recorder.digests[writer]
+        if left.is_row_major and tensor.is_cpu and _is_part(tensor):
+            storage = tensor.untyped_storage()
+            return storage.nbytes() == left.num_bytes and digest_memory(storage.data_ptr(), left.num_bytes) != digest
         if not slot.is_raw or not left.is_raw or slot.num_bytes != left.num_bytes:
             return False
-        digest = recorder.digests[writer]
         # a named tensor is digested in row-major order, whatever its strides
         return digest_output(tensor) != digest and (left.is_row_major or digest_tensor(tensor) != digest)
 
@@ -140,3 +159,14 @@ class UnseenWriteCheck:
                 if now != recorder.digests[writer]:
                     return True
         return False
+
+
+def _address(tensor: Tensor) -> int:
+    """Return the address of a tensor's storage; one of its own where it is made of several tensors."""
+    return id(tensor) if has_parts(tensor) else tensor.untyped_storage()._cdata
+
+
+def _is_part(tensor: Tensor) -> bool:
+    """Return whether an ordinary tensor leaves out some of its storage, which is there."""
+    num_bytes = 0 if has_parts(tensor) or tensor.is_nested else tensor.untyped_storage().nbytes()
+    return num_bytes > tensor.numel() * tensor.itemsize > 0 and bool(tensor.untyped_storage().data_ptr())
