@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "det_callbacks"
 
 # Words that another one stands for everywhere: reference and current, origin, digest.
 BANNED_WORDS = frozenset({"golden", "baseline", "snapshot", "actual", "actuals", "gold"})
@@ -38,14 +37,10 @@ PRIVATE_IN_RECIPES: Mapping[str, str] = {
 }
 
 
-def python_files(*folders: str) -> list[Path]:
-    """Return the Python files of folders of the repository."""
-    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
-
-
-def shown(path: Path) -> str:
-    """Return a path as the tables above write it."""
-    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
+def sources(*folders: str) -> dict[str, str]:
+    """Return the Python files of folders of the repository: path -> source."""
+    paths = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    return {path.relative_to(ROOT).as_posix(): path.read_text() for path in paths}
 
 
 def banned_words(source: str) -> list[str]:
@@ -101,13 +96,12 @@ def private_imports(tree: ast.Module) -> list[str]:
 
 
 def test_one_idea_has_one_word_and_no_comment_is_a_banner() -> None:
-    sources = {shown(path): path.read_text() for path in python_files("det_callbacks", "recipes", "tests")}
-    assert {path: names for path, text in sources.items() if (names := banned_words(text))} == {}
-    assert {path: comments for path, text in sources.items() if (comments := banners(text))} == {}
+    for path, text in sources("det_callbacks", "recipes", "tests").items():
+        assert banned_words(text) == banners(text) == [], path
 
 
 def test_nothing_catches_everything_and_goes_on_and_recipes_use_public_names() -> None:
-    trees = {shown(path): ast.parse(path.read_text()) for path in python_files("det_callbacks", "recipes")}
+    trees = {path: ast.parse(text) for path, text in sources("det_callbacks", "recipes").items()}
     found = {f"{path} {function}": line for path, tree in trees.items() for function, line in silent_handlers(tree)}
     assert {place.removeprefix("det_callbacks/") for place in found} == set(BROAD_HANDLERS), found
     used = {f"{path} {name}" for path, tree in trees.items() for name in private_imports(tree)}

@@ -8,9 +8,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import numpy as np
@@ -29,8 +28,7 @@ SECONDS = 240.0
 """Within which every process has to end, whatever happens to the others."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class Ended(NamedTuple):
     """How a process ended: its exit code (negative: a signal) and what it printed."""
 
     exit_code: int

@@ -47,17 +47,14 @@ class Wide(Noisy):
         return self.last(self.middle(hidden).relu())
 
 
-class Apart(pl.Callback):
-    """Moves the generators of each rank by another number of draws, and those of a resumed training by more."""
+def apart(draws: int) -> pl.Callback:
+    """Return what moves the generators of each rank by another number of draws."""
 
-    def __init__(self, draws: int) -> None:
-        self.draws = draws
+    def move(trainer: pl.Trainer, *_: Any) -> None:
+        for _ in range(trainer.global_rank + draws):
+            torch.rand(()), random.random(), np.random.rand()
 
-    def on_fit_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        for _ in range(trainer.global_rank + self.draws):
-            torch.rand(())
-            random.random()
-            np.random.rand()
+    return LambdaCallback(on_fit_start=move)
 
 
 def data(num_ranks: int = 2, **options: Any) -> DataLoader[Any]:
@@ -72,12 +69,12 @@ def on_ranks(options: dict[str, Any], num_ranks: int = 2) -> dict[str, Any]:
 
 
 def record(folder: Path, *others: pl.Callback, num_ranks: int = 2, level: Any = "op", **options: Any) -> pl.Trainer:
-    draws = 5 if "ckpt_path" in options else 0
-    return resumes.record(folder, Apart(draws), *others, level=level, **on_ranks(options, num_ranks))
+    draws = 5 if "ckpt_path" in options else 0  # a resumed training begins elsewhere
+    return resumes.record(folder, apart(draws), *others, level=level, **on_ranks(options, num_ranks))
 
 
 def resume(folder: Path, name: str, *others: pl.Callback, num_ranks: int = 2, **options: Any) -> Any:
-    return resumes.resume(folder, name, Apart(5), *others, **on_ranks(options, num_ranks))
+    return resumes.resume(folder, name, apart(5), *others, **on_ranks(options, num_ranks))
 
 
 def round_trip(folder: Path, after: Sequence[int], *, at: str = "batch", level: Any = "op", **options: Any) -> None:

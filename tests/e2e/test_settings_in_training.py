@@ -86,20 +86,12 @@ def test_a_seed_after_the_model_is_refused_with_names_and_fine_before_it(tmp_pat
         assert Run.open(tmp_path / "run").manifest.settings["seed"] == 0
 
 
-@pytest.mark.parametrize(
-    ("options", "wanted"),
-    [
-        # as lightning-hydra-template passes it
-        (
-            {"deterministic": False, "benchmark": True},
-            {"deterministic_algorithms": "error", "cudnn_deterministic": True, "cudnn_benchmark": False},
-        ),
-        (
-            {"deterministic": True},
-            {"deterministic_algorithms": "warn", "cublas_workspace_config": ":16:8", "num_threads": 1},
-        ),
-    ],
-)
+TEMPLATE = {"deterministic": False, "benchmark": True}  # as lightning-hydra-template passes it
+CUDNN = {"deterministic_algorithms": "error", "cudnn_deterministic": True, "cudnn_benchmark": False}
+OTHERS = {"deterministic_algorithms": "warn", "cublas_workspace_config": ":16:8", "num_threads": 1}
+
+
+@pytest.mark.parametrize(("options", "wanted"), [(TEMPLATE, CUDNN), ({"deterministic": True}, OTHERS)])
 def test_what_can_still_be_set_is_set_for_the_training_and_put_back_after_it(
     options: dict[str, Any], wanted: dict[str, Any], tmp_path: Path
 ) -> None:

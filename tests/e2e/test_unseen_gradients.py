@@ -1,6 +1,6 @@
 """NumPy changes a gradient between the backward pass and the optimizer: nobody who reads it then is an origin."""
 
-from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,19 +25,14 @@ class FlipABit(pl.Callback):
             module.head.weight.grad.numpy().view(np.int32).flat[3] ^= 1 << 12
 
 
-def trainings(optimizer: Callable[..., torch.optim.Optimizer], **options: Any) -> tuple[Training, Training]:
-    """Return two trainings of two steps, of which the second has the fault."""
-    plain = partial(Training, model=partial(Deep, optimizer=optimizer, lr=0.1), options={"max_steps": 2, **options})
-    return plain(), plain(callbacks=(FlipABit(),))
-
-
 @pytest.mark.parametrize(
     "optimizer",
     [partial(torch.optim.AdamW, fused=True), partial(torch.optim.LBFGS, max_iter=3)],
     ids=["AdamW, fused", "LBFGS"],
 )
 def test_the_gradient_is_named_and_no_op_of_the_optimizer(optimizer: Any, tmp_path: Path) -> None:
-    plain, flipped = trainings(optimizer)
+    plain = Training(model=partial(Deep, optimizer=optimizer, lr=0.1), options={"max_steps": 2})
+    flipped = replace(plain, callbacks=(FlipABit(),))
     reference = plain.record(tmp_path / "reference")
     verdict = verify(reference, flipped, tmp_path / "current")
     offline = compare_runs(reference, flipped.record(tmp_path / "second"))
