@@ -25,11 +25,7 @@ class FlipABit(pl.Callback):
             module.head.weight.grad.numpy().view(np.int32).flat[3] ^= 1 << 12
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [partial(torch.optim.AdamW, fused=True), partial(torch.optim.LBFGS, max_iter=3)],
-    ids=["AdamW, fused", "LBFGS"],
-)
+@pytest.mark.parametrize("optimizer", [partial(torch.optim.AdamW, fused=True), partial(torch.optim.LBFGS, max_iter=3)])
 def test_the_gradient_is_named_and_no_op_of_the_optimizer(optimizer: Any, tmp_path: Path) -> None:
     plain = Training(model=partial(Deep, optimizer=optimizer, lr=0.1), options={"max_steps": 2})
     flipped = replace(plain, callbacks=(FlipABit(),))
