@@ -216,11 +216,11 @@ class Facts:
     @property
     def explaining_choice(self) -> EnvironmentDifference | None:
         """The choice that explains what differs first: without it, the two runs would have done the same there."""
-        return self.dtype_choice or next((one for one in self.choices if self._is_explained_by(one.name)), None)
+        return self.dtype_choice or next(filter(self._is_explained_by, self.choices), None)
 
-    def _is_explained_by(self, choice: str) -> bool:
-        """Return whether a choice of this name leads to what differs first."""
-        found = self.origin or self.first
+    def _is_explained_by(self, chosen: EnvironmentDifference) -> bool:
+        """Return whether a choice leads to what differs first."""
+        choice, found = chosen.name, self.origin or self.first
         one = found.divergence
         is_other_call = one.kind != "content" or found.layouts is not None
         is_between = one.phase == "other" and not self.starts_backward
@@ -237,6 +237,9 @@ class Facts:
             return any(self.difference.site(row).phase == "gradient" for row in range(found.row))
         if choice == "torch.num_threads":
             return bool(one.op) and one.kind == "content"  # sums are split among threads
+        if choice == "settings.seed" and None in (chosen.reference, chosen.current):
+            # what the process seeded before by itself may have been the same seed
+            return any(change.equal_at is None for change in self.evidence.generators)
         if choice.startswith("settings."):
             return not one.is_origin
         return is_between

@@ -166,6 +166,15 @@ def test_a_choice_that_explains_it_is_the_head_and_the_cause(name, change, tmp_p
     assert noisy.cause == "forward", "other bits of an op that got the same follow from no such choice"
 
 
+@pytest.mark.parametrize(("seed", "cause"), [(1, "settings"), (None, "forward")])
+def test_a_seed_explains_what_nothing_else_does_where_both_runs_know_theirs(seed, cause, tmp_path):
+    choice = EnvironmentDifference(name="settings.seed", reference=seed, current=0, changes_bits=True, is_machine=False)
+    pair = both(lambda step, now: step.named("x", 1 + now, phase="forward"))
+    verdict = judge(tmp_path, pair, environment=[choice], selection=Selection(level="state"))
+    assert verdict.cause == cause
+    assert f"settings.seed: {seed} in the reference, 0 now" in verdict.explanation
+
+
 def of_dtype(step, now):
     dtype = "float64" if now else "float32"
     step.named("net.weight", 1 + now, entry=TensorLayout(dtype=dtype, shape=(2,), stride=(1,)))
