@@ -83,23 +83,14 @@ class ImageModel(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def fit(
-    model: LightningModule,
-    *callbacks: Callback,
-    device: str = "cuda",
-    num_steps: int = 4,
-    batch_size: int = 16,
-    strategy: str = "auto",
-) -> pl.Trainer:
-    """Train a model in mixed precision, on batches that are the same in every fit."""
+def fit(model: LightningModule, *callbacks: Callback, batch_size: int = 16, strategy: str = "auto") -> pl.Trainer:
+    """Train a model for four steps in mixed precision, on batches that are the same in every fit."""
     generator = torch.Generator().manual_seed(1)
-    images = torch.randn(num_steps * batch_size, 3, 32, 32, generator=generator)
-    classes = torch.randint(10, (num_steps * batch_size,), generator=generator)
-    loader = DataLoader(TensorDataset(images, classes), batch_size=batch_size)
-    accelerator = {"cuda": "gpu", "cpu": "cpu"}[device]
+    images = torch.randn(4 * batch_size, 3, 32, 32, generator=generator)
+    classes = torch.randint(10, (4 * batch_size,), generator=generator)
     made, precision = STRATEGIES[strategy]
-    trainer = quiet_trainer(*callbacks, accelerator=accelerator, devices=1, precision=precision, strategy=made())
-    trainer.fit(model, loader)
+    trainer = quiet_trainer(*callbacks, accelerator="gpu", devices=1, precision=precision, strategy=made())
+    trainer.fit(model, DataLoader(TensorDataset(images, classes), batch_size=batch_size))
     return trainer
 
 
@@ -129,14 +120,14 @@ def peak_of_fit(*callbacks: Callback, width: int, batch_size: int) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Record or verify a fit under the default settings: MODE PATH [DEVICE [FAULT_AT [STRATEGY]]]."""
-    mode, path, device, fault_at, strategy = (*arguments, *("cuda", "", "auto")[len(arguments) - 2 :])
+    """Record or verify a fit under the default settings: MODE PATH STRATEGY [FAULT_AT]."""
+    mode, path, strategy, *fault_at = arguments
     settings = DeterminismSettings(seed=0)
     enforce_determinism(settings)
     callback = DeterminismCallback(path, mode=mode, settings=settings)
-    model = ImageModel(fault_at=int(fault_at) if fault_at else None)
+    model = ImageModel(fault_at=int(fault_at[0]) if fault_at else None)
     try:
-        fit(model, callback, device=device, strategy=strategy)
+        fit(model, callback, strategy=strategy)
     except DivergenceError as error:
         print(error)
         return error.exit_code

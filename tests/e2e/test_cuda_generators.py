@@ -1,7 +1,6 @@
 """CUDA's generators on a GPU: dropout there is recorded, run again and gone on with."""
 
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -33,17 +32,6 @@ def fit(root: Path, *callbacks: pl.Callback, cuda_seed: int = 1, ckpt_path: Path
     trainer.fit(model, data, ckpt_path=None if ckpt_path is None else str(ckpt_path))
 
 
-def record(root: Path, *others: pl.Callback, **options: Any) -> Path:
-    fit(root, DeterminismCallback(root / "reference", mode="record", **options), *others)
-    return root / "reference"
-
-
-def verify(root: Path, *, cuda_seed: int = 1, ckpt_path: Path | None = None, **options: Any) -> DeterminismCallback:
-    callback = DeterminismCallback(root / "reference", **options)
-    fit(root, callback, cuda_seed=cuda_seed, ckpt_path=ckpt_path)
-    return callback
-
-
 @pytest.fixture
 def device() -> torch.device:
     torch.cuda.init()
@@ -51,21 +39,20 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def test_recording_twice_matches_and_another_seed_of_cuda_is_named(tmp_path: Path) -> None:
-    record(tmp_path)
-    verdict = verify(tmp_path).verdict
-    assert verdict.verdict == "match"
+def test_another_seed_of_cuda_is_named_and_dropout_goes_on_where_it_was(tmp_path: Path) -> None:
+    run = tmp_path / "reference"
+    fit(tmp_path, DeterminismCallback(run, mode="record"), SaveAfter(tmp_path, 3))
+    again = DeterminismCallback(run)
+    fit(tmp_path, again)
+    assert again.verdict.verdict == "match"
     with pytest.raises(DivergenceError) as caught:
-        verify(tmp_path, cuda_seed=2)
+        fit(tmp_path, DeterminismCallback(run), cuda_seed=2)
     verdict = caught.value.verdict
     assert (verdict.cause, verdict.first_divergence.name) == ("rng", "torch.cuda")
     assert "seeded with 1 in the reference, 2 now" in verdict.explanation
-
-
-def test_dropout_goes_on_where_it_was(tmp_path: Path) -> None:
-    record(tmp_path, SaveAfter(tmp_path, 3), resume="exact")
-    verdict = verify(tmp_path, cuda_seed=9, ckpt_path=tmp_path / "3.ckpt", resume="exact", steps="common").verdict
-    assert (verdict.verdict, verdict.coverage.steps) == ("match", (3, 7))
+    resumed = DeterminismCallback(run, resume="exact", steps="common")
+    fit(tmp_path, resumed, cuda_seed=9, ckpt_path=tmp_path / "3.ckpt")
+    assert (resumed.verdict.verdict, resumed.verdict.coverage.steps) == ("match", (3, 7))
 
 
 def test_dropout_is_equal_to_itself_and_draws_once(device: torch.device) -> None:

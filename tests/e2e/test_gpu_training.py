@@ -62,12 +62,12 @@ def test_recording_takes_little_of_the_devices_memory(tmp_path: Path) -> None:
 def test_a_recording_under_the_default_settings_matches(tmp_path: Path, strategy: str, namespace: str) -> None:
     """With DDP and FSDP2 also collectives and gathered weights on streams of their own."""
     for mode, said in (("record", "record"), ("verify", "match")):
-        done = run(tmp_path, mode, tmp_path / "run", "cuda", "", strategy)
+        done = run(tmp_path, mode, tmp_path / "run", strategy)
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout.splitlines()[-1] == said
     sites = Run.open(tmp_path / "run").view(0, 0, 1).program.sites
     assert namespace in {site.op.partition(".")[0] for site in sites}
-    done = run(tmp_path, "verify", tmp_path / "run", "cuda", 2, strategy)
+    done = run(tmp_path, "verify", tmp_path / "run", strategy, 2)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "Step 2, forward" in done.stdout
 
