@@ -94,16 +94,11 @@ TEMPLATE = {
                 super().__init__()
                 # the template saves its arguments; Lightning 2.6 loads no checkpoint with pickled modules any more
                 self.net, self.make_optimizer, self.make_scheduler = net, optimizer, scheduler
-                self.train_loss, self.val_loss = MeanMetric(), MeanMetric()
-            def on_train_start(self):
-                self.val_loss.reset()
+                self.val_loss = MeanMetric()
             def loss(self, batch):
                 return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
             def training_step(self, batch, batch_idx):
-                loss = self.loss(batch)
-                self.train_loss(loss)
-                self.log("train/loss", self.train_loss, on_step=False, on_epoch=True, prog_bar=True)
-                return loss
+                return self.loss(batch)
             def validation_step(self, batch, batch_idx):
                 self.val_loss(self.loss(batch))
                 self.log("val/loss", self.val_loss, on_step=False, on_epoch=True, prog_bar=True)

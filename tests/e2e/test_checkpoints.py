@@ -57,6 +57,12 @@ def path(saved: Path, tmp_path: Path) -> Path:
     return tmp_path / "copy" / saved.name
 
 
+def flip(path: Path, at: int, bit: int = 0) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1 << bit
+    path.write_bytes(content)
+
+
 def assert_all_agree(folder: Path, num_checkpoints: int, *, num_without_state: int = 0) -> None:
     """Every checkpoint is what was saved, has the state to resume from it, and nothing without one is left."""
     found = {path.name for path in folder.iterdir()}
@@ -217,9 +223,7 @@ def test_a_folder_of_a_sharded_strategy(tmp_path: Path) -> None:
         assert report.sections["files"] >= 3
         make(2).run(ckpt_path=str(path))
         shard = next(path.glob("__0_*.distcp"))
-        content = bytearray(shard.read_bytes())
-        content[-1] ^= 1
-        shard.write_bytes(content)
+        flip(shard, -1)
         with pytest.raises(CheckpointMismatchError, match=rf"files: {shard.name} differs"):
             make(1).run(ckpt_path=str(path))
     finally:
@@ -245,9 +249,8 @@ def test_no_flipped_bit_and_no_truncation_passes(path: Path) -> None:
     assert outcome(path) == "passed"
     draw, found = random.Random(0), []
     for _ in range(200):
-        damaged = bytearray(content)
-        damaged[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
-        path.write_bytes(damaged)
+        path.write_bytes(content)
+        flip(path, draw.randrange(len(content)), draw.randrange(8))
         found.append(outcome(path))
     assert set(found) <= {"named with 1", "bytes only with 1", "refused"}
     assert found.count("named with 1") > 20  # of bits in tensors
@@ -275,18 +278,14 @@ CHANGES = [
     (lambda one: one.pop("optimizer_states"), r"0/state/0/step \(step of first\.weight\) is missing"),
     (lambda one: one["optimizer_states"][0]["param_groups"][0].update(lr=0.5), "0/param_groups/0/lr differs"),
     (lambda one: one.update(global_step=5), "global_step differs"),
-    (lambda one: None, "The file's bytes differ, and yet"),
 ]
 
 
 @pytest.mark.parametrize(("change", "message"), CHANGES)
 def test_a_changed_checkpoint_is_refused_before_a_step(change: Any, message: str, path: Path) -> None:
-    original = path.read_bytes()
     checkpoint = torch.load(path, weights_only=True)
     change(checkpoint)
     torch.save(checkpoint, path)
-    if path.read_bytes() == original:  # saved by torch again, and the same: change what no entry holds
-        path.write_bytes(original + b"\0")
     resumed = Fit(ours(path.parent), max_epochs=2)
     with pytest.raises(CheckpointMismatchError, match=message) as caught:
         resumed.run(ckpt_path=str(path))
@@ -314,8 +313,8 @@ def test_what_is_loaded_is_what_was_saved_in_every_stage(path: Path, tmp_path: P
     refuses(r"state_dict: last\.bias differs", plugins=[Changing()])
     content = path.read_bytes()
     path.write_bytes(content + b"\0")
-    for stage in ("validate", "test", "predict"):
-        refuses("The file's bytes differ", stage)
+    for stage in ("fit", "validate", "test", "predict"):
+        refuses("The file's bytes differ, and yet", stage)
     path.write_bytes(content)
     other = fit(tmp_path, every(tmp_path, 2), max_epochs=1).run().trainer.checkpoint_callback.best_model_path
     shutil.copy(f"{other}.digests.json", f"{path}.digests.json")
@@ -344,9 +343,7 @@ def test_a_users_weights_only_false_is_respected(tmp_path: Path) -> None:
     resume(weights_only=False)
     with pytest.raises(Exception, match="Weights only load failed"):
         resume()
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+    flip(path, path.stat().st_size // 2)
     with pytest.raises(CheckpointFormatError):
         check_checkpoint(path)
     with pytest.raises(CheckpointFormatError):  # not even the user's choice unpickles what was not saved
