@@ -213,14 +213,6 @@ def test_what_is_written_unseen_is_read_before(tmp_path: Path, run: Callable[[Pa
     assert device.num_launched
 
 
-def test_where_every_op_is_seen_outputs_wait_for_each_other() -> None:
-    with late_device() as device, HashMode():
-        x = torch.ones(2)
-        for _ in range(5):
-            x = x * 2
-    assert [number for number in device.num_launched if number] == [6], "the ones and the five products"
-
-
 # several threads, Ctrl-C, other patches, and memory of two devices
 
 
