@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 TESTS = Path(__file__).parents[1]
-WATCHED = guards.watched_things()
 
 
 def initialize_process_group() -> None:

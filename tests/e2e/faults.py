@@ -206,9 +206,6 @@ class Training:
         return folder
 
 
-# finding what was planted
-
-
 def verify(reference: Path, training: Training, current: Path, **options: Any) -> Verdict:
     """Verify a training that must be found to diverge; check what is on disk afterwards."""
     callback = DeterminismCallback(reference, current=current, **options)

@@ -35,9 +35,6 @@ BATCHES = 7
 """Batches of an epoch, of two samples each."""
 
 
-# trainings
-
-
 class Augmented(Dataset[Tensor]):
     """Rows that get noise from all global generators, or ("own") from one of the data set's, or none."""
 
@@ -147,9 +144,6 @@ def fit(
     validation = DataLoader(Augmented(num_samples=4), batch_size=2) if validates else None
     trainer.fit(model(), data(), validation, ckpt_path=ckpt_path)
     return trainer
-
-
-# recording and resuming
 
 
 def record(folder: Path, *others: pl.Callback, level: Any = "state", how: Any = "exact", **options: Any) -> pl.Trainer:
