@@ -12,7 +12,7 @@ from tracing import position_of, reads_of, site_of, traced, with_role
 
 from det_callbacks.runs.program import Program
 from det_callbacks.runs.steps import StepTrace
-from det_callbacks.trace.storages import Region, region_of
+from det_callbacks.trace.storages import PartialWrites, Region, StorageLedger, region_of
 
 ROWS = st.tuples(st.just("rows"), st.integers(0, 5), st.integers(1, 6))
 COLUMNS = st.tuples(st.just("columns"), st.integers(0, 3), st.integers(1, 4))
@@ -194,3 +194,28 @@ def test_an_op_that_raises_leaves_no_trace():
     assert [site.op for site in with_role(trace, "output")] == ["aten.sum.default"] * 2
     assert len(with_role(trace, "input")) == 2
     assert reads_of(trace, "sum.default", 0) == reads_of(trace, "sum.default", 1) == ["input"]
+
+
+def test_the_address_of_a_storage_that_is_gone_is_not_used_again() -> None:
+    ledger = StorageLedger()
+    tensor = torch.zeros(5000)
+    ledger.write(tensor, 3)
+    address = tensor.untyped_storage()._cdata
+    del tensor
+    assert address not in {one.untyped_storage()._cdata for one in [torch.zeros(5000) for _ in range(40)]}
+    ledger.close()
+    assert ledger.pins == []
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.complex128])
+def test_the_bytes_of_a_view_are_those_of_its_dtype(dtype: torch.dtype) -> None:
+    buffer = torch.zeros(6, 4, dtype=dtype)
+    assert region_of(buffer[1:3]) == Region(4 * dtype.itemsize, 12 * dtype.itemsize)
+    known = PartialWrites(is_uninitialised=True, is_empty=True)
+    known.add(region_of(buffer[:, :2]), 0)
+    assert known.is_filled(region_of(buffer[2:, 1]))
+    assert not known.is_filled(region_of(buffer[2]))
+    known.add(region_of(buffer[2:4]), 1)
+    assert known.is_filled(region_of(buffer[2]))
+    known.add(region_of(buffer[:, 2:]), 2)
+    assert known.is_filled(region_of(buffer))
