@@ -101,15 +101,26 @@ def test_a_region_is_selected_by_its_module_or_by_one_called_inside(
         assert {site.op.rpartition(".")[2] for site in trace.program.sites if site.op} == {"graph", "inputs", "outputs"}
 
 
-def test_what_a_region_writes_into_its_inputs() -> None:
-    compiled = torch.compile(lambda x: x.add_(1), backend=opaque_backend())
+def unseen_by_autograd(graph: Any, x: torch.Tensor) -> Any:
+    x.numpy()[...] += 1
+    return graph.forward(x)
+
+
+@pytest.mark.parametrize(
+    ("function", "backend"),
+    [(lambda x: x.add_(1), opaque_backend()), (lambda x: x + 1, backend_of(unseen_by_autograd))],
+    ids=["told", "unseen"],
+)
+def test_what_a_region_writes_into_its_inputs(function: Callable[..., Any], backend: Any) -> None:
+    compiled = torch.compile(function, backend=backend)
 
     def body() -> None:
         x = torch.ones(3)
         compiled(x)
         x.mul(2)
 
-    trace = traced(body)
+    with torch.no_grad():
+        trace = traced(body)
     (written,) = [site for site in ends(trace, "outputs") if site.name == "x"]
     assert [trace.program.sites[at] for at in site_of(trace, "mul.Tensor").inputs] == [written]
 
