@@ -112,6 +112,8 @@ def _end(error: "DetCallbacksError", config: pytest.Config) -> NoReturn:
         reason = f"the training is not comparable: {verdict.explanation} ({'; '.join(differing)})"
         (pytest.skip if outcome == "skip" else pytest.xfail)(reason)
     text = str(error) if verdict is not None else f"{type(error).__name__}: {error}"
+    if verdict is not None and verdict.cause == "initial_weights":
+        text += "\nA model that was built before training_snapshot() was called may have other weights: call it first."
     report = None if verdict is None else Path(verdict.current, "report.html")
     if report is not None and report.exists():
         text += f"\nreport: {report}"

@@ -65,7 +65,8 @@ def prove_resume(
         verdict on that.
 
     Raises:
-        SelectionError: ``stop_at`` or ``steps`` is out of range, the training ends before, or processes are spawned.
+        SelectionError: ``stop_at`` or ``steps`` is out of range, the training ends before, processes are spawned, or
+            a Trainer or a model is not new.
         NotResumableError: the checkpoint cannot be resumed exactly, with the reasons.
 
     Example:
@@ -82,6 +83,8 @@ def prove_resume(
     place = (free_folder(Path(), kind="resume") if folder is None else Path(folder)).absolute()
     recorded = partial(DeterminismCallback, mode="record", level=level, resume=resume)
 
+    made: list[object] = []
+
     def train(callback: DeterminismCallback, end: _End, ckpt_path: Path | None = None) -> None:
         generators = RewindPoint()
         trainer = make_trainer()
@@ -95,6 +98,10 @@ def prove_resume(
         model, data = make_model(), make_data()
         training, validation = data if isinstance(data, tuple) and len(data) == 2 else (data, None)
         try:
+            for name, one in (("make_trainer", trainer), ("make_model", model)):
+                if any(one is other for other in made):
+                    raise SelectionError(f"{name} returned the same object again; make a new one in it each time.")
+                made.append(one)
             trainer.fit(model, training, validation, ckpt_path=ckpt_path)
         finally:
             generators.put_back(restarts_new=True)  # also those of devices that it was the first to use

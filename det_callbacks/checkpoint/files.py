@@ -126,9 +126,13 @@ def _encode(content: Mapping[str, Any]) -> bytes:
 
 def damaged(path: str, what: str) -> CheckpointFormatError:
     """Return the error of a file beside a checkpoint that cannot be read."""
+    is_part = Path(path).parent.name.endswith(RESUME)
+    other = (
+        'resume with resume="plain", which does without it' if is_part else "delete it to use the checkpoint unchecked"
+    )
     return CheckpointFormatError(
         f"{path} is damaged: {what}. The checkpoint beside it was not looked at, and nothing was loaded; restore this "
-        "file from a copy, or delete it to use the checkpoint unchecked.",
+        f"file from a copy, or {other}.",
         path,
     )
 

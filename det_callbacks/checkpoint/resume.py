@@ -42,6 +42,14 @@ _ENDED = (
     "it was saved before a validation or the end of an epoch, which Lightning leaves out when it resumes, and the "
     "process ended before the next batch was drawn; save after that"
 )
+_CHANGED = (
+    "what ran after it and before the next batch (hooks of callbacks, a validation, an end of epoch), which Lightning "
+    "leaves out when it resumes, changed {}; save with ModelCheckpoint, or from a callback that stands last"
+)
+_CONVERTED = (
+    ': with precision="64-true" weights are loaded before the model is converted, so make it in float64 (self.double() '
+    "at the end of its __init__)"
+)
 
 
 class Resuming:
@@ -132,8 +140,7 @@ class Resuming:
             now = {**state.values, **fit.saved_states(self._trainer)}
             restored = {name: now[name] for name in fit.plateau_rates(self._trainer)}
             if changed := _differing({**before.values, **states, **restored}, now):
-                what = "a validation or an end of epoch after it, which Lightning leaves out when it resumes, changed"
-                state = replace(state, problems=(f"{what} {changed}",))
+                state = replace(state, problems=(_CHANGED.format(changed),))
             self._write(path, id, state)
 
     def _read(self, *, is_over: bool, position: DataPosition | None, problems: tuple[str, ...] = ()) -> ResumeState:
@@ -184,12 +191,15 @@ class Resuming:
         num_saved = max(number for number, _ in rows)
         missing = ", ".join(str(rank) for rank, (_, problems) in enumerate(rows) if problems is None)
         if not num_saved:
-            print_closing_line(unrestored_line(path))
+            has_state = sidecar is None and part_path(resolved(path), rank).exists()
+            print_closing_line(unrestored_line(path, has_state=has_state))
         elif num_saved != num_ranks:
             saved = f"{num_saved} process{'es' * (num_saved != 1)}"
             self._refuse(f"it was saved by {saved}, and there are {num_ranks} now")
         elif missing:
-            self._refuse(f"the state of rank {missing} of {num_ranks}, which was saved beside it, is missing")
+            self._refuse(
+                f"the state of rank {missing} of {num_ranks}, which was saved beside it, is missing or of another save"
+            )
         elif problems := dict.fromkeys(text for _, texts in rows for text in texts):
             self._refuse(*problems)
         if self._pending is not None:
@@ -291,7 +301,8 @@ class Resuming:
             loop._restarting = False
             self._restore(state, tensors)
             if changed := _differing(state.values, fit.values(self._trainer)):
-                self._refuse(f"Lightning restored it, and {changed} is not what it was then")
+                is_converted = self._trainer.precision == "64-true"
+                self._refuse(f"Lightning restored it, and {changed} is not what it was then{_CONVERTED * is_converted}")
             self._draw_again(state.position, fetcher)
             # once more before the draw: Lightning may go through a validation first that it has no need to run
             self._restore_at_draw = partial(self._restore, state, tensors)

@@ -27,8 +27,8 @@ def _advise_initial(facts: Facts) -> str:
     initial = facts.initial_sources
     if 2 * len(initial) <= facts.num_random or facts.num_random < 2:
         return (
-            f"Look at how {initial[0]} is initialised or loaded: the seed was the same and the code, or "
-            "the weights that were loaded, are not"
+            f"Look at how {initial[0]} is initialised or loaded: the code, the weights that were loaded, or what was "
+            "drawn before the model was built (seed first) is not the same"
         )
     seeded = next((one for one in facts.evidence.generators if one.equal_at is None and one.is_reseeded), None)
     if seeded is not None:
@@ -141,7 +141,8 @@ ADVICE: Mapping[str, str | Callable[[Facts], str]] = {
     # every rule of compare/cause.py -> what to do
     "dtype": "",  # the explanation begins with the choice
     "restored state": "Compare the checkpoint with the one that was saved there, and look at what changes this state "
-    "between loading it and the step",
+    "between loading it and the step. A buffer with persistent=False is in no checkpoint: register it with "
+    "persistent=True, or keep it with on_save_checkpoint",
     "initial state": _advise_initial,
     "another epoch": lambda facts: _because(_OTHER_EPOCHS, facts),
     "generator before the data": _advise_before_data,

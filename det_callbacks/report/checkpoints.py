@@ -46,7 +46,7 @@ def mismatch_text(report: "CheckpointReport") -> str:
     lines = [f"{report.path} is not what was saved{likely}."]
     entries = [f"{entry.name} {_how(entry)}" for entry in report.entries]
     lines += [f"  {line}" for line in at_most(MAX_ENTRIES, entries)]
-    lines += [f"  resume: {name} is missing beside it" for name in report.missing_files]
+    lines += [f"  resume: {name} is missing beside it, or of another save" for name in report.missing_files]
     if not report.entries and not report.has_same_bytes:
         lines.append(
             f"  The file's bytes differ, and yet all {count(num_compared, 'entry')} in it have the bits that were "
@@ -93,11 +93,14 @@ def missing_sidecar_line(path: str) -> str:
     return f"det_callbacks: {path} was loaded unchecked: no digests stand beside it"
 
 
-def unrestored_line(path: str) -> str:
-    """Return the line of a checkpoint that Lightning alone resumes."""
+def unrestored_line(path: str, *, has_state: bool) -> str:
+    """Return the line of a checkpoint that Lightning alone resumes, though a state may be there."""
+    reason = "no state of generators and data stands beside it"
+    if has_state:
+        reason = f"the file {path}.digests.json, which says that the state beside it belongs to it, is missing"
     return (
-        f"det_callbacks: {path} is resumed by Lightning alone: no state of generators and data stands beside "
-        "it, so with shuffling, augmentation or dropout the run will not be the same run"
+        f"det_callbacks: {path} is resumed by Lightning alone: {reason}, so with shuffling, augmentation or dropout "
+        "the run will not be the same run"
     )
 
 

@@ -61,7 +61,7 @@ def recorded_line(
     """
     noun = "step" if num_agreed is None else "new step"
     ranks = "" if num_ranks == 1 else f" of {num_ranks} ranks"
-    agreed = "" if num_agreed is None else f"{count(num_agreed, 'step')} there already, and equal; "
+    agreed = "" if not num_agreed else f"{count(num_agreed, 'step')} there already, and equal; "
     also = f"{count(num_metrics, 'metric')}, " if num_metrics else ""
     return (
         f"det_callbacks: {agreed}recorded {count(num_steps, noun)}{ranks}, "

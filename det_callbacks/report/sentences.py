@@ -141,7 +141,7 @@ def _side(only: Divergence | WholeSteps) -> str:
 # a step
 
 _SOURCES = {
-    "restored": "what came out of the checkpoint,",
+    "restored": "the state after the checkpoint was loaded,",
     "state": "the initial state",
     "data": "the batch",
     "rng": "the state of the generator",

@@ -148,7 +148,7 @@ FAULTS = {
     ),
     "weights loaded from elsewhere": planted("initial_weights", "load the same weights", load_from=9),
     "weights loaded by a callback": planted(
-        "initial_weights", "2 of ", "or the weights that were loaded", callbacks=(LoadsWeights,)
+        "initial_weights", "2 of ", "the weights that were loaded", callbacks=(LoadsWeights,)
     ),
     "learning rate scheduler": planted(
         "settings",

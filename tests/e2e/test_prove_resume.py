@@ -69,6 +69,7 @@ def test_state_that_is_not_saved_is_named(tmp_path: Path) -> None:
     verdict = prove(tmp_path, Forgetful, level="op")
     assert (verdict.verdict, verdict.cause) == ("diverged", "checkpoint")
     assert verdict.first_divergence.name == "scale"
+    assert "A buffer with persistent=False is in no checkpoint" in verdict.explanation
 
 
 class Unrepeatable(Noisy):
@@ -89,6 +90,7 @@ REFUSED: list[tuple[dict[str, Any], bool, str]] = [  # options, whether a traini
     *(({"stop_at": one, "steps": 5}, False, "stop_at is at least 1 and less than steps") for one in (0, 5, True, 2.0)),
     ({"trainer": {"devices": 2, "strategy": "ddp_spawn"}}, False, r'give nothing back.*strategy="ddp", or torchrun'),
     ({"trainer": {"max_epochs": 1}}, True, "The training ended after 7 of 10 steps"),
+    ({"trainer": {}, "model": Noisy().train}, True, "make_model returned the same object again"),
     (PERSISTENT, True, "persistent_workers=False"),
 ]
 

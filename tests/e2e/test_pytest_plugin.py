@@ -32,6 +32,7 @@ TESTS = """
         def __init__(self, lr):
             super().__init__()
             self.lr = lr
+            torch.rand(int(PLANTED == "before the seed"))
             self.net = torch.nn.Linear(4, 2)
 
         def training_step(self, batch, batch_idx):
@@ -166,6 +167,7 @@ def test_a_difference_fails_its_test_and_is_recorded_where_that_is_asked_for(pro
         report = re.search(r"^report: (.*/temporary/.*/report\.html)$", done.text, re.MULTILINE)
         assert report is not None, done.text
         assert Path(report[1]).is_file()
+    assert "call it first" in run_in(project, "-k", "plain", PLANTED="before the seed").text
     assert references(project) == before
     done = run_in(project, "-k", "plain", "--determinism-record", PLANTED="yes")
     assert done.counts(passed=1, deselected=2), done.text

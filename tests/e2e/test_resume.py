@@ -203,7 +203,7 @@ class Counting(pl.Callback):
 
 TWO = {"long": loader(), "short": DataLoader(Augmented(num_samples=6), batch_size=2)}
 MISSED = "before a validation or the end of an epoch, which Lightning leaves out when it resumes, and the process ended"
-CHANGED = "a validation or an end of epoch after it, which Lightning leaves out when it resumes, changed"
+CHANGED = "(hooks of callbacks, a validation, an end of epoch), which Lightning leaves out when it resumes, changed"
 REASONS: dict[str, tuple[dict[str, Any], int, str, str]] = {  # options, after, at which moment it is saved, why not
     "workers": ({"data": lambda: loader(num_workers=1, persistent_workers=True)}, 4, "batch", "persistent_workers=Fa"),
     "draws_itself": ({"model": Iterating, "data": lambda: loader("own")}, 4, "batch", "let it take a batch"),
@@ -255,7 +255,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ({"model": frozen}, "Lightning restored it, and the list of frozen parameters is not what it was then"),
         # Lightning 2.6 loads weights into a module that is still float32
-        ({"precision": "64-true"}, "Lightning restored it, and first.weight and 7 more is not what it was then"),
+        ({"precision": "64-true"}, "Lightning restored it, and first.weight and 7 more is not what it was then: wi"),
         ({"model": without_noise}, "or are not there: module.noise"),
         ({"data": lambda: loader("none", shuffle=False)}, "the first 4 batches of the epoch, drawn again, are not"),
         ({"accumulate_grad_batches": 2}, "saved with accumulate_grad_batches=1, and now it is 2: use 1"),
@@ -277,10 +277,21 @@ def test_a_finished_training(tmp_path: Path) -> None:
 
 
 def test_missing_state_is_refused_or_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record(tmp_path, SaveAfter(tmp_path, 4))
+    record(tmp_path, SaveAfter(tmp_path, 4, 5))
     shutil.rmtree(tmp_path / "4.ckpt.resume")
-    assert refused(tmp_path, "4.ckpt") == "the state of rank 0 of 1, which was saved beside it, is missing"
+    assert (
+        refused(tmp_path, "4.ckpt")
+        == "the state of rank 0 of 1, which was saved beside it, is missing or of another save"
+    )
     (tmp_path / "4.ckpt.digests.json").unlink()
-    with pytest.raises(DivergenceError):
-        resume(tmp_path, "4.ckpt")
-    assert "4.ckpt is resumed by Lightning alone" in capsys.readouterr().out
+    for has_state, reason in (
+        (False, "no state of generators and data stands beside it"),
+        (True, "belongs to it, is mi"),
+    ):
+        if has_state:
+            shutil.copytree(tmp_path / "5.ckpt.resume", tmp_path / "4.ckpt.resume")
+        with pytest.raises(DivergenceError):
+            resume(tmp_path, "4.ckpt")
+        out = capsys.readouterr().out
+        assert "4.ckpt is resumed by Lightning alone" in out
+        assert reason in out

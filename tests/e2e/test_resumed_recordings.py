@@ -81,6 +81,13 @@ def test_what_a_kill_leaves_of_a_comparison_is_in_nobodys_way(
     assert steps_of(run) == list(range(3 * BATCHES))
 
 
+def test_a_resume_that_repeats_no_step_says_nothing_of_steps_there(tmp_path: Path, capsys: Any) -> None:
+    fit(recording(tmp_path / "run"), SaveAfter(tmp_path, 2 * BATCHES, at="epoch"))
+    capsys.readouterr()
+    fit(recording(tmp_path / "run"), ckpt_path=tmp_path / f"{2 * BATCHES}.ckpt", max_epochs=3)
+    assert f"det_callbacks: recorded {BATCHES} new steps" in capsys.readouterr().out
+
+
 def test_steps_that_agree_are_not_written_twice(recorded: Path, run: Path, capsys: Any) -> None:
     fit(recording(run), ckpt_path=recorded / "2.ckpt", max_steps=6)  # one that stops earlier adds nothing
     assert "4 steps there already, and equal; recorded 0 new steps" in capsys.readouterr().out

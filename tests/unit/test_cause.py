@@ -26,7 +26,7 @@ CPUS = EnvironmentDifference(name="cpu.count", reference=2, current=4, changes_b
         (False, {"insert_at": 10, "factor": 3.0}, "forward", ["only in the current run", "train.py:50", "starts here"]),
         (False, {"weight": 3, "rows": (2, 1, 3, 4), "seed": 1}, "initial_weights", ["net.weight"]),
         (False, {"rows": (2, 1, 3, 4), "seed": 1}, "data_order", ["batch[0] holds the same samples in another order"]),
-        (True, {"weight": 3}, "checkpoint", ["out of the checkpoint, net.weight differs", "no op is to blame"]),
+        (True, {"weight": 3}, "checkpoint", ["loaded, net.weight differs", "no op is to blame"]),
         (True, {"weight": 3, "rows": (2, 1, 3, 4)}, "checkpoint", ["net.weight", "(the batch differs too)"]),
         (True, {"rows": (2, 1, 3, 4), "seed": 1}, "data_order", ["the batch batch[0]"]),
         (True, {"seed": 3}, "rng", ["the state of the generator torch.cpu differs"]),

@@ -162,7 +162,9 @@ def test_a_part_belongs_to_the_save_that_it_is_of(tmp_path: Path) -> None:
     content[-1] ^= 1
     for raw in (b"{}", bytes(content), bytes(content[:-1])):
         part_path(path, 1).write_bytes(raw)
-        with pytest.raises(CheckpointFormatError, match=r"rank-00001\.state is damaged"):
+        with pytest.raises(
+            CheckpointFormatError, match=r'rank-00001\.state is damaged.* or resume with resume="plain"'
+        ):
             check_checkpoint(path)
     path.unlink()
     remove_beside(path)
