@@ -105,7 +105,7 @@ class Script:
     def record(self, run: Path, *, overwrite: bool = False, output: Path | None = None) -> CheckedRun:
         """Run the script, and record it into a folder; what it prints goes to ``output``, or is printed."""
         before = _manifest(run)
-        reason = self._start(PLAIN, output, mode="record", reference=str(run), overwrite=overwrite)
+        reason, _ = self._start(PLAIN, output, mode="record", reference=str(run), overwrite=overwrite)
         if not reason:
             reason = _NOTHING.format("recorded") if _manifest(run) == before else _unfinished(run)
         return CheckedRun(name=RECORDING, outcome="failed" if reason else "recorded", reason=reason, output=output)
@@ -114,8 +114,10 @@ class Script:
         self, reference: Path, current: Path, *, change: Change = PLAIN, output: Path | None = None
     ) -> CheckedRun:
         """Run the script with a change, and verify it against a run, into a folder that is empty or not there."""
-        reason = self._start(change, output, mode="verify", reference=str(reference), current=str(current))
+        reason, is_one_run = self._start(change, output, mode="verify", reference=str(reference), current=str(current))
         done = CheckedRun(name=change.name, change=change.text, outcome="failed", reason=reason, output=output)
+        if not is_one_run:
+            return done
         try:
             verdict = Verdict.from_dict(json.loads((current / VERDICT_FILE).read_text(encoding="utf-8")))
         except FileNotFoundError:
@@ -129,8 +131,8 @@ class Script:
             return replace(done, reason=f"it could not be varied: {change.entry} is what it was, by the script itself")
         return replace(done, outcome=verdict.verdict, reason="")
 
-    def _start(self, change: Change, output: Path | None, **arguments: Any) -> str:
-        """Run a process to its end; return what was wrong with that, "" for nothing."""
+    def _start(self, change: Change, output: Path | None, **arguments: Any) -> tuple[str, bool]:
+        """Run a process to its end; return what was wrong with that, "" for nothing, and whether it was one run."""
         title = arguments["mode"] if change == PLAIN else f"verify, {change.name}, {change.text}"
         print_line(make_console(), f"det-callbacks: {title}: {shlex.join(self.words)}", "bold")
         sys.stdout.flush()  # before the process writes to the same place
@@ -148,10 +150,10 @@ class Script:
             except OSError as error:
                 raise CheckError(f"{self.words[0]} cannot be started: {error}") from error
             if claim.exists() and (text := claim.read_text(encoding="utf-8")):
-                return text
+                return text, False
         if status < 0:
-            return f"the process was killed by signal {-status} ({signal.strsignal(-status)})"
-        return f"the script failed with status {status}: see what it printed" if status else ""
+            return f"the process was killed by signal {-status} ({signal.strsignal(-status)})", True
+        return f"the script failed with status {status}: see what it printed" if status else "", True
 
 
 def _manifest(run: Path) -> bytes:

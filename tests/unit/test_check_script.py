@@ -31,6 +31,7 @@ class End:
     status: int = 0
     verdict: Verdict | str | None = None
     run: str = "complete"
+    claim: str = ""
 
 
 @dataclass
@@ -44,8 +45,8 @@ class Processes:
     def run(self, words: Sequence[str], *, variables: Mapping[str, str], output: IO[bytes]) -> int:
         self.started.append((tuple(words), variables))
         self.asked.append(json.loads(variables[LAUNCH]))
-        Path(self.asked[-1].pop("claim")).touch()
         given, end = self.asked[-1]["arguments"], next(self.ends)
+        Path(self.asked[-1].pop("claim")).write_text(end.claim)
         if given["mode"] == "record" and end.run != "none":
             path = Path(given["reference"])
             writer = stored_runs.RunWriter.create(path, manifest={"selection": {}, "environment": ENVIRONMENT})
@@ -117,6 +118,7 @@ def test_the_script_is_started_as_given(check: Check, tmp_path: Path, seed: int 
         ([End(), End(status=1, verdict=DIVERGED)], "DIVERGED", 1),
         ([End(), End(verdict=DIVERGED)], "DIVERGED", 1),  # on_divergence=warn
         ([End(), End(status=-signal.SIGKILL, verdict=DIVERGED)], "DIVERGED", 1),
+        ([End(), End(status=1, verdict=DIVERGED, claim="no ranks of one training")], "no ranks of one training", 2),
         ([End(), End(status=3, verdict=NOT_COMPARABLE)], "NOT COMPARABLE", 3),
     ],
 )
