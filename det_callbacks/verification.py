@@ -34,7 +34,7 @@ def open_reference(
     steps: str,
     peers: Peers = ALONE,
 ) -> Run:
-    """Open the reference of a verification, whose selection is recorded with.
+    """Open the reference of a verification, which is traced with the reference's selection.
 
     Args:
         path: folder of the reference.

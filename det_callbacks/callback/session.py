@@ -116,7 +116,7 @@ class Session:
         replay: saves tensors of a step, or puts them back.
         op_replay: the outputs of ops that ``replay`` is for; None where no op is.
         keeper: keeps tensors of the steps; None where none are kept.
-        print_line: prints a line; whoever trains may know what else is on the terminal.
+        print_line: prints a closing line; ``print_beside_bar`` in a Trainer, whose bar may be on the terminal.
     """
 
     hooks: StepHooks | None = None

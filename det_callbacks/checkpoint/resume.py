@@ -2,11 +2,12 @@
 
 Lightning restores weights, optimizers, schedulers and its loops. Generators, the position in the data and gradients
 that are being accumulated it does not, and some of its counters it restores to other values than an uninterrupted run
-has. The loops are reached into by the methods that stand at those moments (read at Lightning 2.6.6):
+has. Ours stand for the methods of its loops that run at the right moments (read at Lightning 2.6.6):
 
 * ``_FitLoop.setup_data`` begins a fit's run, and may have been called before for a scheduler that asks for the steps;
 * ``_FitLoop._load_combined_loader_states`` runs just before the loader is first iterated over;
-* ``_TrainingEpochLoop.on_run_start`` begins the batches of an epoch, after its hooks.
+* ``_TrainingEpochLoop.on_run_start`` begins the batches of an epoch, after its hooks: here a resumed fit goes to its
+  place in the data (``Resuming._draw_again``).
 """
 
 from collections.abc import Callable, Mapping
@@ -121,7 +122,7 @@ class Resuming:
         return True
 
     def _complete(self, *, is_end: bool = False) -> None:
-        """Write the parts of the checkpoints saved since the last batch anew: the next one is about to be drawn.
+        """Write the parts of the checkpoints saved since the last batch anew: the next batch is about to be drawn.
 
         What came in between, such as a validation, Lightning leaves out when it resumes: it may have changed
         generators, and must not have changed anything else.
@@ -239,7 +240,7 @@ class Resuming:
     # what Lightning calls
 
     def begin_fit(self) -> None:
-        """Make what the strategy keeps on each rank, which is set up now, what it was."""
+        """Give the strategy, which is set up now, the gradient buckets that it had."""
         if self._pending is not None and (problem := self._buckets.make()):
             self._refuse(problem)
 
@@ -279,7 +280,7 @@ class Resuming:
         self._let_go = follow(loop._combined_loader, self)
 
     def _at_epoch(self, loop: Any, original: Callable[[Any], None], fetcher: Any) -> None:
-        """Begin the batches of an epoch, and where something was loaded go to the place that it is of."""
+        """Begin the batches of an epoch; after a load, go to the place in the data where the checkpoint was saved."""
         assert self._trainer is not None
         self._held, before = fit.generators(self._trainer), self._position
         original(fetcher)
@@ -326,7 +327,7 @@ class Resuming:
         trainer.accumulate_grad_batches = number
 
     def _draw_again(self, position: DataPosition, fetcher: Any) -> None:
-        """Draw the batches again that training had; their order is decided before the first, which is compared."""
+        """Draw again the batches that were trained on, and compare their number and the first with what was saved."""
         fetcher.combined_loader.reset()  # without workers of the iterator that Lightning made
         position.before_iteration.restore(self._held)
         self._is_repeating = True

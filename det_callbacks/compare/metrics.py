@@ -8,7 +8,7 @@ from det_callbacks.runs.metrics import CALLS, Metric, Reading, Readings
 from det_callbacks.verdict import Cause, Divergence, EnvironmentDifference, Kind
 
 GENERATOR, LENGTH, FIRST_BATCH = "generator ", "samples of ", "first batch of "
-"""Begin the names of evidence."""
+"""With which the names in ``Reading.evidence`` begin."""
 
 _CAUSES: tuple[tuple[str, Cause], ...] = ((LENGTH, "data_content"), (GENERATOR, "rng"), (FIRST_BATCH, "data_content"))
 _CHOICES: Mapping[str, Sequence[str]] = {
@@ -53,7 +53,7 @@ class MetricDifference:
         return "content" if left.bits[:2] == right.bits[:2] else "structure"
 
     def beside_moved(self, reference: Readings, current: Readings) -> "MetricDifference":
-        """Return it with both readings where the run that lacks it has it after another step of the same epoch."""
+        """Return it with the other run's reading of it after another step of the same epoch, where there is one."""
         known, lacking = self.readings[1], int(self.kind == "missing")
         if None not in self.values or known.where in CALLS:
             return self
@@ -130,6 +130,8 @@ class MetricDifference:
 class MetricComparison:
     """Compares the readings of a run, of its fits and of the calls after each, with the reference's as they come.
 
+    Readings with the same ``Reading.key`` are a pair, and in a pair metrics with the same name.
+
     With ``is_common``, readings that only one run has are no differences. ``num_compared`` metrics are in both runs.
     """
 
@@ -163,9 +165,9 @@ class MetricComparison:
             self._left = {key: reading for key, reading in self._left.items() if reading.step >= step}
 
     def add(self, reading: Reading) -> bool:
-        """Compare a reading, count those of the reference before it as missing, and return whether they differ.
+        """Compare a reading, and count the reference's before it as missing; return whether any of that differs.
 
-        One that only this run has so far does not: lacking steps may explain it later.
+        The answer leaves out a reading that only this run has, though it is counted: lacking steps may explain it.
         """
         before = self.num_differing
         self._miss([one for one in self._left.values() if one.where not in CALLS and one.order < reading.order])

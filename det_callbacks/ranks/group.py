@@ -1,7 +1,10 @@
 """A group of our own for the few bytes that the processes of a run exchange.
 
-It runs on gloo, whatever the training uses, so that nothing of ours ever stands in the training's own groups; an error
-names the rank that is missing or went wrong.
+It runs on gloo, whatever the training uses, so that nothing of ours ever stands in the training's own groups.
+
+A rank that fails within an exchange tells the others, which raise an error that names it (``gather_bytes``). One that
+fails anywhere else has its callback close the group (``close`` sets its place to "gone"), and the others raise where
+they next wait for it: at the end of a fit in ``_meet``, in any other exchange since its connections are closed.
 """
 
 import json
@@ -19,12 +22,12 @@ from det_callbacks.errors import DetCallbacksError, RankError
 from det_callbacks.runs.peers import END_OF_FIT
 
 PATIENCE_SECONDS = 1800.0
-"""For which ranks wait for each other: one may load, save or draw batches again for longer than another. A rank that
+"""How long ranks wait for each other: one may load, save or draw batches again for longer than another. A rank that
 ends is noticed at once, since its connections close."""
 
 END_SECONDS = 30.0
-"""For which a rank that has finished its training waits for one that is in a training step: that one may have got more
-batches, and wait for it in a collective of the training."""
+"""How long a rank that has finished its training waits for one that is in a training step: that one may have got more
+batches, and wait in a collective of the training for the one that has finished."""
 
 SYNC_EVERY_N_STEPS = 10
 """After how many steps the processes ask each other whether one differs, to stop together."""
@@ -103,7 +106,7 @@ class RankGroup:
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
             try:
-                self.set_place("gone")  # to who waits for this rank: it will not come
+                self.set_place("gone")  # tells those that wait for this rank not to
             except RuntimeError:  # the rank that keeps the places has ended; who waits for this one notices it too
                 self._places = None
             dist.destroy_process_group(group)
@@ -118,7 +121,7 @@ class RankGroup:
     def run_on_all(self, action: Callable[[], Value], *, task: str) -> Value:
         """Do something on every rank, and return what came out on this one, or raise on every rank as ``gather`` does.
 
-        What the action does with other ranks it does not do here: an exchange has none within it.
+        The action must not talk to other ranks through this group: one exchange cannot stand within another.
         """
         outcome: list[Value] = []
         self.gather(lambda: outcome.append(action()), task=task)

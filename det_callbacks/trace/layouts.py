@@ -1,4 +1,7 @@
-"""The layouts seen so far, interned: one dictionary look-up per digested tensor."""
+"""Layouts: of a digested tensor, and in the forward pass which parts of tensors its op was given.
+
+They are interned, so that each digested tensor costs one dictionary look-up.
+"""
 
 from dataclasses import dataclass
 from math import prod
@@ -17,8 +20,8 @@ MAX_ENTRIES = 100_000
 _QUANTISED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 
 Parts = tuple[tuple[int, int, tuple[int, ...]], ...]
-"""Of each tensor that begins within its storage, or is not contiguous: its index among the arguments, its first element
-in the storage, and its strides."""
+"""An entry for each tensor argument that does not begin where its storage does, or is not contiguous: its index among
+the arguments, its first element in the storage, and its strides."""
 
 
 def parts_of_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Parts:
@@ -39,7 +42,7 @@ def parts_of_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Parts:
 
 
 def describe_parts(parts: Parts = ()) -> str:
-    """Return parts as the detail of a layout has them; "" for none."""
+    """Return parts as text, which is the ``detail`` of a ``TensorLayout``; "" for none."""
     texts = [
         f"argument {at} from element {offset} by {list(stride)}" if at >= 0 else f"from element {offset}"
         for at, offset, stride in parts
@@ -69,7 +72,7 @@ class LayoutSlot:
 
 
 class LayoutTable:
-    """(dtype, shape, stride) -> slot; of an op that reads parts of tensors these are in the key, too.
+    """(dtype, shape, stride) -> slot; where the op was given parts of tensors, its ``Parts`` are the key's fourth item.
 
     Attributes:
         slots: the mapping; public because the recorder reads it once per tensor.
@@ -133,7 +136,7 @@ class LayoutTable:
         return self.special(dtype, shape, detail)
 
     def part(self, tensor: Tensor) -> LayoutSlot:
-        """Return the slot of an ordinary tensor that begins within its storage, with the element that it begins at."""
+        """Return the slot of an ordinary tensor that begins later than its storage; it tells where."""
         key = (tensor.dtype, tensor.shape, tensor.stride(), ((-1, tensor.storage_offset(), ()),))
         return self.slots.get(key) or self.add_strided(key)
 

@@ -313,6 +313,7 @@ def _is_composite(name: str) -> bool:
 
 
 def _kind_of(func: OpOverload, base: str, *, is_view: bool) -> OpKind:
+    """Return what is done with an op; a view, for instance, makes no site (``UndigestedOps.run``)."""
     if func.namespace in _IGNORED_NAMESPACES:
         return OpKind.IGNORED
     if func.namespace in _COLLECTIVE_NAMESPACES:

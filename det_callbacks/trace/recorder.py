@@ -302,7 +302,7 @@ class Recorder:
             indices.append(self.layouts.tags[node.tag].index)
         first = len(digests)
         slots = self.layouts.slots
-        # what follows in the backward pass and the optimizer follows from this
+        # not in the backward pass and the optimizer, whose parts follow from those of the forward pass
         parts = parts_of_arguments(args, kwargs) if phase == "forward" else ()
         for output in outputs:
             if output.__class__ in PLAIN and output.layout is STRIDED and not output.is_nested:
@@ -462,8 +462,8 @@ class Recorder:
     def _plan_of_accumulation(self, args: tuple[Any, ...]) -> OpPlan:
         """Return how the engine's sum of two gradients in place is recorded: like the sum that it makes otherwise.
 
-        It adds in place when nobody else holds the memory (torch 2.13, ``InputBuffer::accumulate``). Whether a digest
-        that waits does, is no matter of the training's.
+        It adds in place when nobody else holds the memory (torch 2.13, ``InputBuffer::accumulate``). A digest
+        that waits may hold it, too, and the program must not depend on that.
         """
         if self.deferred.is_used:
             self.deferred.before_writes(args[:1])

@@ -2,8 +2,9 @@
 
 An op whose output differs while everything it read agrees would be called the origin. But a raw kernel, NumPy or
 another thread may have written what it read, unseen. So when an output differs from the reference, the inputs that are
-still alive are digested again and compared with what their writers had left; a difference makes ``is_origin`` null.
-Where digests are known at the step's end only, so is what differs: then what is still alive of the inputs is looked at.
+still alive are digested again and compared with what their writers had left; a difference makes ``is_origin`` null (the
+start "unseen writer" in ``compare/differences.py``). Where digests are known only at the step's end, so is what
+differs: then the inputs that are alive at the end are looked at.
 """
 
 from collections.abc import Set
@@ -70,8 +71,8 @@ class UnseenWriteCheck:
     ) -> None:
         """Note the sites of a call that differ and read something that nobody recorded wrote.
 
-        Of sites whose digests are known later, that is noted of what they read on the host, whether they differ or not:
-        ``look_back`` sees to the rest.
+        Where digests are known later, sites that read something changed on the host are noted whether they differ or
+        not; ``look_back`` sees to what they read elsewhere.
         """
         digests, deferred = self._recorder.digests, self._recorder.deferred.bits
         positions = range(first, len(digests))
@@ -103,7 +104,7 @@ class UnseenWriteCheck:
         expected.unseen_writes.update(at for at in differing if not changed.isdisjoint(sites[at].inputs))
 
     def _changed(self, wanted: Set[int]) -> set[int]:
-        """Return those of some sites whose bytes are still there and others now."""
+        """Return those of some sites whose bytes are still there, and no longer what the site wrote."""
         recorder = self._recorder
         queues = DeferredDigests()
         found: list[tuple[int, Bits]] = []
@@ -148,7 +149,7 @@ class UnseenWriteCheck:
         return digest_output(tensor) != digest and (left.is_row_major or digest_tensor(tensor) != digest)
 
     def _is_part_changed(self, tensor: Tensor, known: PartialWrites) -> bool:
-        """Return whether bytes without holes, which one site wrote, are others now; the rest cannot be told."""
+        """Return whether bytes that one site wrote have changed; of those with holes it cannot be told."""
         recorder = self._recorder
         storage = tensor.untyped_storage()
         for region, writer in known.untouched(region_of(tensor)) if tensor.is_cpu else ():

@@ -35,7 +35,7 @@ _UNSEEN: Mapping[Outcome, str] = {
     "unkept": "differ, and were not kept: a verification keeps the first 100",
     "unknown": "not compared",
 }
-_COLUMNS = ("site", "state", "phase", "module", "op or name", "tensor", "reference", "current", "kind", "source")
+_SITE_COLUMNS = ("site", "state", "phase", "module", "op or name", "tensor", "reference", "current", "kind", "source")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +181,7 @@ class _Builder:
                     StepDetails(
                         step=done.step,
                         text=_text((done.step, done.step), len(modules), len(sites), int(starts.sum())),
-                        sites=Table(columns=_COLUMNS, rows=rows),
+                        sites=Table(columns=_SITE_COLUMNS, rows=rows),
                         num_left_out=len(sites) - len(listed),
                     )
                 )
