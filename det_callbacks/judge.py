@@ -34,7 +34,6 @@ from det_callbacks.report.sentences import (
 )
 from det_callbacks.runs.environment import compare_environments, digested_on
 from det_callbacks.runs.metrics import read_metrics
-from det_callbacks.runs.peers import count_processes
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import (
     MAX_ORIGINS,
@@ -144,8 +143,8 @@ def _require_same_selection(*runs: Run) -> None:
 def other_world_size(reference: Run, world_size: int) -> str:
     """Return what is said where a run has another number of processes than its reference."""
     return (
-        f"The reference {reference.path} ran on {count_processes(reference.manifest.world_size)} and this run has "
-        f"{world_size}: each sees other batches, so no step of one is a step of the other."
+        f"The reference {reference.path} has a world size of {reference.manifest.world_size} and this run one of "
+        f"{world_size}: each process sees other batches, so no step of one is a step of the other."
     )
 
 

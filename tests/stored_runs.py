@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from det_callbacks.runs.manifest import read_manifest
+from det_callbacks.runs.peers import Peers
 from det_callbacks.runs.program import Layout, Program, Role, Site, TensorLayout
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.store import Run
@@ -105,20 +106,14 @@ def create(path: Path, **options: Any) -> RunWriter:
     return RunWriter.create(path, manifest={"selection": SELECTION, "environment": ENVIRONMENT}, **options)
 
 
-class OneOf:
+class OneOf(Peers):
     """One of several processes that a test plays one after the other: whoever it asks says what it says itself."""
 
     def __init__(self, rank: int, world_size: int) -> None:
-        self.rank = rank
-        self.world_size = world_size
+        self.rank, self.world_size = rank, world_size
 
     def gather(self, action: Callable[[], Any], *, task: str) -> list[Any]:
         return [action()] * self.world_size
-
-    def run_on_all(self, action: Callable[[], Any], *, task: str) -> Any:
-        return action()
-
-    broadcast = run_on_all
 
 
 def join(path: Path, rank: int, *, attempt: int = 0) -> RunWriter:

@@ -8,8 +8,11 @@ they next wait for it: at the end of a fit in ``_meet``, in any other exchange s
 """
 
 import json
+import socket
+import uuid
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, Literal, TypeVar
 
@@ -19,7 +22,8 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store  
 from torch.utils._mode_utils import no_dispatch  # likewise: hides what runs inside from open modes
 
 from det_callbacks.errors import DetCallbacksError, RankError
-from det_callbacks.runs.peers import END_OF_FIT
+from det_callbacks.runs.files import MANIFEST
+from det_callbacks.runs.peers import END_OF_FIT, Peers
 
 PATIENCE_SECONDS = 1800.0
 """How long ranks wait for each other: one may load, save or draw batches again for longer than another. A rank that
@@ -41,7 +45,7 @@ Place = Literal["step", "between", "end", "gone"]
 Value = TypeVar("Value")
 
 
-class RankGroup:
+class RankGroup(Peers):
     """The processes of a run, as far as they talk to each other; one process alone talks to itself.
 
     It may be opened and closed several times, for each fit of a Trainer. A copy, or a process that is started, begins
@@ -181,6 +185,33 @@ class RankGroup:
                 )
             found.append(content)
         return found
+
+    def require_shared(self, folder: Path) -> None:
+        """Raise ``RankError`` on all ranks where one of them does not see a folder that rank 0 sees."""
+        if self.world_size == 1:
+            return
+        # of the form of a temporary file of run.json, which readers do not look at
+        marker = folder / f".{MANIFEST}.{uuid.uuid4().int}.tmp"
+
+        def lead() -> list[str]:
+            marker.touch()
+            return [marker.name, socket.gethostname()]
+
+        name, host = self.broadcast(lead, task=f"looking into {folder}")
+
+        def look() -> None:
+            if not (folder / name).exists():
+                raise RankError(
+                    f"Rank {self.rank} on {socket.gethostname()} does not see the folder {folder}, which rank 0 made "
+                    f"on {host}, and all processes of a run write into one folder. Nothing was trained. Name a folder "
+                    "on a file system that the nodes share, by the same path on each; without one, record the "
+                    "processes of one node.",
+                    self.rank,
+                )
+
+        self.run_on_all(look, task=f"looking into {folder}")
+        if self.rank == 0:
+            marker.unlink(missing_ok=True)
 
     def stops_after(self, step: int, *, differs: bool, may_stop: bool, asks_now: bool = False) -> bool:
         """Return whether all ranks stop now, because of a step that differed on one of them.

@@ -27,7 +27,7 @@ from det_callbacks.runs.files import (
 )
 from det_callbacks.runs.manifest import Attempt, Manifest, Purpose, ResumedFit, write_manifest
 from det_callbacks.runs.metrics import Reading, append_reading, metrics_path
-from det_callbacks.runs.peers import ALONE, Peers, count_processes, require_shared
+from det_callbacks.runs.peers import ALONE, Peers
 from det_callbacks.runs.place import REPLACEMENT, make_room, put_in_place, remove_run
 from det_callbacks.runs.program import Layout, Program, chain_digest
 from det_callbacks.runs.selection import Selection
@@ -89,7 +89,7 @@ class RunWriter:
             return [uuid.uuid4().hex, str(make_room(path, purpose=purpose, overwrite=overwrite).relative_to(path))]
 
         run_id, place = peers.broadcast(lead, task=f"making room in {path}")
-        require_shared(path / place, peers)
+        peers.require_shared(path / place)
         content = {"run_id": run_id, "purpose": purpose, "world_size": peers.world_size, **manifest}
         return cls(path / place, peers, msgspec.convert(content, Manifest), attempt=0, segment=0)
 
@@ -103,7 +103,7 @@ class RunWriter:
         """
         path = Path(path)
         run = peers.run_on_all(lambda: _open_resumed(path, manifest, peers), task=f"opening the run {path}")
-        require_shared(path, peers)
+        peers.require_shared(path)
         attempts = run.manifest.attempts
         manifest_now = replace(run.manifest, attempts=(*attempts, Attempt()))
         return cls(run.path, peers, manifest_now, attempt=len(attempts), segment=run.segments[-1])
@@ -318,7 +318,7 @@ def _open_resumed(path: Path, manifest: Mapping[str, Any], peers: Peers) -> Run:
         )
     if run.manifest.world_size != peers.world_size:
         raise ReferenceFormatError(
-            f"{path} was recorded on {count_processes(run.manifest.world_size)}, and this attempt runs on "
+            f"{path} was recorded with a world size of {run.manifest.world_size}, and this attempt has one of "
             f"{peers.world_size}. Nothing was changed. Resume with as many, or record to another folder.",
             str(path),
         )

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from det_callbacks.runs.manifest import read_manifest
+from det_callbacks.runs.peers import Peers
 from det_callbacks.runs.program import Layout, Program, Site, TensorLayout
 from det_callbacks.runs.writer import RunWriter
 
@@ -86,20 +87,14 @@ def make_layout(num_sites: int) -> Layout:
     return Layout(entries=(batch, None, *[output] * (num_sites - NUM_LEADING)))
 
 
-class OneOf:
+class OneOf(Peers):
     """One process after the other, where a real run has all at once: whom it asks says what it says itself."""
 
     def __init__(self, rank: int, world_size: int) -> None:
-        self.rank = rank
-        self.world_size = world_size
+        self.rank, self.world_size = rank, world_size
 
     def gather(self, action: Callable[[], Any], *, task: str) -> list[Any]:
         return [action()] * self.world_size
-
-    def run_on_all(self, action: Callable[[], Any], *, task: str) -> Any:
-        return action()
-
-    broadcast = run_on_all
 
 
 def write_run(

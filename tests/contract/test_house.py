@@ -31,6 +31,7 @@ PRIVATE_IN_RECIPES: Mapping[str, str] = {
     "overhead/bandwidth.py digest.device": "likewise, without the wait for them",
     "overhead/ours.py runs.writer": "measures what a step leaves on disk",
     "overhead/run.py digest": "says how the device's digests were computed",
+    "scale/synthetic.py runs.peers": "likewise",
     "scale/synthetic.py runs.program": "writes runs without a training",
     "scale/synthetic.py runs.manifest": "likewise",
     "scale/synthetic.py runs.writer": "likewise",

@@ -69,8 +69,8 @@ def test_other_world_size_is_not_comparable(tmp_path, reference):
     two = record(tmp_path / "two", steps_of(range(10)), others=[steps_of(range(10))])
     verdict = compare_runs(reference, two)
     assert (verdict.verdict, verdict.exit_code) == ("not_comparable", 3)
-    assert "on 1 process and this run has 2" in verdict.explanation
-    with pytest.raises(NotComparableError, match="ran on 2 processes and this run has 1") as caught:
+    assert "world size of 1 and this run one of 2" in verdict.explanation
+    with pytest.raises(NotComparableError, match="world size of 2 and this run one of 1") as caught:
         open_reference(two, steps="all")
     assert (caught.value.exit_code, caught.value.verdict.verdict) == (3, "not_comparable")
 

@@ -23,6 +23,7 @@ from stored_runs import (
 )
 
 from det_callbacks.errors import RankError, ReferenceFormatError, ReferenceNotFoundError, RunExistsError
+from det_callbacks.ranks import RankGroup
 from det_callbacks.runs import writer as writer_module
 from det_callbacks.runs.files import stream_path
 from det_callbacks.runs.program import chain_digest
@@ -303,7 +304,7 @@ def test_a_kill_before_run_json_leaves_what_was_there(tmp_path, monkeypatch):
 # one folder for all processes
 
 
-class Follower(OneOf):
+class Follower(OneOf, RankGroup):
     """Is told what rank 0 made elsewhere."""
 
     def broadcast(self, action: object, *, task: str) -> list[str]:
