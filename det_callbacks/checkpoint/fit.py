@@ -56,8 +56,9 @@ def tensors_to_save(trainer: pl.Trainer, *, is_over: bool) -> dict[str, torch.Te
 def values(trainer: pl.Trainer) -> dict[str, Any]:
     """Return what a checkpoint has to bring back, by name; one pass over the weights.
 
-    Digests of parameters and persistent buffers (on rank 0: Lightning saves those), which of them are frozen, options
-    of the optimizers, and by which seeds the samplers of several ranks shuffle alike.
+    Digests of parameters and persistent buffers (on rank 0: Lightning saves those), their strides where they are not
+    contiguous, which of them are frozen, options of the optimizers, and by which seeds the samplers of several ranks
+    shuffle alike.
     """
     module = trainer.lightning_module
     left_out = _non_persistent(module)
@@ -66,6 +67,10 @@ def values(trainer: pl.Trainer) -> dict[str, Any]:
     with unobserved():
         for name, tensor in (*module.named_parameters(), *buffers):
             if name not in left_out:
+                if tensor.layout is torch.strided and not isinstance(tensor, DTensor) and not tensor.is_contiguous():
+                    found[f"the strides of {name}"] = list(
+                        tensor.stride()
+                    )  # no checkpoint holds them: use contiguous()
                 try:
                     found[name] = format_digest(digest_tensor(tensor.detach()))
                 except DetCallbacksError:

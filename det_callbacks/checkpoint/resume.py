@@ -312,7 +312,8 @@ class Resuming:
             iter(fetcher)
         for name, parameter in self._trainer.lightning_module.named_parameters():
             if (gradient := tensors.get(fit.GRADIENT + name)) is not None:
-                parameter.grad = torch.empty_like(parameter, dtype=gradient.dtype)
+                if parameter.grad is None:  # else a hook of the user's has made it: a view of a flat buffer, say
+                    parameter.grad = torch.empty_like(parameter, dtype=gradient.dtype)
                 fit.local_part(parameter.grad).copy_(gradient)
 
     def _accumulate_as_then(self, number: int) -> None:

@@ -3,6 +3,7 @@
 They are interned, so that each digested tensor costs one dictionary look-up.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -24,8 +25,8 @@ Parts = tuple[tuple[int, int, tuple[int, ...]], ...]
 the arguments, its first element in the storage, and its strides."""
 
 
-def parts_of_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Parts:
-    """Return which parts of their storages a call is given.
+def parts_of_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], offset_of: Callable[[Tensor], int]) -> Parts:
+    """Return which parts of tensors a call is given; ``offset_of`` says with which element one begins.
 
     A view makes no site, so only this tells the op that reads one half of a tensor from one that reads the other.
     """
@@ -34,8 +35,8 @@ def parts_of_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Parts:
     for value in (*args, *kwargs.values()) if kwargs else args:
         for item in value if value.__class__ in (list, tuple) else (value,):
             if item.__class__ in PLAIN and item.layout is STRIDED and not item.is_nested:
-                offset = item.storage_offset()
-                if offset or not item.is_contiguous():
+                is_whole = item.is_contiguous()
+                if (item.storage_offset() or not is_whole) and ((offset := offset_of(item)) or not is_whole):
                     found.append((at, offset, item.stride()))
             at += 1
     return tuple(found)
@@ -135,9 +136,9 @@ class LayoutTable:
         shape = tuple(size if isinstance(size, int) else -1 for size in tensor.shape)
         return self.special(dtype, shape, detail)
 
-    def part(self, tensor: Tensor) -> LayoutSlot:
+    def part(self, tensor: Tensor, offset: int) -> LayoutSlot:
         """Return the slot of an ordinary tensor that begins later than its storage; it tells where."""
-        key = (tensor.dtype, tensor.shape, tensor.stride(), ((-1, tensor.storage_offset(), ()),))
+        key = (tensor.dtype, tensor.shape, tensor.stride(), ((-1, offset, ()),))
         return self.slots.get(key) or self.add_strided(key)
 
     def add(self, key: Any, entry: TensorLayout | None, *, itemsize: int = 0, may_be_raw: bool = False) -> LayoutSlot:

@@ -49,6 +49,7 @@ class NameTable:
         self.list_parameters: Callable[[torch.Size], Iterable[tuple[str, Tensor]]] = lambda shape: ()
         self.known: dict[Place, str] = {}
         self._pins: list[int] = []
+        self._begins: dict[int, list[int]] = {}  # storage -> where its named tensors lie
 
     def refresh(self) -> None:
         """List the named tensors as they are now; 1 microsecond each."""
@@ -63,6 +64,8 @@ class NameTable:
         if names != self.known:
             self.close()
             self.known = names
+            for storage, address in names:
+                self._begins.setdefault(storage, []).append(address)
             tensors = (value for _, value in entries if has_place(value))
             # declared as storages, and are addresses
             self._pins = [tensor.untyped_storage()._weak_ref() for tensor in tensors]  # type: ignore[misc]
@@ -70,6 +73,16 @@ class NameTable:
     def of(self, tensor: Tensor) -> str | None:
         """Return the name of an ordinary strided tensor, None when it has none."""
         return self.known.get(place_of(tensor))
+
+    def offset_in(self, tensor: Tensor) -> int:
+        """Return the element that a tensor begins with, of the named tensor that it is a part of, or of its storage.
+
+        Where a named tensor lies in its storage is no matter of the step: a checkpoint brings back its values only.
+        """
+        address = address_of(tensor)
+        begins = self._begins.get(tensor.untyped_storage()._cdata, ())
+        begin = max((one for one in begins if one <= address), default=None)
+        return int(tensor.storage_offset()) if begin is None else (address - begin) // tensor.itemsize
 
     def of_written(self, tensor: Tensor) -> str | None:
         """Return the name of an ordinary strided tensor that an op has written, which may be a gradient.
@@ -86,7 +99,7 @@ class NameTable:
 
     def close(self) -> None:
         """Forget everything and let the storages' addresses go."""
-        self.known = {}
+        self.known, self._begins = {}, {}
         pins, self._pins = self._pins, []  # each is let go once, also where Ctrl-C ends this and it is called again
         for pin in pins:
             _free_weak_ref(pin)  # type: ignore[no-untyped-call]  # torch's own, unannotated

@@ -87,8 +87,10 @@ class Reads:
             # the device comes to both copies in order, and the host may be ahead of the first one
             recorder.append_bits(0, recorder.undigested.collectives.slot_in_flight(tensor))
             return
-        is_part = recorder.place()[0] == "forward" and not has_parts(tensor) and tensor.storage_offset()
-        slot = recorder.append(tensor, recorder.layouts.part(tensor) if is_part and not tensor.is_nested else None)
+        offset = 0
+        if not has_parts(tensor) and not tensor.is_nested and tensor.storage_offset():
+            offset = recorder.names.offset_in(tensor) if recorder.place()[0] == "forward" else 0
+        slot = recorder.append(tensor, recorder.layouts.part(tensor, offset) if offset else None)
         if known is None and slot.is_dense and slot.num_bytes == storage.nbytes():
             ledger.writers[ledger.pin(tensor)] = position
         else:

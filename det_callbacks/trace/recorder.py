@@ -303,7 +303,7 @@ class Recorder:
         first = len(digests)
         slots = self.layouts.slots
         # not in the backward pass and the optimizer, whose parts follow from those of the forward pass
-        parts = parts_of_arguments(args, kwargs) if phase == "forward" else ()
+        parts = parts_of_arguments(args, kwargs, self.names.offset_in) if phase == "forward" else ()
         for output in outputs:
             if output.__class__ in PLAIN and output.layout is STRIDED and not output.is_nested:
                 key: tuple[Any, ...] = (output.dtype, output.shape, output.stride())

@@ -157,7 +157,7 @@ def test_each_rank_and_fit_has_a_map_and_steps_of_one_run_alone_are_named(tmp_pa
     for name, step in (("fits", 9), ("alone", 1)):
         write_run(tmp_path / name, num_steps=2, num_sites=8, num_fits=2, spreads_from=(0, step))
     page = written(tmp_path, "alone")
-    assert (page.maps, "processes" in page.text) == ([], True)
+    assert (page.maps, "world size" in page.text) == ([], True)
     (tmp_path / "reference").rename(tmp_path / "ranks")
     (tmp_path / "fits").rename(tmp_path / "reference")
     letters = {heat_map.name: heat_map.letters() for heat_map in written(tmp_path, "alone").maps}

@@ -86,6 +86,28 @@ def test_wherever_an_epoch_ends(limit: dict[str, int], validates: bool, tmp_path
         assert resume(tmp_path, f"{name}/7.ckpt", validates=validates, **limit) == (7, 13)
 
 
+class Queue(Noisy):
+    """Keeps the last outputs in a buffer, as a part of a larger tensor or with the strides of one."""
+
+    def __init__(self, part: Any) -> None:
+        super().__init__()
+        self.part = part
+        self.register_buffer("queue", torch.zeros(2, 2))
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        loss = super().training_step(batch, index) + (self.queue * 2).sum()
+        self.queue = torch.cat([self.queue, loss.detach().expand(3, 2)])[self.part][-2:]
+        return loss
+
+
+def test_where_a_buffer_lies_in_its_storage_is_no_matter_and_its_strides_are(tmp_path: Path) -> None:
+    record(tmp_path, SaveAfter(tmp_path, 3), level="op", model=lambda: Queue(slice(1, 4)))
+    assert resume(tmp_path, "3.ckpt", model=lambda: Queue(slice(1, 4)))[0] == 3
+    other = tmp_path / "other"
+    record(other, SaveAfter(other, 3), level="op", model=lambda: Queue(slice(0, None, 2)))
+    assert "the layout of queue in memory" in refused(other, "3.ckpt", model=lambda: Queue(slice(0, None, 2)))
+
+
 def test_a_checkpoint_that_is_saved_within_a_step_adds_no_op_to_it(tmp_path: Path) -> None:
     record(tmp_path, level="op", accumulate_grad_batches=3)
     callback = DeterminismCallback(tmp_path / "run", current=tmp_path / "current")
