@@ -68,9 +68,8 @@ def values(trainer: pl.Trainer) -> dict[str, Any]:
         for name, tensor in (*module.named_parameters(), *buffers):
             if name not in left_out:
                 if tensor.layout is torch.strided and not isinstance(tensor, DTensor) and not tensor.is_contiguous():
-                    found[f"the strides of {name}"] = list(
-                        tensor.stride()
-                    )  # no checkpoint holds them: use contiguous()
+                    text = f"the layout of {name} in memory (no checkpoint keeps it: use contiguous())"
+                    found[text] = list(tensor.stride())
                 try:
                     found[name] = format_digest(digest_tensor(tensor.detach()))
                 except DetCallbacksError:
