@@ -7,6 +7,7 @@ start "unseen writer" in ``compare/differences.py``). Where digests are known on
 differs: then the inputs that are alive at the end are looked at.
 """
 
+from collections import Counter
 from collections.abc import Set
 from typing import TYPE_CHECKING, Any
 
@@ -49,9 +50,9 @@ class UnseenWriteCheck:
         optimizer's update, what the update has read or written; nor what is overwritten as a whole, unread.
         """
         if plan.is_overwrite:
-            given = [_address(tensor) for tensor in tensors_in((*args, *kwargs.values()))]
+            given = Counter(_address(tensor) for tensor in tensors_in((*args, *kwargs.values())))
             # torch.mul(a, 2, out=a) reads it
-            written = [one for one in written if given.count(_address(one)) > 1 or _is_part(one)]
+            written = [one for one in written if given[_address(one)] > 1 or _is_part(one)]
         trusted = self._update if phase == "optimizer" else mark
         changed = [one for one in written if not self._is_written_since(one, trusted) and self._is_changed(one)]
         # the rest of the memory stays what it is, and whoever reads it later reads that
