@@ -48,7 +48,7 @@ if TYPE_CHECKING:
         observe_non_deterministic,
         observe_non_deterministic_grad,
     )
-    from det_callbacks.ranks import ReplicaDifference, ReplicaReport
+    from det_callbacks.ranks.replicas import ReplicaDifference, ReplicaReport
     from det_callbacks.settings import DeterminismSettings, enforce_determinism
     from det_callbacks.trace.hash_mode import HashMode
     from det_callbacks.verdict import Counts, Coverage, Divergence, EnvironmentDifference, Verdict
@@ -162,7 +162,7 @@ _HOMES = {
         "observe_non_deterministic",
         "observe_non_deterministic_grad",
     ),
-    "det_callbacks.ranks": ("ReplicaDifference", "ReplicaReport"),
+    "det_callbacks.ranks.replicas": ("ReplicaDifference", "ReplicaReport"),
     "det_callbacks.settings": ("DeterminismSettings", "enforce_determinism"),
     "det_callbacks.trace.hash_mode": ("HashMode",),
     "det_callbacks.verdict": ("Counts", "Coverage", "Divergence", "EnvironmentDifference", "Verdict"),

@@ -16,7 +16,7 @@ from det_callbacks.callback.determinism import DeterminismCallback
 from det_callbacks.checkpoint.resume import Resume
 from det_callbacks.errors import DivergenceError, NothingComparedError, NotResumableError, SelectionError
 from det_callbacks.judge import compare_runs
-from det_callbacks.ranks import RankGroup
+from det_callbacks.ranks.group import RankGroup
 from det_callbacks.report.console import count
 from det_callbacks.rng import RewindPoint
 from det_callbacks.verdict import Verdict

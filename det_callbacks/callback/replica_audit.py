@@ -16,7 +16,8 @@ from det_callbacks.callback.fits import note_ended
 from det_callbacks.callback.progress import print_beside_bar
 from det_callbacks.errors import DivergenceWarning, NothingComparedError, ReplicaError, SettingsError
 from det_callbacks.patterns import as_names
-from det_callbacks.ranks import RankGroup, ReplicaAudit, ReplicaReport, ReplicatedState, replicated_state
+from det_callbacks.ranks.group import RankGroup
+from det_callbacks.ranks.replicas import ReplicaReport, ReplicatedState, compare_replicas, replicated_state
 from det_callbacks.report.replicas import no_replicas_line, replicas_line, replicas_text
 
 
@@ -35,7 +36,7 @@ class Replicas:
         replica_report: of the last audit; None before the first.
     """
 
-    _open: tuple[pl.Trainer, RankGroup, ReplicaAudit] | None = None
+    _open: tuple[pl.Trainer, RankGroup] | None = None
     _first: ReplicaReport | None = None  # that found a difference
     _num_audits = 0
 
@@ -48,21 +49,13 @@ class Replicas:
         return {name: vars(self)[name] for name in ("every_n_steps", "on_divergence", "ignore", "replica_report")}
 
     def begin(self, trainer: pl.Trainer) -> None:
-        """Compare the replicas that a fit starts with; one process has none, which a line says.
-
-        Raises:
-            ReplicaError: they differ already.
-            NothingComparedError: no parameter has a replica.
-            SettingsError: nobody says what has to be equal under this strategy.
-            RankError: a rank does not come, or failed.
-        """
+        """Compare the replicas that a fit starts with; one process has none, which a line says."""
         self.close()
         if self.every_n_steps and trainer.world_size == 1:
             print_beside_bar(trainer, no_replicas_line())
         elif self.every_n_steps:
-            group = RankGroup().open()
-            self._open = trainer, group, ReplicaAudit(group)
-            self._num_audits, self._first = 0, None
+            self._open = trainer, RankGroup().open()
+            self._num_audits, self._first, self.replica_report = 0, None, None
             raise_if(self._compare())
 
     def after_step(self, step: int) -> ReplicaError | None:
@@ -90,12 +83,11 @@ class Replicas:
 
     def _compare(self) -> ReplicaError | None:
         assert self._open is not None, "a fit is under way"
-        trainer, group, audit = self._open
-        if self._num_audits:
-            state = _state_of(trainer, self.ignore)
-        else:  # an error of one rank alone is an error of all
-            state = group.run_on_all(lambda: _state_of(trainer, self.ignore), task="looking for replicas")
-        report = self.replica_report = audit.compare(state, step=trainer.fit_loop.epoch_loop.total_batch_idx)
+        trainer, group = self._open
+        step = trainer.fit_loop.epoch_loop.total_batch_idx
+        agreed = None if self.replica_report is None else self.replica_report.last_agreement
+        report = compare_replicas(group, lambda: _state_of(trainer, self.ignore), step=step, last_agreement=agreed)
+        self.replica_report = report
         self._num_audits += 1
         if report.equal:
             return None
@@ -124,8 +116,8 @@ class ReplicaAuditCallback(Replicas, Callback):
     batch norm (each rank's are of its own batches), all buffers under DDP with ``broadcast_buffers=False``, and what
     DDP was told to ignore. It changes no bit of the training, and talks in a gloo group of its own.
 
-    An audit takes one pass over that state at the speed of digests (on GPUs a copy to the host) and one collective,
-    which gathers 8 bytes a tensor. ``DeterminismCallback(audit_replicas_every_n_steps=...)`` does the same.
+    An audit takes one pass over that state at the speed of digests (on GPUs a copy to the host) and one exchange of a
+    few bytes. ``DeterminismCallback(audit_replicas_every_n_steps=...)`` does the same.
 
     Args:
         every_n_steps: they are compared before the first step, after every n-th, and at the end of the fit.

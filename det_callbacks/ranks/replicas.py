@@ -1,29 +1,26 @@
 """Replicas: what several ranks have to hold alike, and whether they do.
 
 Under DDP that is all of the state; of DTensors on a mesh what is replicated along a dimension, among the ranks of one
-shard. The digests of each rank's tensors are gathered and compared.
+shard.
 """
 
 import json
-import struct
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from det_callbacks.digest import digest_bytes, digest_tensors, format_digest, unobserved
-from det_callbacks.errors import NothingComparedError, RankError, SettingsError
-from det_callbacks.ranks.group import RankGroup
+from det_callbacks.errors import NothingComparedError, SettingsError
+from det_callbacks.ranks.group import RankGroup, by_majority
 from det_callbacks.runs.program import scalar_bits
 from det_callbacks.trace.components import holds_data
-from det_callbacks.trace.named_tensors import StateWalker, states_of_parameters
-
-TASK = "the audit of the replicas"
+from det_callbacks.trace.named_tensors import states_of_parameters
 
 Ranks = tuple[int, ...]
 LeftOut = Literal["sharded", "partial sum", "running statistic", "own buffer", "ignored by DDP", "ignored", "no data"]
@@ -90,8 +87,7 @@ class ReplicaReport:
         return not self.differences
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicatedState:
+class ReplicatedState(NamedTuple):
     """What of a training's state is to be equal on several ranks.
 
     Attributes:
@@ -100,8 +96,8 @@ class ReplicatedState:
         left_out: reason -> number of tensors that are not compared.
     """
 
-    tensors: Mapping[str, tuple[Tensor | bool | int | float, Ranks]]
-    left_out: Mapping[str, int]
+    tensors: dict[str, tuple[Tensor | bool | int | float, Ranks]]
+    left_out: Counter[str]
 
 
 def holders_of(tensor: object, everybody: Ranks) -> Ranks | LeftOut:
@@ -133,11 +129,11 @@ def replicated_state(
     has_own_buffers: bool = False,
     ignore: Sequence[str] = (),
 ) -> ReplicatedState:
-    """Return the parameters, buffers and optimizer state that are to be equal on several ranks.
+    """Return the parameters, buffers and optimizer state that are to be equal on several ranks; reads no tensor.
 
     The state of a parameter goes where the parameter goes: a step count of a sharded parameter is compared among the
     ranks of its shard. Running statistics (``running_mean``, ``running_var``) are of each rank's own batches and left
-    out, but for those of ``SyncBatchNorm``. Costs some microseconds a tensor; reads none.
+    out, but for those of ``SyncBatchNorm``.
 
     Args:
         module: whose parameters and buffers.
@@ -145,14 +141,10 @@ def replicated_state(
         everybody: the ranks that have a replica each of what is not sharded.
         ddp_ignores: names that DDP does not synchronise.
         has_own_buffers: buffers are each rank's own (DDP with ``broadcast_buffers=False``).
-        ignore: fnmatch patterns over names; the state of a parameter goes with it.
-
-    Raises:
-        SettingsError: an optimizer divides its state among the ranks.
+        ignore: fnmatch patterns over names.
     """
     everyone = tuple(sorted(everybody))
-    tensors: dict[str, tuple[Tensor | bool | int | float, Ranks]] = {}
-    left_out: Counter[str] = Counter()
+    tensors, left_out = state = ReplicatedState({}, Counter())
 
     def add(name: str, value: Tensor | bool | int | float, holders: Ranks | LeftOut) -> LeftOut | None:
         """Compare a tensor, unless there is a reason not to, which is returned."""
@@ -169,14 +161,13 @@ def replicated_state(
         tensors[unique] = value, holders
         return None
 
-    walker = StateWalker(module)
-    parameters = walker.parameters()
+    names: dict[int, str] = {}
     reasons: dict[int, LeftOut | None] = {}
-    for name, parameter in parameters:
-        holders = "ignored by DDP" if name in ddp_ignores else holders_of(parameter, everyone)
-        reasons[id(parameter)] = add(name, parameter, holders)
+    for name, one in module.named_parameters():
+        names[id(one)] = name
+        reasons[id(one)] = add(name, one, "ignored by DDP" if name in ddp_ignores else holders_of(one, everyone))
     synchronised = {name for name, child in module.named_modules() if isinstance(child, nn.SyncBatchNorm)}
-    for name, buffer in walker.state()[len(parameters) :]:
+    for name, buffer in module.named_buffers():
         owner, _, last = name.rpartition(".")
         holders = holders_of(buffer, everyone)
         if name in ddp_ignores:
@@ -186,7 +177,6 @@ def replicated_state(
         elif has_own_buffers:
             holders = "own buffer"
         add(name, buffer, holders)
-    names = {id(parameter): name for name, parameter in parameters}
     for optimizer in optimizers:
         if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
             raise SettingsError(
@@ -196,94 +186,58 @@ def replicated_state(
         for parameter, (name, value) in states_of_parameters([optimizer], names):
             like = value if isinstance(value, DTensor) else parameter
             add(name, value, reasons.get(id(parameter)) or holders_of(like, everyone))
-    return ReplicatedState(tensors=tensors, left_out=dict(left_out))
+    return state
 
 
-class ReplicaAudit:
-    """Compares what is to be equal across ranks, as often as asked.
+def compare_replicas(
+    group: RankGroup, find: Callable[[], ReplicatedState], *, step: int, last_agreement: int | None = None
+) -> ReplicaReport:
+    """Compare what ``find`` returns on this rank with what it returns on the others, which are at the same step.
 
-    All ranks make one at the same place, and call its methods at the same steps. Each tells the digests of all its
-    tensors, 8 bytes a tensor, and only where that changed also their names, layouts and holders.
-
-    Args:
-        group: of all ranks.
-
-    Cost: one pass over the compared state at the speed of digests, and an exchange of 8 bytes a tensor.
+    Exchanged is one digest for each set of ranks that hold the same, and only where one differs those of all tensors.
+    Raises ``NothingComparedError`` where no parameter of any rank has a replica on another one.
     """
+    held: list[tuple[str, str, str, Ranks]] = []  # name, digest, layout and holders of each tensor
+    left_out: Counter[str] = Counter()
 
-    def __init__(self, group: RankGroup) -> None:
-        self._group = group
-        self._agreed: int | None = None
-        self._listed: list[int] = []
-        self._listings: list[list[tuple[str, str, Ranks]]] = []  # by rank: name, layout and holders of each tensor
+    def look() -> tuple[bool, dict[Ranks, int]]:
+        state = find()
+        left_out.update(state.left_out)
+        known = iter(digest_tensors([value for value, _ in state.tensors.values() if isinstance(value, Tensor)]))
+        for name, (value, holders) in state.tensors.items():
+            digest = next(known) if isinstance(value, Tensor) else scalar_bits(value)[0]
+            held.append((name, format_digest(digest), _layout(value), holders))
+        by_holders: dict[Ranks, list[object]] = {}
+        for row in held:
+            by_holders.setdefault(row[-1], []).append(row)
+        has_parameter = any(isinstance(value, nn.Parameter) for value, _ in state.tensors.values())
+        return has_parameter, {one: digest_bytes(json.dumps(rows).encode()) for one, rows in by_holders.items()}
 
-    def compare(self, state: ReplicatedState, *, step: int) -> ReplicaReport:
-        """Compare a state with the other ranks'.
-
-        Args:
-            state: what this rank has now.
-            step: the last one that is done; -1 before the first.
-
-        Raises:
-            NothingComparedError: no parameter of any rank has a replica on another one.
-            RankError: a rank does not come, is at another step, or failed.
-            DetCallbacksError, TypeError: a tensor of this rank cannot be digested.
-        """
-        group = self._group
-        listing = json.dumps([(name, _layout(value), ranks) for name, (value, ranks) in state.tensors.items()]).encode()
-
-        def digests() -> bytes:
-            values = [value for value, _ in state.tensors.values()]
-            known = iter(digest_tensors([value for value in values if isinstance(value, Tensor)]))
-            found = [next(known) if isinstance(value, Tensor) else scalar_bits(value)[0] for value in values]
-            num_parameters = sum(isinstance(value, nn.Parameter) for value in values)
-            return struct.pack(f"<{len(found) + 3}Q", step + 1, num_parameters, digest_bytes(listing), *found)
-
-        rows = [struct.unpack(f"<{len(row) // 8}Q", row) for row in group.gather_bytes(digests, task=TASK)]
-        if len({row[0] for row in rows}) > 1:
-            steps = ", ".join(str(row[0] - 1) for row in rows)
-            raise RankError(
-                f"The replicas cannot be compared: the ranks are no longer at the same step ({steps}, by rank). Give "
-                "all ranks equally many steps."
-            )
-        if not any(row[1] for row in rows):
-            raise NothingComparedError(
-                f"Nothing can be compared: no parameter has a replica on another of the {group.world_size} ranks: "
-                "all are sharded, or left out. Audit a strategy with replicas (ddp, or a mesh with a replicated "
-                "dimension), or compare runs with DeterminismCallback."
-            )
-        if (listed := [row[2] for row in rows]) != self._listed:
-            told = group.gather_bytes(lambda: listing, task=TASK)
-            self._listings = [[(name, layout, tuple(held)) for name, layout, held in json.loads(row)] for row in told]
-            self._listed = listed
-        differences = tuple(self._differences([row[3:] for row in rows]))
-        if not differences:
-            self._agreed = step
-        return ReplicaReport(
-            step=step,
-            last_agreement=self._agreed,
-            world_size=group.world_size,
-            num_compared=len(state.tensors),
-            left_out=dict(state.left_out),
-            differences=differences,
+    task = f"the audit of the replicas after step {step}"
+    told = group.gather(look, task=task)
+    if not any(has_parameter for has_parameter, _ in told):
+        raise NothingComparedError(
+            f"Nothing can be compared: no parameter has a replica on another of the {group.world_size} ranks: "
+            "all are sharded, or left out. Audit a strategy with replicas (ddp, or a mesh with a replicated "
+            "dimension), or compare runs with DeterminismCallback."
         )
-
-    def _differences(self, rows: Sequence[Sequence[int]]) -> Iterator[ReplicaDifference]:
-        """Yield how the holders of each tensor differ, the same on every rank."""
-        if len(set(self._listed)) == len(set(rows)) == 1:
-            return  # as most often, and without sharding
-        held = [
-            {name: (format_digest(digest), layout) for (name, layout, _), digest in zip(listing, row, strict=True)}
-            for listing, row in zip(self._listings, rows, strict=True)
-        ]
-        for name, holders in dict.fromkeys((name, ranks) for listing in self._listings for name, _, ranks in listing):
-            by_value: dict[tuple[str | None, str | None], list[int]] = {}
-            for rank in holders:
-                by_value.setdefault(held[rank].get(name, (None, None)), []).append(rank)
-            if len(by_value) > 1:
-                values = [ReplicaValue(digest=one[0], layout=one[1], ranks=tuple(by_value[one])) for one in by_value]
-                values.sort(key=lambda value: (-len(value.ranks), value.ranks))
-                yield ReplicaDifference(name=name, values=tuple(values))
+    differences: list[ReplicaDifference] = []
+    if any(len({told[rank][1].get(holders) for rank in holders}) > 1 for _, digests in told for holders in digests):
+        rows = group.gather(lambda: held, task=task)
+        values = [{name: (digest, layout) for name, digest, layout, _ in row} for row in rows]
+        for name, holders in dict.fromkeys((name, holders) for row in rows for name, _, _, holders in row):
+            found = by_majority({rank: values[rank].get(name, (None, None)) for rank in holders})
+            if len(found) > 1:
+                shown = tuple(ReplicaValue(digest=one[0], layout=one[1], ranks=ranks) for one, ranks in found)
+                differences.append(ReplicaDifference(name=name, values=shown))
+    return ReplicaReport(
+        step=step,
+        last_agreement=last_agreement if differences else step,
+        world_size=group.world_size,
+        num_compared=len(held),
+        left_out=dict(left_out),
+        differences=tuple(differences),
+    )
 
 
 def _layout(value: object) -> str:

@@ -10,10 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from det_callbacks.digest import digest_bytes
 from det_callbacks.digest.state import digest_state
 from det_callbacks.errors import SettingsError
-from det_callbacks.ranks.group import RankGroup
+from det_callbacks.ranks.group import RankGroup, by_majority
 from det_callbacks.report.console import ranks_text
 
 MAX_NAMED = 5
@@ -33,21 +32,14 @@ def require_same_start(group: RankGroup, manifest: Mapping[str, Any], weights: M
         manifest: of run.json: selection and environment.
         weights: by name, where each rank has all of them.
     """
-    if group.world_size == 1:
-        return
-    facts = start_facts(manifest)
-    if weights is not None:
-        facts |= {f"weights of {name}": digest for name, digest in digest_state(weights).tensors.items()}
-    digest = digest_bytes(json.dumps(facts, sort_keys=True).encode())
-    if len(set(group.gather(lambda: digest, task="comparing how the ranks start"))) > 1:
-        require_same(group.gather(lambda: facts, task="comparing in what they differ"))
+    if group.world_size > 1:
+        digests = {} if weights is None else digest_state(weights).tensors
+        facts = start_facts(manifest) | {f"weights of {name}": digest for name, digest in digests.items()}
+        require_same(group.gather(lambda: facts, task="comparing how the ranks start"))
 
 
 def start_facts(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what has to be the same in all processes at the start of a fit: name -> value, as JSON holds it.
-
-    Settings without an effect on this machine are left out.
-    """
+    """Return what has to be the same in all processes; settings without an effect on this machine are left out."""
     environment = {
         name: entry["value"]
         for name, entry in manifest["environment"].items()
@@ -55,35 +47,25 @@ def start_facts(manifest: Mapping[str, Any]) -> dict[str, Any]:
         if entry["changes_bits"] or not name.startswith("settings.")
     }
     selection = {f"selection.{name}": value for name, value in manifest["selection"].items()}
-    saved = {name: list(manifest.get(name, ())) for name in ("replay", "keep_tensors")}
+    saved = {name: manifest.get(name, ()) for name in ("replay", "keep_tensors")}
     return {**environment, **selection, **saved}
 
 
 def require_same(told: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ``SettingsError`` that names what differs between ranks, and who is in the minority.
-
-    Args:
-        told: the facts of each rank, by rank.
-    """
+    """Raise ``SettingsError`` that names which of the facts of each rank differ, and who is in the minority."""
     names = sorted({name for facts in told for name in facts})
-    problems = [text for name in names if (text := _difference(name, [facts.get(name) for facts in told])) is not None]
-    if not problems:
-        return
-    more = f"; and {len(problems) - MAX_NAMED} more" if len(problems) > MAX_NAMED else ""
-    raise SettingsError(
-        f"The {len(told)} processes of this run do not start alike: {'; '.join(problems[:MAX_NAMED])}{more}. Nothing "
-        f"was trained; {len(names) - len(problems)} other entries agree. Give all processes the same code, packages, "
-        "settings and weights; only seeds and data may differ."
-    )
-
-
-def _difference(name: str, values: Sequence[Any]) -> str | None:
-    by_value: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        by_value.setdefault(json.dumps(value, sort_keys=True), []).append(rank)
-    if len(by_value) == 1:
-        return None
-    # the larger group is taken for the right one, of equal ones that of the lowest rank
-    majority, *minorities = sorted(by_value.items(), key=lambda item: (-len(item[1]), item[1][0]))
-    shown = ", ".join(f"{value} on {ranks_text(ranks)}" for value, ranks in minorities[:MAX_NAMED])
-    return f"{name} is {shown}, and {majority[0]} on {ranks_text(majority[1])}"
+    problems = []
+    for name in names:
+        # the larger group is taken for the right one, of equal ones that of the lowest rank
+        values = {rank: json.dumps(facts.get(name), sort_keys=True) for rank, facts in enumerate(told)}
+        (value, ranks), *others = by_majority(values)
+        if others:
+            shown = ", ".join(f"{other} on {ranks_text(held)}" for other, held in others[:MAX_NAMED])
+            problems.append(f"{name} is {shown}, and {value} on {ranks_text(ranks)}")
+    if problems:
+        more = f"; and {len(problems) - MAX_NAMED} more" if len(problems) > MAX_NAMED else ""
+        raise SettingsError(
+            f"The {len(told)} processes of this run do not start alike: {'; '.join(problems[:MAX_NAMED])}{more}. "
+            f"Nothing was trained; {len(names) - len(problems)} other entries agree. Give all processes the same code, "
+            "packages, settings and weights; only seeds and data may differ."
+        )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from det_callbacks.report.console import at_most, count, ranks_text
 
 if TYPE_CHECKING:
-    from det_callbacks.ranks import ReplicaDifference, ReplicaReport
+    from det_callbacks.ranks.replicas import ReplicaDifference, ReplicaReport
 
 MAX_DIFFERENCES = 10
 """Differences that a message names; the others are counted."""

@@ -22,7 +22,7 @@ BROAD_HANDLERS: Mapping[str, str] = {
     "callback/verifying.py _report": "a page that cannot be made must not hide the divergence that is raised next",
     "equivalence/mode.py _copied_twice": "a check that cannot be made must not stop the program; it is counted",
     "equivalence/mode.py _run_again": "what only another run raises is not the program's; it is counted",
-    "ranks/group.py gather_bytes": "what one rank raises is told to the others, and then raised",
+    "ranks/group.py gather": "what one rank raises is told to the others, and then raised",
 }
 
 # Recipes use public names; who measures or shows the engine itself says so here.

@@ -31,7 +31,8 @@ from det_callbacks import (
 from det_callbacks.callback import take_unfinished
 from det_callbacks.callback.fits import Waiting, wait
 from det_callbacks.compare.record import record_path
-from det_callbacks.ranks import RankGroup, group
+from det_callbacks.ranks import group
+from det_callbacks.ranks.group import RankGroup
 from det_callbacks.runs import writer
 from det_callbacks.runs.store import Run
 
@@ -85,7 +86,7 @@ def test_the_others_end(how: str, rank: int, exit_code: int, workers: int, tmp_p
 
 def test_a_slow_rank_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One takes longer alone than the others wait for a rank that is in a step, as a large save does."""
-    monkeypatch.setitem(RankGroup.__init__.__kwdefaults__, "end_seconds", 1.0)  # for the forked processes
+    monkeypatch.setattr(RankGroup, "end_seconds", 1.0)  # for the forked processes
 
     def body(rank: int) -> None:
         sleeping = LambdaCallback(on_train_batch_end=lambda *args: time.sleep(3 * (args[-1] == 3 and rank == 0)))
@@ -111,7 +112,7 @@ def test_a_rank_with_fewer_batches_ends_all_and_nothing_matches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1 comes to the end of its fit, and rank 0 is in a collective of the training."""
-    monkeypatch.setitem(RankGroup.__init__.__kwdefaults__, "end_seconds", 2.0)  # for the forked processes
+    monkeypatch.setattr(RankGroup, "end_seconds", 2.0)  # for the forked processes
 
     def run(num_samples: int, callback: Callable[..., DeterminismCallback]) -> list[Ended]:
         def body(_: int) -> None:

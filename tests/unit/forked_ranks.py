@@ -9,14 +9,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from det_callbacks.ranks import RankGroup
+from det_callbacks.ranks.group import RankGroup
 
 
 def start(rank: int, world_size: int, folder: str, body: Callable[[RankGroup, int], Any]) -> None:
     store = dist.FileStore(f"{folder}/store", world_size)
     torch.set_num_threads(1)  # the threads that the parent may have started are not in a forked child
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    group = RankGroup(timeout_seconds=3).open()
+    RankGroup.timeout_seconds = 2.0
+    group = RankGroup().open()
     try:
         said = repr(body(group, rank))
     except Exception as error:  # what is raised is what is tested

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tracing import step_of, traced, with_role
 
 from det_callbacks import HashMode, digest_tensor
-from det_callbacks.ranks import RankGroup
+from det_callbacks.ranks.group import RankGroup
 from det_callbacks.runs.steps import StepTrace
 
 pytestmark = pytest.mark.ddp

@@ -1,6 +1,7 @@
 """The group of the processes of a run, and replicas that it compares by digest: with real processes on gloo."""
 
 import time
+from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,24 +18,27 @@ from torch.distributed.tensor.placement_types import Placement
 from det_callbacks.digest import digest_tensor, format_digest
 from det_callbacks.environment import capture_environment
 from det_callbacks.errors import RunExistsError, SettingsError
-from det_callbacks.ranks import (
-    RankGroup,
-    ReplicaAudit,
+from det_callbacks.ranks.group import RankGroup
+from det_callbacks.ranks.replicas import (
     ReplicaDifference,
     ReplicaReport,
     ReplicaValue,
+    compare_replicas,
     replicated_state,
-    require_same,
-    start_facts,
 )
+from det_callbacks.ranks.start import require_same, start_facts
 from det_callbacks.report.replicas import replicas_line, replicas_text
 
 pytestmark = pytest.mark.ddp
 
 
+def audit(group: RankGroup, module: nn.Module, *optimizers: Any, step: int = 0) -> ReplicaReport:
+    everybody = range(group.world_size)
+    return compare_replicas(group, lambda: replicated_state(module, optimizers, everybody=everybody), step=step)
+
+
 def exchange(group: RankGroup, rank: int) -> Any:
-    contents = [group.gather_bytes(lambda size=size: b"x" * (size * rank), task="a size") for size in (3, 500)]
-    return contents, group.gather(lambda: {"rank": rank}, task="nothing"), group.broadcast(lambda: rank, task="it")
+    return group.gather(lambda: {"rank": rank}, task="nothing"), group.broadcast(lambda: rank, task="it")
 
 
 def fail_on_one(group: RankGroup, rank: int) -> Any:
@@ -46,24 +50,19 @@ def fail_on_one(group: RankGroup, rank: int) -> Any:
 
 
 def hang(group: RankGroup, rank: int) -> Any:
-    return time.sleep(5) if rank else group.gather(lambda: 0, task="it")
-
-
-def at_other_steps(group: RankGroup, rank: int) -> Any:
-    return ReplicaAudit(group).compare(replicated_state(nn.Linear(1, 1), everybody=range(2)), step=rank)
+    return time.sleep(3) if rank else group.gather(lambda: 0, task="it")
 
 
 def without_storage(group: RankGroup, rank: int) -> Any:
     module = nn.Linear(2, 2)
     if rank:
         module.weight.untyped_storage().resize_(0)
-    return ReplicaAudit(group).compare(replicated_state(module, everybody=range(2)), step=0)
+    return audit(group, module)
 
 
-SAID = repr(([[b"", b"xxx"], [b"", b"x" * 500]], [{"rank": 0}, {"rank": 1}], 0))
-OTHER_STEPS = "RankError: The replicas cannot be compared: the ranks are no longer at the same step"
+SAID = repr(([{"rank": 0}, {"rank": 1}], 0))
 FAILED = "RankError: Rank 1 failed in opening the run, so this rank (0 of 2) stops too: RunExistsError: it is"
-ELSEWHERE = "RankError: Rank 0 of 2 is at task 0, and rank 1 at task 1: they no longer do the same"
+AT = "RankError: Rank {} of 2 is at the audit of the replicas after step {}, and rank {} at the audit of the replicas "
 
 
 @pytest.mark.parametrize(
@@ -71,9 +70,8 @@ ELSEWHERE = "RankError: Rank 0 of 2 is at task 0, and rank 1 at task 1: they no 
     [
         (exchange, (SAID, SAID)),
         (fail_on_one, (FAILED, "RunExistsError: it is there")),
-        (hang, ("RankError: Rank 0 of 2 did not hear from all others within 3 seconds, or one of them", "None")),
-        (lambda group, rank: group.gather(lambda: 0, task=f"task {rank}"), (ELSEWHERE, "RankError: Rank 1 of 2 is at")),
-        (at_other_steps, (OTHER_STEPS, OTHER_STEPS)),
+        (hang, ("RankError: Rank 0 of 2 did not hear from all others within 2 seconds, or one of them", "None")),
+        (lambda group, rank: audit(group, nn.Linear(1, 1), step=rank), (AT.format(0, 0, 1), AT.format(1, 1, 0))),
         (without_storage, ("RankError: Rank 1 failed in the audit of", "DetCallbacksError: cannot digest")),
     ],
 )
@@ -114,26 +112,6 @@ def test_facts_hold_versions_and_settings_and_no_seed() -> None:
     assert not {"settings.seed", "cpu.model"} & set(facts)
 
 
-class Network(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body, self.norm, self.head = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
-        self.register_buffer("scale", torch.ones(3))
-        self.optimizer = torch.optim.AdamW(self.parameters())
-        self(torch.ones(2, 4)).sum().backward()
-        self.optimizer.step()
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(self.body(inputs)))
-
-
-def add_one_ulp(tensor: torch.Tensor) -> None:
-    with torch.no_grad():
-        first = tensor.view(-1)[:1]
-        first.copy_(torch.nextafter(first, torch.full_like(first, torch.inf)))
-
-
 def on_mesh(group: RankGroup, rank: int, planted: dict[str, int]) -> Any:
     """A 2 x 2 mesh: replicated over the first dimension and sharded over the second, and other placements."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -150,14 +128,14 @@ def on_mesh(group: RankGroup, rank: int, planted: dict[str, int]) -> Any:
         shard = [at for at, one in zip((row, column), placements, strict=True) if isinstance(one, Shard)]
         local = torch.full((2, 2), float(sum(10 * at + 1 for at in shard)))
         if planted.get(name) == rank:
-            add_one_ulp(local)
+            local.view(torch.int32)[0, 0] += 1
         module.register_parameter(name, nn.Parameter(DTensor.from_local(local, mesh, placements, run_check=False)))
     module.register_buffer("plain", torch.ones(2))
     optimizer = torch.optim.SGD([module.hybrid, module.sharded], momentum=0.9)
     for parameter, name in ((module.hybrid, "hybrid"), (module.sharded, "sharded")):
         optimizer.state[parameter] = {"step": torch.tensor(1.0 + (planted.get(f"step of {name}") == rank))}
-    state = replicated_state(module, [optimizer], everybody=range(4))
-    return ReplicaAudit(group).compare(state, step=0), {name: ranks for name, (_, ranks) in state.tensors.items()}
+    held = replicated_state(module, [optimizer], everybody=range(4)).tensors
+    return audit(group, module, optimizer), {name: ranks for name, (_, ranks) in held.items()}
 
 
 def test_only_what_a_mesh_replicates_is_compared_among_those_who_hold_it(tmp_path: Path) -> None:
@@ -189,7 +167,7 @@ def disagree(group: RankGroup, rank: int) -> Any:
     if rank == 1:
         module.register_parameter("adapter", nn.Parameter(torch.ones(1)))
         module.bias = None
-    return ReplicaAudit(group).compare(replicated_state(module, everybody=range(2)), step=0).differences
+    return audit(group, module).differences
 
 
 def test_ranks_with_other_tensors_are_named(tmp_path: Path) -> None:
@@ -203,16 +181,20 @@ def test_ranks_with_other_tensors_are_named(tmp_path: Path) -> None:
 
 
 def test_what_is_left_out_is_counted() -> None:
-    network = Network()
+    network = nn.Sequential(OrderedDict(body=nn.Linear(4, 8), norm=nn.BatchNorm1d(8), head=nn.Linear(8, 2)))
+    network.register_buffer("scale", torch.ones(3))
+    optimizer = torch.optim.AdamW(network.parameters())
+    network(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
     options = {"ddp_ignores": {"body.bias"}, "has_own_buffers": True, "ignore": ["head.*"]}
-    state = replicated_state(network, [network.optimizer], everybody=range(2), **options)
+    state = replicated_state(network, [optimizer], everybody=range(2), **options)
     kinds = ("step", "exp_avg", "exp_avg_sq")
     compared = ["body.weight", "norm.weight", "norm.bias"]
     assert [*state.tensors] == [*compared, *(f"{kind} of {name}" for name in compared for kind in kinds)]
     assert state.left_out == {"ignored by DDP": 4, "ignored": 8, "running statistic": 2, "own buffer": 2}
-    for optimizer in (optimizers := [torch.optim.Adam(network.head.parameters()) for _ in range(2)]):
-        optimizer.state[network.head.bias] = {"step": 1}
-    names = [*replicated_state(network, optimizers, everybody=range(2)).tensors]
+    for other in (others := [torch.optim.Adam(network.head.parameters()) for _ in range(2)]):
+        other.state[network.head.bias] = {"step": 1}
+    names = [*replicated_state(network, others, everybody=range(2)).tensors]
     assert names[-2:] == ["step of head.bias", "step of head.bias (2)"]
     synchronised = nn.SyncBatchNorm(2)
     assert len(replicated_state(synchronised, everybody=range(2)).tensors) == 5

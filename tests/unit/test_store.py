@@ -23,7 +23,7 @@ from stored_runs import (
 )
 
 from det_callbacks.errors import RankError, ReferenceFormatError, ReferenceNotFoundError, RunExistsError
-from det_callbacks.ranks import RankGroup
+from det_callbacks.ranks.group import RankGroup
 from det_callbacks.runs import writer as writer_module
 from det_callbacks.runs.files import stream_path
 from det_callbacks.runs.program import chain_digest
