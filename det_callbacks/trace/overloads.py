@@ -176,7 +176,7 @@ class OpPlan:
         draws_random: it reads and advances a random generator.
         may_be_in_flight: with ``non_blocking`` its output may be incomplete until the device is synchronised.
         whole: of a composite op, the plan for a call that is not taken apart; else None.
-        is_reducing: DDP's reducer calls it for unused parameters, in no certain order.
+        is_reducing: DDP's reducer calls it for unused parameters, in no certain order (``REDUCING``).
     """
 
     overload: object
@@ -265,7 +265,7 @@ def make_plan(func: OpOverload | HigherOrderOperator) -> OpPlan:
         opaque_outputs=OPAQUE_OUTPUTS.get(base, frozenset()),
         draws_random=torch.Tag.nondeterministic_seeded in func.tags,
         may_be_in_flight=may_be_in_flight,
-        is_reducing=base in REDUCING,
+        is_reducing=f"{base}.{func._overloadname}" in REDUCING,
     )
     is_taken_apart = plan.kind in (OpKind.DIGEST, OpKind.VIEW) and _is_composite(func.name())
     return replace(plan, kind=OpKind.COMPOSITE, whole=plan) if is_taken_apart else plan
@@ -288,8 +288,17 @@ def _call_with_autocast(call: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         return call(*args, **kwargs)
 
 
-REDUCING = frozenset({"aten.zero_", "aten._local_scalar_dense"})
-"""What DDP's reducer calls for parameters that a step did not use (torch 2.13, by running it)."""
+REDUCING: dict[str, str | None] = {
+    "aten.zero_.default": None,
+    "aten._local_scalar_dense.default": None,
+    "aten.mul.out": "self",
+    "aten.div_.Scalar": "self",
+    "aten.copy_.default": "src",
+}
+"""What DDP's reducer calls for parameters that a backward pass did not use (torch 2.13, ``mark_variable_ready_dense``).
+
+The argument that is the gradient, where one is left from an earlier pass.
+"""
 
 
 def _sole_write(schema: Any, written: list[ArgumentWrite], *, returns_fresh: bool, is_hidden: bool) -> int:

@@ -12,7 +12,7 @@ from det_callbacks.runs.program import GRAPH
 from det_callbacks.trace.collectives import Collectives
 from det_callbacks.trace.components import STRIDED, has_parts, parts_with_memory
 from det_callbacks.trace.dispatch import TAKE_APART
-from det_callbacks.trace.overloads import OpKind, OpPlan, comes_apart, tensors_in, written_arguments
+from det_callbacks.trace.overloads import REDUCING, OpKind, OpPlan, comes_apart, tensors_in, written_arguments
 from det_callbacks.trace.program_trie import CallNode, OpScope
 from det_callbacks.trace.sites import source_of_call
 from det_callbacks.trace.tensor_hooks import hook_outputs
@@ -90,18 +90,32 @@ class UndigestedOps:
         return out
 
     def in_reducer(self, plan: OpPlan, scope: OpScope, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an op by which DDP's reducer looks up and clears the gradient of an unused parameter.
+        """Run an op by which DDP's reducer makes unused parameters ready: looks them up, clears or divides gradients.
 
         It goes through these parameters in the order of their addresses (``gradAccToVariableMap_`` in
-        ``torch/csrc/distributed/c10d/reducer.cpp``, 2.13), another one in each process; what it writes are zeros.
+        ``torch/csrc/distributed/c10d/reducer.cpp``, 2.13), another one in each process. What it puts into a bucket
+        counts as written by whoever wrote the gradient that an earlier backward pass left.
         Returns ``NotImplemented`` for any other op, which has not run then.
         """
         # it runs where a gradient was accumulated
         if scope.name is None or not (dist.is_available() and dist.is_initialized()):
             return NotImplemented
-        self._recorder.counts.skipped["reducer"] += 1
-        self._recorder.deferred.flush()
-        return plan.call(*args, **kwargs)
+        recorder, gradient = self._recorder, None
+        if (argument := REDUCING[plan.name]) is not None:
+            gradient = plan.argument(argument, args, kwargs)
+            name = None if has_parts(gradient) else recorder.names.of_written(gradient)
+            if name is None or name == f"grad of {scope.name}":  # a used parameter, in the order of the backward pass
+                return NotImplemented
+        recorder.counts.skipped["reducer"] += 1
+        recorder.deferred.flush()
+        out = plan.call(*args, **kwargs)
+        if gradient is not None and out is not gradient:
+            writer = recorder.ledger.writers.get(gradient.untyped_storage()._cdata)
+            if isinstance(writer, int):
+                recorder.ledger.write(out, writer)
+            else:
+                recorder.ledger.forget(out)
+        return out
 
     def mark_in_flight(self, tensors: Iterable[Tensor], devices: Iterable[torch.device]) -> None:
         """Note that devices copy into tensors of the host, and that nobody has waited for it."""

@@ -17,7 +17,7 @@ from judged import require_one_verdict
 from lightning.pytorch.strategies import DDPStrategy
 from processes import Ended, Faulty, linked, require_same_training, run_ranks, train, verdict_in
 from styles import Classifier
-from torch import nn
+from torch import Tensor, nn
 
 from det_callbacks import DeterminismCallback
 from det_callbacks.runs.store import Run
@@ -126,20 +126,32 @@ def test_several_processes_refuse_the_reference_of_one(tmp_path: Path) -> None:
 
 
 class PartlyUsed(Classifier):
-    """With layers that no step uses; what accumulates their gradients lies in another order in each process."""
+    """With layers that no step uses; what accumulates their gradients lies in another order in each process.
+
+    Half of their parameters have gradients nevertheless, as a generator has while its critic is trained.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.unused = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+        self.unused = nn.ModuleList(nn.Linear(3, 3) for _ in range(16))
         parameters = list(self.unused.parameters())
         random.SystemRandom().shuffle(parameters)
         self.accumulators = [parameter.expand_as(parameter).grad_fn.next_functions[0][0] for parameter in parameters]
 
+    def on_before_backward(self, loss: Tensor) -> None:
+        for parameter in [*self.unused.parameters()][:16]:
+            if parameter.grad is None:
+                parameter.grad = torch.ones_like(parameter)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
 
 @SLOW
 def test_parameters_that_no_step_uses_are_no_difference(tmp_path: Path) -> None:
+    strategy = DDPStrategy(find_unused_parameters=True, gradient_as_bucket_view=True)
     for mode in ("record", "verify", "verify"):
-        run(mode, tmp_path, model=PartlyUsed, strategy=DDPStrategy(find_unused_parameters=True))
+        run(mode, tmp_path, model=PartlyUsed, strategy=strategy)
 
 
 def test_the_training_is_bitwise_the_one_without(tmp_path: Path) -> None:
