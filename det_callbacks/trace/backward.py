@@ -28,7 +28,7 @@ from det_callbacks.trace.engine import (
     next_sequence_number,
     top_hooks,
 )
-from det_callbacks.trace.modules import UNKNOWN_MODULE, ModuleStack, running_region
+from det_callbacks.trace.modules import UNKNOWN_MODULE, ModuleStack, is_repeating
 from det_callbacks.trace.overloads import OpPlan
 from det_callbacks.trace.program_trie import CallNode, OpScope
 from det_callbacks.trace.sites import source_of
@@ -40,15 +40,11 @@ _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-de
 _CALL_MODULE = torch.nn.Module._call_impl.__code__
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
 _REENTRANT = "CheckpointFunctionBackward"
-_COMPILED = "CompiledFunctionBackward"
-"""Name of the autograd node of what AOTAutograd compiled."""
+_COMPILED = "CompiledFunctionBackward"  # of what AOTAutograd compiled
 _COPY_SLICES = "torch::autograd::CopySlices"
-_FRAMES_BELOW = 3
-"""Between ``BackwardMap.attribute`` and the engine: ``scope``, the caller's method and ``__torch_dispatch__``."""
-_MAX_BETWEEN = 6
-"""How many nodes an op may make before it runs, its own included."""
-_MAX_FOLLOWED = 1000
-"""How many nodes that a compiled region made are looked at to find its own: it has few, views and copies aside."""
+_FRAMES_BELOW = 3  # from ``BackwardMap.attribute`` to the engine: ``scope``, its caller and ``__torch_dispatch__``
+_MAX_BETWEEN = 6  # nodes that an op may make before it runs, its own included
+_MAX_FOLLOWED = 1000  # nodes that a compiled region made: it has few, views and copies aside
 _MAX_NODES = 500_000
 _MAX_CALLS = 50_000
 
@@ -76,16 +72,12 @@ class _Nodes:
 class BackwardMap:
     """Sequence number -> the forward call that made the autograd node, for one step.
 
-    Args:
-        parameter_names: ``id`` of a parameter -> its qualified name; kept current by its owner.
-        modules: the running modules.
+    The owner keeps ``parameter_names``, from the ``id`` of a parameter to its qualified name, current.
     """
 
     def __init__(self, parameter_names: Mapping[int, str], modules: ModuleStack) -> None:
         self._parameter_names = parameter_names
         self._modules = modules
-        self._checkpoints = modules.checkpoints
-        modules.on_enter = self._note_region
         self._threads: dict[int, _Nodes] = {}
         self._scopes: dict[tuple[str, str | None, bool], OpScope] = {}
 
@@ -103,10 +95,7 @@ class BackwardMap:
             nodes = self._threads[get_ident()] = _Nodes()
         number = next_sequence_number() - 1
         first = nodes.first.setdefault(number, call)
-        hooks = top_hooks(True)
-        if hooks is not None:
-            self._checkpoints.note(hooks, call.module)
-        if first is not call and (hooks is not None or first.op_base == "aten.clone"):
+        if first is not call and (top_hooks(True) is not None or first.op_base == "aten.clone"):
             nodes.later.setdefault(number, []).append(call)
             if call.is_in_place and first.op_base == "aten.clone":
                 nodes.first.setdefault(number - 1, call)  # its node, then a clone of what it is about to overwrite
@@ -131,17 +120,16 @@ class BackwardMap:
     def attribute(self) -> OpScope:
         """Return where the running op of a backward pass belongs by its autograd node.
 
-        An op of a hook belongs with the node that the hook runs at, and has a source of its own.
+        An op of a hook belongs with the node that the hook runs at, and has a source of its own. Of an op that a
+        checkpoint repeats outside any module call, the module that called the checkpoint is not known any more.
         """
         entry = engine_entry(_FRAMES_BELOW)
         node = current_node()
         if node is None:
             return ENGINE if entry is Entry.ENGINE else _HOOK
         name = node.name()
-        if top_hooks(True) is not None or name == _REENTRANT:
-            region = running_region()
-            if region is not None:
-                return self.in_module(self._module_of_region(region), recomputed=True)
+        if (top_hooks(True) is not None or name == _REENTRANT) and is_repeating():
+            return self.in_module(UNKNOWN_MODULE, recomputed=True)
         found = self._of_accumulation(node) if name == _ACCUMULATE else self._of_node(node, name)
         return found if entry is not Entry.HOOK else self.in_module(found.module, recomputed=False)
 
@@ -153,39 +141,12 @@ class BackwardMap:
         return known
 
     def note_functions(self, call: CallNode) -> None:
-        """Note in a new call which autograd Functions' forwards run, innermost first, and what module called each.
-
-        The modules called since are those whose calls lie further in on the stack.
-        """
+        """Note in a new call the forwards of autograd Functions that its module called, and that run now."""
         # codes, not frames: a list of frames holds its own, and so every tensor on the stack until it is collected
         codes = [frame.f_code for frame in frames_above_engine()]
-        found = [index for index, (_, outer) in enumerate(pairwise(codes)) if outer is _APPLY]
-        if found:
-            modules = [*self._modules.running(), self._outside_modules()]
-            num_calls = [sum(code is _CALL_MODULE for code in codes[:index]) for index in found]
-            call.functions = tuple(
-                (codes[index], modules[min(inner, len(modules) - 1)])
-                for index, inner in zip(found, num_calls, strict=True)
-            )
-
-    def _note_region(self) -> None:
-        hooks = top_hooks(True)
-        if hooks is not None and self._checkpoints.is_new(hooks):
-            # the module that code running here belongs to, before any module that it is about to call
-            running = self._modules.running()
-            self._checkpoints.note(hooks, running[0] if running else self._outside_modules())
-
-    def _outside_modules(self) -> str:
-        if graph_task_id() == -1:
-            return ""
-        region = running_region()
-        return UNKNOWN_MODULE if region is None else self._module_of_region(region)
-
-    def _module_of_region(self, region: Any) -> str:
-        """Return the module that called a checkpointed region, whose ops outside any module call are that module's."""
-        if _forward_code(region) is None:
-            return self._checkpoints.caller_of(region)
-        return self._of_node(region, region.name()).module
+        if _CALL_MODULE in codes:
+            del codes[codes.index(_CALL_MODULE) :]
+        call.functions = tuple(code for code, outer in pairwise(codes) if outer is _APPLY)
 
     def _of_accumulation(self, node: Any) -> OpScope:
         name = self._parameter_names.get(id(node.variable))
@@ -216,14 +177,6 @@ class OpPlaces:
 
     Nodes are forgotten after half a million of them, and those made before then lead to "?", so that it can stay open
     over a whole training.
-
-    Args:
-        root: the module that module names are relative to; None names outermost modules by their class.
-
-    Attributes:
-        phase: phase of what runs outside a backward pass; set by whoever knows.
-        modules: the running modules.
-        backward: where ops of a backward pass belong.
     """
 
     def __init__(self, root: nn.Module | None) -> None:
@@ -304,7 +257,9 @@ def _find_in(nodes: _Nodes, number: int, name: str, code: CodeType | None) -> Op
     else:
         return UNKNOWN
     if code is not None:
-        found = _scope_of_function(call, code, num_between)
+        # by identity: equal code is not the same Function
+        is_known = any(running is code for running in call.functions)
+        found = _scope_of_gradient(call) if is_known else UNKNOWN
         if found is not UNKNOWN or num_between:
             return found
     if _fits(call, name):
@@ -322,18 +277,6 @@ def _scope_of_gradient(call: CallNode) -> OpScope:
         known = call.scopes[""] = (
             UNKNOWN if call.module == UNKNOWN_MODULE else OpScope(module=call.module, source=call.source)
         )
-    return known
-
-
-def _scope_of_function(call: CallNode, code: CodeType, num_inner: int) -> OpScope:
-    key = (id(code), num_inner)  # equal code is not the same Function
-    known = call.scopes.get(key)
-    if known is None:
-        modules = [module for running, module in call.functions if running is code]
-        if len(set(modules)) > 1:
-            modules = modules[num_inner : num_inner + 1]  # nested calls of one Function: the innermost comes first
-        is_known = bool(modules) and modules[0] != UNKNOWN_MODULE
-        known = call.scopes[key] = OpScope(module=modules[0], source=call.source) if is_known else UNKNOWN
     return known
 
 

@@ -33,11 +33,8 @@ class TracedGraph:
 
     Attributes:
         region: its name in the coverage: the function whose code it is, without dots ("compiled.Net_forward").
-        backend: name of the compiler.
-        inputs: of the graph, in order.
         held: tensors that the graph holds itself: Dynamo makes the parameters and states of a compiled optimizer
             attributes of the graph (torch 2.13).
-        num_ops: calls in the graph.
         is_graphed: its first runs warm up and capture a CUDA graph and the others replay it, so that each shows
             something else of what is inside.
         fingerprint: 64-bit digest of its code, the dtypes and shapes of its inputs, and the compiler's name.

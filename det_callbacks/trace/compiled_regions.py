@@ -38,12 +38,7 @@ _EARLIER = f"{REGION}graph_compiled_earlier"
 class Region:
     """The rows of one call of a compiled graph: ``enter`` before it, ``leave`` after it.
 
-    Args:
-        recorder: whose step it is.
-        graph: that is called.
-        phase: of the rows.
-        scope: where the call belongs.
-        forward: the call in the forward pass of which this is the backward pass; it reads what that saved.
+    That of a backward pass reads what its ``forward`` call saved.
     """
 
     def __init__(
@@ -56,8 +51,8 @@ class Region:
         self.source: tuple[str, ...] = ()
         self._saved: tuple[int, ...] = () if forward is None else (*forward.reads, *forward.inner)
         self.misses_parameters: bool = forward is not None and forward.misses_parameters
+        # name and value of what goes in, how often it had been written, and the position of its row
         self._inputs: list[tuple[str, Any, int, int]] = []
-        """Name and value of what goes in, how often it had been written, and the position of its row."""
         self._reads_of_inner: tuple[int, ...] = ()
         self.reads: tuple[int, ...] = ()
         self.inner: list[int] = []
@@ -107,7 +102,7 @@ class Region:
         self._reads_of_inner = tuple(range(graph_row, recorder.num_sites))
         self.reads = (*every, *self._reads_of_inner)
 
-    def forget_values(self) -> None:
+    def release(self) -> None:
         """Let go of the inputs; those that the call writes are then not looked for."""
         self._inputs.clear()
 
@@ -192,43 +187,33 @@ class Region:
         )
 
     def _written(self) -> list[tuple[str | None, Any]]:
-        """Return the inputs that have other bits now.
+        """Return the inputs that have, or may have, other bits now.
 
         Autograd is told of some writes only: not of those to buffers, nor of any where no gradients are computed.
         """
-        recorder = self._recorder
-        written: list[tuple[str | None, Any]] = []
-        for name, value, version, position in self._inputs:
-            if isinstance(value, Tensor) and (
-                _version_of(value) != version
-                # of a device that computes digests it is only known whether it may have
-                or position in recorder.deferred.bits
-                or digest_output(value) != recorder.digests[position]
-            ):
-                written.append((name, value))
-        return written
+        digests, deferred = self._recorder.digests, self._recorder.deferred.bits
+        return [
+            (name, value)
+            for name, value, version, position in self._inputs
+            if isinstance(value, Tensor)
+            and (_version_of(value) != version or position in deferred or digest_output(value) != digests[position])
+        ]
 
 
 class CompiledRegions:
-    """Records the compiled regions of one step after the other.
-
-    Attributes:
-        inside: thread -> the region that runs in it; None for a graph of which nothing is recorded.
-    """
+    """Records the compiled regions of one step after the other."""
 
     def __init__(self, recorder: "Recorder") -> None:
         self._recorder = recorder
         self._stance: Any = None
         self._depth = 0
         self._step: object = None
-        self.inside: dict[int, Region | None] = {}
+        self.inside: dict[int, Region | None] = {}  # thread -> the region that runs in it; None where it has no rows
 
     def open(self) -> None:
         """Record regions from here on, or have nothing compiled run; may be called again before ``close``."""
         self._depth += 1
-        if self._depth > 1:
-            return
-        if self._recorder.selection.compiled == "eager":
+        if self._depth == 1 and self._recorder.selection.compiled == "eager":
             self._stance = torch.compiler.set_stance("force_eager")
 
     def close(self) -> None:
@@ -277,7 +262,7 @@ class CompiledRegions:
         results = list(tensors_in([outputs]))
         region.leave((None, value) for value in results)
         if "backward" in recorder.selection.phases and torch.is_grad_enabled():
-            region.forget_values()
+            region.release()
             inputs = [
                 "" if region.misses_parameters and isinstance(value, nn.Parameter) else self._name(known, value, scope)
                 for known, value in zip(graph.inputs, args, strict=True)
@@ -389,13 +374,10 @@ class CompiledRegions:
         return outputs
 
     def _follow_backward(self, forward: Region, node: Any, outer: dict[int, str], inputs: Sequence[str]) -> None:
-        """Record the backward pass of a region, too, when it comes within this step.
+        """Record the backward pass of a region, too, when its ``node`` runs within this step.
 
-        Args:
-            forward: the region.
-            node: of its backward pass.
-            outer: names of the gradients that go in, by output number.
-            inputs: names of what went into the forward pass; "" for what has no row.
+        ``outer`` names the gradients that go in by output number, and ``inputs`` what went into the forward pass, ""
+        for what has no row.
         """
         step, recorder = self._step, self._recorder
         scope = OpScope(module=forward.scope.module, source=forward.source)
@@ -410,7 +392,7 @@ class CompiledRegions:
                 # what is none of the outputs is an input that the region wrote, or what views among them are of
                 given = enumerate(gradients)
                 running[-1].enter((outer.get(index, f"grad of result {index}"), value) for index, value in given)
-                running[-1].forget_values()
+                running[-1].release()
                 self._start(running[-1])
 
         @breaks_graph("det_callbacks: what comes out of a compiled region is recorded when it has run")

@@ -32,18 +32,13 @@ from det_callbacks.trace.layouts import LayoutSlot
 
 
 class DeferredSites(DeferredDigests):
-    """The sites of one step after the other that get their digests later, each with 0 in its place until then.
-
-    Attributes:
-        is_freed_unseen: whether memory may be freed that no op allocated.
-        bits: position of a site -> what it will be.
-    """
+    """The sites of one step after the other that get their digests later, each with 0 in its place until then."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_freed_unseen = False
+        self.is_freed_unseen = False  # whether memory may be freed that no op allocated
         self._sees_writes = False
-        self.bits: dict[int, Bits] = {}
+        self.bits: dict[int, Bits] = {}  # by the position of the site
         self._asked: list[tuple[Sequence[Bits], Callable[[list[int]], None]]] = []
 
     @property

@@ -36,8 +36,7 @@ TAKE_APART = object()
 class DispatchMode(TorchDispatchMode):
     """A dispatch mode that lets torch.compile compile under it, and costs 4 instead of 7 microseconds an op.
 
-    Args:
-        handle: runs an op, called as ``__torch_dispatch__`` is, and returns what it returned, or ``TAKE_APART``.
+    ``handle`` is called as ``__torch_dispatch__`` is, and returns what the op returned, or ``TAKE_APART``.
     """
 
     supports_higher_order_operators = True
@@ -122,7 +121,7 @@ class Interceptor(DispatchMode):
 
     @property
     def recorder(self) -> "Recorder | None":
-        """Who gets the ops; None while they are passed through."""
+        """Who gets the ops."""
         return self._recorder
 
     @recorder.setter

@@ -47,10 +47,9 @@ def frames_above_engine() -> Iterator[FrameType]:
 
 
 def engine_entry(depth: int = 0) -> Entry:
-    """Return through what the autograd engine came to the running op; costs 0.1 microseconds when well guessed.
+    """Return through what the autograd engine came to the running op.
 
-    Args:
-        depth: how many frames of this package, beside the caller's, are guessed to stand between the engine and here.
+    It costs 0.1 microseconds where ``depth`` is how many frames stand between the engine and the caller.
     """
     try:
         frame = sys._getframe(depth + 1).f_back

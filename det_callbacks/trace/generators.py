@@ -29,13 +29,10 @@ class GeneratorTrail:
     """Per generator, the last sites of the step that read or advanced it.
 
     Generators that are passed to an op share a name; their addresses tell them apart.
-
-    Attributes:
-        homes: the devices whose generators go by no index, the same for the whole step: ops of a backward pass run on
-            threads whose current device is another.
     """
 
     def __init__(self) -> None:
+        # the same for the whole step: ops of a backward pass run on threads whose current device is another
         self.homes: Homes = home_devices()
         self._last: dict[object, tuple[int, ...]] = {}
         self._held: list[Generator] = []
@@ -83,14 +80,10 @@ def generator_of(args: tuple[Any, ...], kwargs: dict[str, Any], homes: Homes) ->
 
 
 class Ledger:
-    """Collects what state every generator was in at each point of a step, as evidence; some 5 microseconds a point.
-
-    Attributes:
-        held: name -> further generator whose state is noted: torch's, NumPy's or Python's.
-    """
+    """Collects what state every generator was in at each point of a step, as evidence; some 5 microseconds a point."""
 
     def __init__(self) -> None:
-        self.held: Mapping[str, Any] = {}
+        self.held: Mapping[str, Any] = {}  # further generators by name: torch's, NumPy's or Python's
         self._rows: list[tuple[str, str, Bits, str]] = []
         self._deferred = DeferredDigests()
 

@@ -24,9 +24,9 @@ from det_callbacks.trace.named_tensors import (
     StateWalker,
     gradients,
     has_place,
-    optimizer_state,
     record_generators,
     record_group,
+    states_of_parameters,
 )
 from det_callbacks.trace.optimizers import OptimizerPhases, in_phase
 from det_callbacks.trace.recorder import Recorder
@@ -130,13 +130,7 @@ class HashMode:
             self.abandon()
 
     def begin(self, *, batch: Any = None, is_first: bool = False, expected: Expectation | None = None) -> None:
-        """Start a step.
-
-        Args:
-            batch: what the step trains on; its tensors become sites of phase data.
-            is_first: also record parameters, buffers and optimizer state as they are before the step.
-            expected: what the reference had in this step.
-        """
+        """Start a step on a batch; the first one of a training has its initial state, too."""
         if self.is_open:
             raise TraceError("HashMode is already open: it traces one step at a time. Leave it before entering again.")
         if self.is_off:
@@ -234,7 +228,8 @@ class HashMode:
 
     def _state(self) -> list[Entry]:
         model = [] if self._walker is None else self._walker.state()
-        return model + optimizer_state(self._phases.seen, self.recorder.parameter_names)
+        states = states_of_parameters(self._phases.seen, self.recorder.parameter_names)
+        return model + [entry for _, entry in states]
 
     def _parameters_of(self, shape: torch.Size) -> list[tuple[str, Tensor]]:
         if not self._by_shape and self._walker is not None:
@@ -260,21 +255,13 @@ class HashMode:
 
 
 class Listener:
-    """Lets a recorder see what runs.
-
-    Args:
-        recorder: whose step is under way; its module stack is somebody else's affair.
-        phases: of the optimizers' updates; None where somebody else follows these, and the outputs of modules.
-
-    Attributes:
-        mode: the dispatch mode that is open; None while none is.
-    """
+    """Lets a recorder see what runs, but for modules; without ``phases`` another one follows updates and outputs."""
 
     def __init__(self, recorder: Recorder, phases: OptimizerPhases | None) -> None:
         self._recorder = recorder
         self._phases = phases
         self._outputs = ModuleOutputs(recorder)
-        self.mode: Interceptor | None = None
+        self.mode: Interceptor | None = None  # while none is open
 
     def open(self, *, sees_ops: bool) -> None:
         """Listen from here on."""
@@ -300,13 +287,9 @@ class Listener:
 class OpRegion:
     """Lets the recorder see ops while it is open; regions nest, and only the outermost counts.
 
-    What a tensor's writers were is forgotten when a region ends: between regions anything may write it unseen. So
-    what an op reads from an earlier region is an input of the later one.
-
-    Args:
-        recorder: whose step is under way.
-        level: of the HashMode that is open around each step and sees to phases and module outputs; None without one.
-            At "op" it sees every op anyway, and at "state" nobody knows the modules: there regions are only counted.
+    What a tensor's writers were is forgotten when a region ends: between regions anything may write it unseen. If there
+    is a HashMode around, ``level`` is its: at "op" it sees every op anyway, and at "state" nobody knows the modules, so
+    there regions are only counted.
     """
 
     def __init__(self, recorder: Recorder, *, level: str | None = None) -> None:
@@ -327,11 +310,7 @@ class OpRegion:
             self._listener.open(sees_ops=True)
 
     def leave(self) -> None:
-        """Close a region.
-
-        Raises:
-            TraceError: none is open, or another dispatch mode was opened in it and is still open.
-        """
+        """Close a region; it is an error when none is, or when another dispatch mode was opened in it and still is."""
         if not self.depth:
             raise TraceError(
                 "There is no region to close: disable_hash_mode was called more often than enable_hash_mode."

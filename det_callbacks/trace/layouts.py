@@ -21,15 +21,11 @@ MAX_ENTRIES = 100_000
 _QUANTISED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 
 Parts = tuple[tuple[int, int, tuple[int, ...]], ...]
-"""An entry for each tensor argument that does not begin where its storage does, or is not contiguous: its index among
-the arguments, its first element in the storage, and its strides."""
+"""For each tensor argument that is a part of its storage: its index, its first element there, and its strides."""
 
 
 def parts_of_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], offset_of: Callable[[Tensor], int]) -> Parts:
-    """Return which parts of tensors a call is given; ``offset_of`` says with which element one begins.
-
-    A view makes no site, so only this tells the op that reads one half of a tensor from one that reads the other.
-    """
+    """Return which parts of tensors a call is given: only this tells apart ops that read one half and the other."""
     found: list[tuple[int, int, tuple[int, ...]]] = []
     at = 0
     for value in (*args, *kwargs.values()) if kwargs else args:
@@ -53,36 +49,21 @@ def describe_parts(parts: Parts = ()) -> str:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class LayoutSlot:
-    """One interned layout.
-
-    Attributes:
-        index: in the table.
-        is_raw: the elements fill ``num_bytes`` bytes from ``data_ptr`` on, so those bytes can be digested as they lie
-            (strided, dense, not complex, since a lazy conjugation would be missed).
-        is_dense: the elements fill their extent in memory without holes or overlap.
-        is_row_major: raw, and in row-major order.
-        num_bytes: of the elements.
-    """
+    """One interned layout."""
 
     index: int
     entry: TensorLayout | None
-    is_dense: bool
-    is_raw: bool
-    is_row_major: bool
+    is_dense: bool  # the elements fill their extent in memory without holes or overlap
+    is_raw: bool  # and can be digested as they lie: not complex, since a lazy conjugation would be missed
+    is_row_major: bool  # raw, and in row-major order
     num_bytes: int
 
 
 class LayoutTable:
-    """(dtype, shape, stride) -> slot; where the op was given parts of tensors, its ``Parts`` are the key's fourth item.
-
-    Attributes:
-        slots: the mapping; public because the recorder reads it once per tensor.
-        none: slot of sites that are no tensor.
-        tags: slots of Python numbers and of digests of several arguments.
-    """
+    """(dtype, shape, stride) -> slot; where an op was given parts of tensors, these are the key's fourth item."""
 
     def __init__(self) -> None:
-        self.slots: dict[Any, LayoutSlot] = {}
+        self.slots: dict[Any, LayoutSlot] = {}  # public because the recorder reads it once per tensor
         self._order: list[LayoutSlot] = []
         self._digests: list[int] = []
         self._known: list[tuple[list[int], int]] = []
@@ -151,15 +132,8 @@ class LayoutTable:
             raw = dense and may_be_raw and num_bytes > 0
             strides = [stride for stride, length in zip(entry.stride, entry.shape, strict=True) if length != 1]
             is_row_major = raw and strides == sorted(strides, reverse=True)
-        slot = LayoutSlot(
-            index=len(self._order),
-            entry=entry,
-            is_dense=dense,
-            is_raw=raw,
-            is_row_major=is_row_major,
-            num_bytes=num_bytes,
-        )
-        self.slots[key] = slot
+        kind = {"is_dense": dense, "is_raw": raw, "is_row_major": is_row_major}
+        slot = self.slots[key] = LayoutSlot(index=len(self._order), entry=entry, num_bytes=num_bytes, **kind)
         self._order.append(slot)
         self._digests.append(entry_digest(entry))
         return slot

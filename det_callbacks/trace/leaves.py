@@ -26,14 +26,9 @@ def flatten(tree: Any, name: str, *, is_whole: bool = False) -> Iterator[tuple[s
 def leaves(tree: Any, name: str, *, is_whole: bool = False) -> Iterator[tuple[str, Any]]:
     """Yield everything in a nested structure that is no structure itself, with its path.
 
-    Mappings, lists, tuples, named tuples and the attributes of other objects are entered, at most 20 levels deep, and
-    an object once; no code of an object's class runs but that of a mapping. What a class with ``__getattr__`` keeps in
-    one private mapping counts as its attributes, as they do in a graph of torch_geometric.
-
-    Args:
-        tree: the structure.
-        name: of it.
-        is_whole: private attributes are entered, too.
+    Mappings, lists, tuples, named tuples and the attributes of other objects are entered, private ones only where it
+    ``is_whole``, at most 20 levels deep, and an object once; no code of an object's class runs but that of a mapping.
+    What a class with ``__getattr__`` keeps in one private mapping counts as its attributes, as in torch_geometric.
     """
     return _Walk(is_whole).leaves(tree, name, 0)
 
@@ -50,7 +45,7 @@ def entries(tree: Any, path: str) -> list[tuple[str, Any]] | None:
 
 
 def is_constant(leaf: Any) -> bool:
-    """Return whether a leaf is None, text or a name of something else: a value that is not compared."""
+    """Return whether a leaf is a value that is not compared: None, text or a name of something else."""
     return isinstance(leaf, _CONSTANTS)
 
 

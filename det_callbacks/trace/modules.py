@@ -3,16 +3,12 @@
 Global hooks, since per-module hooks switch off fast paths such as ``nn.TransformerEncoderLayer``'s. They are only
 registered while a step is traced.
 
-Regions under activation checkpointing are found here too: a region's ops outside any module call belong to the module
-that called ``torch.utils.checkpoint``, and when they are repeated in the backward pass, that module is no longer on the
-stack. Looked at in torch 2.13: without reentry, a region is a ``_CheckpointFrame`` in the closure of the saved-tensor
-hooks that are in force while it runs, and a local of the unpack hook that repeats it; with reentry it is the node of
-``CheckpointFunction``, the ``ctx`` of its backward. Where these names are not found, the region is unknown.
+What activation checkpointing repeats in the backward pass is told by the stack: without reentry an unpack hook of
+``torch.utils.checkpoint`` repeats it, with reentry the backward of ``CheckpointFunction`` (looked at in torch 2.13).
 """
 
 import re
 import warnings
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -38,25 +34,18 @@ _CHECKPOINT_FILE = CheckpointFunction.forward.__code__.co_filename
 
 
 class ModuleStack:
-    """The modules that are running, outermost first, by qualified name.
-
-    Args:
-        root: the module that names are relative to; None names each outermost module by its class.
+    """The modules that are running, outermost first, by names relative to ``root``, or to the class of the outermost.
 
     Attributes:
         current: scope of the innermost running module; a compiled region puts that of the module whose code it is
             here, and calls ``return_to_stack`` at its end.
         backward_pass: the backward pass that module was called in (recomputation, hooks); -1 when it was in none.
         is_recomputed: whether that call repeats one of the forward pass under activation checkpointing.
-        checkpoints: the regions under activation checkpointing.
-        on_enter: called before a module is entered.
         on_output: called as ``on_output(name, output)`` when a module returns outside a backward pass.
     """
 
     def __init__(self, root: nn.Module | None) -> None:
-        self.on_enter: Callable[[], None] | None = None
         self.on_output: Callable[[str, Any], None] | None = None
-        self.checkpoints = Checkpoints()
         self._root = root
         self._scopes: dict[int, OpScope] = {}
         self._modules: list[nn.Module] = []
@@ -108,16 +97,6 @@ class ModuleStack:
         """Qualified names of the modules known so far."""
         return [scope.module for scope in self._scopes.values()]
 
-    def running(self) -> list[str]:
-        """Return the names of the modules called in the running backward pass, or outside any, innermost first."""
-        backward_pass = graph_task_id()
-        names = []
-        for _, scope, entered_in, _ in reversed(self._stack):
-            if entered_in != backward_pass:
-                break
-            names.append(scope.module)
-        return names
-
     def return_to_stack(self) -> None:
         """Make the innermost running module the current one."""
         if self._stack:
@@ -149,11 +128,9 @@ class ModuleStack:
     def _enter(self, module: nn.Module, _args: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        if self.on_enter is not None:
-            self.on_enter()
         backward_pass = graph_task_id()
         is_recomputed = backward_pass != -1 and (
-            (self.is_recomputed and self.backward_pass == backward_pass) or running_region() is not None
+            (self.is_recomputed and self.backward_pass == backward_pass) or is_repeating()
         )
         self._stack.append((module, self._scope_of(module), backward_pass, is_recomputed))
         self.return_to_stack()
@@ -175,39 +152,9 @@ class ModuleStack:
         self.return_to_stack()
 
 
-class Checkpoints:
-    """Remembers which modules called the checkpointed regions without reentry; holds no region alive."""
-
-    def __init__(self) -> None:
-        self._callers: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-        self._last: Callable[[], Any] = lambda: None
-
-    def is_new(self, hooks: tuple[Any, Any]) -> bool:
-        """Return whether these saved-tensor hooks have not been looked at yet."""
-        return self._last() is not hooks[1]
-
-    def note(self, hooks: tuple[Any, Any], caller: str) -> None:
-        """Note which module opened the region of the saved-tensor hooks in force, if they are of a region."""
-        unpack = hooks[1]
-        if self._last() is unpack:
-            return
-        code = getattr(unpack, "__code__", None)
-        if code is not None and code.co_filename == _CHECKPOINT_FILE and "frame" in code.co_freevars:
-            region = unpack.__closure__[code.co_freevars.index("frame")].cell_contents
-            self._last = weakref.ref(unpack)
-            self._callers.setdefault(region, caller)
-
-    def caller_of(self, region: Any) -> str:
-        """Return the module that called a region, "?" when that was not seen."""
-        return self._callers.get(region, UNKNOWN_MODULE)
-
-
-def running_region() -> Any:
-    """Return the region that the running code repeats inside a backward pass, None when it repeats none."""
-    for frame in frames_above_engine():
-        if frame.f_code.co_filename == _CHECKPOINT_FILE:
-            if frame.f_code.co_name == "unpack_hook":
-                return frame.f_locals.get("frame")
-            if frame.f_code.co_name == "backward":
-                return frame.f_locals.get("ctx")
-    return None
+def is_repeating() -> bool:
+    """Return whether activation checkpointing repeats the running code inside a backward pass."""
+    return any(
+        frame.f_code.co_filename == _CHECKPOINT_FILE and frame.f_code.co_name in ("unpack_hook", "backward")
+        for frame in frames_above_engine()
+    )

@@ -31,23 +31,18 @@ Entry = tuple[str, Tensor | int | float | bool]
 
 
 class NameTable:
-    """Place of a tensor -> its qualified name.
+    """Place of a parameter, a buffer or a state of an optimizer -> its qualified name.
 
     Names are those at the step's beginning (and of an optimizer's state when it is first seen), whatever happened in
     the steps before: a resumed run gives the same names as one that was never interrupted. State that is made inside
     a step has its names from the next one on. Every storage in the table is pinned by a weak reference, so that
     neither part of a place can come to mean another tensor.
-
-    Attributes:
-        known: the mapping; public because the reads of a step use it once per tensor.
-        list_state: returns the named tensors as they are now.
-        list_parameters: returns the parameters of a shape, whose gradients have names wherever steps put them.
     """
 
     def __init__(self) -> None:
         self.list_state: Callable[[], Iterable[tuple[str, object]]] = tuple
         self.list_parameters: Callable[[torch.Size], Iterable[tuple[str, Tensor]]] = lambda shape: ()
-        self.known: dict[Place, str] = {}
+        self.known: dict[Place, str] = {}  # public because the reads of a step use it once per tensor
         self._pins: list[int] = []
         self._begins: dict[int, list[int]] = {}  # storage -> where its named tensors lie
 
@@ -119,10 +114,7 @@ def place_of(tensor: Tensor) -> Place:
 
 
 def record_generators(recorder: "Recorder") -> None:
-    """Record the states of the generators of Python, NumPy and torch (phase rng), those of devices among them.
-
-    While a graph is captured those of devices are left out: nothing can read them.
-    """
+    """Record the states of the generators of the process (phase rng); while a graph is captured, not of devices."""
     for name, generator in (*PROCESS.items(), *used_generators(recorder.generators.homes)):
         if is_readable(generator):
             recorder.generators.read(name, recorder.num_sites)
@@ -138,21 +130,12 @@ def record_group(
     owner: str | None = None,
     is_source: bool = False,
 ) -> dict[Place, str]:
-    """Record named tensors and numbers as sites, in row-major order of their elements.
+    """Record named tensors and numbers as sites, in row-major order; return where ordinary strided tensors lie.
 
-    Tensors without data (meta, fake, uninitialised) are left out, and so is what a CUDA graph that is being captured
-    will hold. Costs 2 microseconds a tensor besides the digest.
-
-    Args:
-        recorder: whose step it is.
-        label: what kind of group it is; tells groups at the same place apart.
-        phase: of the sites.
-        entries: (name, tensor or number).
-        owner: module of all of them; None takes it from the name ("net.head" for "net.head.weight").
-        is_source: ops that read these tensors later in the step read these sites.
-
-    Returns:
-        Where the ordinary strided tensors lie, with their names.
+    ``label`` tells groups at the same place apart. Their module is ``owner``, or follows from each name ("net.head" for
+    "net.head.weight"). Where it ``is_source``, ops that read these tensors later in the step read these sites. Left out
+    are tensors without data (meta, fake, uninitialised), and what a CUDA graph that is being captured will hold. Costs
+    2 microseconds a tensor besides the digest.
     """
     if recorder.undigested.is_captured():
         return {}
@@ -227,11 +210,7 @@ def record_group(
 
 
 def record_output(recorder: "Recorder", phase: str, module: str, name: str, tensor: Tensor) -> None:
-    """Record an output of a module, or the gradient of one.
-
-    It is digested in memory order like the outputs of ops, and not a second time where one recorded op wrote the whole
-    of it.
-    """
+    """Record an output of a module, or the gradient of one, in memory order like the outputs of ops."""
     if not holds_data(tensor) or recorder.undigested.is_captured():
         return
     if not recorder.undigested.collectives.arrive(tensor):
@@ -246,7 +225,7 @@ def record_output(recorder: "Recorder", phase: str, module: str, name: str, tens
 def record_bits(
     recorder: "Recorder", label: str, phase: str, name: str, bits: Bits, *, role: Role, slot: LayoutSlot | None = None
 ) -> None:
-    """Record 64 bits that are no tensor's, such as the digest of a generator."""
+    """Record 64 bits that are no tensor's."""
     _step_to(recorder, label, phase, "", [[]], [name], role)
     recorder.append_bits(recorder.deferred.defer(recorder.num_sites, bits), slot or recorder.layouts.none)
 
@@ -282,11 +261,7 @@ def _step_to(
 
 
 class ModuleOutputs:
-    """Records what selected modules return, and by tensor hooks the gradients of it.
-
-    Tensor hooks, since full backward hooks break in-place activations. At level op an output that one recorded op
-    wrote is not digested a second time.
-    """
+    """Records what selected modules return, and the gradients of it: full backward hooks break in-place activations."""
 
     def __init__(self, recorder: "Recorder") -> None:
         self._recorder = recorder
@@ -333,8 +308,7 @@ class ModuleOutputs:
 class StateWalker:
     """Lists the parameters and buffers of a module by qualified name, shared ones once.
 
-    ``nn.Module.named_parameters`` builds every name at every call; here modules are walked once, and again when one
-    of them got or lost a child.
+    ``nn.Module.named_parameters`` builds every name at every call; here only when a module got or lost a child.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -371,33 +345,23 @@ class StateWalker:
         return entries
 
 
-def optimizer_state(optimizers: Iterable[Optimizer], parameter_names: Mapping[int, str]) -> list[Entry]:
-    """Return the tensors and numbers of the optimizers' states: ("exp_avg of net.head.weight", tensor)."""
-    return [entry for _, entry in states_of_parameters(optimizers, parameter_names)]
-
-
 def states_of_parameters(
     optimizers: Iterable[Optimizer], parameter_names: Mapping[int, str]
 ) -> list[tuple[Tensor, Entry]]:
-    """Return what ``optimizer_state`` does, each with the parameter that it belongs to."""
+    """Return the optimizers' tensors and numbers: (parameter, ("exp_avg of net.head.weight", tensor))."""
     entries: list[tuple[Tensor, Entry]] = []
     for index, optimizer in enumerate(optimizers):
         known = optimizer.state
         for group_index, group in enumerate(optimizer.param_groups):
             for number, parameter in enumerate(group["params"]):
                 state = known.get(parameter)
-                if not state:
-                    continue
                 owner = parameter_names.get(id(parameter)) or f"optimizer {index} group {group_index} [{number}]"
-                for key, value in state.items():
+                for key, value in (state or {}).items():
                     if isinstance(value, Tensor | bool | int | float):
                         entries.append((parameter, (f"{key} of {owner}", value)))
-                    elif value is not None:
-                        entries.extend(
-                            (parameter, (f"{path} of {owner}", item))
-                            for path, item in flatten(value, str(key))
-                            if path != key
-                        )
+                    else:
+                        found = flatten(value, str(key))
+                        entries.extend((parameter, (f"{path} of {owner}", item)) for path, item in found if path != key)
     return entries
 
 

@@ -40,17 +40,10 @@ _UNDOCUMENTED = frozenset({"aten.kthvalue"})
 
 
 class NondeterministicOps:
-    """Catches what torch raises for these ops, lets allowed ones through, and keeps a list of all.
-
-    Args:
-        allow: patterns ``[phase/][module:]op``.
-
-    Attributes:
-        on_new: called when an op is found at a new place, or at a known one under other circumstances.
-    """
+    """Catches what torch raises for these ops, lets allowed ones through, and keeps a list of all."""
 
     def __init__(self, allow: Sequence[str] = ()) -> None:
-        self.on_new: Callable[[], None] | None = None
+        self.on_new: Callable[[], None] | None = None  # called when an op is found at a new place
         self._allow = [OpPattern.parse(pattern) for pattern in allow]
         self._found: dict[tuple[str, str, str, tuple[str, ...]], NondeterministicOp] = {}
         self._silenced: dict[str, Any] = {}
@@ -70,11 +63,7 @@ class NondeterministicOps:
         return tuple(self._found.values())
 
     def guard(self, plan: OpPlan, place: Callable[[], tuple[str, OpScope]]) -> Callable[..., Any]:
-        """Return how an op is called: again where it raised for want of a deterministic implementation, if it may be.
-
-        Raises:
-            NondeterministicOpError: by what is returned: it may not be called.
-        """
+        """Return how an op is called: again where it raised as nondeterministic, and is allowed."""
         call, may_warn = plan.call, plan.base in self._suspects
 
         def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -151,10 +140,6 @@ class NondeterministicOpWatch:
     """Finds these ops where no step is traced: in validation and test, and at levels below op; 5 microseconds an op.
 
     Backward ops carry the module whose op was the first after their autograd node was made; "?" where none was seen.
-
-    Args:
-        ops: who is told of them.
-        model: module that names are relative to.
     """
 
     def __init__(self, ops: NondeterministicOps, model: nn.Module) -> None:

@@ -24,11 +24,8 @@ class HasPhase(Protocol):
 class OptimizerPhases:
     """Sets the phase around optimizer updates while open, and remembers the optimizers seen.
 
-    Args:
-        owner: whose phase is set.
-        closure_phase: phase of what a closure runs outside training step and backward pass.
-        on_new: called when an optimizer is seen for the first time.
-        on_update: called with the optimizer before an update proper, its gradients as they go into it.
+    What a closure runs outside training step and backward pass has the ``closure_phase``. ``on_new`` is called when an
+    optimizer is first seen, ``on_update`` before an update proper, with the gradients as they go into it.
     """
 
     def __init__(
@@ -36,8 +33,8 @@ class OptimizerPhases:
         owner: HasPhase,
         closure_phase: str,
         *,
-        on_new: Callable[[], None] | None = None,
-        on_update: Callable[[Optimizer], None] | None = None,
+        on_new: Callable[[], None] = lambda: None,
+        on_update: Callable[[Optimizer], None] = lambda optimizer: None,
     ) -> None:
         self._owner = owner
         self._closure_phase = closure_phase
@@ -67,15 +64,14 @@ class OptimizerPhases:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if not any(optimizer is known for known in self.seen):
             self.seen.append(optimizer)
-            if self._on_new is not None:
-                self._on_new()
+            self._on_new()
         self._outer.append(self._owner.phase)
         is_outermost = len(self._outer) == 1
         self._owner.phase = "optimizer"
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
             if is_outermost:
-                self._begin_update(optimizer)
+                self._on_update(optimizer)
             return None
         wrapped = self._wrap(closure, optimizer)
         if "closure" in kwargs:
@@ -89,19 +85,11 @@ class OptimizerPhases:
 
     def _wrap(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
         def traced_closure() -> Any:
-            self._owner.phase = self._closure_phase
-            try:
-                result = closure()
-            finally:
-                self._owner.phase = "optimizer"
-            self._begin_update(optimizer)
+            result = in_phase(self._owner, self._closure_phase, closure)()
+            self._on_update(optimizer)
             return result
 
         return traced_closure
-
-    def _begin_update(self, optimizer: Optimizer) -> None:
-        if self._on_update is not None:
-            self._on_update(optimizer)
 
 
 def in_phase(owner: HasPhase, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -156,14 +156,9 @@ class OpPlan:
     """How calls of one overload are traced.
 
     Attributes:
-        overload: the ``OpOverload`` itself.
-        name: ``namespace.op.overload``.
         base: ``namespace.op``.
-        kind: what to do with a call.
         call: runs the op; past ``OpOverload.__call__``, which only adds a frame (torch 2.13).
-        argument_names: names in the order of the schema.
         number_arguments: those that take any Python number, so that 1, 1.0 and True are not the same.
-        defaults: arguments with a default value, which a call need not name.
         is_functional: it writes no argument and returns fresh tensors only; the common case, with the shortest path.
         writes: arguments written, declared or hidden, in the order of the schema.
         sole_write: position of the one tensor argument that the op writes, when that is all it does; else -1.
@@ -172,15 +167,13 @@ class OpPlan:
         written_if: names among ``writes`` of what is written only when another argument is given, and true.
         is_overwrite: the written arguments are not read.
         is_plain: a tensor that it returns is digested as it is.
-        opaque_outputs: indices of returned tensors that are not digested.
-        draws_random: it reads and advances a random generator.
         may_be_in_flight: with ``non_blocking`` its output may be incomplete until the device is synchronised.
         whole: of a composite op, the plan for a call that is not taken apart; else None.
         is_reducing: DDP's reducer calls it for unused parameters, in no certain order (``REDUCING``).
     """
 
     overload: object
-    name: str
+    name: str  # ``namespace.op.overload``
     base: str
     kind: OpKind
     call: Callable[..., Any]

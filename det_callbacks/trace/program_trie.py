@@ -47,15 +47,11 @@ class CallNode:
 
     Attributes:
         func: the op's overload, or what stands for another kind of call.
-        consts: the arguments that are no tensors, in order, as they were in the last such call; ``keywords`` are the
-            names of those passed by name.
+        consts: the arguments that are no tensors, in order, as they were in the last such call.
         reads: positions that the call reads; ``names`` are those of the input sites made for it.
         exact: text form of ``consts`` where equality would be too weak (1 == 1.0 == True, 0.0 == -0.0).
-        numbers: indices of the arguments that belong to the step and not to the program.
+        numbers: indices of the arguments that belong to the step, with the digest ``bits``, and not to the program.
         any_number: indices of those that take any kind of number, so that 1, 1.0 and True are not the same.
-        bits: of the numbers, to be read as ``tag`` says.
-        rows: the sites of the call.
-        depth: number of calls before it in its step.
         op_base, is_in_place, functions, scopes: what tells whether an autograd node is of this call (backward.py).
     """
 
@@ -77,16 +73,11 @@ class CallNode:
     source: tuple[str, ...] = ()
     op_base: str = ""
     is_in_place: bool = False
-    functions: tuple[tuple[object, str], ...] = ()
+    functions: tuple[object, ...] = ()
     scopes: dict[object, OpScope] = field(default_factory=dict)
     children: "list[CallNode]" = field(default_factory=list)
     likely: "CallNode | None" = None
     program: Program | None = None
-    depth: int = 0
-
-    def __post_init__(self) -> None:
-        if self.parent is not None:
-            self.depth = self.parent.depth + 1
 
     @property
     def module(self) -> str:
@@ -120,14 +111,7 @@ NOWHERE = OpScope(module="")
 
 @dataclass(slots=True)
 class StepCounts:
-    """What became of the ops of one step, for the coverage.
-
-    Attributes:
-        num_digested: calls of which rows were made.
-        num_views: views, which make none.
-        skipped: reason -> number of other ops without rows.
-        opaque: what ran other ops inside where no mode sees all of them.
-    """
+    """What became of the ops of one step, for the coverage; ``opaque`` ran others where no mode sees all of them."""
 
     num_digested: int = 0
     num_views: int = 0
@@ -136,15 +120,10 @@ class StepCounts:
 
 
 class ProgramTrie:
-    """The calls of all steps seen so far, bounded in number, and where the step under way is.
-
-    Attributes:
-        at: the last call of the step under way.
-        values: digest of the numbers among the arguments of a call -> their JSON text, bounded in number.
-    """
+    """The calls of all steps seen so far, bounded in number; ``at`` is the last one of the step under way."""
 
     def __init__(self) -> None:
-        self.values: dict[int, str] = {}
+        self.values: dict[int, str] = {}  # digest of the numbers of a call -> their JSON text
         self._num_characters = 0
         self.num_nodes = 0
         self._root = self.at = CallNode(None, None, "", NOWHERE, [], [], [], 0)
@@ -157,11 +136,9 @@ class ProgramTrie:
         self.at = self._root
 
     def step_to(self, call: tuple[Any, ...], build: Callable[[CallNode], None]) -> CallNode:
-        """Go to a call: the likely one, a sibling, or a new one.
+        """Go to a call: the likely one, a sibling, or a new one, which ``build`` fills in, and for which it may raise.
 
-        Args:
-            call: the arguments of ``CallNode`` after the first.
-            build: fills in a new node; one that it raises for is not kept.
+        ``call`` are the arguments of ``CallNode`` after the first.
         """
         parent = self.at
         node = parent.likely

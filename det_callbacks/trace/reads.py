@@ -24,17 +24,12 @@ if TYPE_CHECKING:
 
 
 class Reads:
-    """Collects the reads of one call after the other; the recorder itself handles the common case.
-
-    Attributes:
-        row_edges: for each input site made for the call under way, the sites that it follows from.
-        unwritten: tensors of the call under way that were allocated in this step, and that no recorded op has filled.
-    """
+    """Collects the reads of one call after the other; the recorder itself handles the common case."""
 
     def __init__(self, recorder: "Recorder") -> None:
         self._recorder = recorder
-        self.row_edges: list[tuple[int, ...]] = []
-        self.unwritten: list[Tensor] = []
+        self.row_edges: list[tuple[int, ...]] = []  # of each input site made for the call under way
+        self.unwritten: list[Tensor] = []  # what it reads that was only allocated in this step
         self._is_for_device = False
 
     def read(self, tensor: Tensor, reads: list[int], names: list[InputName]) -> None:
@@ -188,7 +183,6 @@ class Reads:
         """Return what each output of an op on lists of tensors reads, None for other ops.
 
         Output i of a ``_foreach`` or ``_fused`` op reads the i-th tensor of each list, and the tensors in no list.
-        Asked after the call and before its writes are recorded.
         """
         if not plan.base.startswith(_ELEMENTWISE):
             return None

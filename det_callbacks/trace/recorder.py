@@ -64,30 +64,17 @@ _READ_BACK = torch.ops.aten._local_scalar_dense.default
 
 
 class Recorder:
-    """Records one step at a time; ``begin`` and ``finish`` enclose a step.
-
-    Args:
-        selection: what is digested.
-        root: the module that module names are relative to; None names outermost modules by their class.
-
-    Attributes:
-        deferred: the sites whose digests a device computes.
-        nondeterministic_ops: who is told of ops without a deterministic implementation; set before the first step.
-        output_hooks: called with an op's outputs before they are digested, in this order.
-        counts: what became of the ops of the step.
-        parameter_names: ``id`` of a parameter -> qualified name.
-        selects_all: whether ops are digested wherever they run.
-        lock: held while an op, or a gradient, is recorded: autograd runs each device's part of a backward pass in a
-            thread of its own, and an op lets the others go on while it runs.
-    """
+    """Records one step at a time; ``begin`` and ``finish`` enclose a step."""
 
     def __init__(self, selection: Selection, root: nn.Module | None = None) -> None:
         self.selection = selection
-        self.nondeterministic_ops: NondeterministicOps | None = None
+        self.nondeterministic_ops: NondeterministicOps | None = None  # set before the first step
         self.output_hooks: tuple[OutputHook, ...] = ()
+        # held while an op, or a gradient, is recorded: autograd runs each device's part of a backward pass in a thread
+        # of its own, and an op lets the others go on while it runs
         self.lock = RLock()
         self.names = NameTable()
-        self.parameter_names: dict[int, str] = {}
+        self.parameter_names: dict[int, str] = {}  # by the ``id`` of the parameter
         self.trie = ProgramTrie()
         self.layouts = LayoutTable()
         self.ledger = StorageLedger()
@@ -376,10 +363,7 @@ class Recorder:
         return sorted({writer for part in parts_of(tensor) for writer in self.ledger.writers_of(part)})
 
     def run_unseen(self, label: str) -> None:
-        """Note that something ran that may have written any memory, named so in the coverage.
-
-        It has no rows, and a step without it is another program.
-        """
+        """Note that something without rows ran, and may have written any memory: another program than without it."""
         self.counts.opaque.add(label)
         self.ledger.invalidate()
         self.trie.step_to((label, *self.place(), [], [], [], 0), lambda node: None)

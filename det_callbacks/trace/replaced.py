@@ -26,17 +26,14 @@ from det_callbacks.trace.compiled_graphs import TracedGraph, describe_graph
 
 if TYPE_CHECKING:
     from det_callbacks.trace.recorder import Recorder
+    from det_callbacks.trace.undigested_ops import UndigestedOps
 
 
 class ReplacedInTorch:
-    """Methods that stand where torch's stood, and who needs that.
-
-    Attributes:
-        watchers: the recorders of the steps under way, outermost first, which are told of what runs.
-    """
+    """Methods that stand where torch's stood, and who needs that."""
 
     def __init__(self) -> None:
-        self.watchers: list[Recorder] = []
+        self.watchers: list[Recorder] = []  # of the steps under way, outermost first: told of what runs
         self._followers: set[int] = set()
         self._methods: dict[tuple[Any, str], tuple[Any, Any]] = {}
 
@@ -46,8 +43,8 @@ class ReplacedInTorch:
         self._followers.add(id(follower))
         cuda_graph = torch.cuda.graphs._CUDAGraph  # type: ignore[attr-defined]  # imported there
         self._replace(torch._dynamo.output_graph.OutputGraph, "call_user_compiler", self._compiling)
-        self._replace(cuda_graph, "capture_begin", lambda method: self._telling(method, _before_capture))
-        self._replace(cuda_graph, "replay", lambda method: self._telling(method, _before_replay))
+        self._replace(cuda_graph, "capture_begin", self._telling(lambda ops, graph: ops.before_capture(graph)))
+        self._replace(cuda_graph, "replay", self._telling(lambda ops, _: ops.before_replay()))
         # not by an import: it takes seconds, and without it inductor has compiled nothing
         inductor = sys.modules.get("torch._inductor.output_code")
         if inductor is not None:
@@ -119,22 +116,17 @@ class ReplacedInTorch:
 
         return call
 
-    def _telling(self, method: Any, before: Callable[["Recorder", Any], None]) -> Any:
-        @wraps(method)
-        def call(graph: Any, *args: Any, **kwargs: Any) -> Any:
-            for watcher in self.watchers:
-                before(watcher, graph)
-            return method(graph, *args, **kwargs)
+    def _telling(self, before: Callable[["UndigestedOps", Any], None]) -> Callable[[Any], Any]:
+        def make(method: Any) -> Any:
+            @wraps(method)
+            def call(graph: Any, *args: Any, **kwargs: Any) -> Any:
+                for watcher in self.watchers:
+                    before(watcher.undigested, graph)
+                return method(graph, *args, **kwargs)
 
-        return call
+            return call
 
-
-def _before_capture(recorder: "Recorder", graph: Any) -> None:
-    recorder.undigested.before_capture(graph)
-
-
-def _before_replay(recorder: "Recorder", _graph: Any) -> None:
-    recorder.undigested.before_replay()
+        return make
 
 
 REPLACED = ReplacedInTorch()

@@ -14,17 +14,11 @@ from det_callbacks.trace.source import capture_source, is_of_torch
 
 
 class SpecialInput(NamedTuple):
-    """Names an input site that is no plain tensor: the state of a generator, what a collective or a replay left.
-
-    Attributes:
-        role: of the site.
-        name: that it shows.
-        key: tells it from others of that name, when calls are compared.
-    """
+    """Names an input site that is no plain tensor: the state of a generator, what a collective or a replay left."""
 
     role: Role
     name: str | None
-    key: tuple[object, ...] = ()
+    key: tuple[object, ...] = ()  # tells it from others of that name, when calls are compared
 
 
 InputName = str | SpecialInput | None

@@ -26,17 +26,11 @@ Less than that are collectives: -2 - n for the n-th delivery of the step, until 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The bytes of a storage from the first to the last that a strided tensor covers.
-
-    Attributes:
-        low: first byte.
-        high: last byte + 1.
-        holes: shape and stride of a tensor that leaves some of these bytes out; () when there are no holes.
-    """
+    """The bytes of a storage from the first to the last that a strided tensor covers."""
 
     low: int
     high: int
-    holes: tuple[tuple[int, ...], ...] = ()
+    holes: tuple[tuple[int, ...], ...] = ()  # strides and lengths of a tensor that leaves some of these bytes out
 
     def inside(self, mask: np.ndarray, low: int) -> np.ndarray:
         """Return the view of a mask of a storage's bytes, from ``low`` on, that has those of this region."""
@@ -67,18 +61,10 @@ class Region:
 
 @dataclass(slots=True)
 class PartialWrites:
-    """Writers of parts of a storage.
+    """Writers of parts of a storage, in the order in which they wrote: the position of a site, ``UNKNOWN`` or less."""
 
-    Attributes:
-        is_uninitialised: the storage was made in this step by an op that leaves memory uninitialised, so bytes that
-            nobody wrote hold nothing worth recording.
-        is_empty: it was made by an op that only allocates.
-        writes: (region, position of the site, ``UNKNOWN`` or less), in the order in which they happened; without what a
-            later one without holes replaced.
-    """
-
-    is_uninitialised: bool
-    is_empty: bool = False
+    is_uninitialised: bool  # made in this step, so that bytes that nobody wrote hold nothing worth recording
+    is_empty: bool = False  # made by an op that only allocates
     writes: list[tuple[Region, int]] = field(default_factory=list)
 
     def add(self, region: Region, position: int) -> None:
@@ -149,16 +135,11 @@ class StorageLedger:
     def __init__(self) -> None:
         self.writers: dict[int, int | PartialWrites] = {}
         self.pins: list[int] = []
-        self.is_invalidated = False
-        """Whether ``invalidate`` was called in this step."""
-        self.in_flight: set[int] = set()
-        """Addresses of the host's storages into which a device copies, and nobody has waited for it, as far as seen."""
+        self.is_invalidated = False  # whether ``invalidate`` was called in this step
+        self.in_flight: set[int] = set()  # of the host, into which a device copies, and nobody has waited for it
 
     def pin(self, tensor: Tensor) -> int:
-        """Keep the address of a tensor's storage from being reused until the step ends; return it.
-
-        The address is that of torch's storage object, as ``untyped_storage()._cdata`` returns it.
-        """
+        """Keep the address of a tensor's storage, its ``_cdata``, from being reused until the step ends; return it."""
         address: int = tensor.untyped_storage()._weak_ref()  # type: ignore[assignment]  # declared as a storage
         self.pins.append(address)
         return address

@@ -14,15 +14,9 @@ if TYPE_CHECKING:
 
 
 class OutputHook(Protocol):
-    """Called with the outputs of the ops it selects before they are digested.
+    """Called with the outputs of the ops it selects: replay restores saved tensors there, keeping copies them."""
 
-    Replay restores saved tensors there, and what ``keep_tensors`` names is copied there.
-
-    Attributes:
-        needs_rows: it is called for ops that are digested only.
-    """
-
-    needs_rows: bool
+    needs_rows: bool  # it is called for ops that are digested only
 
     def selects(self, phase: str, module: str, op: str) -> bool:
         """Return whether it wants the outputs of an op at this place."""
@@ -32,8 +26,7 @@ class OutputHook(Protocol):
     ) -> Sequence[Any]:
         """Return what to go on with: the same tensors, perhaps written to, and perhaps other numbers.
 
-        The first site of the call is the first output from ``position`` on. What has to be known of tensors on a device
-        is asked for in ``deferred``, of the step under way.
+        The first site of the call is the first output from ``position`` on.
         """
 
 
@@ -47,10 +40,7 @@ def hook_outputs(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Any, Sequence[Any]]:
-    """Call the output hooks; return what the op returns and what it wrote from here on.
-
-    ``outputs`` are None for an op that is not digested.
-    """
+    """Call the output hooks, without outputs for an op that is not digested; return what it returns and wrote now."""
     written = outputs
     for hook in recorder.output_hooks:
         if (outputs is None and hook.needs_rows) or not hook.selects(phase, scope.module, plan.name):

@@ -72,8 +72,7 @@ class UnseenWriteCheck:
     ) -> None:
         """Note the sites of a call that differ and read something that nobody recorded wrote.
 
-        Where digests are known later, sites that read something changed on the host are noted whether they differ or
-        not; ``look_back`` sees to what they read elsewhere.
+        Those whose digests are known later are noted whether they differ or not; see also ``look_back``.
         """
         digests, deferred = self._recorder.digests, self._recorder.deferred.bits
         positions = range(first, len(digests))
