@@ -1,27 +1,45 @@
-"""A run that is verified while it trains: the detector stores what differs, and at the end the judge reads it."""
+"""A run that is verified while it trains: steps that differ are stored, and at the end the judge reads them.
+
+While it trains nothing is said about a difference but that there is one. What it means is found in what was stored.
+"""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
+import numpy as np
+
+from det_callbacks.compare.differences import num_leading_sites
+from det_callbacks.compare.evidence import BATCH, from_batch_start
 from det_callbacks.compare.metrics import MetricComparison
-from det_callbacks.compare.record import REPORT_FILE, TOGETHER, VERDICT_FILE, Stop, record_path
-from det_callbacks.detector import JUDGING, StepDetector, write_step
+from det_callbacks.compare.record import (
+    REPORT_FILE,
+    TOGETHER,
+    VERDICT_FILE,
+    FitRecord,
+    RankRecord,
+    Stop,
+    Tally,
+    record_path,
+    write_record,
+)
+from det_callbacks.compare.step import StepCounter, compare_steps, reached_part
 from det_callbacks.errors import NotComparableError, RankError, SelectionError
 from det_callbacks.judge import compare_runs, other_world_size, require_reference
 from det_callbacks.runs.environment import compare_environments
-from det_callbacks.runs.evidence import NondeterministicOp, Row
+from det_callbacks.runs.evidence import UNSEEN_WRITE, NondeterministicOp, Row
 from det_callbacks.runs.files import replace_atomically
 from det_callbacks.runs.manifest import Manifest
 from det_callbacks.runs.metrics import Reading, Readings, read_metrics
 from det_callbacks.runs.peers import ALONE, END_OF_FIT, Peers
-from det_callbacks.runs.steps import StepTrace
+from det_callbacks.runs.program import StepView
+from det_callbacks.runs.steps import Expectation, StepTrace
 from det_callbacks.runs.store import Run
 from det_callbacks.runs.writer import RunWriter
-from det_callbacks.verdict import Verdict
+from det_callbacks.verdict import Divergence, Verdict
 
 STORED_STEPS = 100
 """Diverging steps of a rank that are stored; each is as large as in a recording."""
@@ -34,20 +52,10 @@ def open_reference(
     steps: str,
     peers: Peers = ALONE,
 ) -> Run:
-    """Open the reference of a verification, which is traced with the reference's selection.
+    """Open the reference of a verification, or raise: it is missing, damaged, incomplete or of other processes.
 
-    Args:
-        path: folder of the reference.
-        asked: the fields of a Selection, ``replay`` and ``keep_tensors``, as far as this run asks for them; all else is
-            taken over from the reference.
-        steps: "all" or "common"; "all" demands a complete reference.
-        peers: the processes that verify together; of the reference, only what this one compares with is opened.
-
-    Raises:
-        ReferenceNotFoundError: there is none.
-        ReferenceFormatError: it is damaged, or incomplete, or holds the diverging steps of a verification only.
-        SelectionError: it was recorded with another selection than this run asks for.
-        NotComparableError: it is of another number of processes.
+    ``asked`` has the fields of a Selection, ``replay`` and ``keep_tensors``, as far as this run asks for them: another
+    value than the reference's is refused, and all else is taken over from it.
     """
     run = Run.open(path, ranks=(peers.rank,))
     if run.manifest.world_size != peers.world_size:
@@ -58,7 +66,7 @@ def open_reference(
         raise NotComparableError(text, Verdict.refused(str(run.path), "", text))
     require_reference(run, steps)
     manifest = run.manifest
-    known = {**asdict(run.manifest.selection), "replay": manifest.replay, "keep_tensors": manifest.keep_tensors}
+    known = {**asdict(manifest.selection), "replay": manifest.replay, "keep_tensors": manifest.keep_tensors}
     others = [name for name, value in asked.items() if _unordered(value) != _unordered(known[name])]
     if others:
         raise SelectionError(
@@ -80,22 +88,11 @@ def _shown(values: Mapping[str, Any], names: Sequence[str]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in shown.items())
 
 
-class Verification(StepDetector):
-    """Compares a run with a reference while it trains, and lets the judge say what differs.
+class Verification:
+    """Compares the steps of this process with an opened reference while it trains, and lets the judge say what differs.
 
-    Args:
-        reference: the reference, already opened.
-        current: folder for the diverging steps and ``verdict.json``; one that an earlier verification made is replaced.
-        manifest: selection, settings and environment of the current run.
-        peers: the processes that verify together; each compares its own steps.
-        steps: "all" or "common".
-
-    Attributes:
-        keep_tensors: keeps the tensors of a step that differs, before the step.
-        differs_anywhere: whether any rank differed, at the last ``finish``.
-
-    Raises:
-        RunExistsError: ``current`` holds a recording, or something that is not ours.
+    The diverging steps and ``verdict.json`` go to ``current``, where those of an earlier verification are replaced; a
+    recording there is a ``RunExistsError``. An equal step of the same program costs one comparison of two arrays.
     """
 
     def __init__(
@@ -107,21 +104,41 @@ class Verification(StepDetector):
         peers: Peers = ALONE,
         steps: Literal["all", "common"] = "all",
     ) -> None:
-        super().__init__(reference, peers.rank, steps=steps)
-        self.current = current
-        self.keep_tensors: Callable[[StepTrace, int], None] = lambda trace, step: None
-        self.differs_anywhere = False
-        self._peers = peers
+        self.reference, self.current, self.rank = reference, current, peers.rank
+        self.tally = Tally()
+        self.fit = FitRecord(segment=0)  # the one under way
+        self.is_resuming = False  # the next step is the first one after a checkpoint was restored
+        self.differs_anywhere = False  # any rank differed, at the last ``finish``
+        self.keep_tensors: Callable[[StepTrace, int], None] = lambda trace, step: None  # called before a step is stored
+        self._steps, self._peers = steps, peers
+        self._ranks = reference.rank(peers.rank)
         self._writer = RunWriter.create(current, manifest=manifest, peers=peers, purpose="verify")
         self._environment = compare_environments(reference.manifest.environment, self._writer.manifest.environment)
         self._metrics = MetricComparison(is_common=steps == "common")
         self._metrics.begin(0, self._readings(0))
+        self._fits: list[FitRecord] = []
+        self._known: frozenset[int] = frozenset()
+        self._view: StepView | None = None
+        self._rows: list[Row] = []
+        self._lasting: dict[str, Row] = {}
+        self._is_explained = self._lacks_steps = self._is_within = False
         self._num_stored = 0
+        self._counter = StepCounter()
 
     @property
     def manifest(self) -> Manifest:
         """The content of run.json of the current run."""
         return self._writer.manifest
+
+    @property
+    def segment(self) -> int:
+        """Number of the fit under way."""
+        return self.fit.segment
+
+    @property
+    def num_segments(self) -> int:
+        """Fits that the reference holds."""
+        return sum(len(self._ranks.steps(segment)) > 0 for segment in self._ranks.segments)
 
     @property
     def num_differing(self) -> int:
@@ -131,12 +148,12 @@ class Verification(StepDetector):
     @property
     def has_divergence(self) -> bool:
         """Whether anything differed so far."""
-        return super().has_divergence or self._metrics.num_differing > 0
+        return self._lacks_steps or self.num_differing > 0
 
     @property
-    def num_segments(self) -> int:
-        """Fits that the reference holds."""
-        return sum(len(self._ranks.steps(segment)) > 0 for segment in self._ranks.segments)
+    def has_steps(self) -> bool:
+        """Whether this fit had a step so far."""
+        return bool(self.fit.compared or self.fit.extra)
 
     def put_nondeterministic_ops(self, ops: Sequence[NondeterministicOp]) -> None:
         """Keep the list of ops without a deterministic implementation that were called so far."""
@@ -146,10 +163,12 @@ class Verification(StepDetector):
         """Set what was put back from the reference, as the coverage shows it."""
         self.tally.replayed = {name: dict(entry) for name, entry in replayed.items()}
 
+    # fits
+
     def withdraw_verdict(self) -> None:
         """Take away what was written of a verdict that no longer holds: more is compared."""
         record_path(self.current, self.rank).unlink(missing_ok=True)
-        if self._peers.rank == 0:
+        if self.rank == 0:
             for name in (VERDICT_FILE, REPORT_FILE):
                 (self.current / name).unlink(missing_ok=True)
 
@@ -159,29 +178,116 @@ class Verification(StepDetector):
         self._environment = compare_environments(self.reference.manifest.environment, self._writer.manifest.environment)
 
     def begin_fit(self, segment: int, *, is_resumed: bool = False, is_every_step: bool = True) -> None:
-        """Start a fit; the verdict on the fits before it no longer holds."""
+        """Start a fit; the verdict on the fits before it no longer holds.
+
+        Nothing that comes before the first step of a resumed one is missing; where no step is left out, that first step
+        says how the checkpoint was restored.
+        """
         self.withdraw_verdict()
-        super().begin_fit(segment, is_resumed=is_resumed, is_every_step=is_every_step)
+        self.fit = FitRecord(segment=segment, is_resumed=is_resumed)
+        self._fits.append(self.fit)
+        self.is_resuming = is_resumed and is_every_step
+        self._known = frozenset(self._ranks.steps(segment).tolist() if segment in self._ranks.segments else ())
+        self._rows.clear()
+        self._lasting.clear()
         if segment:
             self._metrics.begin(segment, self._readings(segment))
             self._writer.start_segment()
 
+    def end_fit(self) -> None:
+        """Note which steps and metrics the fit ought to have had."""
+        self._lacks_steps |= self._steps == "all" and bool(self.fit.missing(self._known))
+        self._metrics.end(with_calls=False)
+
+    # steps
+
+    def holds(self, step: int) -> bool:
+        """Return whether the reference has a step of this fit."""
+        return step in self._known
+
+    def expectation(self, step: int) -> Expectation | None:
+        """Return what the reference had in a step, None when it has no such step."""
+        return Expectation.of(self._reference_step(step).record.digests) if step in self._known else None
+
+    def chain(self, step: int) -> int | None:
+        """Return the chain at a step, which is the reference's as long as nothing differs; None after that."""
+        return None if self.has_divergence or step not in self._known else self._ranks.chain(self.segment, step)
+
+    def compare_state(self, step: int, digest_state: Callable[[], Mapping[str, int]]) -> None:
+        """Note which restored state is not what the reference ended the step before with.
+
+        Nothing is done at level "op", whose steps record what they read, nor where the reference lacks that step.
+        """
+        if self.reference.manifest.selection.level != "op" and step - 1 in self._known:
+            before = self.reference.view(self.rank, self.segment, step - 1)
+            self.fit.unrestored = _find_unrestored(before, digest_state())
+
+    def put_evidence(self, rows: Iterable[Row]) -> None:
+        """Take what explains the step that ends, as long as it may be the first that differs."""
+        if not self._is_explained:
+            self._rows.extend(rows)
+
+    def so_far(self, trace: StepTrace, *, step: int, is_whole: bool = False) -> tuple[Divergence, ...]:
+        """Return how a step differs, without counting it; of one that has not ended, in what it has reached."""
+        if step not in self._known:
+            return ()
+        return compare_steps(*self._views(trace, step, is_whole=is_whole)).divergences
+
     def add(self, trace: StepTrace, *, step: int, epoch: int, is_whole: bool = True) -> bool:
-        """Compare a step; see ``StepDetector.add``."""
+        """Compare a step, of one that was stopped only what it had reached; return whether it differs."""
         if self.is_resuming:
             self._writer.note_resumed(step)
-        return super().add(trace, step=step, epoch=epoch, is_whole=is_whole)
-
-    def store(self, trace: StepTrace, step: int, epoch: int, rows: Sequence[Row] | None) -> bool:
-        """Store a step in the current run, if it is one of the first."""
-        if self._num_stored >= STORED_STEPS and rows is None:
+        fit, self.is_resuming, self._is_within = self.fit, False, not is_whole
+        if step not in self._known:
+            if self._steps == "common":
+                return False
+            fit.extra.add(step)
+            self.tally.num_differing += 1
+            self._store(trace, step, epoch)
+            return True
+        fit.compared.add(step)
+        num_compared, num_differing = self._compare(trace, step, is_whole=is_whole)
+        self.tally.count([step], trace.program, num_compared)
+        if not num_differing:
+            # settings of loaders and hooks of callbacks hold until they are noted again
+            self._lasting.update((row.name, row) for row in self._rows if row.text and row.point != BATCH)
+            self._rows = [*from_batch_start(row for row in self._rows if row.step == step)]
             return False
+        self.tally.num_differing += num_differing
+        fit.differing.add(step)
+        self._store(trace, step, epoch, is_first=not self._is_explained)
+        self._is_explained = True
+        return True
+
+    def _compare(self, trace: StepTrace, step: int, *, is_whole: bool) -> tuple[int, int]:
+        """Return how many sites were compared, and how many differ."""
+        record = self._reference_step(step).record
+        is_same = record.program_id == trace.program.id and record.layout_id == trace.layout_id
+        if is_same and np.array_equal(record.digests, trace.digests):
+            return len(trace.digests), 0
+        return self._counter.count(*self._views(trace, step, is_whole=is_whole))
+
+    def _views(self, trace: StepTrace, step: int, *, is_whole: bool) -> tuple[StepView, StepView]:
+        current = trace.view(rank=self.rank, step=step, segment=self.segment)
+        reference = self._reference_step(step)
+        return (reference if is_whole else reached_part(reference, current)), current
+
+    def _reference_step(self, step: int) -> StepView:
+        known = self._view
+        if known is None or (known.record.segment, known.record.step) != (self.segment, step):
+            known = self._view = self.reference.view(self.rank, self.segment, step)
+        return known
+
+    def _store(self, trace: StepTrace, step: int, epoch: int, *, is_first: bool = False) -> None:
+        """Store one of the first steps that differ or are extra; never without the first that differs, and why."""
+        if self._num_stored >= STORED_STEPS and not is_first:
+            return
         self._num_stored += 1
-        if rows:
+        self.fit.num_stored += 1
+        if is_first and (rows := [*self._lasting.values(), *self._rows]):
             self._writer.put_evidence(rows)
         self.keep_tensors(trace, step)
         write_step(self._writer, trace.view(rank=self.rank, step=step, epoch=epoch, segment=self.segment))
-        return True
 
     # what the module logs
 
@@ -207,22 +313,12 @@ class Verification(StepDetector):
 
     # the end
 
-    def end_fit(self) -> None:
-        """Note which steps and metrics the fit ought to have had."""
-        super().end_fit()
-        self._metrics.end(with_calls=False)
-
     def finish(self, *, is_pending: bool = False, is_early: bool = False) -> Verdict:
         """Close the files, and return the judge's verdict on all ranks; all of them call it, after every fit.
 
-        Args:
-            is_pending: fits or tests of the reference have not run yet. They are missing in the verdict, and as long as
-                nothing else differs it is not written.
-            is_early: the run was stopped because it differs, so that its later steps are not missing.
-
-        Raises:
-            NothingComparedError: no step was compared.
-            RankError: on the other ranks, when rank 0 could not judge.
+        ``is_pending``: fits or tests of the reference have not run yet. They are missing in the verdict, which is not
+        written as long as nothing else differs. ``is_early``: the run was stopped because it differs, so that its later
+        steps are not missing. Where rank 0 cannot judge, the others raise a ``RankError``.
         """
 
         def seal() -> bool:
@@ -231,7 +327,7 @@ class Verification(StepDetector):
 
         self.differs_anywhere = any(self._peers.gather(seal, task=END_OF_FIT))
         try:
-            verdict = Verdict.from_dict(self._peers.broadcast(self._judge, task=JUDGING))
+            verdict = Verdict.from_dict(self._peers.broadcast(self._judge, task="judging the two runs"))
         except RankError as error:
             raise RankError(
                 f"No verdict: {error} All ranks have closed their files, so that it can be had later: "
@@ -246,8 +342,7 @@ class Verification(StepDetector):
     def stop(self, reason: str) -> Verdict | None:
         """Close the files: an exception ended the run, and the others may not be here.
 
-        Returns:
-            The verdict of one process that differs. Of several processes whoever asks later gets one.
+        Returns the verdict of one process that differs. Of several processes whoever asks later gets one.
         """
         self._seal(reason, complete=False)
         if not self.has_divergence or self._peers.world_size > 1:
@@ -260,21 +355,60 @@ class Verification(StepDetector):
         return compare_runs(self.reference.path, self.current).to_dict()
 
     def _seal(self, reason: str, *, complete: bool = True) -> None:
-        """Close the files of this rank; ``reason`` says why it was stopped, "" where it was not."""
+        """Close the files of this rank, and say what it compared; ``reason`` is why it was stopped, "" if nothing did."""
         self._writer.close(complete=complete)
         last = max(self.fit.compared | self.fit.extra, default=-1)
-        is_within = self.is_stopped_within
-        stop = Stop(segment=self.segment, step=last, reason=reason, is_within=is_within) if reason else None
-        self.write_record(self._writer, self._environment, stop)
+        stop = Stop(segment=self.segment, step=last, reason=reason, is_within=self._is_within) if reason else None
+        record = RankRecord(
+            run_id=self.manifest.run_id,
+            reference_id=self.reference.manifest.run_id,
+            rank=self.rank,
+            steps=self._steps,
+            fits=tuple(self._fits),
+            tally=self.tally,
+            environment=self._environment,
+            stopped=stop,
+        )
+        write_record(self.current, record)
 
     def write(self, verdict: Verdict) -> None:
         """Write a verdict into the current run's folder, once."""
-        if self._peers.rank == 0:
+        if self.rank == 0:
             write_verdict(self.current, verdict)
 
     def close(self, *, complete: bool) -> None:
         """Close the current run's files; may be called more than once."""
         self._writer.close(complete=complete)
+
+
+def write_step(writer: RunWriter, view: StepView) -> None:
+    """Store a step, with what tells the judge which of its sites are no origins for sure."""
+    record = view.record
+    writer.put_program(view.program)
+    writer.put_layout(view.layout)
+    writer.append(record.step, record.epoch, record.program_id, record.layout_id, record.digests)
+    writer.put_values(record.step, view.read_values())
+    if view.unseen_writes:
+        writer.put_evidence([Row(record.step, UNSEEN_WRITE, "site", at) for at in sorted(view.unseen_writes)])
+    writer.flush_evidence()
+
+
+def _find_unrestored(before: StepView, state: Mapping[str, int]) -> tuple[str, ...]:
+    """Return the names of restored state that differs from what the reference's step before left, or that it lacks.
+
+    Levels below "op" do not record what a step reads, so that only this tells state that came out of a checkpoint with
+    other bits from a step that computed something else. Something between the two steps may have changed it too.
+    """
+    first = num_leading_sites(before.program)
+    left = {
+        site.name: int(digest)
+        for site, digest in zip(before.program.sites[first:], before.record.digests[first:], strict=True)
+        if site.phase == "state" and site.role == "named" and site.name is not None
+    }
+    changed = [name for name, bits in state.items() if left.get(name) != bits]
+    # beside the state the step recorded what training_step returned; state of an optimizer is of a parameter
+    missing = [name for name in left if name not in state and " of " in name and name.rpartition(" of ")[2] in state]
+    return (*changed, *missing)
 
 
 def write_verdict(folder: Path, verdict: Verdict) -> None:

@@ -18,7 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("digest", "environment", "settings"),
     ("trace",),
     ("tensors", "equivalence", "compare", "doctor", "export"),
-    ("report", "checkpoint", "ranks", "numerics", "observers", "judge", "detector", "verification"),
+    ("report", "checkpoint", "ranks", "numerics", "observers", "judge", "verification"),
     ("callback", "hydra", "cli", "check"),
     ("launch", "pytest_runs"),
     ("pytest_plugin",),
