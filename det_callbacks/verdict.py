@@ -1,11 +1,8 @@
-"""The outcome of a comparison: plain frozen data, no wording and no input or output.
-
-The field names are those of ``det-callbacks diff --json`` (schema 1); ``Verdict.to_dict()`` and that JSON are the same.
-"""
+"""The outcome of a comparison: plain frozen data whose fields are those of ``det-callbacks diff --json`` (schema 1)."""
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal
 
@@ -44,13 +41,11 @@ class TensorNumbers:
     Attributes:
         tensor: what it is: "output 0".
         ulps: elements by distance: 0 ULPs (equal, or zeros of the other sign), 1, 2 to 3, 4 to 7 and so on, up to the
-            largest; () for dtypes without a distance. Of a complex number the larger distance of its parts.
+            largest, ``max_ulps``; () for dtypes without a distance. Of a complex number the larger one of its parts.
         num_nan: elements that differ and of which one or both are NaN; in no bin of ``ulps``.
         num_inf: likewise, of which one or both are infinite and none is NaN.
-        max_ulps: the largest distance in ``ulps``; None where nothing is in it.
-        max_absolute: the largest absolute difference of finite elements; None where there are none that differ, or
-            where it is beyond float64.
-        max_relative: the largest of them by the reference's element, where that is not zero; None likewise.
+        max_absolute: the largest difference of finite elements; None without one, or where it is beyond float64.
+        max_relative: likewise, by the reference's element, where that is not zero.
         first: index of the first element that differs, row-major, and its values in the reference and now, as text.
         worst: likewise of the element with NaN, else with an infinity, else with the largest distance.
         problem: why there are no numbers; "" where there are.
@@ -71,25 +66,15 @@ class TensorNumbers:
     worst: tuple[int, ...] | None = None
     worst_values: tuple[str, str] | None = None
     problem: str = ""
-
     num_elements: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_elements", prod(self.shape))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form."""
-        return as_json(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numbers:
-    """By how much a divergence differs, from tensors that both runs kept (``keep_tensors``).
-
-    Attributes:
-        output: the one tensor that the divergence is of; none where there is a problem.
-        problem: why there are none: what was not kept, or could not be read; "" where there are.
-    """
+    """By how much a divergence differs: of the one tensor that both runs kept, or why there are no numbers."""
 
     output: tuple[TensorNumbers, ...] = ()
     problem: str = ""
@@ -105,7 +90,6 @@ class Divergence:
         module: qualified name in the LightningModule; "" outside any module, "?" when unknown.
         op: ``namespace.op.overload``; "" for sites that are no op (a batch, a parameter, a generator).
         occurrence: how many sites of the same phase, module, op and output came before it in the step.
-        output: which output of the op, from 0.
         name: parameter, buffer, gradient, optimizer state ("exp_avg of net.head.weight"), path in the batch
             ("batch[0]"), generator, metric or observation; None for an ordinary activation.
         kind: content (other bits), argument (another scalar or option), structure (another shape, dtype or layout),
@@ -155,7 +139,6 @@ class Coverage:
         steps: first and last step compared, None when none was.
         ops_seen: ops that ran under the trace, over all compared steps.
         ops_digested: those of them whose outputs were digested.
-        ops_skipped: reason -> number of ops (view, uninitialised, unselected, ...).
         opaque_regions: names of regions of which only the boundary was seen.
         replayed: op (or name of an observation) whose saved bits were put back -> tensors ("count"), those of them
             whose live bits differed ("differing"), and "mib_per_step".
@@ -246,15 +229,9 @@ class Verdict:
         """Return the verdict that :meth:`to_dict` gave; ValueError, which names the field, where it is none."""
         if not isinstance(content, Mapping) or content.get("schema") != VERDICT_SCHEMA:
             raise ValueError(f"it is no verdict of schema {VERDICT_SCHEMA}")
-        environment = msgspec.convert(content.get("environment"), _Environment)
-        return replace(msgspec.convert({**content, "environment": ()}, cls), environment=environment.differences)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Environment:
-    """How the JSON form holds the differences of the environments."""
-
-    differences: tuple[EnvironmentDifference, ...]
+        environment = content.get("environment")
+        differences = environment.get("differences") if isinstance(environment, Mapping) else None
+        return msgspec.convert({**content, "environment": differences}, cls)
 
 
 def as_json(data: object) -> dict[str, Any]:

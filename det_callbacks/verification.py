@@ -355,7 +355,7 @@ class Verification:
         return compare_runs(self.reference.path, self.current).to_dict()
 
     def _seal(self, reason: str, *, complete: bool = True) -> None:
-        """Close the files of this rank, and say what it compared; ``reason`` is why it was stopped, "" if nothing did."""
+        """Close the files of this rank, and write what it compared; ``reason`` says what stopped it, "" for nothing."""
         self._writer.close(complete=complete)
         last = max(self.fit.compared | self.fit.extra, default=-1)
         stop = Stop(segment=self.segment, step=last, reason=reason, is_within=self._is_within) if reason else None

@@ -1,7 +1,6 @@
-"""Which rows of two steps belong together.
+"""Which rows of two steps belong together: by position in one program, else by a sequence diff over the units of both.
 
-The same program on both sides is aligned by position. Otherwise a sequence diff runs over the units of both sides. A
-unit is what can be inserted or removed as a whole: an op call with the input and generator rows that it made, the row
+A unit is what can be inserted or removed as a whole: an op call with the input and generator rows that it made, the row
 of its varying arguments and its outputs, or one named row. Each unit has four keys, which are tried from strict (with
 digests) to loose; with each, equal ends are matched first, then keys that occur once, then repeated blocks. The
 occurrence of a site and its edges are no keys, so one op inserted among twenty alike shows as one op; where several
@@ -9,13 +8,13 @@ places are equally good, it is the earliest.
 """
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from det_callbacks.compare.arguments import ArgumentReader
+from det_callbacks.compare.arguments import read_arguments
 from det_callbacks.compare.sequence import Gap, Pairs, gaps_between, match_repeated, match_unique, trim
 from det_callbacks.runs.program import Site, StepView
 
@@ -31,20 +30,15 @@ _LEADING = ("input", "generator", "delivered", "graph_output")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Alignment:
-    """The rows of two steps side by side.
+    """The rows of two steps side by side: by row, the position in either step, -1 where it does not have the row.
 
     Two kinds of rows are not aligned: a row of varying arguments that the other side keeps as constants, and the input
     rows of an op that only one side has.
-
-    Attributes:
-        reference: int64, position in the reference by row, -1 where only the current step has it.
-        current: int64, position in the current step by row, -1 where only the reference has it.
-        is_same_program: rows are positions on both sides.
     """
 
     reference: np.ndarray
     current: np.ndarray
-    is_same_program: bool = False
+    is_same_program: bool = False  # rows are positions on both sides
 
     def __len__(self) -> int:
         return len(self.reference)
@@ -86,7 +80,7 @@ def _group(view: StepView, numbers: dict[Hashable, int]) -> list[_Unit]:
     def number(*key: Hashable) -> int:
         return numbers.setdefault(key, len(numbers))
 
-    sites, digests, reader = view.program.sites, view.record.digests.tolist(), ArgumentReader(view)
+    sites, digests = view.program.sites, view.record.digests.tolist()
     # by object: hashing each entry anew would cost more
     by_object = {id(entry): entry for entry in view.layout.entries}
     known = {key: number("layout", entry) for key, entry in by_object.items()}
@@ -100,7 +94,7 @@ def _group(view: StepView, numbers: dict[Hashable, int]) -> list[_Unit]:
         kind = number(OP, head.phase, head.module, head.op, *(() if head.op else (head.role, head.name)))
         outputs, names = tuple((row.role, row.output) for row in rows), tuple(row.name for row in rows)
         structure = number(STRUCTURE, kind, outputs, names)
-        given = (tuple(layouts[first:stop]), reader.canonical(first) if head.op else None)
+        given = (tuple(layouts[first:stop]), read_arguments(view, first).canonical if head.op else None)
         arguments = number(ARGUMENTS, structure, given)
         bits = number(DIGEST, kind, outputs, given, tuple(digests[first:stop]))
         keys = (bits, arguments, structure, kind)
@@ -196,15 +190,7 @@ def _is_same_sequence(reference: list[_Unit], current: list[_Unit]) -> bool:
 
 def _have_compatible_names(left: Sequence[str | None], right: Sequence[str | None]) -> bool:
     """Return whether names may be of the same tensors in order: of each two, one may be unknown."""
-    return len(left) == len(right) and all(map(_are_compatible, left, right))
-
-
-def _are_compatible(left: str | None, right: str | None) -> bool:
-    return left is None or right is None or left == right
-
-
-def _may_be_same(left: Site, right: Site) -> bool:
-    return left.role == right.role and _are_compatible(left.name, right.name)
+    return len(left) == len(right) and all(None in pair or pair[0] == pair[1] for pair in zip(left, right, strict=True))
 
 
 def _join(views: tuple[StepView, StepView], units: tuple[list[_Unit], list[_Unit]], matches: Pairs) -> Pairs:
@@ -239,20 +225,17 @@ def _pair_inputs(
     for left, right in matches:
         leads = units[0][left].leads, units[1][right].leads
         ours, theirs = (view.program.sites[rows.start : rows.stop] for view, rows in zip(views, leads, strict=True))
-        if len(ours) == len(theirs) and all(map(_may_be_same, ours, theirs)):
+        is_alike = [one.role for one in ours] == [one.role for one in theirs]
+        if is_alike and _have_compatible_names([one.name for one in ours], [one.name for one in theirs]):
             partners.update(zip(leads[1], leads[0], strict=True))
+    ours_all, theirs_all = ([place for unit in known for place in unit.leads] for known in units)
     for key_of in (_exact_key, _name_key):
-        paired = {*partners.values()}, {*partners}
-        keys = [
-            [
-                (key, place)
-                for unit in known
-                for place in unit.leads
-                if place not in done and (key := key_of(view, place))
-            ]
-            for view, known, done in zip(views, units, paired, strict=True)
-        ]
-        partners.update((place, partner) for partner, place in _pair_by_key(*keys) if partner >= 0)
+        taken = {*partners.values()}
+        pairs = _pair_by_key(
+            [(key_of(views[0], place), place) for place in ours_all if place not in taken],
+            [(key_of(views[1], place), place) for place in theirs_all if place not in partners],
+        )
+        partners.update((place, partner) for partner, place in pairs if partner >= 0)
     return partners
 
 
@@ -262,31 +245,28 @@ def _exact_key(view: StepView, place: int) -> tuple[Hashable, ...]:
 
 
 def _name_key(view: StepView, place: int) -> tuple[Hashable, ...]:
+    """Return what rows of other bits have in common; () for those that have nothing."""
     site = view.program.sites[place]
     return (site.role, site.name) if site.role in ("input", "graph_output") and site.name else ()
 
 
-def _output_key(site: Site) -> Hashable:
-    return (site.role, site.output) if site.name is None else (site.role, site.name)
-
-
-def _pair_by_key(ours: Iterable[tuple[Hashable, int]], theirs: Iterable[tuple[Hashable, int]]) -> Pairs:
+def _pair_by_key(ours: Sequence[tuple[Hashable, int]], theirs: Sequence[tuple[Hashable, int]]) -> Pairs:
     """Return each place of the current step with the first one left in the reference that has its key, else -1."""
-    known: defaultdict[Hashable, list[int]] = defaultdict(list)
-    for key, place in ours:
-        known[key].append(place)
-    unused = {key: iter(places) for key, places in known.items()}
-    return [(next(unused.get(key, iter(())), -1), place) for key, place in theirs]
+    unused: defaultdict[Hashable, list[int]] = defaultdict(list)
+    for key, place in reversed(ours):
+        unused[key].append(place)
+    return [(unused[key].pop() if key != () and unused[key] else -1, place) for key, place in theirs]
 
 
 def _pair_outputs(views: tuple[StepView, StepView], ours: _Unit, theirs: _Unit) -> Pairs:
     rows: Pairs = [(ours.argument, theirs.argument)] if min(ours.argument, theirs.argument) >= 0 else []
     if _have_compatible_names(ours.names, theirs.names):
         return rows + list(zip(ours.rows, theirs.rows, strict=True))
-    keys = (
-        [(_output_key(view.program.sites[place]), place) for place in unit.rows]
-        for view, unit in zip(views, (ours, theirs), strict=True)
-    )
-    pairs = _pair_by_key(*keys)
+
+    def keyed(view: StepView, unit: _Unit) -> list[tuple[Hashable, int]]:
+        sites = view.program.sites
+        return [((sites[at].role, sites[at].name or sites[at].output), at) for at in unit.rows]
+
+    pairs = _pair_by_key(keyed(views[0], ours), keyed(views[1], theirs))
     paired = {partner for partner, _ in pairs}
     return [*rows, *((place, -1) for place in ours.rows if place not in paired), *pairs]

@@ -4,6 +4,7 @@ import json
 import struct
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -17,66 +18,50 @@ _NAN = 0x7FF8_0000_0000_0000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArgumentDifference:
-    """How the arguments of two aligned calls differ.
-
-    Attributes:
-        values: argument name -> (text of the reference's value, text of the current one).
-        is_known: False where the values cannot be compared: each side kept a digest of other arguments.
-    """
+    """How the arguments of two aligned calls differ: by name, the text of the reference's value and the current one."""
 
     values: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    is_known: bool = True
+    is_known: bool = True  # False where they cannot be compared: each side kept a digest of other arguments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """The arguments of one call.
-
-    Attributes:
-        values: name -> JSON text of its value.
-        digested: names of those of which the run keeps a common digest only, and no text.
-        bits: that digest.
-    """
+    """The arguments of one call, as JSON text by name."""
 
     values: Mapping[str, str]
-    digested: tuple[str, ...] = ()
-    bits: int = 0
+    digested: tuple[str, ...] = ()  # names of those of which the run keeps a common digest only, and no text
+    bits: int = 0  # that digest
+
+    @property
+    def canonical(self) -> Hashable:
+        """What is equal for equal arguments, whichever were left to their defaults."""
+        return tuple(sorted(self.values.items())), self.digested, self.bits
 
 
-class ArgumentReader:
-    """Reads the arguments of the ops of one step."""
+@lru_cache(maxsize=10_000)
+def _parsed(arguments: str) -> Mapping[str, str]:
+    return {name: json.dumps(value) for name, value in json.loads(arguments).items()}
 
-    def __init__(self, view: StepView) -> None:
-        self._view = view
-        self._parsed: dict[str, dict[str, str]] = {}
 
-    def read(self, output: int) -> Arguments:
-        """Return the arguments of the call that an output row belongs to, or, without outputs, an argument row."""
-        site = self._view.program.sites[output]
-        constants = self._parsed.get(site.arguments)
-        if constants is None:
-            constants = {name: json.dumps(value) for name, value in json.loads(site.arguments).items()}
-            self._parsed[site.arguments] = constants
-        if not site.varying:
-            return Arguments(values=constants)
-        row = output if site.role == "argument" else output - site.output - 1
-        assert self._view.program.sites[row].role == "argument", "the row of numbers comes before the outputs"
-        bits, entry = int(self._view.record.digests[row]), self._view.layout.entries[row]
-        value = None if entry is None else _decode(bits, entry.dtype)
-        if value is not None:
-            # two NaNs of other bits would have the same text
-            text = f'"nan {bits:#x}"' if value != value and bits != _NAN else json.dumps(plain_value(value))
-            return Arguments(values={**constants, site.varying[0]: text})
-        known = self._view.read_values().get(bits)
-        if known is None:
-            return Arguments(values=constants, digested=site.varying, bits=bits)
-        numbers = zip(site.varying, map(json.dumps, json.loads(known)), strict=True)
-        return Arguments(values={**constants, **dict(numbers)})
-
-    def canonical(self, output: int) -> Hashable:
-        """Return what is equal for equal arguments, whichever were left to their defaults."""
-        known = self.read(output)
-        return tuple(sorted(known.values.items())), known.digested, known.bits
+def read_arguments(view: StepView, output: int) -> Arguments:
+    """Return the arguments of the call that an output row belongs to, or, without outputs, an argument row."""
+    site = view.program.sites[output]
+    constants = _parsed(site.arguments)
+    if not site.varying:
+        return Arguments(values=constants)
+    row = output if site.role == "argument" else output - site.output - 1
+    assert view.program.sites[row].role == "argument", "the row of numbers comes before the outputs"
+    bits, entry = int(view.record.digests[row]), view.layout.entries[row]
+    value = None if entry is None else _decode(bits, entry.dtype)
+    if value is not None:
+        # two NaNs of other bits would have the same text
+        text = f'"nan {bits:#x}"' if value != value and bits != _NAN else json.dumps(plain_value(value))
+        return Arguments(values={**constants, site.varying[0]: text})
+    known = view.read_values().get(bits)
+    if known is None:
+        return Arguments(values=constants, digested=site.varying, bits=bits)
+    numbers = zip(site.varying, map(json.dumps, json.loads(known)), strict=True)
+    return Arguments(values={**constants, **dict(numbers)})
 
 
 def _differing(reference: Arguments, current: Arguments) -> ArgumentDifference | None:
@@ -109,20 +94,18 @@ def other_arguments(
 ) -> dict[int, ArgumentDifference]:
     """Return the rows whose op was called with other arguments: the first of each call, and those that differ.
 
-    ``pairs`` has the positions of each row in both steps, ``argument_rows`` the rows of varying arguments that differ,
-    and ``differs`` is by row.
+    ``pairs`` has the positions of each row, and ``argument_rows`` are the rows of varying arguments that differ.
     """
     if reference.record.program_id == current.record.program_id:
         candidates = _outputs_of(current.program.sites, argument_rows)
     else:
         candidates = _calls_to_examine(reference.program.sites, current.program.sites, pairs)
-    readers = ArgumentReader(reference), ArgumentReader(current)
     by_call: dict[int, ArgumentDifference | None] = {}
     found: dict[int, ArgumentDifference] = {}
     for row, left, right in candidates:
         call = right - current.program.sites[right].output
         if is_first := call not in by_call:
-            by_call[call] = _differing(readers[0].read(left), readers[1].read(right))
+            by_call[call] = _differing(read_arguments(reference, left), read_arguments(current, right))
         difference = by_call[call]
         if difference is not None and (is_first or differs[row]):
             found[row] = difference

@@ -19,7 +19,7 @@ from det_callbacks.verdict import Divergence, Numbers, TensorNumbers, Verdict
 MAX_RANKS = 16
 """Ranks whose tensors are looked into, those that differ first."""
 MEASURED_ORIGINS = 5
-"""Origins of a rank that are: each takes the time to read what was kept of it, and up to 10 KB to tell other ranks."""
+"""Origins of a rank that are: reading each takes time, and telling the other ranks takes up to 10 KB."""
 MAX_OP_STEPS = 10
 """Steps that are recorded again at level op at once; of more, first all are recorded at level state."""
 
@@ -27,18 +27,7 @@ _COLLECTIVES = ("c10d.", "_c10d_functional", "c10d_functional.", "symm_mem.")
 
 
 class KeptNumbers:
-    """Says by how much a divergence differs, from what two runs kept of it.
-
-    Bits are those of the digests that differ, or there are no numbers: each tensor is checked against its digest, and
-    belongs to a site of the digest that the run holds.
-
-    Args:
-        reference: run that was recorded with ``keep_tensors``.
-        current: the other one.
-
-    Raises:
-        ReferenceFormatError: run.json of the reference says nothing that could have been asked for.
-    """
+    """Says by how much a divergence differs, from what two runs kept of it: of the bits whose digests differ."""
 
     def __init__(self, reference: Run, current: Run) -> None:
         self._sides = {"the reference": reference, "the current run": current}
@@ -51,14 +40,13 @@ class KeptNumbers:
 
     def measured(self, first: Mapping[int, FirstDifference]) -> dict[int, FirstDifference]:
         """Return the first differences of ranks; those of the first ranks with their numbers."""
-        ranks = sorted(first, key=lambda rank: first[rank].order)[:MAX_RANKS]
-        return {**first, **{rank: self._measured(first[rank]) for rank in ranks}}
-
-    def _measured(self, known: FirstDifference) -> FirstDifference:
-        listed = dict.fromkeys((known.first, *known.origins[:MEASURED_ORIGINS]))
-        measured = {one: replace(one, numbers=self(known.order[0], one)) for one in listed}
-        origins = tuple(measured.get(one, one) for one in known.origins)
-        return replace(known, first=measured[known.first], origins=origins)
+        found = dict(first)
+        for rank, known in sorted(first.items(), key=lambda one: one[1].order)[:MAX_RANKS]:
+            listed = dict.fromkeys((known.first, *known.origins[:MEASURED_ORIGINS]))
+            measured = {one: replace(one, numbers=self(known.order[0], one)) for one in listed}
+            origins = tuple(measured.get(one, one) for one in known.origins)
+            found[rank] = replace(known, first=measured[known.first], origins=origins)
+        return found
 
     def __call__(self, segment: int, divergence: Divergence) -> Numbers | None:
         """Return by how much a divergence differs; None where nothing was to be kept, or one side has no tensor."""
@@ -67,11 +55,14 @@ class KeptNumbers:
             return None
         if divergence.kind in ("missing", "extra") or divergence.shape is None:
             return None
+        key, found = (divergence.rank, segment, divergence.step), list[SavedTensor]()
         digests = divergence.reference_digest, divergence.current_digest
-        found: list[SavedTensor] = []
-        for name, digest in zip(self._sides, digests, strict=True):
+        for (name, run), digest in zip(self._sides.items(), digests, strict=True):
             try:
-                step = self._open(name, divergence.rank, segment, divergence.step)
+                if (name, *key) not in self._steps:
+                    saved = SavedStep.of(run, rank=key[0], segment=segment, step=divergence.step, kind=KEPT)
+                    self._steps[name, *key] = KeptStep(saved)
+                step = self._steps[name, *key]
                 kept = step.find(divergence, str(digest))
             except ReferenceFormatError as error:
                 return Numbers(problem=f"what {name} kept could not be read: {error}")
@@ -79,13 +70,6 @@ class KeptNumbers:
                 return Numbers(problem=f"{name} did not keep it" + (f": {step.reason}" if step.reason else ""))
             found.append(kept)
         return Numbers(output=(_compare(f"output {divergence.output}", *found),))
-
-    def _open(self, name: str, rank: int, segment: int, step: int) -> KeptStep:
-        key = name, rank, segment, step
-        if key not in self._steps:
-            saved = SavedStep.of(self._sides[name], rank=rank, segment=segment, step=step, kind=KEPT)
-            self._steps[key] = KeptStep(saved)
-        return self._steps[key]
 
 
 def _compare(name: str, reference: SavedTensor, current: SavedTensor) -> TensorNumbers:
@@ -101,15 +85,12 @@ def _compare(name: str, reference: SavedTensor, current: SavedTensor) -> TensorN
 
 
 def next_recording(verdict: Verdict, selection: Selection) -> dict[str, Any] | None:
-    """Return the arguments of ``DeterminismCallback`` that record what a verdict on two runs lacks.
-
-    None where nothing differs, or the runs, which both recorded this selection, hold all there is.
-    """
+    """Return the arguments of ``DeterminismCallback`` that record what a verdict lacks, None for nothing."""
     first = verdict.first_divergence
-    if first is None or (first.kind in ("missing", "extra") and first.shape is None and not first.op):
+    if first is None or first.phase == "metric":  # which is in no step
+        return None
+    if first.kind in ("missing", "extra") and first.shape is None and not first.op:
         return None  # a whole step that only one run has
-    if first.phase == "metric":
-        return None  # no step has it
     steps = range(first.step, first.step + 1) if first.is_origin else _suspects(first.step, selection)
     if len(steps) > MAX_OP_STEPS:
         return {"level": "state"}
@@ -132,10 +113,7 @@ def _suspects(step: int, selection: Selection) -> range:
 
 
 def to_keep(verdict: Verdict) -> tuple[Divergence, str] | None:
-    """Return the divergence whose tensors would have to be kept to say by how much it differs, and their pattern.
-
-    None where that is known, where nothing differs, or where no op made the difference.
-    """
+    """Return the divergence whose tensors have to be kept to say by how much it differs, and their pattern, or None."""
     first = verdict.origins[0] if verdict.origins else verdict.first_divergence
     if first is None or first.kind not in ("content", "argument") or first.shape is None:
         return None

@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -48,6 +48,12 @@ class RankFindings:
     first: FirstDifference | None = None
     whole: list[WholeSteps] = field(default_factory=list)
 
+    def add_whole(self, kind: Literal["missing", "extra"], segment: int, steps: Collection[int]) -> None:
+        """Add the steps of a fit that only one run has."""
+        if steps:
+            known = {"first": min(steps), "last": max(steps), "count": len(steps)}
+            self.whole.append(WholeSteps(rank=self.rank, segment=segment, kind=kind, **known))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankWalk:
@@ -62,23 +68,15 @@ class RankWalk:
     * Digests that were damaged after they were written, before the last equal step, are not noticed; they cannot turn
       a difference into a match. The judge reads small runs whole before.
     * Of a verification only the first step that differs is read; its record says what was found in the others.
-
-    Attributes:
-        is_common: only steps that both runs have are looked at.
-        records: of the ranks, where the current run is a verification.
     """
 
     reference: Run
     current: Run
-    is_common: bool
-    records: Mapping[int, RankRecord]
+    is_common: bool  # only steps that both runs have are looked at
+    records: Mapping[int, RankRecord]  # where the current run is a verification
 
     def compare(self, rank: int) -> RankFindings:
-        """Return what a rank tells.
-
-        Raises:
-            ReferenceFormatError: a file is damaged.
-        """
+        """Return what a rank tells; ReferenceFormatError where a file is damaged."""
         if rank in self.records:
             return self._verified(self.records[rank])
         ours, theirs = self.reference.rank(rank), self.current.rank(rank)
@@ -97,8 +95,8 @@ class RankWalk:
                 if found.first is None and num_differing:
                     found.first = describe_first(compare_steps(*views))
             if not self.is_common:
-                found.whole += _whole("missing", rank, segment, in_ours - in_theirs)
-                found.whole += _whole("extra", rank, segment, in_theirs - in_ours)
+                found.add_whole("missing", segment, in_ours - in_theirs)
+                found.add_whole("extra", segment, in_theirs - in_ours)
         found.tally.num_differing += sum(one.count for one in found.whole)
         return found
 
@@ -112,7 +110,7 @@ class RankWalk:
             place = f"of fit {fit.segment}"
             if len(stored) != fit.num_stored:
                 raise damaged(path, f"it tells of {fit.num_stored} stored steps {place}, and {len(stored)} are there")
-            found.whole += _whole("extra", rank, fit.segment, fit.extra)
+            found.add_whole("extra", fit.segment, fit.extra)
             step = next((step for step in stored if step in fit.differing), None)
             if found.first is None and step is not None:
                 difference = compare_steps(*self.views(rank, fit.segment, step))
@@ -122,7 +120,7 @@ class RankWalk:
                 raise damaged(path, f"it says that step {min(fit.differing)} {place} differs, and no stored step does")
         for segment in self.reference.rank(rank).segments if record.steps == "all" else ():
             missing = self._missing(record, segment)
-            found.whole += _whole("missing", rank, segment, missing)
+            found.add_whole("missing", segment, missing)
             found.tally.num_differing += len(missing)
         return found
 
@@ -164,12 +162,6 @@ def num_equal_steps(ours: Fit, theirs: Fit) -> int:
     return bisect_left(range(num_same), True, key=lambda index: bool(ours.chains[index] != theirs.chains[index]))
 
 
-def _whole(kind: Literal["missing", "extra"], rank: int, segment: int, steps: Collection[int]) -> list[WholeSteps]:
-    if not steps:
-        return []
-    return [WholeSteps(rank=rank, segment=segment, kind=kind, first=min(steps), last=max(steps), count=len(steps))]
-
-
 # what became of each step, for a report that shows all of them
 
 Outcome = Literal["equal", "differs", "missing", "extra", "unkept", "unknown"]
@@ -182,19 +174,13 @@ unknown: a verification kept nothing of it and does not say that it compared it.
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StepOutcome:
-    """What became of one step.
-
-    Attributes:
-        program_id: of the side that has it, the current run's where both do.
-        sites: how they differ; None unless both sides are there and differ.
-    """
+class StepOutcome(NamedTuple):
+    """What became of one step, with the program of the side that has it, the current run's where both do."""
 
     step: int
     outcome: Outcome
     program_id: int
-    sites: StepDifference | None = None
+    sites: StepDifference | None  # where both sides are there and differ
 
 
 def walk_outcomes(
@@ -203,9 +189,6 @@ def walk_outcomes(
     """Yield what became of each step of a fit, in order; one is read at a time, if its chains do not agree.
 
     Of a verification, whose run has its diverging steps only, ``compared`` says by fit what it compared.
-
-    Raises:
-        ReferenceFormatError: a file is damaged.
     """
     ours, theirs = reference.rank(rank).fit(segment), current.rank(rank).fit(segment)
     num_equal = num_equal_steps(ours, theirs) if current.keeps == "all" else 0
@@ -214,21 +197,18 @@ def walk_outcomes(
         left, right = at_ours.get(step, -1), at_theirs.get(step, -1)
         program_id = int(theirs.program_ids[right] if right >= 0 else ours.program_ids[left])
         outcome: Outcome = "equal"
-        sites = None
+        sites: StepDifference | None = None
         if right < 0:
-            outcome = "missing" if current.keeps == "all" else _unkept(step, compared.get(segment))
+            known = compared.get(segment)
+            if current.keeps == "all":
+                outcome = "missing"
+            elif known is None or step not in known.compared:
+                outcome = "unknown"
+            elif step in known.differing:
+                outcome = "unkept"
         elif left < 0:
             outcome = "extra"
         elif left >= num_equal:
-            views = reference.view(rank, segment, step), current.view(rank, segment, step)
-            found = compare_steps(*views)
-            sites = found if found.kinds else None
-            outcome = "differs" if found.kinds else "equal"
-        yield StepOutcome(step=step, outcome=outcome, program_id=program_id, sites=sites)
-
-
-def _unkept(step: int, known: FitRecord | None) -> Outcome:
-    """Return what became of a step that a verification did not keep."""
-    if known is None or step not in known.compared:
-        return "unknown"
-    return "unkept" if step in known.differing else "equal"
+            found = compare_steps(reference.view(rank, segment, step), current.view(rank, segment, step))
+            sites, outcome = (found, "differs") if found.kinds else (None, "equal")
+        yield StepOutcome(step, outcome, program_id, sites)

@@ -30,17 +30,11 @@ TOGETHER = "divergence"
 
 @dataclass(slots=True, kw_only=True)
 class Tally:
-    """How much was compared; counted up while it is, and added up over ranks. ``Coverage`` says what the counts mean.
+    """How much was compared; counted up while it is, and added up over ranks; see ``Coverage``."""
 
-    Attributes:
-        num_steps: that both runs have.
-        num_differing: sites and metrics that differ, and steps that only one run has.
-        steps: the least and the largest that were compared; None before the first.
-    """
-
-    num_steps: int = 0
+    num_steps: int = 0  # that both runs have
     num_sites: int = 0
-    num_differing: int = 0
+    num_differing: int = 0  # sites and metrics, and steps that only one run has
     steps: tuple[int, int] | None = None
     ops_seen: int = 0
     ops_digested: int = 0
@@ -57,8 +51,7 @@ class Tally:
         self._include(steps[0], steps[-1])
         self.ops_seen += program.ops_seen * number
         self.ops_digested += program.ops_digested * number
-        for reason, skipped in program.ops_skipped.items():
-            self.ops_skipped[reason] = self.ops_skipped.get(reason, 0) + skipped * number
+        self._skip(program.ops_skipped, number)
         self.opaque_regions.update(program.opaque_regions)
 
     def add(self, other: "Tally") -> None:
@@ -66,13 +59,16 @@ class Tally:
         for name in ("num_steps", "num_sites", "num_differing", "ops_seen", "ops_digested", "num_metrics"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self._include(*(other.steps or ()))
-        for reason, skipped in other.ops_skipped.items():
-            self.ops_skipped[reason] = self.ops_skipped.get(reason, 0) + skipped
+        self._skip(other.ops_skipped)
         self.opaque_regions |= other.opaque_regions
         for name, entry in other.replayed.items():
             known = self.replayed.setdefault(name, {})
             for key, value in entry.items():
                 known[key] = known.get(key, 0) + value
+
+    def _skip(self, ops: Mapping[str, int], number: int = 1) -> None:
+        for reason, skipped in ops.items():
+            self.ops_skipped[reason] = self.ops_skipped.get(reason, 0) + skipped * number
 
     def _include(self, *steps: int) -> None:
         known = (*(self.steps or ()), *steps)
@@ -81,26 +77,16 @@ class Tally:
 
 @dataclass(slots=True, kw_only=True)
 class FitRecord:
-    """The steps of one fit that a verification compared; filled while it runs.
-
-    Attributes:
-        compared: steps that the reference has, too.
-        differing: those of them that differ.
-        extra: steps that the reference has not.
-        num_stored: steps that differ, or that the reference has not, and that are stored.
-        is_resumed: it went on from a checkpoint, so that no step before its first one is missing.
-        metrics_since: the step that a resumed fit logged nothing before; None of one that began at its start.
-        unrestored: state that a checkpoint did not bring back as the reference had it.
-    """
+    """The steps of one fit that a verification compared; filled while it runs."""
 
     segment: int
-    compared: set[int] = field(default_factory=set)
+    compared: set[int] = field(default_factory=set)  # steps that the reference has, too
     differing: set[int] = field(default_factory=set)
     extra: set[int] = field(default_factory=set)
-    num_stored: int = 0
-    is_resumed: bool = False
-    metrics_since: int | None = None
-    unrestored: tuple[str, ...] = ()
+    num_stored: int = 0  # of those that differ or are extra
+    is_resumed: bool = False  # so that no step before its first one is missing
+    metrics_since: int | None = None  # the step that a resumed fit logged nothing before
+    unrestored: tuple[str, ...] = ()  # state that a checkpoint did not bring back as the reference had it
 
     def missing(self, known: Iterable[int]) -> set[int]:
         """Return which steps of the reference it ought to have had by its end."""
@@ -110,29 +96,17 @@ class FitRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
-    """Where a verification was stopped, so that what comes later is not missing.
-
-    Attributes:
-        step: the last one that was compared; -1 before the first.
-        reason: TOGETHER, or the name of an exception.
-        is_within: the step had not ended: only what it had reached was compared.
-    """
+    """Where a verification was stopped, so that what comes later is not missing."""
 
     segment: int
-    step: int
-    reason: str
-    is_within: bool = False
+    step: int  # the last one that was compared; -1 before the first
+    reason: str  # TOGETHER, or the name of an exception
+    is_within: bool = False  # the step had not ended: only what it had reached was compared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRecord:
-    """What one rank of a verification compared.
-
-    Attributes:
-        tally: of all that was compared, stored or not; metrics are not in it, which are stored.
-        environment: how that of this rank differs from the reference's.
-        stopped: None where all fits came to their end.
-    """
+    """What one rank of a verification compared, stored or not; but for metrics, which are all stored."""
 
     run_id: str
     reference_id: str
@@ -148,8 +122,7 @@ class RankRecord:
         return next((fit for fit in self.fits if fit.segment == segment), None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sealed:
+class _Sealed(msgspec.Struct):
     digest: str
     record: msgspec.Raw
 
@@ -167,11 +140,7 @@ def write_record(folder: Path, record: RankRecord) -> None:
 
 
 def read_record(current: Run, rank: int) -> RankRecord:
-    """Return the record of a rank of a verification.
-
-    Raises:
-        ReferenceFormatError: it is missing, damaged or of another verification.
-    """
+    """Return the record of a rank; ReferenceFormatError where it is missing, damaged or of another verification."""
     path = record_path(current.path, rank)
     try:
         sealed = msgspec.json.decode(path.read_bytes(), type=_Sealed)
@@ -192,11 +161,7 @@ def read_record(current: Run, rank: int) -> RankRecord:
 
 
 def read_records(reference: Run, current: Run) -> dict[int, RankRecord]:
-    """Return the record of each rank of a verification.
-
-    Raises:
-        ReferenceFormatError: one is missing or damaged, or the reference is another one now.
-    """
+    """Return the record of each rank; ReferenceFormatError where one cannot be read, or the reference is another."""
     records = {rank: read_record(current, rank) for rank in current.ranks}
     others = {record.reference_id for record in records.values()} - {reference.manifest.run_id}
     if others:

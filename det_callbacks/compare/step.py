@@ -21,10 +21,7 @@ class StepCounter:
         self._known: dict[tuple[int, ...], Alignment] = {}
 
     def count(self, reference: StepView, current: StepView) -> tuple[int, int]:
-        """Return how many sites both steps have, and how many divergences there are.
-
-        The same program on both sides costs one comparison of two arrays.
-        """
+        """Return how many sites both steps have, and how many divergences there are."""
         ours, theirs = reference.record, current.record
         if (ours.program_id, ours.layout_id) == (theirs.program_id, theirs.layout_id):
             differs = ours.digests != theirs.digests
@@ -41,13 +38,7 @@ class StepCounter:
 
 
 def compare_steps(reference: StepView, current: StepView) -> StepDifference:
-    """Return how a step differs from the reference's; different programs are aligned first.
-
-    Example:
-        >>> difference = compare_steps(reference.view(0, 0, 12), current.view(0, 0, 12))  # doctest: +SKIP
-        >>> [origin.op for origin in difference.origins]  # doctest: +SKIP
-        ['aten.index_add_.default']
-    """
+    """Return how a step differs from the reference's; different programs are aligned first."""
     return StepDifference(reference, current, align(reference, current))
 
 

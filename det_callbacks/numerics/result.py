@@ -9,7 +9,7 @@ from typing import Any, Literal
 from det_callbacks.errors import NumericsError
 from det_callbacks.report.numerics import numerics_text
 from det_callbacks.runs.files import replace_atomically
-from det_callbacks.verdict import TensorNumbers
+from det_callbacks.verdict import TensorNumbers, as_json
 
 Phase = Literal["initial", "module", "output", "loss", "gradient", "parameter", "buffer"]
 Kind = Literal["equal", "content", "structure", "missing", "extra"]
@@ -66,7 +66,7 @@ class TensorComparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data; an infinite excess is the text "inf"."""
-        numbers = None if self.numbers is None else self.numbers.to_dict()
+        numbers = None if self.numbers is None else as_json(self.numbers)
         excess = self.excess if math.isfinite(self.excess) else "inf"
         known = {one.name: getattr(self, one.name) for one in fields(self)}
         return {**known, "close": self.close, "excess": excess, "numbers": numbers}

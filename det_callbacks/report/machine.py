@@ -7,7 +7,7 @@ from dataclasses import asdict
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from det_callbacks.compare.arguments import ArgumentReader
+from det_callbacks.compare.arguments import read_arguments
 from det_callbacks.errors import SelectionError
 from det_callbacks.nondeterminism import BEHAVIOURS, OpFact, may_apply
 from det_callbacks.report.console import Section, Table, count
@@ -84,13 +84,12 @@ def _find_uses(
     facts_of: Mapping[str, Sequence[OpFact]], view: StepView, ops: set[str]
 ) -> Iterator[tuple[OpFact, Site]]:
     """Yield which facts may be about a site of a step; add all ops that there are."""
-    reader = ArgumentReader(view)
     for position, site in enumerate(view.program.sites):
         if not site.op or site.role not in ("output", "value"):
             continue
         ops.add(site.op)
         for fact in facts_of[site.op.rpartition(".")[0]]:
-            known = reader.read(position)
+            known = read_arguments(view, position)
             arguments = {name: json.loads(text) for name, text in known.values.items()}
             if may_apply(fact, op=site.op, phase=site.phase, arguments=arguments, unknown=known.digested):
                 yield fact, site

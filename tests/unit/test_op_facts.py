@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import grid_sample, interpolate
 from tracing import traced
 
-from det_callbacks.compare.arguments import ArgumentReader
+from det_callbacks.compare.arguments import read_arguments
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.nondeterminism import OpFact, may_apply, parse_docstring, read_op_facts
 
@@ -124,12 +124,11 @@ def applying(call: Call) -> set[tuple[str, str]]:
             output.sum().backward()
 
     view = traced(body).view()
-    reader = ArgumentReader(view)
     calls = [
         {
             "op": site.op,
             "phase": site.phase,
-            "arguments": {name: json.loads(text) for name, text in reader.read(position).values.items()},
+            "arguments": {name: json.loads(text) for name, text in read_arguments(view, position).values.items()},
         }
         for position, site in enumerate(view.program.sites)
         if site.op and site.role in ("output", "value")
