@@ -238,8 +238,7 @@ class _Judge:
         is_mean = reading.where == "epoch"
         is_recorded = all(one.is_every_step if is_mean else one.selects_step(reading.step) for one in selections)
         is_after_gap = reading.step >= 0 and not is_recorded
-        first = replace(first, choices=choices_of_steps(self.environment), is_after_gap=is_after_gap)
-        return first.beside_moved(*(read_metrics(run, first.segment) for run in runs))
+        return replace(first, choices=choices_of_steps(self.environment), is_after_gap=is_after_gap)
 
     @cached_property
     def tally(self) -> Tally:

@@ -26,23 +26,15 @@ _AFTER_SITES = 1 << 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricDifference:
-    """A metric that differs.
+    """A metric that differs, with its values in both runs (None in the one that lacks it) and where they stand."""
 
-    Attributes:
-        order: among the differences of the run: after all sites of its step.
-        values: of both runs; None in the one that lacks it.
-        readings: in which they stand; see ``beside_moved``.
-        choices: that differ, and can change bits.
-        is_after_gap: a step that was not recorded may have changed what it was computed from.
-    """
-
-    order: tuple[int, int, int, int]
+    order: tuple[int, int, int, int]  # among the differences of the run: after all sites of its step
     segment: int
     name: str
     values: tuple[Metric | None, Metric | None]
     readings: tuple[Reading, Reading]
-    choices: Sequence[EnvironmentDifference] = ()
-    is_after_gap: bool = False
+    choices: Sequence[EnvironmentDifference] = ()  # that differ, and can change bits
+    is_after_gap: bool = False  # a step that was not recorded may have changed what it was computed from
 
     @property
     def kind(self) -> Kind:
@@ -52,32 +44,19 @@ class MetricDifference:
             return "extra" if left is None else "missing"
         return "content" if left.bits[:2] == right.bits[:2] else "structure"
 
-    def beside_moved(self, reference: Readings, current: Readings) -> "MetricDifference":
-        """Return it with the other run's reading of it after another step of the same epoch, where there is one."""
-        known, lacking = self.readings[1], int(self.kind == "missing")
-        if None not in self.values or known.where in CALLS:
-            return self
-        sides = reference.by_key, current.by_key
-        for key, one in sides[lacking].items():
-            is_same = (one.where, one.epoch) == (known.where, known.epoch) and self.name in one.metrics
-            if is_same and key not in sides[1 - lacking]:
-                return replace(self, readings=(known, one) if lacking else (one, known))
-        return self
-
     @property
-    def is_moved(self) -> bool:
-        """Whether it is in both runs, after different steps of the same epoch."""
-        return None in self.values and self.readings[0].step != self.readings[1].step
+    def is_read_in_one(self) -> bool:
+        """Whether one run reads no metric at all there: a shorter epoch is read at another step."""
+        return not all(reading.metrics for reading in self.readings)
 
     def follows_from(self, segment: int) -> bool:
-        """Whether steps of a fit that only one run has explain it: a shorter epoch is read at another step."""
-        is_read_in_one = self.is_moved or not all(reading.metrics for reading in self.readings)
-        return self.segment == segment and self.readings[1].step >= 0 and is_read_in_one
+        """Whether steps of a fit that only one run has explain it."""
+        return self.segment == segment and self.readings[1].step >= 0 and self.is_read_in_one
 
     def shows_in(self, segment: int, step: int) -> bool:
         """Whether a step that differs says more of it: the first one in which an epoch had ended in one run only."""
-        is_near = self.segment == segment and step <= 1 + max(reading.step for reading in self.readings)
-        return is_near and self.cause == "data_order"
+        is_near = self.segment == segment and step <= 1 + self.readings[1].step
+        return is_near and self.is_read_in_one and self.explaining_choice is None
 
     @property
     def evidence(self) -> list[tuple[str, str, str]]:
@@ -104,9 +83,7 @@ class MetricDifference:
         """As the verdict names it."""
         known = self.known_reason[0]
         is_explained = known == "unknown" and self.is_after_gap and earlier_choice(self.choices) is not None
-        if is_explained or self.explaining_choice is not None:
-            return "settings"
-        return "data_order" if self.is_moved else known
+        return "settings" if is_explained or self.explaining_choice is not None else known
 
     def divergence(self) -> Divergence:
         """Return it as the verdict has it."""
@@ -130,9 +107,8 @@ class MetricDifference:
 class MetricComparison:
     """Compares the readings of a run, of its fits and of the calls after each, with the reference's as they come.
 
-    Readings with the same ``Reading.key`` are a pair, and in a pair metrics with the same name.
-
-    With ``is_common``, readings that only one run has are no differences. ``num_compared`` metrics are in both runs.
+    Readings with the same ``Reading.key`` are a pair, and in a pair metrics with the same name. With ``is_common``,
+    readings that only one run has are no differences. ``num_compared`` metrics are in both runs.
     """
 
     def __init__(self, *, is_common: bool) -> None:

@@ -168,7 +168,8 @@ def advise_metric(metric: MetricDifference) -> str:
     if metric.explaining_choice is not None:
         return ""
     if metric.kind != "content":
-        return _OTHER_EPOCHS if metric.is_moved else ""
+        where = "Look at what decides where epochs end: limit_train_batches, drop_last and the length of the data"
+        return where if metric.is_read_in_one else ""
     if found.startswith(LENGTH):
         return f"The data are others: {found} are not as many"
     if found.startswith(GENERATOR):

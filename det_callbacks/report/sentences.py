@@ -290,10 +290,6 @@ def explain_match(tally: Tally, *, num_ranks: int) -> str:
 def explain_metric(metric: MetricDifference) -> str:
     """Return what is said of the first metric that differs, without its final stop."""
     left, right = metric.values
-    if metric.is_moved:
-        (ours, where), (theirs, _) = ((reading.step, reading.where) for reading in metric.readings)
-        place = ("of the validation " if where == "validation" else "") + f"of epoch {metric.readings[1].epoch}"
-        return f"metric {metric.name} {place} comes after step {ours} in the reference, after step {theirs} now"
     what = f"metric {metric.name} {_reading(metric)}"
     if left is None or right is None:
         return f"{what} is only in the {'current run' if left is None else 'reference'}"
