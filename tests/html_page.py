@@ -10,20 +10,19 @@ from typing import Any
 
 @dataclass
 class HeatMap:
-    """One heat map: the labels of its rows, and of each column its first and last step and a letter a row."""
+    """One heat map: the labels of its rows, and the letters of each step's column by row."""
 
     name: str = ""
     labels: list[str] = field(default_factory=list)
-    columns: list[tuple[int, int, dict[int, str]]] = field(default_factory=list)
+    columns: dict[int, dict[int, str]] = field(default_factory=dict)
 
     def state(self, step: int, module: str) -> str:
         """Return the letter of a cell."""
-        cells = next(cells for first, last, cells in self.columns if first <= step <= last)
-        return cells.get(self.labels.index(module), ".")
+        return self.columns[step].get(self.labels.index(module), ".")
 
     def letters(self) -> str:
         """Return the worst letter of each column."""
-        return "".join(min(cells.values(), key="ocm".index, default=".") for _, _, cells in self.columns)
+        return "".join(min(cells.values(), key="ocm".index, default=".") for cells in self.columns.values())
 
 
 @dataclass
@@ -41,7 +40,7 @@ class _Parser(HTMLParser):
         super().__init__()
         self.page = Page()
         self._inside: list[str] = []
-        self._height = 0
+        self._cells: dict[int, str] = {}
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         attributes = {name: value or "" for name, value in attrs}
@@ -49,13 +48,11 @@ class _Parser(HTMLParser):
         self._inside.append(tag)
         if attributes.get("class") == "heat":
             self.page.maps.append(HeatMap())
-        elif attributes.get("class") == "labels":
-            self._height = int(re.search(r"(\d+)px", attributes["style"])[1])
         elif tag == "li" and self.page.maps and "title" in attributes:
             self.page.maps[-1].labels.append(attributes["title"])
         elif tag == "path" and attributes["class"] in ("m", "c", "o"):
             for y in re.findall(r"M0 (\d+)", attributes["d"]):
-                self.page.maps[-1].columns[-1][2][int(y) // self._height] = attributes["class"]
+                self._cells[int(y) // 16] = attributes["class"]
 
     def handle_endtag(self, tag: str) -> None:
         while tag in self._inside and self._inside.pop() != tag:
@@ -66,8 +63,7 @@ class _Parser(HTMLParser):
         if inside == "style":
             self.page.style += data
         elif inside == "title" and self.page.maps:
-            first, last = re.match(r"Steps? (\d+)(?: to (\d+))?: ", data).groups()
-            self.page.maps[-1].columns.append((int(first), int(last or first), {}))
+            self._cells = self.page.maps[-1].columns.setdefault(int(re.match(r"Step (\d+): ", data)[1]), {})
         elif inside == "summary" and self.page.maps and not self.page.maps[-1].labels:
             self.page.maps[-1].name += data.partition(":")[0]
         else:

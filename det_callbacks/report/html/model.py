@@ -1,13 +1,9 @@
-"""What the HTML report shows beside the verdict: the two runs read once more, as plain data that is bounded.
-
-The verdict says what is so. The runs tell what it leaves out: the state of each module in each step, and the first
-sites of each step that differs.
-"""
+"""What the page shows beside the verdict: what became of each module in each step, and the first sites that differ."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import compress, groupby
 
 import numpy as np
 
@@ -20,56 +16,46 @@ from det_callbacks.runs.program import Site
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import MAX_ORIGINS, Divergence, Verdict
 
-MAX_MAPS, MAX_COLUMNS, MAX_ROWS = 16, 800, 100
-"""Heat maps (one for each rank and fit), columns of all of them (200 of each at most), and rows of each."""
-MAX_STEPS, FIRST_SITES, MAX_SITES = 120, 200, 20
-"""Steps that are listed in all, sites of the first step of each map in all, and of any other step."""
+MAX_MAPS, MAX_COLUMNS, MAX_ROWS = 8, 100, 60
+"""Heat maps (one for each rank and fit), and the columns and rows of each."""
+NUM_BEFORE = 10
+"""Columns before the first step that is not equal."""
+MAX_STEPS, FIRST_SITES, MAX_SITES = 10, 100, 20
+"""Steps of each map whose sites are listed, sites of the first of them, and of any other."""
 MAX_SPANS = 50
 
-STATES = ".mco"
-"""Of a cell: not compared, match, carried on, origin; the worst is shown."""
-
+RANK_COLUMNS = ("rank", "fit", "first step", "steps differing", "sites differing", "starting here")
+_SITE_COLUMNS = ("site", "state", "phase", "module", "op or name", "tensor", "reference", "current", "kind", "source")
+_STATES = np.array([*".mco"])
+"""Of a cell, each worse than the one before: not compared, match, carried on, origin."""
 _UNSEEN: Mapping[Outcome, str] = {
     "missing": "only in the reference",
     "extra": "only in the current run",
     "unkept": "differ, and were not kept: a verification keeps the first 100",
     "unknown": "not compared",
 }
-_SITE_COLUMNS = ("site", "state", "phase", "module", "op or name", "tensor", "reference", "current", "kind", "source")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepDetails:
-    """One step that differs: in how many sites, in words, and the first of them."""
+@dataclass(slots=True, kw_only=True)
+class Column:
+    """One step: in words, as a state for each row, and the first sites that differ in it, where they are listed."""
 
     step: int
-    text: str
-    sites: Table
-    num_left_out: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Column:
-    """The steps of one column of a heat map in words, a state for each row, and the step below that it leads to."""
-
-    first: int
-    text: str
-    states: str
-    leads_to: int | None
+    text: str = ""
+    states: str = ""
+    sites: Table | None = None
+    num_left_out: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeatMap:
-    """What became of each module in each step of one fit of one rank.
+    """What became of each module in the steps of one fit of one rank, from shortly before the first difference on.
 
     Attributes:
-        name: "Rank 1, segment 2".
-        place: likewise, in addresses.
+        place: rank and fit, in addresses.
         is_first: whether the first divergence is of this rank.
         labels: of the rows, modules in the order in which they run; one that ends in * stands for several.
-        columns: in order.
-        steps: the first steps that differ.
-        outcomes: how many steps are equal, differ, and so on.
+        outcomes: how many steps of the fit are equal, differ, and so on.
         unseen: in words: the steps that were not compared site by site.
         ranks_row: what the table of ranks says of it, as in ``RANK_COLUMNS``.
     """
@@ -77,185 +63,141 @@ class HeatMap:
     name: str
     place: str
     is_first: bool
-    labels: tuple[str, ...]
-    columns: tuple[Column, ...]
-    steps: tuple[StepDetails, ...]
+    labels: Sequence[str]
+    columns: Sequence[Column]
     outcomes: Mapping[Outcome, int]
-    unseen: tuple[str, ...]
-    ranks_row: tuple[object, ...]
-
-
-RANK_COLUMNS = ("rank", "fit", "first step", "steps differing", "sites differing", "starting here")
+    unseen: Sequence[str]
+    ranks_row: Sequence[object]
 
 
 def build_maps(verdict: Verdict, reference: Run, current: Run) -> tuple[list[HeatMap], int]:
     """Return the heat maps of two runs, and how many there would be more; none of other numbers of processes.
 
-    It takes 5 to 20 milliseconds for each step that differs, at 5,000 sites.
-
-    Raises:
-        ReferenceFormatError: a file of a run is damaged.
+    Of too many, those of ranks where a difference starts are shown. It takes 5 to 20 milliseconds for each step that
+    differs, at 5,000 sites. Raises ReferenceFormatError where a file of a run is damaged.
     """
     if reference.manifest.world_size != current.manifest.world_size:
         return [], 0
-    builder = _Builder(verdict, reference, current)
-    maps = builder.build()
-    return maps, len(builder.fits) - len(maps)
+    ranks = [(rank, run.rank(rank)) for run in (reference, current) for rank in run.ranks]
+    fits = {(number, fit) for number, rank in ranks for fit in rank.segments if len(rank.steps(fit))}
+    urgent = {one.rank for one in (verdict.first_divergence, *verdict.origins) if one is not None}
+    shown = sorted(sorted(fits, key=lambda fit: (fit[0] not in urgent, fit))[:MAX_MAPS])
+    begun: set[int] = set()
+    return [_build_map(verdict, (reference, current), *fit, begun) for fit in shown], len(fits) - len(shown)
 
 
-class _Builder:
-    """Reads two runs, a step at a time."""
+def _build_map(verdict: Verdict, runs: tuple[Run, Run], rank: int, segment: int, begun: set[int]) -> HeatMap:
+    """Return the heat map of one fit; ``begun`` has the ranks that differ already, and this one from then on."""
+    programs = {
+        int(identity): run.program(int(identity)).sites
+        for run in runs
+        for identity in run.rank(rank).fit(segment).program_ids
+    }
+    row_of, labels = _rows_of_modules(programs.values())
 
-    def __init__(self, verdict: Verdict, reference: Run, current: Run) -> None:
-        self._verdict = verdict
-        self._runs = reference, current
-        self._compared = {rank: read_compared(current, rank) for rank in reference.ranks if rank in current.ranks}
-        self._begun: set[int] = set()
-        self._row_of: dict[str, int] = {}
-        self._rows_of_program: dict[int, np.ndarray] = {}
-        self.fits = [
-            (rank, segment)
-            for rank in self._compared
-            for segment in sorted({*reference.rank(rank).segments, *current.rank(rank).segments})
-            if self._steps(rank, segment)
-        ]
+    def cells(sites: Iterable[Site]) -> np.ndarray:
+        return np.bincount([row_of[site.module] for site in sites], minlength=len(labels))
 
-    def build(self) -> list[HeatMap]:
-        """Return the maps, of too many those of ranks where a difference starts."""
-        started = (self._verdict.first_divergence, *self._verdict.origins)
-        urgent = {one.rank for one in started if one is not None}
-        shown = sorted(sorted(self.fits, key=lambda fit: fit[0] not in urgent)[:MAX_MAPS])
-        labels = self._label_rows(shown)
-        return [self._map(*fit, labels, share=len(shown)) for fit in shown]
-
-    def _steps(self, rank: int, segment: int) -> list[int]:
-        return sorted({int(step) for run in self._runs for step in run.rank(rank).steps(segment)})
-
-    def _label_rows(self, fits: Sequence[tuple[int, int]]) -> tuple[str, ...]:
-        """Find the row of each module of all programs, in the order in which they run, and return the labels."""
-        programs = {
-            int(identity): run.program(int(identity)).sites
-            for run in self._runs
-            for rank, segment in fits
-            for identity in run.rank(rank).fit(segment).program_ids
-        }
-        found: dict[str, None] = {}
-        for sites in programs.values():
-            found.update((site.module, None) for site in sites if site.op)  # a step lists the state of all first
-            found.update((site.module, None) for site in sites)
-        labels = group_modules(sorted(found, key=lambda name: {"": 0, "?": 2}.get(name, 1)))
-        rows = {label: row for row, label in enumerate(dict.fromkeys(labels.values()))}
-        self._row_of = {name: rows[label] for name, label in labels.items()}
-        self._rows_of_program = {identity: self._rows_of(sites) for identity, sites in programs.items()}
-        return tuple(rows)
-
-    def _rows_of(self, sites: Iterable[Site]) -> np.ndarray:
-        return np.array([self._row_of[site.module] for site in sites], dtype=np.int64)
-
-    def _map(self, rank: int, segment: int, labels: tuple[str, ...], *, share: int) -> HeatMap:
-        """Return the heat map of a fit, one of so many that share what is listed."""
-        steps = self._steps(rank, segment)
-        num_columns = min(len(steps), 200, MAX_COLUMNS // share)
-        bounds = [index * len(steps) // num_columns for index in range(num_columns + 1)]
-        compared, differing, starting = cells = np.zeros((3, num_columns, len(labels)), dtype=np.int64)
-        details: list[StepDetails] = []
-        history: list[tuple[Outcome, int]] = []
-        for index, done in enumerate(walk_outcomes(*self._runs, rank, segment, self._compared[rank])):
-            column = int(np.searchsorted(bounds, index, side="right")) - 1
-            history.append((done.outcome, done.step))
-            if done.outcome in _UNSEEN:
-                continue
-            modules = self._rows_of_program[done.program_id]
-            compared[column] += np.bincount(modules, minlength=len(labels))
-            if done.sites is None:
-                continue
+    totals = {identity: cells(sites) for identity, sites in programs.items()}
+    columns, outcomes, num_listed, sums = list[Column](), list[tuple[Outcome, int]](), 0, [0, 0]
+    for done in walk_outcomes(*runs, rank, segment, read_compared(runs[1], rank)):
+        outcomes.append((done.outcome, done.step))
+        if done.outcome in _UNSEEN:
+            text = f"Step {done.step}: {_UNSEEN[done.outcome]}"
+            columns.append(Column(step=done.step, text=text, states="." * len(labels)))
+            continue
+        total, column = totals[done.program_id], Column(step=done.step)
+        worst, counts = np.minimum(total, 1), (0, 0)
+        if done.sites is not None:
             sites = [done.sites.site(row) for row in done.sites.rows.tolist()]
-            places, starts = self._rows_of(sites), self._starting(done.sites, sites)
-            differing[column] += np.bincount(places, minlength=len(labels))
-            starting[column] += np.bincount(places[starts], minlength=len(labels))
-            if len(details) < MAX_STEPS // share:
-                limit = MAX_SITES if details else max(MAX_SITES, FIRST_SITES // share)
+            starts = _starting(verdict, done.sites, sites, is_first=rank not in begun)
+            begun.add(rank)
+            starting = list(compress(sites, starts))
+            worst = np.maximum.reduce([worst, 2 * (cells(sites) > 0), 3 * (cells(starting) > 0)])
+            counts = len(sites), len(starting)
+            sums = [one + other for one, other in zip(sums, counts, strict=True)]
+            if num_listed < MAX_STEPS:
+                limit = MAX_SITES if num_listed else FIRST_SITES
                 listed = sorted(np.argsort(~starts, kind="stable")[:limit].tolist())  # where it starts comes first
                 rows = [_site_row(done.sites, int(done.sites.rows[one]), starts=starts[one]) for one in listed]
-                details.append(
-                    StepDetails(
-                        step=done.step,
-                        text=_text((done.step, done.step), len(modules), len(sites), int(starts.sum())),
-                        sites=Table(columns=_SITE_COLUMNS, rows=rows),
-                        num_left_out=len(sites) - len(listed),
-                    )
-                )
-        worst = np.maximum.reduce([compared > 0, 2 * (differing > 0), 3 * (starting > 0)])
-        letters = np.array([*STATES])[worst]
-        columns = []
-        for number, (start, stop) in enumerate(pairwise(bounds)):
-            span = steps[start], steps[stop - 1]
-            text = _text(span, *(int(one.sum()) for one in cells[:, number]))
-            leads_to = next((one.step for one in details if span[0] <= one.step <= span[1]), None)
-            columns.append(Column(first=span[0], text=text, states="".join(letters[number]), leads_to=leads_to))
-        spans = [(outcome, [step for _, step in group]) for outcome, group in groupby(history, key=lambda one: one[0])]
-        unseen = [f"{_span(one[0], one[-1])}: {_UNSEEN[outcome]}" for outcome, one in spans if outcome in _UNSEEN]
-        outcomes, first = Counter(outcome for outcome, _ in history), self._verdict.first_divergence
-        began = next((step for outcome, step in history if outcome not in ("equal", "unknown")), "")
-        shares = f"{outcomes['differs']:,} of {len(steps):,}", int(differing.sum()), int(starting.sum())
-        return HeatMap(
-            name=f"Rank {rank}{f', segment {segment}' if segment else ''}",
-            place=f"s{rank}-{segment}",
-            is_first=first is not None and first.rank == rank,
-            labels=labels,
-            columns=tuple(columns),
-            steps=tuple(details),
-            outcomes=outcomes,
-            unseen=tuple(at_most(MAX_SPANS, unseen)),
-            ranks_row=(rank, segment, began, *shares),
-        )
-
-    def _starting(self, sites: StepDifference, found: Sequence[Site]) -> np.ndarray:
-        """Return at which of the differing sites a difference starts.
-
-        In the first step of a rank that differs the verdict says which ops those are: it knows of other ranks, and of
-        writers that nobody saw. What enters a later step was carried on to there.
-        """
-        rank, step, first = sites.current.rank, sites.current.record.step, self._verdict.first_divergence
-        starting = np.isin(sites.rows, sites.starting("here"))
-        if rank in self._begun:
-            return starting
-        self._begun.add(rank)
-        if len(self._verdict.origins) < MAX_ORIGINS:
-            origins = {_place(one) for one in self._verdict.origins if (one.rank, one.step) == (rank, step)}
-            starting[:] = [_place(site) in origins for site in found]
-        is_of_first = first is not None and first.rank == rank
-        enters = np.isin(sites.rows, sites.starting("outside"))
-        return starting | (enters & [is_of_first or site.name is not None for site in found])
-
-
-def _site_row(sites: StepDifference, row: int, *, starts: bool) -> tuple[object, ...]:
-    """Return a row of the alignment of a step that differs."""
-    left, right = sites.places(row)
-    site, kind = sites.site(row), sites.kinds.get(row, "")
-    digests, tensors = [], []
-    for view, place in ((sites.reference, left), (sites.current, right)):
-        digests.append(f"{int(view.record.digests[place]):016x}" if place >= 0 else "-")
-        tensors += [describe_tensor(view.layout.entries[place])] if place >= 0 else []
-    is_proven = sites.starts.get(row) in ("here", "outside", None)
-    state = "starts here" if starts else "carried on" if is_proven else "differs, start not proven"
-    source = site.source or (sites.reference.program.sites[left].source if left >= 0 else ())
-    return (
-        *(left if right < 0 else right, state, site.phase, _label_of(site.module), describe_site(site)),
-        f"{tensors[0]} in the reference, {tensors[-1]} now" if kind == "structure" else tensors[-1],
-        *(*digests, kind, source[0] if source else ""),
+                column.sites, column.num_left_out = Table(columns=_SITE_COLUMNS, rows=rows), len(sites) - len(listed)
+                num_listed += 1
+        column.text, column.states = _text(done.step, int(total.sum()), *counts), "".join(_STATES[worst])
+        columns.append(column)
+    began = next((place for place, (outcome, _) in enumerate(outcomes) if outcome != "equal"), 0)
+    since = max(0, began - NUM_BEFORE)
+    spans = [(outcome, [step for _, step in group]) for outcome, group in groupby(outcomes, key=lambda one: one[0])]
+    unseen = [f"{_span(one[0], one[-1])}: {_UNSEEN[outcome]}" for outcome, one in spans if outcome in _UNSEEN]
+    numbers, first = Counter(outcome for outcome, _ in outcomes), verdict.first_divergence
+    first_step = next((step for outcome, step in outcomes if outcome not in ("equal", "unknown")), "")
+    return HeatMap(
+        name=f"Rank {rank}{f', segment {segment}' if segment else ''}",
+        place=f"s{rank}-{segment}",
+        is_first=first is not None and first.rank == rank,
+        labels=labels,
+        columns=columns[since : since + MAX_COLUMNS],
+        outcomes=numbers,
+        unseen=at_most(MAX_SPANS, unseen),
+        ranks_row=(rank, segment, first_step, f"{numbers['differs']:,} of {len(outcomes):,}", *sums),
     )
+
+
+def _starting(verdict: Verdict, step: StepDifference, sites: Sequence[Site], *, is_first: bool) -> np.ndarray:
+    """Return at which of the differing sites a difference starts.
+
+    In the first step of a rank that differs the verdict says which ops those are: it knows of other ranks, and of
+    writers that nobody saw. What enters a later step was carried on to there.
+    """
+    starting = np.isin(step.rows, step.starting("here"))
+    if not is_first:
+        return starting
+    rank, number, first = step.rank, step.step, verdict.first_divergence
+    if len(verdict.origins) < MAX_ORIGINS:
+        origins = {_place(one) for one in verdict.origins if (one.rank, one.step) == (rank, number)}
+        starting[:] = [_place(site) in origins for site in sites]
+    enters = np.isin(step.rows, step.starting("outside"))
+    is_of_first = first is not None and first.rank == rank
+    return starting | (enters & [is_of_first or site.name is not None for site in sites])
+
+
+def _place(site: Site | Divergence) -> tuple[str, str, str, int, int]:
+    return (site.phase, site.module, site.op, site.occurrence, site.output)
+
+
+def _site_row(step: StepDifference, row: int, *, starts: bool) -> tuple[object, ...]:
+    """Return a row of the table of a step's sites."""
+    shown, kind, (left, right) = step.describe(row), step.kinds[row], step.places(row)
+    sides = (step.reference, left), (step.current, right)
+    tensors = [describe_tensor(view.layout.entries[place]) for view, place in sides if place >= 0]
+    is_proven = step.starts.get(row) in ("here", "outside", None)
+    return (
+        right if right >= 0 else left,
+        "starts here" if starts else "carried on" if is_proven else "differs, start not proven",
+        *(shown.phase, _label_of(shown.module), describe_site(step.site(row))),
+        f"{tensors[0]} in the reference, {tensors[-1]} now" if kind == "structure" else tensors[-1],
+        *(shown.reference_digest or "-", shown.current_digest or "-", kind, next(iter(shown.source), "")),
+    )
+
+
+def _rows_of_modules(programs: Iterable[Sequence[Site]]) -> tuple[dict[str, int], list[str]]:
+    """Return the row of each module, in the order in which they run, and the labels of the rows."""
+    sites = [site for known in programs for site in known]
+    modules = dict.fromkeys(
+        site.module for site in sorted(sites, key=lambda site: not site.op)
+    )  # state is listed first
+    names = group_modules(sorted(modules, key=lambda name: {"": 0, "?": 2}.get(name, 1)))
+    labels = list(dict.fromkeys(names.values()))
+    return {module: labels.index(label) for module, label in names.items()}, labels
 
 
 def group_modules(names: Sequence[str], limit: int = MAX_ROWS) -> dict[str, str]:
     """Return the label of each module's row: its name, or as deep into it as makes no more rows than there may be."""
     labels = {name: _label_of(name) for name in names}
-    deepest = max((name.count(".") + 1 for name in names), default=1)
-    for depth in range(deepest - 1, 0, -1):
+    for depth in range(max((name.count(".") for name in names), default=0), 0, -1):
         if len(set(labels.values())) <= limit:
             break
         labels |= {name: ".".join(name.split(".")[:depth]) + ".*" for name in names if name.count(".") >= depth}
-    rest = frozenset(list(dict.fromkeys(labels.values()))[limit - 1 :])
+    rest = list(dict.fromkeys(labels.values()))[limit - 1 :]
     return {name: "(other modules)" if len(rest) > 1 and label in rest else label for name, label in labels.items()}
 
 
@@ -267,12 +209,8 @@ def _span(first: int, last: int) -> str:
     return f"Step {first}" if first == last else f"Steps {first} to {last}"
 
 
-def _text(span: tuple[int, int], num_sites: int, num_differing: int, num_starting: int) -> str:
+def _text(step: int, num_sites: int, num_differing: int, num_starting: int) -> str:
     """Return "Step 3: 17 of 5,000 sites differ, starting at 2 of them"."""
     verb = "differs" if num_differing == 1 else "differ"
     starting = f", starting at {num_starting:,} of them" if num_starting else ""
-    return f"{_span(*span)}: {num_differing:,} of {count(num_sites, 'site')} {verb}{starting}"
-
-
-def _place(site: Site | Divergence) -> tuple[str, str, str, int, int]:
-    return (site.phase, site.module, site.op, site.occurrence, site.output)
+    return f"Step {step}: {num_differing:,} of {count(num_sites, 'site')} {verb}{starting}"
