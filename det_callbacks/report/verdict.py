@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,20 +46,18 @@ def verdict_of_rank(verdict: Verdict, *, rank: int, world_size: int) -> str:
 def disagreement_text(verdict: Verdict, *, path: Path, num_agreed: int, num_dropped: int, rank: int = 0) -> str:
     """Return what is wrong with a resumed recording whose steps are not those that the run holds.
 
-    ``num_agreed`` steps agreed before; ``num_dropped`` new ones are taken back. All but rank 0 say it in one line.
+    ``num_agreed`` steps agreed before; ``num_dropped`` new ones are taken back. All but rank 0 say it in short.
     """
+    text = (
+        f"The resumed run is not the run in {path}: a step that is there already came out otherwise "
+        f"({count(num_agreed, 'step')} before it agreed). The run keeps its steps and is as it was before; "
+        f"{count(num_dropped, 'new step')} of this attempt went with it."
+    )
     if rank:
-        return (
-            f"The resumed run is not the run in {path}, which is as it was before (said on rank {rank}; rank 0 prints "
-            f"the whole verdict): {verdict.explanation}"
-        )
-    agreed = f"{count(num_agreed, 'step')} before it agreed" if num_agreed else "it is the first one that was run again"
-    dropped = f"; {count(num_dropped, 'new step')} of this attempt went with it" if num_dropped else ""
+        return f"{text} (said on rank {rank}; rank 0 prints the whole verdict): {verdict.explanation}"
     return (
-        f"The resumed run is not the run in {path}: a step that is there already came out otherwise ({agreed}). "
-        f"The run keeps its steps and is as it was before{dropped}.\n\n{verdict_lines(verdict)}\n"
-        "Find out what the checkpoint did not bring back, or record this training as another run: into another folder, "
-        "or over this one with overwrite=True."
+        f"{text}\n\n{verdict_lines(verdict)}\nFind out what the checkpoint did not bring back, or record this training "
+        "as another run: into another folder, or over this one with overwrite=True."
     )
 
 
@@ -104,14 +101,13 @@ def coverage_report(verdict: Verdict) -> list[Section]:
 
 def environment_table(differences: Sequence[EnvironmentDifference]) -> Table:
     """Return a row for each entry in which two environments differ."""
+    columns = ("name", "reference", "current", "kind", "can change bits")
+    kinds, words = ("choice", "machine"), ("no", "yes")
     rows = [
-        (
-            *(one.name, str(one.reference), str(one.current)),
-            *("machine" if one.is_machine else "choice", "yes" if one.changes_bits else "no"),
-        )
+        (one.name, str(one.reference), str(one.current), kinds[one.is_machine], words[one.changes_bits])
         for one in differences
     ]
-    return Table(columns=("name", "reference", "current", "kind", "can change bits"), rows=rows)
+    return Table(columns=columns, rows=rows)
 
 
 def _word(verdict: Verdict) -> str:
@@ -155,22 +151,17 @@ def _source_text(verdict: Verdict) -> list[str]:
     except ReferenceFormatError as error:
         return [f"its text cannot be read: {error}"]
     number = first.source[0].partition(" in ")[0].rpartition(":")[2]
-    lines = textwrap.dedent("\n".join(line for _, line in text)).split("\n")
-    shown = zip((at for at, _ in text), lines, strict=bool(text))
-    return [f"{'>' if str(at) == number else ' '} {at:>4}  {line}".rstrip() for at, line in shown]
+    return [f"{'>' if str(at) == number else ' '} {at:>4}  {line}".rstrip() for at, line in text]
 
 
 def _origin_table(verdict: Verdict) -> Table:
     """Return the origins, with ranks where there are several."""
-    start = 0 if verdict.coverage.ranks > 1 or any(origin.rank for origin in verdict.origins) else 1
+    start = int(verdict.coverage.ranks == 1)
     columns = ("rank", "step", "phase", "module", "op", "name", "kind", "source")
-    rows = [
-        (
-            *(one.rank, one.step, one.phase, one.module or "-", f"{one.op}#{one.occurrence}", one.name or "-"),
-            *(one.kind, one.source[0] if one.source else "-"),
-        )[start:]
-        for one in verdict.origins
-    ]
+    rows = []
+    for one in verdict.origins:
+        op, source = f"{one.op}#{one.occurrence}", next(iter(one.source), "-")
+        rows.append((one.rank, one.step, one.phase, one.module or "-", op, one.name or "-", one.kind, source)[start:])
     return Table(columns=columns[start:], rows=rows, limit=PRINTED_ORIGINS)
 
 
@@ -185,12 +176,7 @@ def _by_how_much(one: Divergence, *, is_first: bool) -> Section:
         title += f", {one.phase}: {_call(one)}{module}{rank}"
     if numbers.problem:
         return Section(title=title, items=[f"cannot be told: {numbers.problem}"])
-    facts = list[tuple[str, str]]()
-    for tensor in numbers.output:
-        facts.append((tensor.tensor, _how_much(tensor)))
-        if tensor.num_differing and (distances := _distances(tensor)):
-            facts.append(("", f"elements at each distance in ULPs: {distances}"))
-    return Section(title=title, facts=facts)
+    return Section(title=title, facts=[(tensor.tensor, _how_much(tensor)) for tensor in numbers.output])
 
 
 def _how_much(tensor: TensorNumbers) -> str:
@@ -201,29 +187,16 @@ def _how_much(tensor: TensorNumbers) -> str:
     if not tensor.num_differing:
         return f"equal bits ({total})"
     parts = [f"{tensor.num_differing:,} of {total} differ"]
-    if tensor.max_ulps is not None:
-        up_to = "" if tensor.num_differing == 1 else "up to "
-        figures = (("absolute", tensor.max_absolute), ("relative", tensor.max_relative))
-        sizes = ", ".join(f"{name} {value:.3g}" for name, value in figures if value is not None)
-        parts.append(f"by {up_to}{count(tensor.max_ulps, 'ULP')}{sizes and f' ({sizes})'}")
-    elif tensor.max_absolute is not None:
-        parts.append(f"by up to {tensor.max_absolute:.3g}")
-    parts += [f"{tensor.num_nan:,} with a NaN"] if tensor.num_nan else []
-    parts += [f"{tensor.num_inf:,} with an infinity"] if tensor.num_inf else []
-    text = ", ".join(parts)
-    places = {"first": (tensor.first, tensor.first_values), "worst": (tensor.worst, tensor.worst_values)}
-    for word, (place, values) in places.items():
-        if place is not None and values is not None and (word == "first" or place != tensor.first):
-            comma = "," if word == "first" else ";"
-            text += f"{comma} {word} at {list(place)}: {values[0]} in the reference, {values[1]} now"
-    return text
-
-
-def _distances(tensor: TensorNumbers) -> str:
-    """Return how many elements lie in each range of distances, where any does: "0: 7, 2-3: 1, NaN: 2"."""
-    ranges = (str(index) if index < 2 else f"{2 ** (index - 1):,}-{2**index - 1:,}" for index in range(99))
-    rows = [*zip(ranges, tensor.ulps, strict=False), ("NaN", tensor.num_nan), ("Inf", tensor.num_inf)]
-    return ", ".join(f"{label}: {number:,}" for label, number in rows if number)
+    figures = {"absolute": tensor.max_absolute, "relative": tensor.max_relative}
+    sizes = [] if tensor.max_ulps is None else [count(tensor.max_ulps, "ULP")]
+    sizes += [f"{value:.3g} {name}" for name, value in figures.items() if value is not None]
+    parts += [f"by {'' if tensor.num_differing == 1 else 'up to '}{', '.join(sizes)}"] if sizes else []
+    odd = {"a NaN": tensor.num_nan, "an infinity": tensor.num_inf}
+    parts += [f"{number:,} with {what}" for what, number in odd.items() if number]
+    if tensor.first is not None and tensor.first_values is not None:
+        ours, theirs = tensor.first_values
+        parts.append(f"first at {list(tensor.first)}: {ours} in the reference, {theirs} now")
+    return ", ".join(parts)
 
 
 # what was compared, and what comes next
@@ -233,8 +206,7 @@ def _coverage(verdict: Verdict) -> list[str]:
     """Return how much was compared, and what was not looked into."""
     counts, coverage = verdict.counts, verdict.coverage
     span = "" if coverage.steps is None else f" ({coverage.steps[0]} to {coverage.steps[1]})"
-    skipped = ", ".join(f"{number:,} {reason}" for reason, number in sorted(coverage.ops_skipped.items()))
-    skipped = f"; skipped: {skipped}" if skipped else ""
+    skipped = "".join(f", {number:,} skipped ({why})" for why, number in sorted(coverage.ops_skipped.items()))
     lines = [
         f"{count(counts.steps_compared, 'step')}{span} of {count(coverage.ranks, 'rank')}, "
         f"{count(counts.sites_compared, 'site')}, {counts.sites_differing:,} differing"
@@ -243,12 +215,11 @@ def _coverage(verdict: Verdict) -> list[str]:
     lines.append(f"{count(coverage.ops_seen, 'op')} seen, {coverage.ops_digested:,} digested{skipped}")
     lines += [f"digests of tensors on {device}: {method}" for device, method in coverage.digested_on.items()]
     lines += [f"seen only from outside: {', '.join(coverage.opaque_regions)}"] if coverage.opaque_regions else []
-    for name, replayed in coverage.replayed.items():
-        lines.append(
-            f"replayed: {name}: {count(replayed['count'], 'tensor')} put back, {replayed['differing']:,} of them "
-            f"differed, {replayed['mib_per_step']:.3g} MiB a step"
-        )
-    return lines
+    return lines + [
+        f"replayed: {name}: {count(replayed['count'], 'tensor')} put back, {replayed['differing']:,} of them "
+        f"differed, {replayed['mib_per_step']:.3g} MiB a step"
+        for name, replayed in coverage.replayed.items()
+    ]
 
 
 def next_lines(verdict: Verdict) -> Sequence[str]:

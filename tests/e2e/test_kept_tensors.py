@@ -79,9 +79,8 @@ def test_one_ulp_is_said_alike_live_by_diff_and_in_the_report(
             assert divergence["numbers"] == verdict.to_dict()["first_divergence"]["numbers"]
     text = verdict_lines(verdict)
     for content in (text, printed, page, (current / "report.html").read_text()):
-        assert f"1 of {SIZE} elements differ, by 1 ULP (absolute " in unwrapped(content)
+        assert f"1 of {SIZE} elements differ, by 1 ULP, " in unwrapped(content)
         assert "first at [0, 0]: {} in the reference, {} now".format(*output.first_values) in unwrapped(content)
-    assert f"elements at each distance in ULPs: 0: {SIZE - 1}, 1: 1 " in unwrapped(text)
     assert "record step" not in text, "there is nothing left to record"
 
 
@@ -94,7 +93,7 @@ def test_a_nan_on_one_side_is_apart() -> None:
     verdict = replace(DIVERGED, first_divergence=replace(DIVERGENCE, numbers=numbers))
     json.dumps(verdict.to_dict(), allow_nan=False)
     text = unwrapped(verdict_lines(verdict))
-    for words in ("by up to 6 ULPs", "1 with a NaN, 1 with an infinity", "4-7: 1, NaN: 1, Inf: 1"):
+    for words in ("by up to 6 ULPs", "1 with a NaN, 1 with an infinity"):
         assert words in text
 
 
