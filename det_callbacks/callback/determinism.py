@@ -29,7 +29,7 @@ from det_callbacks.ranks.group import RankGroup
 from det_callbacks.ranks.replicas import ReplicaReport
 from det_callbacks.ranks.start import require_same_start
 from det_callbacks.replaced_in_lightning import ReplacedInLightning
-from det_callbacks.report.fits import no_metrics_text, no_prediction_line
+from det_callbacks.report.fits import no_metrics_text
 from det_callbacks.settings import EnforcedDeterminism, enforce_around_training
 from det_callbacks.tensors.copies import require_room
 from det_callbacks.trace.replaced import REPLACED
@@ -156,7 +156,9 @@ class DeterminismCallback(CallbackArguments):
             self.selection = self._session.prepare(self.selection)
             self._call = call
         elif self._session is None and self.mode != "audit" and trainer.is_global_zero:
-            print_beside_bar(trainer, no_prediction_line(self.reference))
+            print_beside_bar(
+                trainer, "det_callbacks: nothing of a prediction is recorded or compared: it logs no metrics"
+            )
         self._ops.begin(self.settings, pl_module)
 
     def _prepare(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

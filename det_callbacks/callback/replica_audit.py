@@ -18,7 +18,7 @@ from det_callbacks.errors import DivergenceWarning, NothingComparedError, Replic
 from det_callbacks.patterns import as_names
 from det_callbacks.ranks.group import RankGroup
 from det_callbacks.ranks.replicas import ReplicaReport, ReplicatedState, compare_replicas, replicated_state
-from det_callbacks.report.replicas import no_replicas_line, replicas_line, replicas_text
+from det_callbacks.report.replicas import replicas_line, replicas_text
 
 
 class Replicas:
@@ -52,7 +52,7 @@ class Replicas:
         """Compare the replicas that a fit starts with; one process has none, which a line says."""
         self.close()
         if self.every_n_steps and trainer.world_size == 1:
-            print_beside_bar(trainer, no_replicas_line())
+            print_beside_bar(trainer, "det_callbacks: one process has no replicas: nothing to compare")
         elif self.every_n_steps:
             self._open = trainer, RankGroup().open()
             self._num_audits, self._first, self.replica_report = 0, None, None

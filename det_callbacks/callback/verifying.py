@@ -15,7 +15,6 @@ from det_callbacks.errors import DivergenceError, DivergenceWarning, NotComparab
 from det_callbacks.report.console import count
 from det_callbacks.report.fits import (
     level_words,
-    no_report_line,
     print_closing_line,
     unfinished_text,
     verified_line,
@@ -188,7 +187,7 @@ class Verifying(Session):
         try:
             return write_report(current / REPORT_FILE, verdict, reference=self.path, current=current)
         except Exception as error:  # the divergence is raised next: no fault of a page may come before it
-            print_closing_line(no_report_line(error))
+            print_closing_line(f"det_callbacks: no report was written ({type(error).__name__}: {error})")
             return None
 
     @property

@@ -192,8 +192,7 @@ class Resuming:
         num_saved = max(number for number, _ in rows)
         missing = ", ".join(str(rank) for rank, (_, problems) in enumerate(rows) if problems is None)
         if not num_saved:
-            has_state = sidecar is None and part_path(resolved(path), rank).exists()
-            print_closing_line(unrestored_line(path, has_state=has_state))
+            print_closing_line(unrestored_line(path))
         elif num_saved != num_ranks:
             saved = f"{num_saved} process{'es' * (num_saved != 1)}"
             self._refuse(f"it was saved by {saved}, and there are {num_ranks} now")

@@ -40,7 +40,7 @@ from det_callbacks.checkpoint.resume import Resume, Resuming
 from det_callbacks.digest import unobserved
 from det_callbacks.errors import CheckpointMismatchError
 from det_callbacks.replaced_in_lightning import ReplacedInLightning
-from det_callbacks.report.checkpoints import mismatch_text, missing_sidecar_line, uncovered_save_line
+from det_callbacks.report.checkpoints import mismatch_text, uncovered_save_line
 from det_callbacks.report.fits import print_closing_line
 from det_callbacks.runs.peers import Peers
 
@@ -184,7 +184,7 @@ class CheckpointWatch:
         sidecar = None if is_remote(path) else read_sidecar(place)
         checkpoint = load() if sidecar is None else self._load_checked(load, place, sidecar)
         if sidecar is None:
-            print_closing_line(missing_sidecar_line(path))
+            print_closing_line(f"det_callbacks: {path} was loaded unchecked: no digests stand beside it")
         if self._is_fit and path not in self._saved:
             self.is_resumed = True
             self._resuming.loaded(path, sidecar)

@@ -6,7 +6,6 @@ from det_callbacks.report.console import Section, Table, at_most, count, size
 
 if TYPE_CHECKING:
     from det_callbacks.checkpoint import CheckpointReport, EntryDifference
-    from det_callbacks.checkpoint.files import Sidecar
 
 MAX_ENTRIES = 20
 """Entries that a message names; all of them stand in the JSON."""
@@ -14,24 +13,26 @@ MAX_ENTRIES = 20
 
 def checkpoint_report(report: "CheckpointReport") -> list[Section]:
     """Return what a check found."""
-    style = "green" if report.equal else "bold red"
+    style, num_entries = "green" if report.equal else "bold red", count(sum(report.sections.values()), "entry")
     if report.other is not None and report.equal:
-        entries = count(sum(report.sections.values()), "entry")
         also = "" if report.has_same_bytes else "; the files' bytes differ"
-        return [Section(title=f"{report.path} and {report.other} hold the same: {entries}{also}", style=style)]
+        return [Section(title=f"{report.path} and {report.other} hold the same: {num_entries}{also}", style=style)]
     if report.other is not None:
         title = f"{report.path} and {report.other} differ in {count(len(report.entries), 'entry')}"
         rows = [(one.section, one.name.removeprefix(f"{one.section}: "), _how(one)) for one in report.entries]
-        table = Table(columns=["section", "entry", "difference"], rows=rows)
-        return [Section(title=title, style=style, table=table)]
+        return [Section(title=title, style=style, table=Table(columns=["section", "entry", "difference"], rows=rows))]
     if not report.equal:
         return [Section(title=mismatch_text(report), style=style)]
-    where = "the file's bytes; its entries were not opened, since weights_only=True refuses a class in it"
-    if report.is_opened:
+    where = "the bytes of every file"
+    if not report.is_opened and set(report.sections) != {"files"}:
+        where = "the file's bytes; its entries were not opened, since weights_only=True refuses a class in it"
+    elif report.is_opened:
         where = "the file's bytes and in every entry"
-    elif set(report.sections) == {"files"}:
-        where = "the bytes of every file"
-    items = [*_saved(report.sidecar), f"{count(report.num_tensors, 'tensor')}, {size(report.num_bytes)}"]
+    items = [f"{count(report.num_tensors, 'tensor')}, {size(report.num_bytes)}"]
+    if report.sidecar is not None:
+        saved, run = report.sidecar, report.sidecar.run or {}
+        when = "before the first step" if saved.step is None else f"after step {saved.step} in epoch {saved.epoch}"
+        items.insert(0, f"saved {when}, run {run.get('id')}")
     table = Table(columns=["section", "entries"], rows=[*report.sections.items()])
     return [Section(title=f"{report.path} is what was saved, in {where}", style=style, items=items, table=table)]
 
@@ -39,13 +40,8 @@ def checkpoint_report(report: "CheckpointReport") -> list[Section]:
 def mismatch_text(report: "CheckpointReport") -> str:
     """Return what is wrong with a checkpoint, what was still right, and what to do."""
     num_compared = sum(report.sections.values())
-    tensors = [entry for entry in report.entries if entry.section == "state_dict"]
-    # where nearly nothing agrees, the file was replaced, or has another's digests beside it
-    is_other = not report.has_same_bytes and len(tensors) * 2 > report.sections.get("state_dict", num_compared)
-    likely = ": the digests beside it are those of another checkpoint" if is_other and tensors else ""
-    lines = [f"{report.path} is not what was saved{likely}."]
-    entries = [f"{entry.name} {_how(entry)}" for entry in report.entries]
-    lines += [f"  {line}" for line in at_most(MAX_ENTRIES, entries)]
+    lines = [f"{report.path} is not what was saved."]
+    lines += [f"  {line}" for line in at_most(MAX_ENTRIES, [f"{one.name} {_how(one)}" for one in report.entries])]
     lines += [f"  resume: {name} is missing beside it, or of another save" for name in report.missing_files]
     if not report.entries and not report.has_same_bytes:
         lines.append(
@@ -73,34 +69,14 @@ def _how(entry: "EntryDifference") -> str:
     return f"differs: {entry.num_differing:,} of {entry.num_elements:,} elements{ulps}"
 
 
-def _saved(saved: "Sidecar | None") -> list[str]:
-    """Return when a checkpoint was saved, and of which run."""
-    if saved is None:
-        return []
-    text = "saved before the first step" if saved.step is None else f"saved after step {saved.step}"
-    text += "" if saved.epoch is None else f" in epoch {saved.epoch}"
-    if saved.run is not None:
-        reference = f", {saved.run['reference']}" if saved.run.get("reference") else ""
-        text += f", run {saved.run.get('id')} ({saved.run.get('mode')}{reference})"
-    return [text]
-
-
 # lines of a fit
 
 
-def missing_sidecar_line(path: str) -> str:
-    """Return the line of a checkpoint that was loaded without anything to compare it with."""
-    return f"det_callbacks: {path} was loaded unchecked: no digests stand beside it"
-
-
-def unrestored_line(path: str, *, has_state: bool) -> str:
-    """Return the line of a checkpoint that Lightning alone resumes, though a state may be there."""
-    reason = "no state of generators and data stands beside it"
-    if has_state:
-        reason = f"the file {path}.digests.json, which says that the state beside it belongs to it, is missing"
+def unrestored_line(path: str) -> str:
+    """Return the line of a checkpoint that Lightning alone resumes."""
     return (
-        f"det_callbacks: {path} is resumed by Lightning alone: {reason}, so with shuffling, augmentation or dropout "
-        "the run will not be the same run"
+        f"det_callbacks: {path} is resumed by Lightning alone: no state of generators and data with its "
+        "digests stands beside it, so with shuffling, augmentation or dropout the run will not be the same run"
     )
 
 

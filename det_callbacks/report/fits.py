@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from det_callbacks.audit import AuditReport
-from det_callbacks.report.console import Section, Table, count, listed, print_line, size, to_text
+from det_callbacks.report.console import Section, Table, at_most, count, listed, print_line, size, to_text
 from det_callbacks.report.run import missing_calls
 from det_callbacks.tensors.kept import KeptCounts
 from det_callbacks.verdict import Verdict
@@ -48,51 +48,50 @@ def recorded_line(
     num_sites: int,
     num_bytes: int,
     level: str,
-    saved: Mapping[str, Any] | None = None,
-    num_agreed: int | None = None,
-    num_ranks: int = 1,
-    kept: KeptCounts | None = None,
-    num_metrics: int = 0,
+    saved: Mapping[str, Any],
+    num_agreed: int | None,
+    num_ranks: int,
+    kept: KeptCounts | None,
+    num_metrics: int,
 ) -> str:
     """Return the closing line of a recording; the numbers are those of all ranks.
 
     ``num_agreed`` are steps of a resumed attempt that were there already and agree; None when it is no such attempt.
     ``saved`` is what was saved for replay, as in ``Coverage.replayed``; ``level`` is as ``level_words`` has it.
     """
-    noun = "step" if num_agreed is None else "new step"
-    ranks = "" if num_ranks == 1 else f" of {num_ranks} ranks"
-    agreed = "" if not num_agreed else f"{count(num_agreed, 'step')} there already, and equal; "
-    also = f"{count(num_metrics, 'metric')}, " if num_metrics else ""
-    return (
-        f"det_callbacks: {agreed}recorded {count(num_steps, noun)}{ranks}, "
-        f"{count(num_sites, 'site')} at level {level}, {also}"
-        f"{size(num_bytes)} of digests{_replayed(saved or {}, 'saved for replay')}, in {path}"
-        f"{'' if kept is None else _kept(kept)}"
-    )
-
-
-def _kept(kept: KeptCounts) -> str:
-    text = f"; kept {count(kept.num_tensors, 'tensor')} of {count(kept.num_steps, 'step')} ({size(kept.num_bytes)})"
-    if not kept.num_missing:
-        return text
-    return f"{text}, and NOT those of {missing_calls(kept)} By how much these differ cannot be told later"
+    agreed = f"{count(num_agreed, 'step')} there already, and equal; " if num_agreed else ""
+    parts = [
+        f"{agreed}recorded {count(num_steps, 'step' if num_agreed is None else 'new step')}{_of_ranks(num_ranks)}",
+        f"{count(num_sites, 'site')} at level {level}",
+        *([count(num_metrics, "metric")] if num_metrics else []),
+        f"{size(num_bytes)} of digests{_replayed(saved, 'saved for replay')}",
+        f"in {path}",
+    ]
+    text = f"det_callbacks: {', '.join(parts)}"
+    if kept is not None:
+        text += (
+            f"; kept {count(kept.num_tensors, 'tensor')} of {count(kept.num_steps, 'step')} ({size(kept.num_bytes)})"
+        )
+        text += f", and NOT those of {missing_calls(kept)}" if kept.num_missing else ""
+    return text
 
 
 def recorded_call_line(call: str, *, path: str, num_metrics: int) -> str:
     """Return the closing line of what was recorded of ``trainer.test`` or the like; none where it logs nothing."""
-    shown = count(num_metrics, "metric") if num_metrics else "nothing"
-    reason = "" if num_metrics else ": the module logs no metric there"
+    shown, reason = (
+        (count(num_metrics, "metric"), "") if num_metrics else ("nothing", ": the module logs no metric there")
+    )
     return f"det_callbacks: recorded {shown} of {call}, in {path}{reason}"
 
 
 def nothing_recorded_text(*, path: Path, selected: str) -> str:
     """Return what is wrong with a fit of which nothing was recorded; ``selected`` is "" for one that was resumed."""
-    if not selected:
-        return (
-            "The checkpoint is of a training that was finished: no step was left, so nothing was added to "
-            f"{path}, which is as it was. Resume from an earlier one, or train for longer (max_epochs, max_steps)."
-        )
-    return f"Nothing was recorded in {path}: the fit had no step that {selected} selects."
+    if selected:
+        return f"Nothing was recorded in {path}: the fit had no step that {selected} selects."
+    return (
+        "The checkpoint is of a training that was finished: no step was left, so nothing was added to "
+        f"{path}, which is as it was. Resume from an earlier one, or train for longer (max_epochs, max_steps)."
+    )
 
 
 # verifications
@@ -100,15 +99,11 @@ def nothing_recorded_text(*, path: Path, selected: str) -> str:
 
 def verified_line(verdict: Verdict, *, level: str, report: Path | None = None) -> str:
     """Return the closing line of a verification, with the path of the HTML report where one was written."""
-    counts = verdict.counts
-    differing = ""
-    if counts.sites_differing and counts.sites_compared:
-        differing = f", {count(counts.sites_differing, 'site')} differing"
-    elif counts.sites_differing:
-        differing = f", {count(counts.sites_differing, 'difference')}"
+    number = verdict.counts.sites_differing
+    differing = f", {count(number, 'site')} differing" if verdict.counts.sites_compared else f", {number} differing"
     shown = "" if report is None else f"; report: {report}"
     return (
-        f"det_callbacks: {verdict.verdict}: verified {_compared(verdict, level)}{differing}"
+        f"det_callbacks: {verdict.verdict}: verified {_compared(verdict, level)}{differing * bool(number)}"
         f"{_replayed(verdict.coverage.replayed, 'replayed')}, against {verdict.reference}"
         f" (verdict and diverging steps: {verdict.current}{shown})"
     )
@@ -131,16 +126,6 @@ def unfinished_text(verdict: Verdict, *, stages: Sequence[str], num_ended: int) 
     )
 
 
-def no_report_line(error: Exception) -> str:
-    """Return the line of a verification whose report could not be written."""
-    return f"det_callbacks: no report was written ({type(error).__name__}: {error}); the verdict is not touched by that"
-
-
-def no_prediction_line(reference: Path | None) -> str:
-    """Return the line of a prediction, which logs nothing."""
-    return f"det_callbacks: nothing of a prediction is recorded or compared with {reference}: it logs no metrics"
-
-
 def no_metrics_text(call: str, *, reference: Path | None) -> str:
     """Return what is wrong with ``trainer.test`` or the like alone that logs no metric."""
     return (
@@ -150,21 +135,22 @@ def no_metrics_text(call: str, *, reference: Path | None) -> str:
 
 
 def _compared(verdict: Verdict, level: str) -> str:
-    """Return how much was compared: metrics where there were any, steps unless there were none."""
+    """Return how much was compared: metrics where there were any, steps unless there were only metrics."""
     counts, coverage = verdict.counts, verdict.coverage
     metrics = [count(coverage.metrics, "metric")] if coverage.metrics else []
     if metrics and not counts.steps_compared:
         return metrics[0]
-    ranks = "" if coverage.ranks < 2 else f" of {coverage.ranks} ranks"
-    steps = f"{count(counts.steps_compared, 'step')}{ranks}, {count(counts.sites_compared, 'site')} at level {level}"
-    return ", ".join([steps, *metrics])
+    steps = f"{count(counts.steps_compared, 'step')}{_of_ranks(coverage.ranks)}"
+    return ", ".join([steps, f"{count(counts.sites_compared, 'site')} at level {level}", *metrics])
+
+
+def _of_ranks(number: int) -> str:
+    return f" of {number} ranks" if number > 1 else ""
 
 
 def _replayed(replayed: Mapping[str, Any], done: str) -> str:
-    if not replayed:
-        return ""
     mib = sum(entry["mib_per_step"] for entry in replayed.values())
-    return f", {count(len(replayed), 'op')} {done} ({mib:.3g} MiB a step)"
+    return f", {count(len(replayed), 'op')} {done} ({mib:.3g} MiB a step)" if replayed else ""
 
 
 # audits
@@ -173,25 +159,22 @@ def _replayed(replayed: Mapping[str, Any], done: str) -> str:
 def audit_line(report: AuditReport, *, folder: Path, missed: Sequence[int] = ()) -> str:
     """Return the closing line of an audit; ``missed`` are steps that were asked for and never came."""
     what = f"audited {count(len(report.steps), 'step')}, {count(report.num_compared, 'op')} run again"
-    if missed:
-        what += f"; {count(len(missed), 'step')} never came ({', '.join(map(str, missed[:5]))})"
+    what += f"; {count(len(missed), 'step')} never came ({listed(map(str, missed))})" if missed else ""
     if not report.findings:
         return f"det_callbacks: nothing differed: {what} (in {folder})"
-    places = count(len(report.findings), "place")
-    return f"det_callbacks: {places} differed: {what} (audit.json and replay.yaml: {folder})"
+    return (
+        f"det_callbacks: {count(len(report.findings), 'place')} differed: {what} (audit.json and replay.yaml: {folder})"
+    )
 
 
 def audit_lines(report: AuditReport, *, replay: Path) -> str:
     """Return the table of what differed, and what to do next."""
-    rows = [
-        (
-            *(found.judgement, found.phase, found.module, found.op),
-            ", ".join(map(str, found.steps[:4])) + (" ..." if len(found.steps) > 4 else ""),
-            *(found.num_differing, "" if found.max_ulps is None else found.max_ulps, [*found.source, ""][0]),
-        )
-        for found in report.findings
-    ]
     columns = ("judgement", "phase", "module", "op", "steps", "elements", "ULPs", "source")
+    rows = []
+    for found in report.findings:
+        ulps, source = "" if found.max_ulps is None else found.max_ulps, next(iter(found.source), "")
+        place = found.judgement, found.phase, found.module, found.op
+        rows.append((*place, ", ".join(at_most(4, [*map(str, found.steps)])), found.num_differing, ulps, source))
     advice = []
     if report.replay:
         advice.append(

@@ -24,22 +24,17 @@ _LEFT_OUT = {
 
 def replicas_text(report: "ReplicaReport") -> str:
     """Return what differs between replicas, where and since when, what was still equal, and what to do next."""
-    differences = report.differences
-    num_names = len({found.name for found in differences})
+    num_names = len({found.name for found in report.differences})
     agreed = "It is the first time that they were compared."
     if report.last_agreement is not None:
         agreed = f"They last agreed {_when(report.last_agreement)}."
-    return "\n".join(
-        [
-            f"The replicas of this training differ {_when(report.step)}: {count(num_names, 'tensor')} on "
-            f"{report.world_size} ranks. {agreed}",
-            "",
-            *(f"  {line}" for line in at_most(MAX_DIFFERENCES, list(map(_difference, differences)))),
-            "",
-            f"Compared: {count(report.num_compared, 'tensor')} of this rank{_left_out(report.left_out)}.",
-            "To find the op, record with DeterminismCallback and verify, which names rank, step and op; audit after "
-            "every step to find the step. What is to differ: ReplicaAuditCallback(ignore=[...]).",
-        ]
+    differences = "\n".join(f"  {line}" for line in at_most(MAX_DIFFERENCES, [*map(_difference, report.differences)]))
+    return (
+        f"The replicas of this training differ {_when(report.step)}: {count(num_names, 'tensor')} on "
+        f"{report.world_size} ranks. {agreed}\n\n{differences}\n\n"
+        f"Compared: {count(report.num_compared, 'tensor')} of this rank{_left_out(report.left_out)}.\n"
+        "To find the op, record with DeterminismCallback and verify, which names rank, step and op; audit after "
+        "every step to find the step. What is to differ: ReplicaAuditCallback(ignore=[...])."
     )
 
 
@@ -50,11 +45,6 @@ def replicas_line(report: "ReplicaReport", *, num_audits: int, has_differed: boo
         f"det_callbacks: replicas {verb}: {count(num_audits, 'audit')} of {count(report.num_compared, 'tensor')} on "
         f"{report.world_size} ranks, the last {_when(report.step)}{_left_out(report.left_out)}"
     )
-
-
-def no_replicas_line() -> str:
-    """Return what is said where replicas were to be compared and one process trains."""
-    return "det_callbacks: one process has no replicas: nothing to compare"
 
 
 def _when(step: int) -> str:

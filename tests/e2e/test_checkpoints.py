@@ -318,7 +318,7 @@ def test_what_is_loaded_is_what_was_saved_in_every_stage(path: Path, tmp_path: P
     path.write_bytes(content)
     other = fit(tmp_path, every(tmp_path, 2), max_epochs=1).run().trainer.checkpoint_callback.best_model_path
     shutil.copy(f"{other}.digests.json", f"{path}.digests.json")
-    refuses("those of another checkpoint")
+    refuses("x.ckpt is not what was saved")
 
 
 class Opaque:
