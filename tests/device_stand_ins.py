@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Generator, Tensor
 
-from det_callbacks.digest.device import Choice
+from det_callbacks.digest.device.triton_digest import Choice
 
 
 class StandInGenerator(Generator):

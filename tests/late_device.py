@@ -18,8 +18,9 @@ from unittest import mock
 import torch
 
 from det_callbacks.digest import digest_memory
-from det_callbacks.digest.device import Choice, Span, deferred
+from det_callbacks.digest.device import deferred
 from det_callbacks.digest.device.deferred import Transfers
+from det_callbacks.digest.device.triton_digest import Choice, Span
 from det_callbacks.trace.components import address_of
 from det_callbacks.trace.deferred_sites import DeferredSites
 from det_callbacks.trace.recorder import Recorder
@@ -34,7 +35,7 @@ def bytes_of(span: Span) -> torch.Tensor:
 
 
 class LateDevice:
-    """See ``det_callbacks.digest.device.DeviceDigest``.
+    """See ``det_callbacks.digest.device.triton_digest.TritonDigest``.
 
     Args:
         mask: differs from 0 where a late digest is to be told from one that the host computed.

@@ -12,7 +12,8 @@ from det_callbacks.digest.components import (
     tensor_bits,
     tensor_numbers,
 )
-from det_callbacks.digest.device import Bits, DeferredBits, DeferredDigests, derived, device_choice, value_of
+from det_callbacks.digest.device.deferred import Bits, DeferredBits, DeferredDigests, derived, value_of
+from det_callbacks.digest.device.triton_digest import device_choice
 from det_callbacks.digest.state import StateDigest, digest_state
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.host_digest import (

@@ -21,9 +21,7 @@ A tensor that is made of other tensors is a list of component digests, in this o
 One component: its digest is the tensor's. Otherwise the number of components and their digests, as 8-byte little-endian
 integers, are put through ``digest_bytes``.
 
-Tensors on other devices are digested there (``det_callbacks.digest.device`` says how) or copied to the host. Nothing
-here dispatches into modes that are open, makes autograd nodes or draws from a generator: contiguous tensors on the host
-are read through their address alone.
+Nothing here dispatches into modes that are open, makes autograd nodes or draws from a generator.
 """
 
 import struct
@@ -47,7 +45,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.parameter import Parameter, is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from det_callbacks.digest.device import Bits, DeferredDigests, derived, value_of
+from det_callbacks.digest.device.deferred import Bits, DeferredDigests, derived, value_of
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.host_digest import digest_bytes, digest_memory, digest_spans
@@ -94,10 +92,9 @@ def digest_tensor(tensor: torch.Tensor) -> int:
 
 
 def digest_output(tensor: torch.Tensor) -> int:
-    """Return the 64-bit digest of what an op wrote: like ``digest_tensor``, but in memory order where that is free.
+    """Return the digest of what an op wrote: like ``digest_tensor``, but a dense tensor is read as it lies in memory.
 
-    A strided tensor that is dense and does not overlap (any permutation of its dimensions) is read as it lies in
-    memory: a row-major copy of a channels-last tensor costs five times its digest. Its strides stand beside the digest.
+    A row-major copy of a channels-last tensor costs five times its digest. Its strides stand beside the digest.
     """
     bits = _bits(tensor, None, memory_order=True)
     assert isinstance(bits, int)
@@ -105,7 +102,7 @@ def digest_output(tensor: torch.Tensor) -> int:
 
 
 def tensor_bits(tensor: torch.Tensor, deferred: DeferredDigests) -> Bits:
-    """Return what ``digest_tensor`` does, queued in ``deferred`` where a device computes it; raise as that does."""
+    """Return what ``digest_tensor`` does, queued in ``deferred`` where a device computes it."""
     return _bits(tensor, deferred, memory_order=False)
 
 
@@ -115,10 +112,7 @@ def output_bits(tensor: torch.Tensor, deferred: DeferredDigests) -> Bits:
 
 
 def digest_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return ``digest_tensor`` of each; from 16 MiB in all on, the contiguous ones on the host in two threads.
-
-    Those of a device that computes digests go through a ``DigestQueue``, and their digests are fetched together.
-    """
+    """Return ``digest_tensor`` of each: those of a device fetched together, large ones of the host in two threads."""
     deferred = DeferredDigests()
     found: list[Bits] = [0] * len(tensors)
     in_place: list[int] = []
@@ -310,18 +304,15 @@ def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 def _require_data(tensor: torch.Tensor) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"a digest is taken of a tensor, not of a {type(tensor).__qualname__}")
-    kind = None
-    if isinstance(tensor, FakeTensor):
-        kind = "fake"
-    elif isinstance(tensor, FunctionalTensor) or torch._is_functional_tensor(tensor):
-        kind = "functional"
-    elif is_lazy(tensor):
-        kind = "uninitialised"
-    elif tensor.is_meta and not is_traceable_wrapper_subclass(tensor):
-        kind = "meta"
-    elif _functorch.is_functorch_wrapped_tensor(tensor) and not _functorch.is_gradtrackingtensor(tensor):
-        kind = "batched (vmap)"
-    if kind is not None:
+    is_wrapped = _functorch.is_functorch_wrapped_tensor(tensor)
+    kinds = {
+        "fake": isinstance(tensor, FakeTensor),
+        "functional": isinstance(tensor, FunctionalTensor) or torch._is_functional_tensor(tensor),
+        "uninitialised": is_lazy(tensor),
+        "meta": tensor.is_meta and not is_traceable_wrapper_subclass(tensor),
+        "batched (vmap)": is_wrapped and not _functorch.is_gradtrackingtensor(tensor),
+    }
+    for kind in (kind for kind, is_so in kinds.items() if is_so):
         raise TypeError(
             f"a {kind} tensor is not data: it stands for elements that are not there to be digested; take the digest "
             "where real tensors flow, outside of tracing, transforms and deferred initialisation"
@@ -344,24 +335,9 @@ def require_storage(tensor: torch.Tensor) -> None:
 
 
 def tensor_numbers(label: TensorNumbers, reference: torch.Tensor, current: torch.Tensor) -> TensorNumbers:
-    """Return by how much a tensor differs from the reference's; see ``det_callbacks.numbers``.
+    """Return a label with by how much two strided tensors of one shape and dtype differ, see ``det_callbacks.numbers``.
 
     Tensors on a device come to the host for it: ask first whether they differ.
-
-    Args:
-        label: what the tensor is; the rest of it is filled in.
-        reference: an ordinary strided tensor.
-        current: one of the same shape and dtype.
-
-    Raises:
-        ValueError: shapes or dtypes differ, or a tensor is not an ordinary strided one.
-
-    Example:
-        >>> import torch
-        >>> one, other = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0000002384185791])
-        >>> found = tensor_numbers(TensorNumbers(tensor="output 0"), one, other)
-        >>> found.num_differing, found.max_ulps
-        (1, 1)
     """
     if reference.shape != current.shape or reference.dtype != current.dtype:
         raise ValueError(

@@ -44,12 +44,10 @@ class StateDigest:
             >>> digest_state(weights).differing(digest_state({**weights, "a": torch.ones(2)}))
             ('a',)
         """
-        names = dict.fromkeys((*self.tensors, *other.tensors))
-        return tuple(
-            name
-            for name in names
-            if (self.tensors.get(name), self.layouts.get(name)) != (other.tensors.get(name), other.layouts.get(name))
+        one, two = (
+            {name: (known.layouts[name], known.tensors[name]) for name in known.tensors} for known in (self, other)
         )
+        return tuple(name for name in one | two if one.get(name) != two.get(name))
 
 
 def digest_state(state: nn.Module | Mapping[Any, Any]) -> StateDigest:
@@ -64,9 +62,6 @@ def digest_state(state: nn.Module | Mapping[Any, Any]) -> StateDigest:
     Costs one pass over the memory, large states in two threads; a tensor under two names is read twice. Tensors of
     other devices are copied to the host, one at a time. Of a DTensor it is this rank's shard.
 
-    Args:
-        state: a module or a mapping.
-
     Raises:
         TypeError: it is neither, or a tensor in it has no data (meta, fake, uninitialised); the tensor is named.
         DetCallbacksError: a tensor's storage is freed, or two entries have the same name.
@@ -79,8 +74,10 @@ def digest_state(state: nn.Module | Mapping[Any, Any]) -> StateDigest:
         >>> list(digest_state(model).tensors)
         ['weight', 'bias']
     """
+    entries: list[_Entry]
     if isinstance(state, nn.Module):
-        entries = list(_of_module(state))
+        tables = state.named_parameters(remove_duplicate=False), state.named_buffers(remove_duplicate=False)
+        entries = [entry for table in tables for entry in table]
     elif isinstance(state, Mapping):
         entries = list(_of_mapping(state))
     else:
@@ -91,11 +88,9 @@ def digest_state(state: nn.Module | Mapping[Any, Any]) -> StateDigest:
         if name in tensors:
             raise DetCallbacksError(f"Two entries of the state are called {name!r}, so neither could be named.")
         tensors[name] = format_digest(digest)
-        layouts[name] = (
-            f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-            if isinstance(value, Tensor)
-            else type(value).__name__
-        )
+        layouts[name] = type(value).__name__
+        if isinstance(value, Tensor):
+            layouts[name] = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     lines = sorted([name, layouts[name], tensors[name]] for name in tensors)
     whole = digest_bytes(json.dumps(lines, separators=(",", ":")).encode())
     return StateDigest(digest=format_digest(whole), tensors=tensors, layouts=layouts)
@@ -107,28 +102,17 @@ def _digests(entries: list[_Entry]) -> list[int]:
         known = iter(digest_tensors(tensors))
     except TypeError:
         for name, value in entries:
-            _require_data(name, value)
+            try:
+                if isinstance(value, Tensor):
+                    digest_tensor(value)
+            except TypeError as error:
+                raise TypeError(f"{name}: {error}") from error
         raise
     return [next(known) if isinstance(value, Tensor) else _digest_number(value) for _, value in entries]
 
 
-def _require_data(name: str, value: object) -> None:
-    if isinstance(value, Tensor):
-        try:
-            digest_tensor(value)
-        except TypeError as error:
-            raise TypeError(f"{name}: {error}") from error
-
-
 def _digest_number(value: bool | int | float) -> int:
-    if isinstance(value, float):
-        return digest_bytes(struct.pack("<d", value))
-    return digest_bytes(str(int(value)).encode())
-
-
-def _of_module(module: nn.Module) -> Iterator[_Entry]:
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
+    return digest_bytes(struct.pack("<d", value) if isinstance(value, float) else str(int(value)).encode())
 
 
 def _of_mapping(tree: Any, name: str = "", depth: int = 0) -> Iterator[_Entry]:

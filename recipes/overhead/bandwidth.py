@@ -11,7 +11,7 @@ import torch
 from device import enqueue_and_busy_seconds
 
 from det_callbacks.digest import device_choice, digest_tensors
-from det_callbacks.digest.device import DigestQueue
+from det_callbacks.digest.device.deferred import DigestQueue
 
 SIZES_KIB = tuple(4**power for power in range(11))
 """1 KiB to 1 GiB."""

@@ -28,7 +28,7 @@ BROAD_HANDLERS: Mapping[str, str] = {
 # Recipes use public names; who measures or shows the engine itself says so here.
 PRIVATE_IN_RECIPES: Mapping[str, str] = {
     "overhead/bandwidth.py digest": "measures the digests themselves",
-    "overhead/bandwidth.py digest.device": "likewise, without the wait for them",
+    "overhead/bandwidth.py digest.device.deferred": "likewise, without the wait for them",
     "overhead/ours.py runs.writer": "measures what a step leaves on disk",
     "overhead/run.py digest": "says how the device's digests were computed",
     "scale/synthetic.py runs.peers": "likewise",

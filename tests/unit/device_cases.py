@@ -15,8 +15,8 @@ from unittest import mock
 import torch
 
 from det_callbacks.digest import components, digest_memory, digest_output, digest_tensor, digest_tensors
-from det_callbacks.digest.device import Choice, DeviceDigest, deferred, disagreement, triton_digest
-from det_callbacks.digest.device.triton_digest import TritonDigest
+from det_callbacks.digest.device import deferred, triton_digest
+from det_callbacks.digest.device.triton_digest import Choice, TritonDigest, disagreement
 
 HOST = torch.device("cpu")
 LEAF = 256 * 1024
@@ -35,7 +35,7 @@ def of_bits(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
 
 
 @contextmanager
-def as_on_a_device(method: DeviceDigest) -> Iterator[None]:
+def as_on_a_device(method: TritonDigest) -> Iterator[None]:
     """Have the package take tensors of the host for those of a device with this method."""
     with (
         mock.patch.object(components, "_is_on_host", return_value=False),
@@ -75,7 +75,7 @@ def tensors(num_cases: int, *, largest: int, seed: int, device: torch.device = H
     return found
 
 
-def check(method: DeviceDigest, num_cases: int, *, largest: int, seed: int) -> None:
+def check(method: TritonDigest, num_cases: int, *, largest: int, seed: int) -> None:
     """Compare the digests of random tensors with those of the host, in batches and one by one."""
     cases = tensors(num_cases, largest=largest, seed=seed)
     expected = digest_tensors(cases)
@@ -86,7 +86,7 @@ def check(method: DeviceDigest, num_cases: int, *, largest: int, seed: int) -> N
         assert [digest_output(case) for case in cases[:4]] == outputs
 
 
-def check_edges_of_memory(method: DeviceDigest) -> None:
+def check_edges_of_memory(method: TritonDigest) -> None:
     """Digest spans that touch pages which cannot be read: a read too far ends the process."""
     page = mmap.PAGESIZE
     area = mmap.mmap(-1, 3 * page)
@@ -102,7 +102,7 @@ def check_edges_of_memory(method: DeviceDigest) -> None:
             assert method.collect([launched]) == [digest_memory(address, num_bytes)]
 
 
-def check_edges_of_sizes(method: DeviceDigest, *, is_thorough: bool) -> None:
+def check_edges_of_sizes(method: TritonDigest, *, is_thorough: bool) -> None:
     """Digest spans of sizes at which something begins or ends, at one or all offsets that a word of 8 bytes has."""
     content = torch.frombuffer(bytearray(random.Random(1).randbytes(3 * LEAF + 8)), dtype=torch.uint8)
     storage = content.untyped_storage()
@@ -120,7 +120,7 @@ def main(num_cases: int) -> None:
     import det_callbacks.digest.device.triton_kernels as kernels
 
     method = TritonDigest(kernels, HOST)
-    assert disagreement(method, HOST) is None
+    assert disagreement(method, HOST) == ""
     check_edges_of_memory(method)
     check_edges_of_sizes(method, is_thorough=num_cases > 100)
     check(method, num_cases, largest=2 * LEAF, seed=num_cases)

@@ -6,8 +6,8 @@ import torch
 from test_digest_queue import add
 
 from det_callbacks.digest import digest_output, digest_tensor, digest_tensors
-from det_callbacks.digest.device import DigestQueue, device_choice
-from det_callbacks.digest.device.triton_digest import TritonDigest
+from det_callbacks.digest.device.deferred import DigestQueue
+from det_callbacks.digest.device.triton_digest import TritonDigest, device_choice
 
 pytestmark = [
     pytest.mark.gpu,

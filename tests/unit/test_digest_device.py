@@ -17,15 +17,9 @@ from test_digest_queue import LateDevice
 from test_digest_unobserved import CountingDispatch
 
 from det_callbacks.digest import digest_tensor
-from det_callbacks.digest.device import (
-    Choice,
-    DeferredDigests,
-    DigestQueue,
-    deferred,
-    device_choice,
-    disagreement,
-    triton_digest,
-)
+from det_callbacks.digest.device import deferred, triton_digest
+from det_callbacks.digest.device.deferred import DeferredDigests, DigestQueue
+from det_callbacks.digest.device.triton_digest import Choice, device_choice, disagreement
 
 NEEDS_TRITON = "needs Triton, which the dev extra brings on Linux"
 
@@ -114,7 +108,7 @@ def test_the_kernels_compile_once_for_gpus_that_are_not_there(tmp_path: Path) ->
 def test_a_method_gives_the_bits_of_the_host_and_one_that_does_not_is_found() -> None:
     device = LateDevice()
     device_cases.check(device, 60, largest=5 * 256 * 1024, seed=7)
-    assert disagreement(device, device_cases.HOST) is None
+    assert disagreement(device, device_cases.HOST) == ""
     device.collect = lambda launched: [1] * 4
     said = "a late device gave other bits than the host for 263173 bytes at 0"
     assert disagreement(device, device_cases.HOST) == said

@@ -10,8 +10,8 @@ from late_kernels import LateLaunchers, late_kernels
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from det_callbacks.digest import digest_tensor
-from det_callbacks.digest.device import Span, triton_digest
-from det_callbacks.digest.device.triton_digest import TritonDigest
+from det_callbacks.digest.device import triton_digest
+from det_callbacks.digest.device.triton_digest import Span, TritonDigest
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.host_digest import LEAF_BYTES
 

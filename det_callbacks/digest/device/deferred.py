@@ -1,14 +1,20 @@
 """Digests that are asked for in the order of a device's work, and known when the device is waited for at the end."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from threading import RLock
+from typing import Any
 
 import torch
 
-from det_callbacks.digest.device.queue import DigestQueue
-from det_callbacks.digest.device.triton_digest import device_choice
+from det_callbacks.digest.device.triton_digest import Span, TritonDigest, device_choice
 from det_callbacks.digest.unobserved import unobserved
+from det_callbacks.errors import DetCallbacksError
 from det_callbacks.host_digest import digest_bytes
+
+MAX_TENSORS = 1024
+MAX_BYTES = 64 * 1024 * 1024
+"""Memory that tensors waiting for their digest may hold: what the program would have freed by then."""
 
 Known = dict[torch.device, list[int]]
 """What ``DeferredDigests.finish`` found, for ``value_of``."""
@@ -34,6 +40,137 @@ def value_of(bits: Bits, known: Known) -> int:
     return bits.value(known) if isinstance(bits, DeferredBits) else bits
 
 
+class DigestQueue:
+    """Spans of a device's memory in the order of their digests, launched together and fetched together.
+
+    The storage of a span that waits is held, so the program may drop its tensors (not the tensors: they would keep
+    autograd's graph alive). Its bytes must not change until it is launched: say ``before_write`` of whatever is about
+    to be written, resized or freed. Launches happen then, when enough spans or bytes wait, when the stream is another
+    one, and at ``finish``, which alone waits for the device. A write on another stream than the one that a storage is
+    read on comes after the reading, also where the launch is long past: whatever orders the program's own work on the
+    two may have been said before it.
+
+    After a launch failed its spans' digests are lost, and the queue refuses to go on until ``discard``. Any thread may
+    call: autograd has one for each device, and what one of them writes may have to be read first by another's queue.
+    """
+
+    def __init__(self, method: TritonDigest, *, max_tensors: int = MAX_TENSORS, max_bytes: int = MAX_BYTES) -> None:
+        self._method = method
+        self._max_tensors, self._max_bytes = max_tensors, max_bytes
+        self._unheld: set[int] = set()
+        self._stream: Hashable = None
+        self._readers: dict[int, tuple[Hashable, ...]] = {}  # by storage: the streams that may still be reading it
+        self._lock = RLock()
+        self.discard()
+
+    def add(self, storage: torch.UntypedStorage, offset: int, num_bytes: int) -> int:
+        """Take a span whose bytes are ready on the device's current stream; return the place of its digest."""
+        stream = self._method.stream()
+        with self._lock:
+            self._require_whole()
+            if self._pending and (
+                stream != self._stream
+                or len(self._pending) == self._max_tensors
+                or self._num_bytes + num_bytes > self._max_bytes
+            ):
+                self.flush()
+            self._stream = stream
+            self._pending.append((storage, offset, num_bytes))
+            self._places.add(storage._cdata)
+            self._num_bytes += num_bytes
+            place = self._num_added
+            self._num_added += 1
+            if self._num_bytes > self._max_bytes:
+                self.flush()
+            return place
+
+    def before_write(self, storage: torch.UntypedStorage) -> None:
+        """Launch what waits, if any of it lies in a storage that is about to change or to lose its memory."""
+        place = storage._cdata
+        with self._lock:  # also where nothing waits: another thread may be launching it
+            if place in self._places:
+                self.flush()
+            if place in self._readers:
+                self._wait_for(self._readers.pop(place))
+
+    def before_any_write(self) -> None:
+        """Launch what waits, and have the current stream come after all that is read: it may write any storage."""
+        with self._lock:
+            self.flush()
+            # in the order in which they came: a set's is another one in each process
+            self._wait_for(dict.fromkeys(stream for streams in self._readers.values() for stream in streams))
+
+    def unhold(self, storage: torch.UntypedStorage) -> None:
+        """Do not tell the allocator, until ``discard``, that a storage is read: somebody else sees to its reuse."""
+        self._unheld.add(storage._cdata)
+
+    def flush(self) -> None:
+        """Launch what waits, on the stream it was made on."""
+        with self._lock:
+            self._require_whole()
+            if self._pending:
+                self._launch()
+
+    def finish(self) -> list[int]:
+        """Return the digests of all spans in the order in which they came, and begin anew; raise where one is lost."""
+        with self._lock:
+            self.flush()
+            with unobserved():
+                digests = self._method.collect(self._launched) if self._launched else []
+            assert len(digests) == self._num_added, "one for each span"
+            if digests:
+                self._readers = {}  # the device is done with all of them
+            self.discard()
+            return digests
+
+    def discard(self) -> None:
+        """Begin anew without the digests, after an exception of the program or of a launch."""
+        with self._lock:
+            self._forget_pending()
+            self._unheld.clear()
+            self._launched: list[Any] = []
+            self._num_added = 0
+            self._is_broken = False
+
+    def _launch(self) -> None:
+        pending, stream = self._pending, self._stream
+        self._forget_pending()
+        self._is_broken = True
+        for storage, offset, num_bytes in pending:
+            if storage.nbytes() < offset + num_bytes:
+                raise DetCallbacksError(
+                    f"the memory of a tensor of {num_bytes} bytes was freed before its digest was taken; the tensors "
+                    "before it are intact; say before_write of a storage that is about to be freed or resized"
+                )
+        with unobserved():
+            self._launched.append(self._method.launch(pending, stream, frozenset(self._unheld)))
+        if stream is not None:
+            for storage, _, _ in pending:
+                known = self._readers.setdefault(storage._cdata, (stream,))
+                if stream not in known:
+                    self._readers[storage._cdata] = (*known, stream)
+        self._is_broken = False
+
+    def _wait_for(self, streams: Iterable[Hashable]) -> None:
+        current = self._method.stream()
+        for stream in streams:
+            if stream != current:
+                self._method.wait_for(stream)
+
+    def _forget_pending(self) -> None:
+        self._pending: list[Span] = []
+        self._places: set[int] = set()
+        self._num_bytes = 0
+        self._stream = None
+
+    def _require_whole(self) -> None:
+        if self._is_broken:
+            raise DetCallbacksError(
+                "digests of this queue were lost when an earlier launch failed; the tensors are intact; discard the "
+                "queue's content and take the digests again"
+            )
+
+
 class Transfers:
     """Copies under way: what was fetched may be read after ``wait``, which alone waits for the devices.
 
@@ -42,8 +179,7 @@ class Transfers:
     """
 
     def __init__(self) -> None:
-        self._ends: dict[torch.cuda.Stream, torch.cuda.Event] = {}
-        self._sources: list[torch.Tensor] = []
+        self.discard()
 
     def fetch(self, source: torch.Tensor) -> torch.Tensor:
         """Return a copy of a contiguous tensor on the host."""
@@ -72,8 +208,8 @@ class Transfers:
 
     def discard(self) -> None:
         """Forget the copies, which may be under way: torch hands their pinned memory out again after them (2.13)."""
-        self._ends = {}
-        self._sources = []
+        self._ends: dict[torch.cuda.Stream, torch.cuda.Event] = {}
+        self._sources: list[torch.Tensor] = []
 
     def _note_end(self, device: torch.device) -> None:
         stream = torch.cuda.current_stream(device)
@@ -83,8 +219,7 @@ class Transfers:
 class DeferredDigests:
     """A queue for each device that computes digests; devices are waited for in ``finish`` alone.
 
-    Attributes:
-        is_used: whether any device computes digests, as far as asked; until then nothing has to be said before a write.
+    ``is_used``: whether any device computes digests, as far as asked; until then nothing has to be said before a write.
     """
 
     def __init__(self) -> None:
@@ -141,11 +276,7 @@ class DeferredDigests:
             queue.flush()
 
     def finish(self) -> Known:
-        """Wait for the devices and return what ``value_of`` needs; begin anew.
-
-        Raises:
-            DetCallbacksError: a launch failed, or memory was freed before it was digested.
-        """
+        """Wait for the devices, return what ``value_of`` needs and begin anew; raise as ``DigestQueue.finish`` does."""
         known = {device: queue.finish() for device, queue in self._queues.items() if queue is not None}
         self._transfers.wait()
         return known

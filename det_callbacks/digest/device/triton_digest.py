@@ -8,16 +8,16 @@ uses it: what is let go is used again in that stream's order.
 
 import functools
 import threading
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from subprocess import SubprocessError
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from det_callbacks.digest.device.queue import DeviceDigest, Span
 from det_callbacks.digest.unobserved import require_no_capture
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.host_digest import BLOCK_BYTES, LEAF_BYTES, digest_bytes
@@ -28,6 +28,9 @@ MAX_SUM_BYTES = 32 * 1024 * 1024
 _SUM_WORDS = 8
 """Of a block, 8 bytes each."""
 
+Span = tuple[torch.UntypedStorage, int, int]
+"""Storage, first byte in it, number of bytes."""
+
 # What an attempt to use a device's compiler or ops may end with; memory errors of the device are RuntimeErrors. Looked
 # at in Triton 3.7.1: a missing libcuda.so.1 is an AssertionError; another Triton may lack a name.
 _FAILURES = (AssertionError, AttributeError, ImportError, OSError, RuntimeError, SubprocessError, TypeError, ValueError)
@@ -35,12 +38,10 @@ _FAILURES = (AssertionError, AttributeError, ImportError, OSError, RuntimeError,
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Launched:
-    """The spans of one launch.
+    """The spans of one launch: their sizes in bytes, and the stream that they are read on.
 
     Attributes:
-        stream: that they are read on.
-        sizes: in bytes.
-        sums: of their blocks; None once the kernels that need them are enqueued.
+        sums: of the spans' blocks; None once the kernels that need them are enqueued.
         hashes: of the spans' leaves, on the device, there when these kernels have run.
     """
 
@@ -50,14 +51,6 @@ class Launched:
     hashes: torch.UntypedStorage
 
 
-@dataclass(slots=True)
-class _Waiting:
-    """The launches of one stream whose sums wait."""
-
-    launches: list[Launched] = field(default_factory=list)
-    num_bytes: int = 0
-
-
 class TritonDigest:
     """Triton kernels on a CUDA device: no copy of the tensors, no synchronisation before the digests are collected.
 
@@ -65,14 +58,10 @@ class TritonDigest:
     Takes up to 32 MiB of the device's memory for each stream that is used, and a sixteenth of the largest launch.
 
     A launch tells the allocator of each span's storage that the stream uses it: memory that was allocated on another
-    stream and is let go then is given away only once the stream has passed. Any thread may call.
+    stream and is let go then is given away only once the stream has passed. Any thread may call. Whatever launches or
+    waits raises ``DetCallbacksError`` while the current stream captures a CUDA graph.
 
-    Args:
-        kernels: the module ``det_callbacks.digest.device.triton_kernels``.
-        device: with its index; the host where the kernels run in Triton's interpreter.
-
-    Raises:
-        RuntimeError: or another error of the device or of Triton's compiler.
+    ``kernels`` is the module ``triton_kernels``; ``device`` has its index, or is the host for Triton's interpreter.
     """
 
     def __init__(self, kernels: ModuleType, device: torch.device) -> None:
@@ -83,7 +72,8 @@ class TritonDigest:
         self._device = device
         self._is_cuda = device.type == "cuda"
         self._lock = threading.Lock()
-        self._waiting: dict[Hashable, _Waiting] = {}
+        self._waiting: dict[Hashable, list[Launched]] = defaultdict(list)  # by stream: launches whose sums wait
+        self._num_sum_bytes: Counter[Hashable] = Counter()
         require_no_capture()
         # what is made in inference mode cannot be written outside of it
         with torch.inference_mode(False), self._on(self.stream()):
@@ -103,10 +93,9 @@ class TritonDigest:
             torch.cuda.current_stream(self._device).wait_stream(stream)
 
     def launch(self, spans: Sequence[Span], stream: Hashable, unheld: Set[int] = frozenset()) -> Launched:
-        """Enqueue the kernel that reads the spans, none of which is empty, on a stream.
+        """Enqueue the kernel that reads the spans, none of which is empty, behind what a stream has been given.
 
-        Raises:
-            DetCallbacksError: if the current stream is capturing a CUDA graph.
+        ``unheld``: addresses of the storages of which the allocator is not to be told that the stream reads them.
         """
         places = [(storage.data_ptr() + offset, size) for storage, offset, size in spans]
         with self._lock, self._on(stream):
@@ -120,24 +109,21 @@ class TritonDigest:
                 group_tiles = sum(-(-size // self._tile_bytes) for _, size in group)
                 arguments = [word for place in group for word in place]
                 arguments += [0] * (2 * self._spans_per_launch - len(arguments))
-                self._launchers.sum_blocks(
-                    group_tiles, self._handle(stream), self._constants.data_ptr(), address, *arguments
-                )
+                handle = getattr(stream, "cuda_stream", 0)
+                self._launchers.sum_blocks(group_tiles, handle, self._constants.data_ptr(), address, *arguments)
                 address += 8 * self._tile_words * group_tiles
             launched = Launched(stream=stream, sizes=sizes, sums=sums, hashes=hashes)
-            waiting = self._waiting.setdefault(stream, _Waiting())
-            waiting.launches.append(launched)
-            waiting.num_bytes += sums.nbytes()
-            if waiting.num_bytes > MAX_SUM_BYTES:
+            self._waiting[stream].append(launched)
+            self._num_sum_bytes[stream] += sums.nbytes()
+            if self._num_sum_bytes[stream] > MAX_SUM_BYTES:
                 self._finish(stream)
         return launched
 
     def collect(self, launched: Sequence[Launched]) -> list[int]:
-        """Fetch the hashes: one copy on the device, one to the host, and one event that is waited for.
+        """Return the digests of all launches, one after the other; the one place that waits for the device.
 
-        Raises:
-            DetCallbacksError: if the current stream is capturing a CUDA graph, or a launch failed that these digests
-                were to be finished with.
+        One copy on the device, one to the host, and one event. Raises DetCallbacksError where a launch failed that
+        these digests were to be finished with.
         """
         require_no_capture()
         with self._lock:
@@ -170,7 +156,8 @@ class TritonDigest:
 
         Where anything raises, Ctrl-C included, the digests of these launches are lost: they keep their sums.
         """
-        launches = self._waiting.pop(stream, _Waiting()).launches
+        launches = self._waiting.pop(stream, [])
+        self._num_sum_bytes.pop(stream, None)
         if not launches:
             return
         rows: list[int] = []
@@ -188,9 +175,8 @@ class TritonDigest:
             host.numpy().view("int64")[:] = rows
             table = self._memory(len(rows))
             self._words(table).copy_(host, non_blocking=True)
-        self._launchers.hash_leaves(
-            num_leaves, self._handle(stream), self._constants.data_ptr(), table.data_ptr(), len(rows) // 4
-        )
+        handle, constants = getattr(stream, "cuda_stream", 0), self._constants.data_ptr()
+        self._launchers.hash_leaves(num_leaves, handle, constants, table.data_ptr(), len(rows) // 4)
         for launched in launches:
             launched.sums = None
 
@@ -208,9 +194,6 @@ class TritonDigest:
     def _tell_allocator(self, tensor: torch.Tensor, stream: Hashable) -> None:
         if isinstance(stream, torch.cuda.Stream):
             tensor.record_stream(stream)
-
-    def _handle(self, stream: Hashable) -> int:
-        return stream.cuda_stream if isinstance(stream, torch.cuda.Stream) else 0
 
     def _memory(self, num_words: int) -> torch.UntypedStorage:
         # a storage, since torch.empty fills its memory under deterministic algorithms
@@ -244,53 +227,46 @@ def _num_leaves(size: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """How a device's tensors are digested, and why not in a faster way.
+    """How a device's tensors are digested; without a ``method`` each is copied to the host when it is asked for.
 
-    Attributes:
-        method: of the queue; None where each tensor is copied to the host when its digest is asked for.
-        reason: why there is no method; "" for devices that no method is for.
+    ``reason``: why Triton's kernels are not taken; "" for devices that they are not for.
     """
 
-    method: DeviceDigest | None
+    method: TritonDigest | None
     reason: str = ""
 
     def __str__(self) -> str:
-        return self.method.name if self.method else "; ".join(filter(None, ("a copy to the host", self.reason)))
+        if self.method is not None:
+            return self.method.name
+        return f"a copy to the host; no Triton: {self.reason}" if self.reason else "a copy to the host"
 
 
 @functools.cache
 def device_choice(device: torch.device) -> Choice:
-    """Return how tensors on a device are digested, found out when it is first asked for and kept.
+    """Return how tensors on a device (with its index) are digested, found out when it is first asked for and kept.
 
     On CUDA by Triton's kernels, once they have given the host's bits for a few hundred KiB there. The first call
     compiles them for some seconds, unless Triton has them in its cache.
-
-    Args:
-        device: with its index.
     """
     if device.type != "cuda":
         return Choice(method=None)
     try:
         import det_callbacks.digest.device.triton_kernels as kernels
     except _FAILURES as error:
-        return Choice(method=None, reason=f"no Triton: {type(error).__name__}: {error}")
+        return Choice(method=None, reason=f"{type(error).__name__}: {error}")
     if kernels.IS_INTERPRETED:
         what = "TRITON_INTERPRET is set, and Triton's interpreter would read the device's memory on the host"
-        return Choice(method=None, reason=f"no Triton: {what}")
+        return Choice(method=None, reason=what)
     try:
         method = TritonDigest(kernels, device)
         reason = disagreement(method, device)
     except (*_FAILURES, kernels.TritonError) as error:
         reason = f"{type(error).__name__}: {error}"
-    return Choice(method=None, reason=f"no Triton: {reason}") if reason else Choice(method=method)
+    return Choice(method=None, reason=reason) if reason else Choice(method=method)
 
 
-def disagreement(method: DeviceDigest, device: torch.device) -> str | None:
-    """Return in what a method does not give the host's bits, None where it does.
-
-    Raises:
-        RuntimeError: or another error of the device, its compiler or its ops.
-    """
+def disagreement(method: TritonDigest, device: torch.device) -> str:
+    """Return in what a method does not give the host's bits, "" where it does; errors of the device are raised."""
     length = LEAF_BYTES + BLOCK_BYTES + 5
     # the top byte of multiples of 2**32 divided by the golden ratio: no two words are alike
     content = (torch.arange(length + 3, dtype=torch.int64, device="cpu") * 2654435761 >> 24).to(torch.uint8)
@@ -302,4 +278,4 @@ def disagreement(method: DeviceDigest, device: torch.device) -> str | None:
     for part, one, other in zip(parts, expected, given, strict=True):
         if one != other:
             return f"{method.name} gave other bits than the host for {part.stop - part.start} bytes at {part.start}"
-    return None
+    return ""

@@ -91,13 +91,6 @@ def _mix(word, key):
     return (mixed & 0xFFFFFFFF) * (mixed >> 32)
 
 
-@triton.jit
-def _with_neighbours(products, totals):
-    """Return the accumulators of a tile's 32 blocks: a word is added to its neighbour's."""
-    even, odd = tl.split(tl.reshape(totals, [32, 4, 2]))
-    return products + tl.reshape(tl.join(odd, even), [32, 8])
-
-
 @triton.jit(do_not_specialize=_SUM_ARGUMENTS)
 def _sum_blocks(
     constants: tl.int64,
@@ -222,7 +215,9 @@ def _sum_blocks(
                 key = tl.where(is_last, last_key, key)
             products += _mix(word, key)
             totals += word
-    added = _with_neighbours(products, totals)
+    # a word is added to its neighbour's accumulator
+    even, odd = tl.split(tl.reshape(totals, [32, 4, 2]))
+    added = products + tl.reshape(tl.join(odd, even), [32, 8])
     target = tl.multiple_of(_words_at(sums), 16) + program * 256 + row[:, None] * 8 + lane[None, :]
     # rows past the span's end write what nothing reads: the tile's sums are its own
     tl.store(target, added.to(tl.int64, bitcast=True))
@@ -242,18 +237,6 @@ def _high_product(first, second):
     carried = first_high * second_low + ((first_low * second_low) >> 32)
     middle = (carried & 0xFFFFFFFF) + low_high
     return first_high * second_high + (carried >> 32) + (middle >> 32)
-
-
-@triton.jit
-def _merged(state, merge, num_blocks):
-    """Return the hash of a leaf from its accumulators."""
-    state = state ^ merge
-    even, odd = tl.split(tl.reshape(state, [4, 2]))
-    folded = (even * odd) ^ _high_product(even, odd)
-    value = tl.sum(folded, 0) + (num_blocks * 1024).to(tl.uint64) * 0x9E3779B185EBCA87
-    value = (value ^ (value >> 37)) * 0x165667919E3779F9
-    value = value ^ (value >> 32)
-    return value.to(tl.int64, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["constants", "rows", "num_rows"])
@@ -289,8 +272,12 @@ def _hash_leaves(constants: tl.int64, rows: tl.int64, num_rows: tl.int64):
     for block in range(num_together, num_scrambled):
         state = _scrambled(state + _unsigned_at(begin + block * 8), scramble)
     state += _unsigned_at(begin + num_scrambled * 8)
-    value = _merged(state, _unsigned_at(table + 32 + lane), num_blocks)
-    tl.store(_words_at(tl.load(row + 3) + leaf * 8), value)
+    even, odd = tl.split(tl.reshape(state ^ _unsigned_at(table + 32 + lane), [4, 2]))
+    folded = (even * odd) ^ _high_product(even, odd)
+    value = tl.sum(folded, 0) + (num_blocks * 1024).to(tl.uint64) * 0x9E3779B185EBCA87
+    value = (value ^ (value >> 37)) * 0x165667919E3779F9
+    value = value ^ (value >> 32)
+    tl.store(_words_at(tl.load(row + 3) + leaf * 8), value.to(tl.int64, bitcast=True))
 
 
 IS_INTERPRETED = not isinstance(_sum_blocks, triton.JITFunction)
