@@ -7,8 +7,6 @@ from typing import Any, Literal
 
 from det_callbacks.patterns import OpPattern
 
-Judgement = Literal["nondeterministic", "transient"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpMismatch:
@@ -65,7 +63,7 @@ class AuditFinding(OpMismatch):
         num_places: outputs and occurrences of it that differed, all steps together.
     """
 
-    judgement: Judgement
+    judgement: Literal["nondeterministic", "transient"]
     steps: tuple[int, ...]
     num_places: int
 

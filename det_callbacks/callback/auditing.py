@@ -58,7 +58,7 @@ class Auditing(Session, StepHooks):
 
     @override
     def begin_gradients(self) -> None:
-        self._running.phase = "gradient"
+        self._running.set_phase("gradient")
 
     @override
     def end_step(self, step: int, epoch: int, outputs: object) -> bool:

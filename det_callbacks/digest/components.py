@@ -176,16 +176,13 @@ def _digest(tensor: torch.Tensor, deferred: DeferredDigests | None, *, memory_or
     components = _components(tensor, deferred)
     if components is not None:
         return _combine(components)
-    if not _is_on_host(tensor):
-        if deferred is not None:
-            there = _plain(tensor, memory_order)
-            first = int(there.storage_offset()) * there.element_size()
-            if (bits := deferred.add(there.untyped_storage(), first, there.nbytes)) is not None:
-                return bits
-        # a copy that is not one of whole memory needs an op for the dtype
-        is_plain = tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg() or torch._is_zerotensor(tensor)
-        tensor = (tensor if is_plain else _as_integers(tensor)).cpu()
     plain = _plain(tensor, memory_order)
+    if not _is_on_host(tensor):
+        first = int(plain.storage_offset()) * plain.element_size()
+        bits = None if deferred is None else deferred.add(plain.untyped_storage(), first, plain.nbytes)
+        if bits is not None:
+            return bits
+        plain = _as_integers(plain).cpu()  # a device has no op for some dtypes
     return digest_memory(_data_address(plain) + plain.storage_offset() * plain.element_size(), plain.nbytes)
 
 

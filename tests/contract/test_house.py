@@ -20,8 +20,8 @@ _ANY_BANNED = re.compile("|".join(sorted(BANNED_WORDS)), re.IGNORECASE)
 # Handlers of everything that do not end in raise, by file and function: each says why nothing is lost by it.
 BROAD_HANDLERS: Mapping[str, str] = {
     "callback/verifying.py _report": "a page that cannot be made must not hide the divergence that is raised next",
-    "equivalence/mode.py _copied_twice": "a check that cannot be made must not stop the program; it is counted",
-    "equivalence/mode.py _run_again": "what only another run raises is not the program's; it is counted",
+    "equivalence.py _copied_twice": "a check that cannot be made must not stop the program; it is counted",
+    "equivalence.py _run_again": "what only another run raises is not the program's; it is counted",
     "ranks/group.py gather": "what one rank raises is told to the others, and then raised",
 }
 

@@ -120,7 +120,6 @@ def out_of_memory(device: LateDevice, value: torch.Tensor) -> None:
     device.failure = RuntimeError("out of memory")
 
 
-
 @pytest.mark.parametrize(
     ("fault", "error", "message"),
     [

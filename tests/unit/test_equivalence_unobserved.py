@@ -1,7 +1,7 @@
 """BitwiseEquivalenceMode has no effect on what runs under it, nor on modes beside it, nor on the process."""
 
 import random
-from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -15,12 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore  # looked at in torch 2.13
-from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from det_callbacks import BitwiseEquivalenceMode
-from det_callbacks.equivalence.mode import make_check_plan
-from det_callbacks.equivalence.second_run import difference_of, has_same_bits
+from det_callbacks.equivalence import difference_of, has_same_bits, make_check_plan
 from det_callbacks.errors import CoverageWarning
 
 # torch's, of hooks on inputs without gradients
@@ -78,21 +76,18 @@ def test_modes_outside_see_each_op_once_and_a_written_argument_keeps_its_version
 
 
 def test_a_mode_that_was_left_open_is_not_popped():
-    stranger = CountingDispatch()
-    mode = BitwiseEquivalenceMode()
+    stranger, mode = CountingDispatch(), BitwiseEquivalenceMode()
     mode.begin()
-    torch.ones(1)
     stranger.__enter__()
     with pytest.warns(CoverageWarning, match="CountingDispatch"):
         mode.finish()
     torch.ones(1)
-    assert len(stranger.seen) == 1
-    assert mode.num_ops == 1
+    assert (len(stranger.seen), mode.num_ops) == (1, 0)
     stranger.__exit__(None, None, None)
     torch.utils._python_dispatch._get_current_dispatch_mode().__exit__(None, None, None)
     with mode:
         torch.ones(1)
-    assert mode.num_ops == 2
+    assert mode.num_ops == 1
 
 
 def test_fake_and_meta_tensors_are_passed_through():
@@ -103,7 +98,7 @@ def test_fake_and_meta_tensors_are_passed_through():
     with FakeTensorMode(), mode:
         torch.ones(3).add_(1).sum()
     assert mode.num_compared == 0
-    assert mode.skipped["no_data"] >= 5
+    assert mode.skipped["no_data"] >= 4
 
 
 class PlantedError(Exception):
@@ -121,33 +116,20 @@ def raising(x: Tensor, first: int) -> None:
         raise PlantedError("planted")
 
 
-def test_what_the_program_raises_goes_through():
+@pytest.mark.parametrize("reason", ["raised", "second_run_raised"])
+def test_what_a_run_raises_is_counted_and_goes_through_where_it_is_the_program_s(reason: str):
     def run() -> tuple[Any, ...]:
         seed()
         x = torch.ones(2)
-        with pytest.raises(PlantedError):
-            raising(x, 0)
-        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-            torch.ones(2, 3) @ torch.ones(2, 3)
+        is_first = reason == "raised"
+        with pytest.raises(PlantedError) if is_first else nullcontext():
+            raising(x, 0 if is_first else x.untyped_storage().data_ptr())
         return x.tolist(), generator_states()
 
     plain = run()
     with BitwiseEquivalenceMode() as mode:
         assert run() == plain
-    assert mode.skipped == {"raised": 2}
-
-
-def test_what_only_the_second_run_raises_is_counted_and_what_it_draws_is_put_back():
-    def run() -> tuple[Any, ...]:
-        seed()
-        x = torch.ones(2)
-        raising(x, x.untyped_storage().data_ptr())
-        return x.tolist(), generator_states()
-
-    plain = run()
-    with BitwiseEquivalenceMode() as mode:
-        assert run() == plain
-    assert mode.skipped == {"second_run_raised": 1}
+    assert mode.skipped == {reason: 1}
 
 
 @pytest.mark.filterwarnings("ignore")  # of Dynamo while it compiles: not what is tried
@@ -164,60 +146,29 @@ def test_compiled_functions():
     assert [found.op for found in mode.get_mismatches()] == ["planted.noisy.default"] * 2
 
 
-# Tensors and transforms beside the ordinary under BitwiseEquivalenceMode: nothing is reported, nothing fails.
+# Tensors beside the ordinary: nothing is reported, nothing fails.
 
 aten = torch.ops.aten
 
 
-def jagged() -> None:
-    x = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)], layout=torch.jagged, requires_grad=True)
-    nn.Linear(3, 3)(x).relu().values().sum().backward()
-
-
-def copies_on_write() -> None:
-    x = torch.arange(10.0)
-    written, read = torch._lazy_clone(x), torch._lazy_clone(x)
-    written.add_(1)
-    read.add(1)
-    assert x[0] == 0
-    assert torch._C._is_cow_tensor(read)
-
-
-def small_dtypes() -> None:
-    for dtype in (torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.complex32, torch.uint16, torch.bool):
-        torch.ones(3).to(dtype).clone().copy_(torch.zeros(3).to(dtype))
-    x = torch.ones(3, dtype=torch.complex64)
-    x.conj().add_(x).imag.zero_()
-
-
-def relayouts() -> None:
-    x = torch.ones(3)
-    x.resize_(5).fill_(1).set_(torch.ones(2))
-    x.unsqueeze_(0).t_().requires_grad_()
-    y = torch.ones(3)
-    y.untyped_storage().resize_(0)
-    y.untyped_storage().resize_(12)
-    y.zero_()
-
-
-@pytest.mark.filterwarnings("ignore")  # what the beta and deprecated parts of torch say of themselves
-@pytest.mark.parametrize("program", [jagged, copies_on_write, small_dtypes, relayouts])
-def test_nothing_is_reported(program: Callable[[], None]):
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+def test_odd_dtypes_and_layouts_give_the_same_bits_twice():
     with BitwiseEquivalenceMode() as mode:
-        program()
+        x = torch.arange(10.0)
+        written, read = torch._lazy_clone(x), torch._lazy_clone(x)
+        written.add_(1)
+        read.add(1)
+        assert x[0] == 0
+        assert torch._C._is_cow_tensor(read)
+        for dtype in (torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.complex32, torch.uint16, torch.bool):
+            torch.ones(3).to(dtype).clone().copy_(torch.zeros(3).to(dtype))
+        x = torch.ones(3, dtype=torch.complex64)
+        x.conj().add_(x).imag.zero_()
+        x.resize_(5).fill_(1).set_(torch.ones(2, dtype=torch.complex64))
+        x.unsqueeze_(0).t_().requires_grad_()
     assert mode.get_mismatches() == []
-    assert mode.num_compared >= 2
-    assert set(mode.skipped) <= {"view", "uninitialised", "relayout", "no_data", "subclass", "not_copied"}, mode.skipped
-
-
-def test_what_a_subclass_comes_down_to_is_compared():
-    x = TwoTensor(torch.randn(3), torch.randn(3))
-    with BitwiseEquivalenceMode() as mode:
-        x * 2
-        noisy(torch.ones(1))
-    assert mode.skipped == {"subclass": 1}
-    assert mode.num_compared == 4
-    assert mode.num_mismatches == 1
+    assert mode.num_compared > 25
+    assert set(mode.skipped) <= {"view", "uninitialised", "relayout"}, mode.skipped
 
 
 def test_shards_are_compared_and_collectives_run_once():
@@ -251,11 +202,6 @@ def test_what_may_not_run_twice():
         (torch.ops.quantized.linear.default, ""),
     ):
         assert make_check_plan(op).left_out == reason
-    # of ops for other devices: a hidden state, and scratch memory
-    plan = make_check_plan(aten._cudnn_rnn.default)
-    assert plan.hidden_state in plan.plan.argument_names
-    plan = make_check_plan(aten._cudnn_rnn_backward.default)
-    assert plan.scratch < set(plan.plan.argument_names)
 
 
 @pytest.mark.filterwarnings("ignore")  # of kinds of tensors that torch calls beta or deprecated

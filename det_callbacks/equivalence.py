@@ -2,27 +2,36 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
-from types import TracebackType
 from typing import Any, Self
 
-from torch import Generator, Tensor, nn
+import torch
+from torch import Generator, Tensor, UntypedStorage, nn
 from torch._C import DisableTorchFunction as _DisableTorchFunction
-from torch._C import _len_torch_dispatch_stack  # looked at in torch 2.13
+
+# torch-private, looked at in torch 2.13; _data_address is where the storage begins, and materialises no copy-on-write
+# storage
+from torch._C import (  # type: ignore[attr-defined]  # not in torch's stubs
+    _data_address,
+    _len_torch_dispatch_stack,
+    _set_conj,
+    _set_neg,
+)
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import _disable_current_modes  # looked at in torch 2.13
 
 from det_callbacks.audit import OpMismatch
-from det_callbacks.equivalence.second_run import Call, copied_call, difference_of, has_same_bits
+from det_callbacks.digest import INTEGERS, digest_tensor, require_storage, tensor_numbers
 from det_callbacks.errors import CoverageWarning, DetCallbacksError, EquivalenceError, TraceError
 from det_callbacks.rng import RewindPoint, is_capturing
+from det_callbacks.runs.program import scalar_bits
 from det_callbacks.trace.backward import OpPlaces
-from det_callbacks.trace.components import PLAIN, holds_data
+from det_callbacks.trace.components import PLAIN, has_parts, holds_data
 from det_callbacks.trace.dispatch import TAKE_APART, DispatchMode
 from det_callbacks.trace.engine import graph_task_id
 from det_callbacks.trace.optimizers import OptimizerPhases, in_phase
@@ -34,40 +43,37 @@ from det_callbacks.trace.overloads import (
     comes_apart,
     in_flight,
     make_plan,
+    tensors_in,
     written_arguments,
     written_by_call,
 )
 from det_callbacks.trace.program_trie import OpScope
 from det_callbacks.trace.sites import source_of
+from det_callbacks.verdict import TensorNumbers
 
 _OWN_NAMESPACES = frozenset({"aten", "quantized", "mkldnn", "onednn", "mkl"})
 """Ops of torch's own kernels: they draw from torch's generators only, and say so by a tag."""
 MAX_KEPT = 1000
 """Mismatches that are kept; more are counted."""
+_ALIGNMENT = 64
+"""Bytes that torch aligns host memory to."""
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments."""
+_Difference = tuple[int, Any, Any]
+"""Number of an output, and what the two runs wrote there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckPlan:
-    """How calls of one overload are checked.
+    """How calls of one overload are checked: why it is never run twice ("" when it is), and whose code it is.
 
-    Attributes:
-        plan: what tracing knows of it.
-        left_out: why it is never run twice; "" when it is.
-        scratch: arguments that it uses as scratch memory.
-        hidden_state: argument that holds the state of a random generator, advanced without saying so; "" if none.
-        is_foreign: not torch's own code: it may draw from any generator of the process.
+    Other code than torch's own (``is_foreign``) may draw from any generator of the process.
     """
 
     plan: OpPlan
     left_out: str
-    scratch: frozenset[str]
-    hidden_state: str
     is_foreign: bool
-
-    def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        """Return the arguments that a call writes, scratch memory included."""
-        values = (self.plan.argument(name, args, kwargs) for name in self.scratch)
-        return written_arguments(self.plan, args, kwargs) + [value for value in values if isinstance(value, Tensor)]
 
 
 def make_check_plan(func: Any) -> CheckPlan:
@@ -82,13 +88,7 @@ def make_check_plan(func: Any) -> CheckPlan:
             left_out = "side_effect"
         elif namespace not in _OWN_NAMESPACES and any("__torch__" in str(item.type) for item in schema.arguments):
             left_out = "hidden_state"
-    return CheckPlan(
-        plan=plan,
-        left_out=left_out,
-        scratch=OPAQUE_WRITES.get(plan.base, frozenset()),
-        hidden_state=HIDDEN_STATES.get(plan.base, ""),
-        is_foreign=namespace not in _OWN_NAMESPACES,
-    )
+    return CheckPlan(plan=plan, left_out=left_out, is_foreign=namespace not in _OWN_NAMESPACES)
 
 
 class BitwiseEquivalenceMode:
@@ -97,27 +97,25 @@ class BitwiseEquivalenceMode:
     An op that did is run a third time: where two of the three runs agree, the mismatch is transient (a flipped bit of
     the hardware, perhaps), unless it comes again.
 
-    The program gets the results of the first run, and goes on as it would without the mode: generators (torch's on the
-    CPU and on CUDA, those passed as arguments; for custom ops also Python's and NumPy's) are put back before the
-    second run and stand as after one run when it is over; what an op writes in place is copied before. NaN payloads
-    and signed zeros count. The results survive the block; a mode can be entered again, and adds to them.
+    The program gets the results of the first run, and goes on as it would without the mode: generators (torch's, those
+    passed as arguments; for custom ops also Python's and NumPy's) stand as after one run, and what an op writes in
+    place is copied before. NaN payloads and signed zeros count. A mode can be entered again, and adds to its results.
 
     Left out, and counted in ``skipped`` by reason: ``view``, ``uninitialised``, ``relayout`` (``set_``, ``resize_``),
     ``collective``, ``opaque`` (higher-order ops), ``no_tensors``, ``no_data`` (fake and meta tensors), ``side_effect``
     (ops that return and write nothing), ``hidden_state`` (random states kept in a tensor or a script object),
     ``capturing`` (CUDA graphs), ``in_flight`` (copies to the host nobody waited for), ``not_copied`` (ops that write,
-    and take a sparse, quantised or nested tensor, or write memory that NumPy made), ``unreadable``, ``raised``,
-    ``second_run_raised``, ``no_output``.
+    and take a sparse, quantised or nested tensor, or write memory that NumPy made or no data), ``unreadable``,
+    ``raised``, ``second_run_raised``, ``no_output``.
     ``subclass`` counts calls on tensor subclasses: the ops they come down to are compared instead.
 
     It cannot know of what an op does beside its schema: a custom op that writes an argument it does not declare, or
-    keeps a state of its own, does so twice. Ops inside compiled regions are not seen, but for extern kernels and
-    custom ops. A warning that an op gives at every call may be given twice. Nondeterminism that two runs in a row do
-    not show (threads, memory that is reused) may need several steps.
+    keeps a state of its own, does so twice. Of compiled regions only extern kernels and custom ops are seen.
+    Nondeterminism that two runs in a row do not show (threads, memory that is reused) may need several steps.
 
     Time: each op twice, its outputs read twice (on a GPU one synchronisation an op), and some 30 microseconds an op,
-    for a custom op 150 more: a step of a small MLP takes 8 times as long, a transformer of 6 x 384 2.4 times (two cores
-    of a CPU, torch 2.13). Memory: one op's outputs, and two copies of the storages that it writes.
+    for a custom op 150 more: a transformer of 6 x 384 takes 2.4 times as long (two cores of a CPU, torch 2.13).
+    Memory: one op's outputs, and two copies of the storages that it writes.
 
     Args:
         raise_on_mismatch: raise at the first op that differs, instead of collecting.
@@ -163,9 +161,7 @@ class BitwiseEquivalenceMode:
         self.begin()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.abandon()
 
     def begin(self) -> None:
@@ -208,13 +204,8 @@ class BitwiseEquivalenceMode:
                 stacklevel=3,
             )
 
-    @property
-    def phase(self) -> str:
-        """Phase of what runs outside a backward pass; set by whoever knows."""
-        return self._places.phase
-
-    @phase.setter
-    def phase(self, phase: str) -> None:
+    def set_phase(self, phase: str) -> None:
+        """Set the phase of what runs outside a backward pass, for whoever knows it."""
         self._places.phase = phase
 
     def marks_forward(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -255,7 +246,8 @@ class BitwiseEquivalenceMode:
                 # the class runs ops on the tensors that it is made of, and those come here again, one by one
                 self.skipped["subclass"] += 1
                 return NotImplemented
-        if check.hidden_state and plan.argument(check.hidden_state, args, kwargs) is not None:
+        # the state of a random generator, which is advanced without saying so
+        if (name := HIDDEN_STATES.get(plan.base)) and plan.argument(name, args, kwargs) is not None:
             reason = "hidden_state"
         if not reason and is_capturing():
             reason = "capturing"
@@ -265,7 +257,11 @@ class BitwiseEquivalenceMode:
         module = context.module
         occurrence = self._calls[phase, module, id(func)]
         self._calls[phase, module, id(func)] += 1
-        out, differing, is_transient = self._run_twice(check, args, kwargs)
+        out, reason, differing, is_transient = _run_twice(check, args, kwargs, self.skipped)
+        if reason:
+            self.skipped[reason] += 1
+        else:
+            self.num_compared += 1
         for index, one, other in differing:
             with _no_modes_below(), _DisableTorchFunction():
                 difference = difference_of(one, other)
@@ -279,79 +275,70 @@ class BitwiseEquivalenceMode:
                 is_transient=is_transient,
                 **difference,
             )
-            self._add(mismatch)
+            self.num_mismatches += 1
+            if len(self._mismatches) < MAX_KEPT:
+                self._mismatches.append(mismatch)
+            if self._raises:
+                raise EquivalenceError(
+                    f"{mismatch}. It was run twice on the same inputs with the same generator states; every op before "
+                    "it gave the same bits twice, as far as they were compared. Use a deterministic op there "
+                    "(det-callbacks ops lists what torch says of its own), or collect all of them with "
+                    "raise_on_mismatch=False.",
+                    mismatch,
+                )
         return out
 
-    def _add(self, mismatch: OpMismatch) -> None:
-        self.num_mismatches += 1
-        if len(self._mismatches) < MAX_KEPT:
-            self._mismatches.append(mismatch)
-        if self._raises:
-            raise EquivalenceError(
-                f"{mismatch}. It was run twice on the same inputs with the same generator states; every op before it "
-                "gave the same bits twice, as far as they were compared. Use a deterministic op there (det-callbacks "
-                "ops lists what torch says of its own), or collect all of them with raise_on_mismatch=False.",
-                mismatch,
-            )
 
-    def _run_twice(
-        self, check: CheckPlan, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, list[tuple[int, Any, Any]], bool]:
-        """Return what the first run returned, what the second wrote otherwise, and whether a third agreed with one."""
-        plan = check.plan
-        calls: list[Call] = [(args, kwargs)] * 2
-        if plan.writes:
-            calls, reason = _copied_twice(check, args, kwargs)
-            if reason:
-                self.skipped[reason] += 1
-                return plan.call(*args, **kwargs), [], False
-        passed = [value for value in (*args, *kwargs.values()) if isinstance(value, Generator)]
-        draws = plan.draws_random or check.is_foreign
-        before = _generators(passed, check) if draws else None
+def _run_twice(
+    check: CheckPlan, args: tuple[Any, ...], kwargs: dict[str, Any], skipped: Counter[str]
+) -> tuple[Any, str, list[_Difference], bool]:
+    """Run an op twice, and a third time where the two differ.
+
+    Returns what the first run returned, why it was not compared, what differed, and whether the third agreed with one.
+    """
+    plan = check.plan
+    calls: list[Call] = [(args, kwargs)] * 2
+    if plan.writes and not (calls := _copied_twice(plan, args, kwargs)):
+        return plan.call(*args, **kwargs), "not_copied", [], False
+    passed = [value for value in (*args, *kwargs.values()) if isinstance(value, Generator)]
+    draws = plan.draws_random or check.is_foreign
+    before = _generators(passed, check) if draws else None
+    try:
+        out = plan.call(*args, **kwargs)
+    except BaseException:  # Ctrl-C too: raised again
+        skipped["raised"] += 1
+        raise
+    after = _generators(passed, check) if draws else None
+    first = written_by_call(plan, out, args, kwargs)
+    if not first:
+        return out, "no_output", [], False
+    if plan.may_be_in_flight and all(in_flight(plan, out, args, kwargs)):
+        return out, "in_flight", [], False
+    if not all(map(holds_data, first)):
+        return out, "no_data", [], False
+    with _no_modes_below():
+        second = _run_again(plan, before, after, calls[0])
+        if second is None:
+            return out, "second_run_raised", [], False
         try:
-            out = plan.call(*args, **kwargs)
-        except BaseException:  # Ctrl-C too: raised again
-            self.skipped["raised"] += 1
-            raise
-        after = _generators(passed, check) if draws else None
-        first = written_by_call(plan, out, args, kwargs)
-        reason = "" if first and all(map(holds_data, first)) else "no_data" if first else "no_output"
-        if plan.may_be_in_flight and all(in_flight(plan, out, args, kwargs)):
-            reason = "in_flight"
-        differing: list[tuple[int, Any, Any]] = []
-        is_transient = False
-        if not reason:
-            with _no_modes_below():
-                second = _run_again(plan, before, after, calls[0])
-                try:
-                    if second is None:
-                        reason = "second_run_raised"
-                    elif differing := _differing(first, second):
-                        third = _run_again(plan, before, after, calls[1])
-                        is_transient = third is not None and not (
-                            _differing(first, third) and _differing(second, third)
-                        )
-                except (TypeError, DetCallbacksError):
-                    reason, differing = "unreadable", []
-        if reason:
-            self.skipped[reason] += 1
-        else:
-            self.num_compared += 1
-        return out, differing, is_transient
+            differing = _differing(first, second)
+            third = _run_again(plan, before, after, calls[1]) if differing else None
+            is_transient = third is not None and not (_differing(first, third) and _differing(second, third))
+        except (TypeError, DetCallbacksError):
+            return out, "unreadable", [], False
+    return out, "", differing, is_transient
 
 
-def _copied_twice(check: CheckPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Call], str]:
-    """Return the second and the third call, with copies of what they write; or why that cannot be done."""
-    written = check.written(args, kwargs)
-    if not all(map(holds_data, written)):
-        return [], "no_data"
+def _copied_twice(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Call]:
+    """Return the second and the third call, with copies of what they write; none where that cannot be done."""
+    scratch = (plan.argument(name, args, kwargs) for name in OPAQUE_WRITES.get(plan.base, ()))
+    written = [*written_arguments(plan, args, kwargs), *(value for value in scratch if isinstance(value, Tensor))]
     try:
         with _no_modes_below(), _DisableTorchFunction():
-            copies = [copied_call((args, kwargs), written) for _ in range(2)]
+            calls = [copied_call((args, kwargs), written) for _ in range(2)]
     except Exception:  # whatever a tensor class cannot do; the op runs once, and is counted as not compared
-        return [], "not_copied"
-    calls = [copied for copied in copies if copied is not None]
-    return calls, "" if len(calls) == 2 else "not_copied"
+        return []
+    return [call for call in calls if call is not None]
 
 
 def _generators(passed: Sequence[Generator], check: CheckPlan) -> RewindPoint:
@@ -374,7 +361,7 @@ def _run_again(plan: OpPlan, before: RewindPoint | None, after: RewindPoint | No
     return written_by_call(plan, out, args, kwargs)
 
 
-def _differing(first: Sequence[Any], second: Sequence[Any]) -> list[tuple[int, Any, Any]]:
+def _differing(first: Sequence[Any], second: Sequence[Any]) -> list[_Difference]:
     """Return what two runs wrote with other bits; one that wrote less differs in what it lacks."""
     with _DisableTorchFunction():
         return [
@@ -384,14 +371,92 @@ def _differing(first: Sequence[Any], second: Sequence[Any]) -> list[tuple[int, A
         ]
 
 
-@contextmanager
-def _no_modes_below() -> Iterator[None]:
+def _no_modes_below() -> AbstractContextManager[Any]:
     """Keep the dispatch modes below this one from seeing what is done to check.
 
     Torch-function modes stay: where one is on in the first run of an op, it is on in the second.
     """
-    if _len_torch_dispatch_stack():
-        with _disable_current_modes():
-            yield
-    else:
-        yield
+    return _disable_current_modes() if _len_torch_dispatch_stack() else nullcontext()
+
+
+def copied_call(call: Call, written: Sequence[Tensor]) -> Call | None:
+    """Return the arguments of a call with copies of what it writes.
+
+    Every storage that a written argument lies in is copied, and each tensor argument on it is rebuilt there, written or
+    not; strides, offsets and overlap are kept, and two arguments that view the same bytes still do.
+
+    None where one of them is a sparse, quantised or nested tensor: what of it is shared with the others is not known;
+    where what is written has no data; or where it lies in memory that is not torch's own and less aligned: kernels may
+    sum in another order there.
+    """
+    args, kwargs = call
+    tensors = {id(tensor): tensor for tensor in tensors_in((*args, *kwargs.values()))}
+    if not all(map(holds_data, written)) or any(map(is_special, (*tensors.values(), *written))):
+        return None
+    addresses = {tensor.untyped_storage()._cdata for tensor in written}
+    on_storage: dict[int, list[Tensor]] = {}
+    for tensor in tensors.values():
+        if (address := tensor.untyped_storage()._cdata) in addresses:
+            on_storage.setdefault(address, []).append(tensor)
+    copies: dict[int, Tensor] = {}
+    for group in on_storage.values():
+        if _data_address(group[0]) % _ALIGNMENT:
+            return None
+        storage = group[0].untyped_storage().clone()
+        copies.update((id(tensor), _rebuilt(tensor, storage)) for tensor in group)
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return copies.get(id(value), value)
+        return type(value)(map(replaced, value)) if type(value) in (list, tuple) else value
+
+    return replaced(args), {name: replaced(value) for name, value in kwargs.items()}
+
+
+def has_same_bits(first: Any, second: Any) -> bool:
+    """Return whether two outputs are the same, bit for bit, whatever their strides; raise as ``digest_tensor`` does."""
+    if not isinstance(first, Tensor) or not isinstance(second, Tensor):
+        return type(first) is type(second) and scalar_bits(first) == scalar_bits(second)
+    if first.dtype != second.dtype or first.layout != second.layout or _sizes(first) != _sizes(second):
+        return False
+    is_plain = not any(is_special(one) or one.is_conj() or one.is_neg() for one in (first, second))
+    if is_plain and first.device == second.device and (words := INTEGERS.get(first.element_size())) is not None:
+        require_storage(first)
+        require_storage(second)
+        return torch.equal(first.view(words), second.view(words))  # on a device: a digest would be taken on the host
+    return digest_tensor(first) == digest_tensor(second)
+
+
+def difference_of(first: Any, second: Any) -> dict[str, Any]:
+    """Return shape, dtype and numbers for the ``OpMismatch`` of two outputs that have not the same bits."""
+    if isinstance(first, float) and isinstance(second, float):
+        one, other = (torch.tensor(value, dtype=torch.float64, device="cpu") for value in (first, second))
+        return {**difference_of(one, other), "dtype": "float"}
+    if not isinstance(first, Tensor):
+        name = type(first).__name__
+        return {"shape": (), "dtype": name, "num_elements": 1, "num_differing": 1, "max_ulps": None}
+    dtype = str(first.dtype).removeprefix("torch.")
+    found = TensorNumbers(tensor="", num_differing=first.numel())
+    is_plain = isinstance(second, Tensor) and not is_special(first) and not is_special(second)
+    if is_plain and first.shape == second.shape and first.dtype == second.dtype:
+        found = tensor_numbers(found, first, second)
+    counts = {"num_elements": first.numel(), "num_differing": found.num_differing, "max_ulps": found.max_ulps}
+    return {"shape": _sizes(first), "dtype": dtype, **counts}
+
+
+def is_special(tensor: Tensor) -> bool:
+    """Return whether a tensor is more, or less, than strided elements on a storage."""
+    return has_parts(tensor) or tensor.is_quantized or tensor.is_nested or torch._is_zerotensor(tensor)
+
+
+def _rebuilt(tensor: Tensor, storage: UntypedStorage) -> Tensor:
+    copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    copy.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    _set_conj(copy, tensor.is_conj())
+    _set_neg(copy, tensor.is_neg())
+    return copy.requires_grad_(tensor.requires_grad)
+
+
+def _sizes(tensor: Tensor) -> tuple[int, ...]:
+    """Return the shape; of a nested tensor the number of its tensors, whose shapes count one by one."""
+    return (tensor.size(0),) if tensor.is_nested and tensor.layout is torch.strided else tuple(tensor.shape)
