@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from typing_extensions import override
 
 from det_callbacks.callback import DeterminismCallback
-from det_callbacks.callback.fits import Waiting, num_ended, take_unfinished, wait
+from det_callbacks.callback.fits import num_ended, take_unfinished, wait
 from det_callbacks.environment import command_choice
 from det_callbacks.errors import DetCallbacksError, NothingComparedError, SelectionError, SettingsError
 from det_callbacks.report.console import print_error
@@ -128,7 +128,7 @@ class DeterminismJobCallback(Callback):
         self._undo.enter_context(enforce_determinism(DeterminismSettings.choose() if settings is None else settings))
         # also where the job never ends: the task leaves by ``sys.exit``, perhaps with 0
         error, before = _nothing_ran(config.determinism.mode), num_ended()
-        wait(self, Waiting(error=error, is_fatal=True, is_settled=lambda: num_ended() > before))
+        wait(self, lambda: None if num_ended() > before else error)
 
 
 def configuration_of(config: DictConfig) -> Mapping[str, Any]:

@@ -25,7 +25,7 @@ def callbacks() -> list[Any]:
         return []
     from det_callbacks.callback.launched import launched_callback
 
-    return [launched_callback(**json.loads(os.environ[LAUNCH]))]
+    return [launched_callback(os.environ[LAUNCH])]
 
 
 def begin() -> None:

@@ -1,18 +1,20 @@
 """A fit in which the ops of some steps are run again: ``mode="audit"``."""
 
 import json
+from pathlib import Path
 
 import lightning.pytorch as pl
 from typing_extensions import override
 
 from det_callbacks.audit import AuditFinding, AuditReport, OpMismatch, replay_list
 from det_callbacks.callback.arguments import CallbackArguments
-from det_callbacks.callback.session import Session, Stage, StepHooks
+from det_callbacks.callback.session import FIT, Session
 from det_callbacks.equivalence import BitwiseEquivalenceMode
 from det_callbacks.errors import AuditError, DivergenceWarning, NothingComparedError
 from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.report.fits import audit_line, audit_lines
 from det_callbacks.runs.files import replace_atomically
+from det_callbacks.trace.nondeterministic_ops import NondeterministicOps
 from det_callbacks.verification import free_folder
 
 AUDIT_FILE = "audit.json"
@@ -21,32 +23,37 @@ NUM_STEPS = 3
 """Steps that are audited where none are chosen: the first ones that come."""
 
 
-class Auditing(Session, StepHooks):
+class Auditing(Session):
     """The fits of one callback, audited; files go to ``current``, or to a new folder below the Trainer's."""
 
+    is_over = False
+    _folder: Path
+    _mode: BitwiseEquivalenceMode
+
     def __init__(self, arguments: CallbackArguments) -> None:
-        super().__init__(arguments)
-        self.hooks = self
-        self._folder = arguments.current
-        self._mode: BitwiseEquivalenceMode | None = None
+        super().__init__()
+        self.arguments = arguments
         self._step = -1
         self._steps: list[int] = []
         self._found: dict[tuple[str, str, str], list[tuple[int, OpMismatch]]] = {}
         self._replaced = ReplacedInLightning()
 
     @override
-    def begin(self, stage: Stage) -> None:
-        super().begin(stage)
+    def begin(self, *, is_resumed: bool = False, call: str | None = None) -> None:
+        super().begin(is_resumed=is_resumed, call=call)
         self.audit_report = None
-        if self._folder is None:
-            self._folder = free_folder(self.root, kind="audit")
+        if self.stages == [FIT]:
+            self._folder = self.arguments.current or free_folder(self.root, kind="audit")
         for name in (AUDIT_FILE, REPLAY_FILE):  # of an earlier audit: not to be taken for this one's
             (self._folder / name).unlink(missing_ok=True)
 
     @override
+    def follow(self, trainer: pl.Trainer, ops: NondeterministicOps | None) -> None:
+        if self.stages == [FIT]:
+            self._mode = BitwiseEquivalenceMode(model=trainer.lightning_module, base_phase="other")
+
+    @override
     def attach(self, trainer: pl.Trainer) -> None:
-        self.close()
-        self._mode = self._mode or BitwiseEquivalenceMode(model=trainer.lightning_module, base_phase="other")
         self._replaced.put(trainer.strategy, "training_step", self._mode.marks_forward)
 
     @override
@@ -54,62 +61,53 @@ class Auditing(Session, StepHooks):
         chosen = self.arguments.selection.only_steps
         if step in chosen if chosen is not None else len(self._steps) < NUM_STEPS:
             self._step = step
-            self._running.begin()
+            self._mode.begin()
 
     @override
     def begin_gradients(self) -> None:
-        self._running.set_phase("gradient")
+        self._mode.set_phase("gradient")
 
     @override
     def end_step(self, step: int, epoch: int, outputs: object) -> bool:
-        if self._running.is_open:
-            self._steps.append(step)
-            for mismatch in self._running.finish():
-                place = (mismatch.phase, mismatch.module, mismatch.op)
-                self._found.setdefault(place, []).append((step, mismatch))
+        self.drop_step()
         return False
 
     @override
     def drop_step(self) -> None:
-        if self._mode is not None:
-            self.end_step(self._step, 0, None)  # ended by the module: what ran was audited
+        """End the step that is open, if any: what ran of one that the module ended was audited, too."""
+        if self._mode.is_open:
+            self._steps.append(self._step)
+            for mismatch in self._mode.finish():
+                place = (mismatch.phase, mismatch.module, mismatch.op)
+                self._found.setdefault(place, []).append((self._step, mismatch))
 
     @override
     def close(self) -> None:
-        if self._mode is not None:
-            self._mode.abandon()
+        self._mode.abandon()
         self._replaced.restore()
 
     @override
     def end(self, *, is_early: bool = False) -> None:
-        """Write what was found, print the closing line, and raise when there was anything.
-
-        Raises:
-            AuditError: something differed, unless ``on_divergence`` is "warn", which warns.
-            NothingComparedError: no step was audited.
-        """
-        chosen = self.arguments.selection.only_steps
-        if self._mode is None or not self._mode.num_compared:
+        """Write what was found, print the closing line, and raise or warn when there was anything."""
+        chosen, mode, folder = self.arguments.selection.only_steps, self._mode, self._folder
+        if not mode.num_compared:
             wanted = "" if chosen is None else f" that only_steps asks for ({', '.join(map(str, chosen))})"
             raise NothingComparedError(f"Nothing was audited: the fit had none of the steps{wanted}.")
         report = self.audit_report = AuditReport(
             steps=tuple(self._steps),
-            num_compared=self._mode.num_compared,
-            skipped=dict(self._mode.skipped),
+            num_compared=mode.num_compared,
+            skipped=dict(mode.skipped),
             findings=tuple(map(AuditFinding.of, self._found.values())),
         )
-        assert self._folder is not None
-        self._folder.mkdir(parents=True, exist_ok=True)
-        replace_atomically(self._folder / AUDIT_FILE, json.dumps(report.to_dict(), indent=1).encode())
-        replay = self._folder / REPLAY_FILE
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_atomically(folder / AUDIT_FILE, json.dumps(report.to_dict(), indent=1).encode())
+        replay = folder / REPLAY_FILE
         comments = (
             f"What an audit of the steps {', '.join(map(str, report.steps))} found. Give it to record and to verify:",
             f"determinism.replay={replay} (Hydra), or replay={str(replay)!r}",
         )
         replace_atomically(replay, replay_list(report.replay, comments).encode())
-        self.print_line(
-            audit_line(report, folder=self._folder, missed=sorted(set(chosen or ()).difference(report.steps)))
-        )
+        self.print_line(audit_line(report, folder=folder, missed=sorted(set(chosen or ()).difference(report.steps))))
         if report.findings:
             text = audit_lines(report, replay=replay)
             if self.arguments.on_divergence != "warn":
@@ -119,8 +117,3 @@ class Auditing(Session, StepHooks):
     @override
     def stop(self, reason: str) -> None:
         self.print_line(f"det_callbacks: audit stopped by {reason}; nothing was written")
-
-    @property
-    def _running(self) -> BitwiseEquivalenceMode:
-        assert self._mode is not None, "a fit was begun"
-        return self._mode

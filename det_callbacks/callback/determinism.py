@@ -1,6 +1,7 @@
 """DeterminismCallback: a training run recorded, or verified against a recorded one."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,6 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from det_callbacks.audit import AuditReport
@@ -20,8 +20,7 @@ from det_callbacks.callback.manifest import manifest_of, replicated_weights
 from det_callbacks.callback.progress import ProgressReporter, print_beside_bar
 from det_callbacks.callback.recording import Recording
 from det_callbacks.callback.replica_audit import Replicas, raise_if
-from det_callbacks.callback.session import Session, Stage, StepHooks
-from det_callbacks.callback.tracing import OpWatch, Tracing
+from det_callbacks.callback.session import Session
 from det_callbacks.callback.verifying import Verifying
 from det_callbacks.checkpoint.watch import CheckpointWatch
 from det_callbacks.errors import DivergenceError, NothingComparedError
@@ -30,8 +29,9 @@ from det_callbacks.ranks.replicas import ReplicaReport
 from det_callbacks.ranks.start import require_same_start
 from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.report.fits import no_metrics_text
-from det_callbacks.settings import EnforcedDeterminism, enforce_around_training
+from det_callbacks.settings import enforce_around_training, settings_in_force
 from det_callbacks.tensors.copies import require_room
+from det_callbacks.trace.nondeterministic_ops import NondeterministicOps, NondeterministicOpWatch
 from det_callbacks.trace.replaced import REPLACED
 from det_callbacks.verdict import Verdict
 
@@ -41,66 +41,55 @@ class DeterminismCallback(CallbackArguments):
 
     It changes no bit of the training: weights, losses and generator states are those of a run without it. At level op
     it costs some 10 microseconds an op and a pass over every output at memory speed; see ``recipes/overhead``.
-
-    None for ``level`` to ``compiled``, ``replay`` and ``keep_tensors`` means when recording: level "op", everything,
-    all phases, every step, "run", and nothing to replay or keep; when verifying: what the reference was recorded with,
-    and any other value is refused.
+    The arguments from ``level`` to ``compiled``, ``replay`` and ``keep_tensors`` are, while None, those that the
+    reference was recorded with; a verification refuses others.
 
     Args:
-        reference: folder of the reference: written by record, read by verify. Relative to the working directory.
-            None for an audit, which needs none.
+        reference: folder of the reference: written by record, read by verify; None for an audit.
         mode: "record" writes the reference, "verify" compares with it, "audit" runs ops again to find which are
             nondeterministic, "disabled" does nothing.
-        current: verify: folder for the verdict and the diverging steps, by default ``determinism/verify-NNN`` below
-            the Trainer's log directory; audit: for ``audit.json`` and ``replay.yaml``, ``determinism/audit-NNN``.
-        level: "op" digests every op output of the chosen modules, "module" their outputs and output gradients,
+        current: verify: folder for the verdict and the diverging steps; audit: for ``audit.json`` and ``replay.yaml``.
+            By default a new one in ``determinism/`` below the Trainer's log directory.
+        level: "op" (None) digests every op output of the chosen modules, "module" their outputs and output gradients,
             "state" only batch, loss, gradients, parameters, buffers and optimizer state. Each holds the ones below.
-        modules: fnmatch patterns over qualified module names; "*" is everything, ops outside any module included. What
-            the module logs is compared as well, but for metrics that a pattern such as "!metric/epoch_time" leaves out.
-        phases: among "forward", "backward" and "optimizer".
-        every_n_steps: steps whose number is a multiple of it are recorded.
-        only_steps: the steps that are recorded, by number (those that a verdict asks for), instead of every n-th. The
-            others are not traced. Audit: the steps whose ops are run again, by default the first three.
-        compiled: "run": of what torch.compile compiled the ends of each region are recorded, and the ops seen inside;
-            "eager": the recorded steps run under ``torch.compiler.set_stance("force_eager")``, with other kernels than
-            the compiled ones, so that every op is recorded.
+        modules: fnmatch patterns over module names; "*" (None) is everything, ops outside any module included. A metric
+            that the module logs is left out by a pattern such as "!metric/epoch_time".
+        phases: among "forward", "backward" and "optimizer"; None is all.
+        every_n_steps: steps whose number is a multiple of it are recorded; None is 1.
+        only_steps: numbers of the steps that are recorded instead; audit: of those whose ops are run again, by default
+            the first three.
+        compiled: of what torch.compile compiled "run" (None) records the ends of each region and the ops seen inside;
+            "eager" runs the recorded steps under ``torch.compiler.set_stance("force_eager")``, with other kernels.
         steps: verify: "all" demands exactly the reference's steps, "common" compares those that both runs have.
-        on_divergence: verify: "raise" stops at the first diverging step, "collect" goes on and raises at the end,
-            "warn" goes on and ends with a warning.
-        settings: set before training, as far as that can still be done, and put back after it; what comes too late (a
-            seed, once the model is there) is refused by name, with how to set it earlier. None sets nothing. Recorded
-            in either case.
-        replay: ops whose outputs are saved while recording and put back while verifying: ``[phase/][module:]op``
-            patterns, or the path of a YAML file with a list of them, such as the ``replay.yaml`` of an audit.
-        keep_tensors: ops whose outputs are kept with each step (verify: that differs), so that a
-            verdict says by how much they differ: ``[phase/][module:]op`` patterns.
-        tensor_budget_mib: MiB that one step of a process may save, for replay and to keep together. What replay
-            cannot save is a ReplayError; what is not kept is said.
-        resume: a fit with ``ckpt_path``: "exact" puts generators, data and accumulated gradients back where the
-            uninterrupted run had them, and refuses where that is not possible; "plain" leaves all that to Lightning.
-        audit_replicas_every_n_steps: several processes: how often their replicas are compared with each other, see
-            ``ReplicaAuditCallback``; 0 never.
+        on_divergence: "raise" stops at the first diverging step, "collect" raises at the end, "warn" warns there.
+        settings: set before training and put back after it; what comes too late (a seed, once the model is there) is
+            refused by name. None sets nothing.
+        replay: ops whose outputs are saved by record and put back by verify: ``[phase/][module:]op`` patterns, or the
+            path of a YAML file with a list of them, such as the ``replay.yaml`` of an audit.
+        keep_tensors: ops whose outputs are kept, so that a verdict says by how much they differ: such patterns.
+        tensor_budget_mib: MiB that one step of a process may save, for replay and to keep together.
+        resume: a fit with ``ckpt_path``: "exact" goes on as the uninterrupted run did, or refuses; "plain" is
+            Lightning's own.
+        audit_replicas_every_n_steps: how often replicas are compared, see ``ReplicaAuditCallback``; 0 never.
         overwrite: record: replace a run that is there, once the new one is whole.
-        log_metrics: record, verify: give the Trainer's loggers ``determinism/*`` metrics every ``log_every_n_steps``
-            and at the end, and its progress bar a word; on rank 0. They cannot be monitored.
+        log_metrics: give the Trainer's loggers ``determinism/*`` metrics, and its progress bar a word.
 
     Attributes:
         verdict: the Verdict of a verification, or of a resumed recording that disagrees with its run; None before the
-            end of a fit, in other cases, and while the reference holds more fits (or tests) than have run and nothing
-            differs.
+            end of a fit, and while the reference holds more fits (or tests) than have run and nothing differs.
         replica_report: the ReplicaReport of the last audit of the replicas; None before the first.
-        audit_report: the AuditReport of an audit; None before the end of a fit and in other modes.
+        audit_report: the AuditReport of an audit; None before the end of a fit.
         choices: what else was decided for the run, recorded in its environment (see ``capture_environment``).
 
     Raises:
         SelectionError, SettingsError: an argument is not one of the allowed ones (at construction), or comes too late.
         DivergenceError, NotComparableError: the run is not the reference (verify), or not what it goes on with (record,
             resumed); the second where the machine differs in a way that can change bits.
-        ReferenceNotFoundError, ReferenceFormatError: the reference is missing, incomplete or damaged.
-        RunExistsError, ReplayError: record would write over a run, or save more than the budget or the disk allows.
-        ReplicaError, AuditError: ranks that have to hold the same do not; an audited op differed from itself.
-        CheckpointMismatchError, CheckpointFormatError, CheckpointNotFoundError, NotResumableError: a checkpoint is not
-            what was saved, is damaged or missing, or cannot be resumed to the same run (``resume="exact"``).
+        ReferenceNotFoundError, ReferenceFormatError, RunExistsError: the reference is missing or damaged, or is there.
+        ReplayError, ReplicaError, AuditError: more is saved than the budget or the disk allows; replicas differ; an
+            audited op differed from itself.
+        CheckpointMismatchError, CheckpointFormatError, NotResumableError: a checkpoint is not what was saved, or cannot
+            be resumed to the same run.
 
     Example:
         >>> trainer = Trainer(callbacks=[DeterminismCallback("refs/run1", mode="record")])  # doctest: +SKIP
@@ -112,14 +101,14 @@ class DeterminismCallback(CallbackArguments):
         self.audit_report: AuditReport | None = None
         self.choices: dict[str, Any] = {}
         self._group = RankGroup()
-        self._session: Session | None = None
-        self._hooks = StepHooks()
-        self._ops = OpWatch()
+        self._session = self._hooks = Session()  # the hooks are the session's while a fit is open
+        self._stage = ExitStack()  # what is closed when a fit, or another stage, is over
+        self._ops: NondeterministicOps | None = None
+        self._watch: NondeterministicOpWatch | None = None
         self._logged = LoggedMetrics()
         self._progress = ProgressReporter()
         self._replicas = Replicas(self.audit_replicas_every_n_steps, self.on_divergence)
         self._checkpoints: CheckpointWatch | None = None
-        self._enforced: EnforcedDeterminism | None = None
         self._replaced = ReplacedInLightning()
         self._is_open = False
         self._call: str | None = None
@@ -144,42 +133,46 @@ class DeterminismCallback(CallbackArguments):
             return
         self._checkpoints = self._checkpoints or CheckpointWatch(self.resume, self._group)
         self._checkpoints.begin_stage(trainer)
+        self._stage.close()
+        self._stage.callback(REPLACED.unfollow, self)
         REPLACED.follow(self)  # now: a validation may compile the model before a step is traced
         self._call = None
         call = CALLS.get(TrainerFn(stage))
         if stage == TrainerFn.FITTING or (call is not None and self.mode != "audit"):
+            self._stage.callback(self._group.close)
+            self._stage.callback(self._replicas.close)
             self._group.open(trainer.world_size)
             self._group.run_on_all(partial(self._prepare, trainer, pl_module), task="checking the settings")
-            if self._session is None or self._session.is_over:
-                self._session = self._new_session()
+            if self._session.is_over:
+                modes = {"record": Recording, "verify": Verifying}
+                self._session = Auditing(self) if self.mode == "audit" else modes[self.mode](self, self._group)
             self._session.root = Path(trainer.log_dir or trainer.default_root_dir)  # told by rank 0 to all
-            self.selection = self._session.prepare(self.selection)
+            self.selection = self._session.prepare()
             self._call = call
-        elif self._session is None and self.mode != "audit" and trainer.is_global_zero:
-            print_beside_bar(
-                trainer, "det_callbacks: nothing of a prediction is recorded or compared: it logs no metrics"
-            )
-        self._ops.begin(self.settings, pl_module)
+        elif self._session.is_over and self.mode != "audit" and trainer.is_global_zero:
+            said = "det_callbacks: nothing of a prediction is recorded or compared: it logs no metrics"
+            print_beside_bar(trainer, said)
+        self._ops = self._watch = None
+        if settings_in_force()["deterministic_algorithms"] != "disabled":
+            self._ops = NondeterministicOps(() if self.settings is None else self.settings.allow)
+            self._watch = NondeterministicOpWatch(self._ops, pl_module)
+            self._stage.callback(self._ops.close)
+            self._stage.callback(self._watch.close)
 
     def _prepare(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Check what all ranks check alike, and put the settings in force."""
         self.check_trainer(trainer)
         if self.settings is not None:
-            self._enforced = enforce_around_training(self.settings, pl_module)
+            self._stage.callback(enforce_around_training(self.settings, pl_module).restore)
         if self.mode == "record" and self.replay:
             assert self.reference is not None, "checked"
             require_room(self.reference, self.tensor_budget_mib)
 
-    def _new_session(self) -> Session:
-        if self.mode == "audit":
-            return Auditing(self)
-        return (Recording if self.mode == "record" else Verifying)(self, self._group)
-
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._session is None:
+        if self.mode == "disabled":
             return
-        begin = partial(self._begin_fit, trainer, pl_module, self._session)
+        begin = partial(self._begin_fit, trainer, pl_module)
         if not trainer.strategy.restore_checkpoint_after_setup:
             begin()
             return
@@ -193,36 +186,35 @@ class DeterminismCallback(CallbackArguments):
         connector: Any = trainer._checkpoint_connector
         self._replaced.put(connector, "_restore_modules_and_callbacks", lambda one: partial(restore_and_begin, one))
 
-    def _begin_fit(self, trainer: pl.Trainer, pl_module: pl.LightningModule, session: Session) -> None:
+    def _begin_fit(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.selection.check_modules([name for name, _ in pl_module.named_modules()])
         assert self._checkpoints is not None, "setup was called"
-        self._begin(trainer, pl_module, session, is_resumed=self._checkpoints.is_resumed)
-        reference = None if self.reference is None else str(self.reference)
-        self._checkpoints.begin_fit({"id": session.run_id, "mode": self.mode, "reference": reference})
-        if session.hooks is not None:
-            self._hooks = session.hooks
-            return
-        name = f"the DeterminismCallback of {self.reference}"
-        self._hooks = Tracing(trainer, session, name=name, ops=self._ops.found, own=self)
-        if self.log_metrics:
+        self._begin(trainer, pl_module, is_resumed=self._checkpoints.is_resumed)
+        session, reference = self._session, None if self.reference is None else str(self.reference)
+        run_id = None if session.run is None else session.run.manifest.run_id
+        self._checkpoints.begin_fit({"id": run_id, "mode": self.mode, "reference": reference})
+        session.follow(trainer, self._ops)
+        self._hooks = session
+        if self.log_metrics and self.mode != "audit":
             self._progress.begin_fit(trainer, is_recording=self.mode == "record")
 
-    def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, session: Session, **options: Any) -> None:
+    def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, **options: Any) -> None:
         """Begin a fit, or what the option ``call`` says."""
+        session = self._session
         session.print_line = partial(print_beside_bar, trainer)
-        manifest = manifest_of(trainer, pl_module, self, self.choices)
-        stage = Stage(manifest=manifest, selection=self.selection, **options)
+        session.manifest = manifest_of(trainer, pl_module, self, self.choices)
         # what is no fit broadcasts no weights
-        require_same_start(self._group, manifest, None if stage.call else replicated_weights(trainer, pl_module))
+        weights = None if "call" in options else replicated_weights(trainer, pl_module)
+        require_same_start(self._group, session.manifest, weights)
         self.verdict = self.audit_report = None
-        session.begin(stage)
+        session.begin(**options)
         self._is_open = True
         self._logged.begin(session)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._session is not None:
-            self._hooks.attach(trainer)
+        self._hooks.attach(trainer)
+        if self._is_open:
             self._replicas.begin(trainer)
 
     @override
@@ -255,7 +247,7 @@ class DeterminismCallback(CallbackArguments):
         step = trainer.fit_loop.epoch_loop.total_batch_idx
         self._logged.begin_step(trainer, step)
         if self.mode == "audit" or self.selection.level != "op" or not self.selection.selects_step(step):
-            self._ops.open()
+            self._watch_ops(is_on=True)
         self._hooks.begin_step(step, batch)
 
     @override
@@ -263,25 +255,23 @@ class DeterminismCallback(CallbackArguments):
         self._hooks.note_loss(loss)
 
     @override
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_after_backward(self, *_: Any, **__: Any) -> None:
         self._hooks.mark("after backward")
 
     @override
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, *_: Any, **__: Any) -> None:
         self._hooks.begin_gradients()
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        session, step = self._session, self._logged.step
-        if not self._is_open or session is None:
+        if not self._is_open:
             return
+        step = self._logged.step
         differs = self._hooks.end_step(step, trainer.current_epoch, outputs)
-        self._ops.close()
-        self._progress.after_step(session.progress)
+        self._watch_ops(is_on=False)
+        self._progress.after_step(self._session.progress)
         if trainer.fit_loop.epoch_loop._is_training_done or trainer.should_stop:  # read at Lightning 2.6.6
             self._group.set_place("between")  # after the last batch there may be long validations, saves and hooks
         error = self._replicas.after_step(step)
@@ -290,7 +280,7 @@ class DeterminismCallback(CallbackArguments):
 
     def _stop_together(self, *, differs: bool, asks_now: bool = True) -> None:
         """End the fit on all ranks where something differed on one of them."""
-        may_stop = self._session is not None and self._session.may_stop
+        may_stop = self._session.may_stop
         if self._group.stops_after(self._logged.step, differs=differs, may_stop=may_stop, asks_now=asks_now):
             self._end(is_early=True)
 
@@ -303,7 +293,7 @@ class DeterminismCallback(CallbackArguments):
 
     def _close_step(self) -> None:
         self._hooks.drop_step()
-        self._ops.close()
+        self._watch_ops(is_on=False)
 
     # validation, test and prediction, of which metrics are taken
 
@@ -312,10 +302,9 @@ class DeterminismCallback(CallbackArguments):
         self._group.set_place("between")
         if not trainer.sanity_checking:
             self._hooks.mark("before validation")
-        self._ops.open()
+        self._watch_ops(is_on=True)
         if self._call is not None and not self._is_open:
-            assert self._session is not None, "setup was called"
-            self._begin(trainer, pl_module, self._session, call=self._call)
+            self._begin(trainer, pl_module, call=self._call)
 
     @override
     def on_validation_batch_start(
@@ -326,14 +315,13 @@ class DeterminismCallback(CallbackArguments):
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._ops.close()
+        self._watch_ops(is_on=False)
         if not trainer.sanity_checking:
             self._hooks.mark("after validation")
         session, call, epoch = self._session, self._call, trainer.current_epoch
         if trainer.sanity_checking:
             self._logged.first_batches = {}  # Lightning throws away what is logged there
         elif call is not None and self._is_open:
-            assert session is not None, "it began"
             self._logged.read(trainer, call, session.num_calls(call), epoch=epoch)
             session.stages.append(call)
             self._call = None
@@ -346,11 +334,11 @@ class DeterminismCallback(CallbackArguments):
 
     @override
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._ops.open()
+        self._watch_ops(is_on=True)
 
     @override
     def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._ops.close()
+        self._watch_ops(is_on=False)
 
     @property
     def _is_fitting(self) -> bool:
@@ -371,16 +359,15 @@ class DeterminismCallback(CallbackArguments):
         raise_if(error)
 
     def _end(self, *, is_early: bool = False) -> None:
-        session = self._session
-        if not self._is_open or session is None:
+        if not self._is_open:
             return
         if not is_early:
             self._hooks.flush(self._logged.step)
         self._close_fit()
         try:
-            session.end(is_early=is_early)
+            self._session.end(is_early=is_early)
         finally:
-            self.verdict, self.audit_report = session.verdict, session.audit_report
+            self.verdict, self.audit_report = self._session.verdict, self._session.audit_report
             self._progress.end_fit(self.verdict)
 
     def _close_fit(self) -> None:
@@ -389,7 +376,7 @@ class DeterminismCallback(CallbackArguments):
             note_ended()
         self._is_open = False
         self._replaced.restore()
-        hooks, self._hooks = self._hooks, StepHooks()
+        hooks, self._hooks = self._hooks, Session()
         hooks.close()
         if self._checkpoints is not None:
             self._checkpoints.end_fit()
@@ -404,27 +391,22 @@ class DeterminismCallback(CallbackArguments):
         self._progress.close()
         try:
             if was_open:
-                assert self._session is not None
                 self._session.stop(type(exception).__name__)
                 self.verdict, self.audit_report = self._session.verdict, self._session.audit_report
         finally:
-            self._close_stage()
+            self._stage.close()
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         try:
             self._end()  # only a fit that has nothing to train comes here without on_train_end
         finally:
-            self._close_stage()
+            self._stage.close()
         left, self._call = self._call, None
         if left is not None:  # it had no batch
             raise NothingComparedError(no_metrics_text(left, reference=self.reference))
 
-    def _close_stage(self) -> None:
-        self._ops.end()
-        REPLACED.unfollow(self)
-        self._replicas.close()
-        self._group.close()
-        enforced, self._enforced = self._enforced, None
-        if enforced is not None:
-            enforced.restore()
+    def _watch_ops(self, *, is_on: bool) -> None:
+        """Watch for nondeterministic ops outside of the trace, if at all; closed more than once."""
+        if self._watch is not None:
+            (self._watch.open if is_on else self._watch.close)()

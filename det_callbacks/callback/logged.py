@@ -45,7 +45,7 @@ class LoggedMetrics:
     def begin(self, session: Session) -> None:
         """Belong to a fit, or to a test or a validation outside of one, that begins."""
         self._session = session
-        self.is_resuming, self.is_whole_epoch, self.ended_epoch = session.stage.is_resumed, False, None
+        self.is_resuming, self.is_whole_epoch, self.ended_epoch = session.is_resumed, False, None
 
     def begin_step(self, trainer: pl.Trainer, step: int) -> None:
         """Note that a training batch begins."""
@@ -95,7 +95,7 @@ class LoggedMetrics:
             metrics = {
                 name: _metric(value)
                 for name, value in fresh.items()
-                if isinstance(value, Tensor | float | int) and session.stage.selection.selects_metric(name)
+                if isinstance(value, Tensor | float | int) and session.arguments.selection.selects_metric(name)
             }
         if not metrics:
             return False

@@ -17,16 +17,13 @@ from det_callbacks.settings import settings_in_force
 def manifest_of(
     trainer: pl.Trainer, pl_module: pl.LightningModule, arguments: CallbackArguments, choices: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return selection, settings, environment and replay patterns of a fit.
-
-    Args:
-        trainer: whose precision, strategy and so on are choices.
-        pl_module: whose hyperparameters are.
-        arguments: of the callback.
-        choices: further ones.
-    """
+    """Return selection, settings, environment and patterns of a fit; ``choices`` are further ones."""
     allow = [] if arguments.settings is None else list(arguments.settings.allow)
-    chosen = {**trainer_choices(trainer, pl_module), **command_choice(), **choices, "settings": {"allow": allow}}
+    chosen = {**_trainer_choices(trainer), "hparams": dict(pl_module.hparams), **optimizer_choices(trainer.optimizers)}
+    # the classes of the learning rate schedulers, and when each is stepped
+    schedulers = [f"{type(one.scheduler).__name__} each {one.interval}" for one in trainer.lr_scheduler_configs]
+    chosen["optimizer.lr_scheduler"] = ", ".join(schedulers) or "none"
+    chosen |= {**command_choice(), **choices, "settings": {"allow": allow}}
     return {
         "selection": arguments.selection.to_dict(),
         "settings": {**settings_in_force(), "allow": allow},
@@ -36,28 +33,22 @@ def manifest_of(
     }
 
 
-def trainer_choices(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
-    """Return what a Trainer and its module say was chosen for a run, for ``capture_environment``."""
-    names = ("accumulate_grad_batches", "gradient_clip_val", "world_size", "limit_train_batches", "overfit_batches")
-    lengths = ("min_epochs", "max_epochs", "min_steps", "max_steps")
-    algorithm = trainer.gradient_clip_algorithm
+def _trainer_choices(trainer: pl.Trainer) -> dict[str, Any]:
+    names = ["accumulate_grad_batches", "gradient_clip_val", "world_size", "limit_train_batches", "overfit_batches"]
+    names += ["min_epochs", "max_epochs", "min_steps", "max_steps"]
     # A validation may draw what the training then does not get. Nothing changes where it has no data to validate with,
     # as Trainer.enable_validation has it, Lightning 2.6.6, which says no where the limit is 0.
-    validation: tuple[str, ...] = ()
     if trainer.fit_loop.epoch_loop.val_loop._data_source.is_defined():
-        validation = ("limit_val_batches", "val_check_interval", "check_val_every_n_epoch", "num_sanity_val_steps")
+        names += ["limit_val_batches", "val_check_interval", "check_val_every_n_epoch", "num_sanity_val_steps"]
+    algorithm = trainer.gradient_clip_algorithm
     return {
         "trainer": {
-            **{name: getattr(trainer, name) for name in (*names, *lengths)},
+            **{name: getattr(trainer, name) for name in names},
             "precision": str(trainer.precision),
             "gradient_clip_algorithm": None if algorithm is None else str(algorithm),
             "strategy": type(trainer.strategy).__name__,
             "accelerator": type(trainer.accelerator).__name__,
-            **{name: getattr(trainer, name) for name in validation},
-        },
-        "hparams": dict(module.hparams),
-        **optimizer_choices(trainer.optimizers),
-        "optimizer.lr_scheduler": _schedulers(trainer),
+        }
     }
 
 
@@ -74,12 +65,6 @@ def optimizer_choices(optimizers: Sequence[Any]) -> dict[str, Any]:
         name = type(optimizer).__name__ if len(optimizers) == 1 else f"{index}.{type(optimizer).__name__}"
         choices[f"optimizer.{name}"] = {**groups[0], **others}
     return choices
-
-
-def _schedulers(trainer: pl.Trainer) -> str:
-    """Return the classes of the learning rate schedulers, and when each is stepped."""
-    shown = [f"{type(one.scheduler).__name__} each {one.interval}" for one in trainer.lr_scheduler_configs]
-    return ", ".join(shown) or "none"
 
 
 def replicated_weights(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Tensor] | None:

@@ -1,68 +1,114 @@
-"""What recording, verifying and auditing share: a session is called for each fit of a callback, and each step in it."""
+"""What a mode does with the fits of a callback: ``Session`` does nothing, and each mode has one of its own."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
+from typing_extensions import override
 
 from det_callbacks.audit import AuditReport
 from det_callbacks.callback.arguments import CallbackArguments
+from det_callbacks.callback.evidence import Evidence
+from det_callbacks.errors import TraceError
+from det_callbacks.observers import Observations, activate, deactivate
+from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.report.fits import print_closing_line
-from det_callbacks.runs.evidence import NondeterministicOp, Row
+from det_callbacks.runs.evidence import Row
+from det_callbacks.runs.manifest import Manifest
 from det_callbacks.runs.metrics import Reading
-from det_callbacks.runs.peers import ALONE, Peers
+from det_callbacks.runs.peers import Peers
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import Expectation, StepTrace
-from det_callbacks.runs.writer import RunWriter
-from det_callbacks.tensors.files import REPLAY, SavedStep
+from det_callbacks.tensors.copies import TensorBudget
+from det_callbacks.tensors.files import KEPT, REPLAY, SavedStep, StepWriter
 from det_callbacks.tensors.keep import Keeper
 from det_callbacks.tensors.replay import OpReplay, Replay
+from det_callbacks.trace.hash_mode import HashMode
+from det_callbacks.trace.nondeterministic_ops import NondeterministicOps
 from det_callbacks.verdict import Verdict
 from det_callbacks.verification import Verification
 
 FIT = "fit"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """How far a run is on one process, for loggers and progress bars.
+class Progress(NamedTuple):
+    """How far a run is on one process, for loggers and progress bars."""
 
-    Attributes:
-        num_steps: recorded (those that a resumed recording found there and equal, too), or compared.
-        num_sites: of those steps.
-        num_differing: sites that differ, and steps that only one run has.
-        num_bytes: saved for replay, or put back.
-        chain: after the last step; None before the first, and once something differed.
-    """
-
-    num_steps: int = 0
+    num_steps: int = 0  # recorded (those that a resumed recording found there and equal, too), or compared
     num_sites: int = 0
-    num_differing: int = 0
-    num_bytes: int = 0
-    chain: int | None = None
+    num_differing: int = 0  # sites, and steps that only one run has
+    num_bytes: int = 0  # saved for replay, or put back
+    chain: int | None = None  # after the last step; None before the first, and once something differed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
-    """A fit, or a test or validation outside of one, that begins.
+class Session:
+    """What is done with the fits of a callback and called in their steps; it stays over the fits of a Trainer.
+
+    This one does nothing: it is what a callback has outside of its fits.
 
     Attributes:
-        manifest: selection, settings and environment, as run.json has them.
-        selection: what is traced.
+        root: where folders go by default.
+        may_stop: whether what differs ends the fit.
+        is_over: another fit needs a new session, since this one's files were taken back.
+        stages: those so far, FIT or the call; of calls outside of a fit only those that came to their end.
+        manifest: selection, settings and environment of what begins, as run.json has them.
         is_resumed: it goes on from a checkpoint.
-        call: what it is instead of a fit: "trainer.test", say, of which metrics are taken.
+        call: what began last where that is no fit: "trainer.test", say, of which metrics are taken.
+        run: what is written, a RunWriter or a Verification; None of an audit, and before the first stage.
+        verdict: of what has run so far; None before the end of a fit.
+        print_line: prints a closing line; ``print_beside_bar`` in a Trainer, whose bar may be on the terminal.
     """
 
+    arguments: CallbackArguments
     manifest: Mapping[str, Any]
-    selection: Selection
-    is_resumed: bool = False
+    root = Path()
+    may_stop = False
+    is_over = True
+    is_resumed = False
     call: str | None = None
+    run: Any = None
+    verdict: Verdict | None = None
+    audit_report: AuditReport | None = None
 
+    def __init__(self) -> None:
+        self.stages: list[str] = []
+        self.print_line: Callable[[str], None] = print_closing_line
 
-class StepHooks:
-    """What is called in the steps of one fit; this one does nothing, outside of a fit."""
+    # a fit
+
+    def prepare(self) -> Selection:
+        """Check what can be checked before a fit, and return the selection to trace with."""
+        return self.arguments.selection
+
+    def begin(self, *, is_resumed: bool = False, call: str | None = None) -> None:
+        """Begin a fit, or another stage of which metrics are taken."""
+        self.is_resumed, self.call = is_resumed, call
+        if call is None:
+            self.stages.append(FIT)
+
+    def num_calls(self, call: str) -> int:
+        """Return how many such calls outside of a fit came since the last fit began."""
+        last_fit = max((at for at, stage in enumerate(self.stages) if stage == FIT), default=-1)
+        return self.stages[last_fit + 1 :].count(call)
+
+    def put_metrics(self, reading: Reading) -> bool:
+        """Take what the module logged, on rank 0; return whether to stop because it differs."""
+        return False
+
+    def resume_metrics(self, reading: Reading, *, is_first: bool) -> None:
+        """Take which metrics a resumed fit may lack, on rank 0."""
+
+    def end(self, *, is_early: bool = False) -> None:
+        """Close the stage, print the closing line, and raise what was found; an early end lacks no later steps."""
+
+    def stop(self, reason: str) -> None:
+        """Close the files: an exception ended the stage."""
+
+    # its steps
+
+    def follow(self, trainer: pl.Trainer, ops: NondeterministicOps | None) -> None:
+        """Follow the fit that began, and the ops without a deterministic implementation."""
 
     def attach(self, trainer: pl.Trainer) -> None:
         """Follow a Trainer that is about to train, and whose data is set up."""
@@ -92,160 +138,197 @@ class StepHooks:
     def close(self) -> None:
         """Leave nothing open; may be called more than once."""
 
+    @property
+    def progress(self) -> Progress:
+        """What was done so far, on this process."""
+        return Progress()
 
-class Session:
-    """What one mode does with the fits of a callback and their steps; it stays over the fits of a Trainer.
 
-    Args:
-        arguments: of the callback.
-        peers: the processes that have the session together.
+class TracedSession(Session):
+    """Traces the selected steps of its fits, and hands them to ``_add``.
 
     Attributes:
-        root: where folders go by default.
-        hooks: called in the steps instead of a trace; None of recordings and verifications.
-        run: what is written; None of an audit, and before the first stage.
         detector: compares the steps that the run, or its reference, holds already; None where there are none.
-        may_stop: whether what differs ends the fit.
-        is_over: its files were taken back, so that another fit has a session of its own.
-        stages: those so far, FIT or the call; of calls outside of a fit only those that came to their end.
-        verdict: of what has run so far; None before the end of a fit.
-        audit_report: of an audit; None of every other session.
         num_steps: recorded; those that a detector has compared are in its tally.
         num_sites: of those steps.
-        chain: after the last step; None before the first.
         replay: saves tensors of a step, or puts them back.
         op_replay: the outputs of ops that ``replay`` is for; None where no op is.
         keeper: keeps tensors of the steps; None where none are kept.
-        print_line: prints a closing line; ``print_beside_bar`` in a Trainer, whose bar may be on the terminal.
     """
 
-    hooks: StepHooks | None = None
+    is_over = False
 
-    def __init__(self, arguments: CallbackArguments, peers: Peers = ALONE) -> None:
-        self.arguments, self.peers, self.root = arguments, peers, Path()
-        self.run: RunWriter | Verification | None = None
+    def __init__(self, arguments: CallbackArguments, peers: Peers) -> None:
+        super().__init__()
+        assert arguments.reference is not None, "checked where the callback was made"
+        self.arguments, self.peers, self.path = arguments, peers, arguments.reference
         self.detector: Verification | None = None
-        self.may_stop = self.is_over = False
-        self.stages: list[str] = []
-        self.verdict: Verdict | None = None
-        self.audit_report: AuditReport | None = None
         self.num_steps = self.num_sites = 0
         self.chain: int | None = None
         self.replay = Replay()
         self.op_replay: OpReplay | None = None
         self.keeper: Keeper | None = None
-        self.print_line: Callable[[str], None] = print_closing_line
-        self._stage: Stage | None = None
+        self._step_writers: list[StepWriter] = []
+        self._replaced = ReplacedInLightning()
 
-    @property
-    def path(self) -> Path:
-        """Folder of the reference."""
-        assert self.arguments.reference is not None, "checked where the callback was made"
-        return self.arguments.reference
+    def _begin_saving(self, stream: Path, segment: int, patterns: Manifest, *, is_recording: bool) -> None:
+        """Save tensors of the steps of a fit beside their stream; those for replay are put back while verifying."""
+        if self._step_writers:
+            for writer in self._step_writers:
+                writer.start_segment(stream, segment)
+            return
+        place: dict[str, Any] = {"run_id": self.run.manifest.run_id, "rank": self.peers.rank, "segment": segment}
+        replayed, kept = self._step_writers = [StepWriter(stream, kind, **place) for kind in (REPLAY, KEPT)]
+        budget = TensorBudget(self.arguments.tensor_budget_mib)
+        if is_recording:
+            self.replay = Replay(replayed, budget)
+        if patterns.replay:
+            self.op_replay = OpReplay(patterns.replay, self.replay)
+        if patterns.keep_tensors:
+            self.keeper = Keeper(patterns.keep_tensors, kept, budget)
 
-    @property
-    def run_id(self) -> str | None:
-        """Random identity of the run; None where nothing is written."""
-        return None if self.run is None else self.run.manifest.run_id
+    def _add(self, trace: StepTrace, *, step: int, epoch: int) -> bool:
+        """Take a step; return whether to stop because it differs."""
+        raise NotImplementedError
 
-    @property
-    def stage(self) -> Stage:
-        """What began last."""
-        assert self._stage is not None, "a stage began"
-        return self._stage
+    def _keeps(self, step: int) -> bool:
+        return True
 
-    @property
-    def progress(self) -> Progress:
-        """What was done so far, on this process."""
-        detector = self.detector
-        return Progress(
-            num_steps=self.num_steps + (0 if detector is None else detector.tally.num_steps),
-            num_sites=self.num_sites + (0 if detector is None else detector.tally.num_sites),
-            num_differing=0 if detector is None else detector.num_differing,
-            num_bytes=self.replay.counts.num_bytes,
-            chain=self.chain,
+    def _put_evidence(self, rows: Sequence[Row]) -> None:
+        self.run.put_evidence(rows)
+
+    @override
+    def follow(self, trainer: pl.Trainer, ops: NondeterministicOps | None) -> None:
+        selection = self.arguments.selection
+        self._ops = ops
+        # A resumed step is recorded as one in the middle is, so that it can be compared with the same uninterrupted.
+        self._is_first = not self.is_resumed
+        self._evidence = Evidence(trainer, self.arguments)
+        self._hash_mode = HashMode.for_training(trainer.lightning_module, selection)
+        recorder = self._hash_mode.recorder
+        recorder.nondeterministic_ops = ops
+        recorder.output_hooks = tuple(hook for hook in (self.op_replay, self.keeper) if hook is not None)
+        owner = f"the DeterminismCallback of {self.path}"
+        self._observations = Observations(
+            recorder, owner=owner, level=selection.level, is_every_step=selection.is_every_step
         )
+        activate(self._observations)
+        self._evidence.attach()
+        if ops is not None:
+            ops.on_new = self._put_ops
 
-    def prepare(self, selection: Selection) -> Selection:
-        """Check what can be checked before a fit, and return the selection to trace with."""
-        return selection
+    @override
+    def attach(self, trainer: pl.Trainer) -> None:
+        self._evidence.check_loaders()
+        self._hash_mode.optimizers = list(trainer.optimizers)
+        self._replaced.put(trainer.strategy, "training_step", self._hash_mode.marks_forward)
+        # Lightning makes its sums when a name is first logged and clears them at an epoch's first batch, so a step that
+        # comes first after a resume has ops that the same step of the uninterrupted run has not
+        results: Any = trainer.fit_loop.epoch_loop._results
+        for name in ("log", "reset"):
+            self._replaced.put(results, name, self._hash_mode.leaves_out)
 
-    def begin(self, stage: Stage) -> None:
-        """Begin a fit, or another stage of which metrics are taken."""
-        self._stage = stage
-        if stage.call is None:
-            self.stages.append(FIT)
+    @override
+    def mark(self, point: str) -> None:
+        self._evidence.mark(point)
 
-    def num_calls(self, call: str) -> int:
-        """Return how many such calls outside of a fit came since the last fit began."""
-        since = self.stages[::-1].index(FIT) if FIT in self.stages else len(self.stages)
-        return self.stages[len(self.stages) - since :].count(call)
+    @override
+    def begin_step(self, step: int, batch: Any) -> None:
+        selection = self.arguments.selection
+        if selection.selects_step(step):
+            # one that an exception had ended is done again after a resume; a step that was chosen by number is the same
+            # one whether its fit came to it from the start or from a checkpoint
+            is_first = step == 0 or (self._is_first and selection.only_steps is None)
+            self._hash_mode.begin(batch=batch, is_first=is_first, expected=self._expectation(step))
+            self._observations.begin(self.replay)
+        self._evidence.begin_step(batch)
 
-    def expectation(self, step: int, digest_state: Callable[[], Mapping[str, int]]) -> Expectation | None:
-        """Begin a step, and return what is known of it; None when it is new.
-
-        Args:
-            step: training batch.
-            digest_state: returns the state that the step begins with; called in the first one after a resume.
-        """
+    def _expectation(self, step: int) -> Expectation | None:
+        """Begin a step, and return what is known of it; None when it is new."""
         detector, expectation = self.detector, None
         if detector is not None and detector.holds(step):
             if detector.is_resuming:
-                detector.compare_state(step, digest_state)
+                detector.compare_state(step, self._hash_mode.digest_state)
             expectation = detector.expectation(step)
         self.replay.begin(None if expectation is None else self._saved(step, REPLAY))
         if self.keeper is not None:
             self.keeper.begin(is_wanted=self._keeps(step))
         return expectation
 
-    def _keeps(self, step: int) -> bool:
-        """Return whether tensors of a step are kept."""
-        return True
-
     def _saved(self, step: int, kind: str) -> SavedStep:
-        """Return what was saved of a step that there is."""
         detector = self.detector
         assert detector is not None, "there is such a step"
-        place = {"rank": self.peers.rank, "segment": detector.segment, "step": step}
-        return SavedStep.of(detector.reference, **place, kind=kind)
+        return SavedStep.of(detector.reference, rank=self.peers.rank, segment=detector.segment, step=step, kind=kind)
 
-    def add(self, trace: StepTrace, *, step: int, epoch: int) -> bool:
-        """Take a step; return whether to stop because it differs."""
-        raise NotImplementedError
+    @override
+    def note_loss(self, loss: Any) -> None:
+        self.mark("after forward")
+        self._hash_mode.record_values("forward", loss, "loss")
 
-    def put_evidence(self, rows: Sequence[Row]) -> None:
-        """Take what explains the step that ends."""
-        assert self.run is not None, "a fit was begun"
-        self.run.put_evidence(rows)
+    @override
+    def begin_gradients(self) -> None:
+        self._hash_mode.recorder.phase = "gradient"
 
-    def put_nondeterministic_ops(self, ops: Sequence[NondeterministicOp]) -> None:
-        """Take the list of ops without a deterministic implementation that were called so far."""
-        assert self.run is not None, "a fit was begun"
-        self.run.put_nondeterministic_ops(ops)
-
-    def put_metrics(self, reading: Reading) -> bool:
-        """Take what the module logged, on rank 0; return whether it differs."""
+    @override
+    def end_step(self, step: int, epoch: int, outputs: Any) -> bool:
+        self.mark("batch end")
+        is_traced, trace = self._hash_mode.is_open, None
+        if is_traced:
+            self._hash_mode.record_values("state", outputs, "outputs")
+            self._observations.end()
+            trace = self._hash_mode.finish()
+            self._evidence.note_samples(self._hash_mode.sketch)
+        self._put_evidence(self._evidence.take(step))
+        if trace is not None:
+            self._is_first = False
+            return self._add(trace, step=step, epoch=epoch)
+        if is_traced:
+            raise TraceError(
+                f"Step {step} could not be traced, because a dispatch mode was left open in it, so nothing after step "
+                f"{step - 1} would be recorded or verified. Close that mode within the training step."
+            )
         return False
 
-    def resume_metrics(self, reading: Reading, *, is_first: bool) -> None:
-        """Take which metrics a resumed fit may lack, on rank 0."""
+    @override
+    def drop_step(self) -> None:
+        self._observations.drop()
+        self._hash_mode.abandon()
 
-    def end(self, *, is_early: bool = False) -> None:
-        """Close the stage, print the closing line, and raise what was found.
+    @override
+    def flush(self, step: int) -> None:
+        self._put_evidence(self._evidence.take(step + 1))
 
-        Args:
-            is_early: it was stopped, so that its later steps are not missing.
-        """
-        raise NotImplementedError
+    @override
+    def close(self) -> None:
+        self._evidence.detach()
+        self._observations.abandon()
+        deactivate(self._observations)
+        self._hash_mode.abandon()
+        if self._ops is not None and self._ops.found:
+            self._put_ops()  # with the number of calls
+        self._replaced.restore()
 
-    def stop(self, reason: str) -> None:
-        """Close the files: an exception ended the stage."""
-        raise NotImplementedError
+    def _put_ops(self) -> None:
+        assert self._ops is not None
+        self.run.put_nondeterministic_ops(self._ops.found)
+
+    @property
+    @override
+    def progress(self) -> Progress:
+        own = Progress(self.num_steps, self.num_sites, 0, self.replay.counts.num_bytes, self.chain)
+        if self.detector is None:
+            return own
+        steps, sites = self.detector.tally.num_steps, self.detector.tally.num_sites
+        return own._replace(
+            num_steps=own.num_steps + steps,
+            num_sites=own.num_sites + sites,
+            num_differing=self.detector.num_differing,
+        )
 
     def _print_once(self, text: str) -> None:
-        """Print a line on rank 0."""
         if self.peers.rank == 0:
             self.print_line(text)
 
+    @property
     def _of_rank(self) -> str:
         return "" if self.peers.world_size == 1 else f" of rank {self.peers.rank}"

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from trainers import quiet_trainer
 
 from det_callbacks import DeterminismCallback
-from det_callbacks.callback.session import StepHooks
+from det_callbacks.callback.session import Session
 
 
 class StopError(Exception):
@@ -121,7 +121,7 @@ def assert_nothing_left(fit: Fit, callback: DeterminismCallback) -> None:
     """Nothing that a fit needs is there after it; what is global is watched for every test by the conftest."""
     assert _get_current_dispatch_mode_stack() == []
     assert "training_step" not in vars(fit.trainer.strategy)
-    assert type(callback._hooks) is StepHooks
+    assert type(callback._hooks) is Session
     loop = fit.trainer.fit_loop
     assert "_load_combined_loader_states" not in vars(loop)
     assert not {"reset", "setup_data"} & set(vars(loop))
@@ -129,6 +129,5 @@ def assert_nothing_left(fit: Fit, callback: DeterminismCallback) -> None:
     assert not {"log", "reset"} & set(vars(loop.epoch_loop._results))
     assert type(loop._combined_loader) in (CombinedLoader, type(None))
     assert type(fit.loader.batch_sampler) is BatchSampler
-    run = None if callback._session is None else callback._session.run
-    writer = getattr(run, "_writer", run)  # a verification has one
+    writer = getattr(callback._session.run, "_writer", callback._session.run)  # a verification has one
     assert writer is None or writer._file is None

@@ -64,7 +64,7 @@ def damageable(reference: Path, tmp_path: Path) -> Path:
         ({"modules": []}, "modules must hold at least one pattern"),
         ({"every_n_steps": 0}, "every_n_steps must be a whole number from 1 on; got 0."),
         ({"reference": None}, "reference must be the path of a folder; got None."),
-        ({"current": ""}, "current must be the path of a folder, or None; got ''."),
+        ({"current": ""}, "current must be the path of a folder; got ''."),
         ({"overwrite": "yes"}, "overwrite must be True or False; got 'yes'."),
         ({"log_metrics": 1}, "log_metrics must be True or False"),
     ],

@@ -83,7 +83,7 @@ def test_an_exception_in_another_callback(
     said = capsys.readouterr().out
     if not steps:
         assert not (tmp_path / "run" / "run.json").exists()
-        assert (f"before its first step: nothing is recorded in {tmp_path}" in said) == (hook != "on_fit_start")
+        assert (f"before its first new step: {tmp_path}" in said) == (hook != "on_fit_start")
         record(tmp_path / "run")
         return
     run = Run.open(tmp_path / "run")

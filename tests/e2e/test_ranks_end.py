@@ -29,7 +29,7 @@ from det_callbacks import (
     verification,
 )
 from det_callbacks.callback import take_unfinished
-from det_callbacks.callback.fits import Waiting, wait
+from det_callbacks.callback.fits import wait
 from det_callbacks.compare.record import record_path
 from det_callbacks.ranks import group
 from det_callbacks.ranks.group import RankGroup
@@ -219,7 +219,7 @@ def test_all_ranks_stop_at_the_same_sync(
 
 def wait_for_another_fit() -> None:
     print("not flushed yet", end="")
-    wait(wait_for_another_fit, Waiting(error=DivergenceError("one fit of two"), is_fatal=True))
+    wait(wait_for_another_fit, lambda: DivergenceError("one fit of two"))
 
 
 def test_a_process_ends_as_diverged_where_a_fit_is_left_also_one_that_a_strategy_forks() -> None:

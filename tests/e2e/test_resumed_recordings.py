@@ -225,7 +225,7 @@ def test_an_exception_in_a_resumed_attempt_keeps_what_was_there(recorded: Path, 
     at_step_6, at_step_9 = (RaiseAt("on_train_batch_start", StopError("stop"), call=call) for call in (3, 4))
     with pytest.raises(StopError):
         fit(recording(run), at_step_6, ckpt_path=recorded / "4.ckpt", max_epochs=3)
-    assert "after 2 steps that" in capsys.readouterr().out
+    assert "before its first new step" in capsys.readouterr().out
     assert files_of(run) == before
 
     # one that has added a step is incomplete until it is gone on with
@@ -248,5 +248,5 @@ def test_an_overwriting_recording_that_fails_leaves_the_old_run(recorded: Path, 
     before = files_of(run)
     with pytest.raises(StopError):
         fit(recording(run, overwrite=True, level="state"), RaiseAt("on_train_batch_start", StopError("stop")))
-    assert f"{run}/.replacement is incomplete, and {run} is as it was before" in capsys.readouterr().out
+    assert f"incomplete, in {run}/.replacement; {run} is as it was before" in capsys.readouterr().out
     assert {name: content for name, content in files_of(run).items() if ".replacement" not in name} == before
