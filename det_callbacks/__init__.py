@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     )
     from det_callbacks.judge import compare_runs
     from det_callbacks.numerics import NumericsReport, TensorComparison, compare_compiled, compare_modules
-    from det_callbacks.observers import (
-        ObserverContext,
+    from det_callbacks.observers.context import ObserverContext
+    from det_callbacks.observers.functions import (
         disable_hash_mode,
         enable_hash_mode,
         observe,
@@ -153,8 +153,8 @@ _HOMES = {
     ),
     "det_callbacks.judge": ("compare_runs",),
     "det_callbacks.numerics": ("NumericsReport", "TensorComparison", "compare_compiled", "compare_modules"),
-    "det_callbacks.observers": (
-        "ObserverContext",
+    "det_callbacks.observers.context": ("ObserverContext",),
+    "det_callbacks.observers.functions": (
         "disable_hash_mode",
         "enable_hash_mode",
         "observe",

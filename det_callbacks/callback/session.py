@@ -11,7 +11,7 @@ from det_callbacks.audit import AuditReport
 from det_callbacks.callback.arguments import CallbackArguments
 from det_callbacks.callback.evidence import Evidence
 from det_callbacks.errors import TraceError
-from det_callbacks.observers import Observations, activate, deactivate
+from det_callbacks.observers.observations import REGISTRY, Observations
 from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.report.fits import print_closing_line
 from det_callbacks.runs.evidence import Row
@@ -212,7 +212,7 @@ class TracedSession(Session):
         self._observations = Observations(
             recorder, owner=owner, level=selection.level, is_every_step=selection.is_every_step
         )
-        activate(self._observations)
+        REGISTRY.activate(self._observations)
         self._evidence.attach()
         if ops is not None:
             ops.on_new = self._put_ops
@@ -302,7 +302,7 @@ class TracedSession(Session):
     def close(self) -> None:
         self._evidence.detach()
         self._observations.abandon()
-        deactivate(self._observations)
+        REGISTRY.deactivate(self._observations)
         self._hash_mode.abandon()
         if self._ops is not None and self._ops.found:
             self._put_ops()  # with the number of calls

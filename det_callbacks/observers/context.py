@@ -3,7 +3,6 @@
 import os
 import warnings
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -17,7 +16,7 @@ from det_callbacks.errors import (
     ReferenceFormatError,
     TraceError,
 )
-from det_callbacks.observers.observations import Observations, activate, deactivate
+from det_callbacks.observers.observations import REGISTRY, Observations
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import Expectation
 from det_callbacks.runs.writer import RunWriter
@@ -50,6 +49,7 @@ class ObserverContext:
 
     Attributes:
         verdict: the Verdict of a comparison; None before its end, and when recording.
+        mismatches: what differs from the reference in the steps that have ended; the first 100.
 
     Raises:
         ValueError: the name cannot be that of a folder.
@@ -80,31 +80,31 @@ class ObserverContext:
         overwrite: bool = False,
         tensor_budget_mib: float = TENSOR_BUDGET_MIB,
     ) -> None:
-        _check_folder_name(name)
-        for argument, value in (("raise_on_mismatch", raise_on_mismatch), ("overwrite", overwrite)):
-            if not isinstance(value, bool):
-                raise TypeError(f"{argument} is True or False; got {value!r}")
+        if not isinstance(name, str) or name in ("", ".", "..") or set(name) & set("/\\\0"):
+            raise ValueError(
+                f"the name of a run becomes that of a folder: text without separators, neither . nor ..; got {name!r}"
+            )
         self.path = Path(dump_dir) / name
         self.reference = None if reference is None else Path(reference)
         self.raise_on_mismatch = raise_on_mismatch
         self.overwrite = overwrite
         self.tensor_budget_mib = check_budget(tensor_budget_mib)
         self.verdict: Verdict | None = None
+        self.mismatches: tuple[Divergence, ...] = ()
         self._recorder = Recorder(Selection())
         self._observations = Observations(self._recorder, owner=f"the ObserverContext of {self.path}")
         self._state = "new"
         self._error: DivergenceError | None = None
         self._writer: RunWriter | None = None
         self._verification: Verification | None = None
-        self._replay = Replay()
-        self._mismatches: tuple[Divergence, ...] = ()
         self._expected: Expectation | None = None
+        self._replay = Replay()
         self._step = self._num_sites = self._num_checked = 0
 
     def __enter__(self) -> Self:
         if self._state != "new":
             raise TraceError(f"The ObserverContext of {self.path} was entered already; make a new one.")
-        activate(self._observations)
+        REGISTRY.activate(self._observations)
         try:
             self._open_files()
             self._recorder.modules.open()
@@ -116,9 +116,7 @@ class ObserverContext:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if self._state != "open":
                 if kind is None and self._error is not None:
@@ -132,11 +130,6 @@ class ObserverContext:
         finally:
             self._leave(complete=False)
 
-    @property
-    def mismatches(self) -> tuple[Divergence, ...]:
-        """What differs from the reference in the steps that have ended; the first 100."""
-        return self._mismatches[:MAX_MISMATCHES]
-
     def next_step(self) -> None:
         """End the step under way and begin the next; without it the whole block is step 0.
 
@@ -146,7 +139,8 @@ class ObserverContext:
         Raises:
             DivergenceError, NotComparableError: the step differs, and ``raise_on_mismatch`` was asked for.
         """
-        self._require_open()
+        if self._state != "open":
+            raise TraceError(f"The ObserverContext of {self.path} is not open: use it inside its with block.")
         if not self._step and not self._recorder.num_sites:
             return
         self._end_step(is_last=False)
@@ -206,8 +200,9 @@ class ObserverContext:
         assert verification is not None
         differs = verification.add(trace, step=self._step, epoch=0)
         self._replay.end_step(differs=differs)
-        if differs and len(self._mismatches) < MAX_MISMATCHES:
-            self._mismatches += verification.so_far(trace, step=self._step, is_whole=True)
+        if differs and len(self.mismatches) < MAX_MISMATCHES:
+            found = verification.so_far(trace, step=self._step, is_whole=True)
+            self.mismatches = (*self.mismatches, *found)[:MAX_MISMATCHES]
 
     def _check(self) -> None:
         """Raise as soon as the step under way is known to differ.
@@ -222,7 +217,7 @@ class ObserverContext:
         if expected is None or self._recorder.digests[first:] != expected.digests[first:end]:
             trace = self._recorder.trace_so_far()
             if found := verification.so_far(trace, step=self._step):
-                self._mismatches += found
+                self.mismatches += found
                 verification.add(trace, step=self._step, epoch=0, is_whole=False)
                 self._finish(is_early=True)
             return
@@ -245,8 +240,8 @@ class ObserverContext:
         self._leave(complete=True)
         if verdict.verdict == "match":
             return
-        if not self._mismatches and verdict.first_divergence is not None:
-            self._mismatches = (verdict.first_divergence,)  # a step that only one run has
+        if not self.mismatches and verdict.first_divergence is not None:
+            self.mismatches = (verdict.first_divergence,)  # a step that only one run has
         text = (
             f"{self.path} is not the reference {self.reference}, bit for bit. {verdict.explanation} "
             f"Of {verdict.counts.sites_compared} compared sites {verdict.counts.sites_differing} differ; "
@@ -264,21 +259,10 @@ class ObserverContext:
         self._observations.abandon()
         self._recorder.modules.close()
         self._recorder.abandon()
-        deactivate(self._observations)
+        REGISTRY.deactivate(self._observations)
         if self._verification is not None:
             self._verification.close(complete=complete)
         if self._writer is not None and self._num_sites:
             self._writer.close(complete=complete)
         elif self._writer is not None:
             self._writer.discard()
-
-    def _require_open(self) -> None:
-        if self._state != "open":
-            raise TraceError(f"The ObserverContext of {self.path} is not open: use it inside its with block.")
-
-
-def _check_folder_name(name: object) -> None:
-    if not isinstance(name, str) or name in ("", ".", "..") or set(name) & set("/\\\0"):
-        raise ValueError(
-            f"the name of a run becomes that of a folder: text without separators, neither . nor ..; got {name!r}"
-        )

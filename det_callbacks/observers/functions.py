@@ -19,8 +19,6 @@ from det_callbacks.observers.observations import REGISTRY, Leaves, Observations
 from det_callbacks.observers.values import check_name, observed_leaves, rebuild
 from det_callbacks.trace.dispatch import breaks_graph
 
-_registry = REGISTRY
-
 _Tree = TypeVar("_Tree")
 
 
@@ -44,7 +42,7 @@ def observe(name: str, tree: _Tree) -> _Tree:
         >>> observe("input", torch.ones(2))
         tensor([1., 1.])
     """
-    sink = _registry.sink
+    sink = REGISTRY.sink
     return tree if sink is None else _observe(sink, name, tree, is_replayed=False)
 
 
@@ -67,7 +65,7 @@ def observe_non_deterministic(name: str, tree: _Tree) -> _Tree:
         ReplayError: the budget does not suffice (recording).
         ReferenceFormatError: what was saved is damaged or missing, or does not fit and the step is no other one.
     """
-    sink = _registry.sink
+    sink = REGISTRY.sink
     return tree if sink is None else _observe(sink, name, tree, is_replayed=True)
 
 
@@ -81,7 +79,7 @@ def observe_grad(name: str, tensor: Tensor) -> Tensor:
     Raises:
         TypeError, ValueError: the name is no such text as ``observe`` takes, or the value is no tensor.
     """
-    if _registry.sink is not None:
+    if REGISTRY.sink is not None:
         _gradient(name, tensor, is_replayed=False, is_compiled=torch.compiler.is_compiling())
     return tensor
 
@@ -91,7 +89,7 @@ def observe_non_deterministic_grad(name: str, tensor: Tensor) -> Tensor:
 
     Otherwise as ``observe_grad``; the errors of ``observe_non_deterministic`` come in the backward pass.
     """
-    if _registry.sink is not None:
+    if REGISTRY.sink is not None:
         _gradient(name, tensor, is_replayed=True, is_compiled=torch.compiler.is_compiling())
     return tensor
 
@@ -102,8 +100,8 @@ def enable_hash_mode() -> ExitStack:
 
     Regions nest and may be repeated. Without an active observer nothing happens.
     """
-    if _registry.sink is not None:
-        _registry.sink.enable_ops()
+    if REGISTRY.sink is not None:
+        REGISTRY.sink.enable_ops()
     region = ExitStack()
     region.callback(disable_hash_mode)
     return region
@@ -116,8 +114,8 @@ def disable_hash_mode() -> None:
     Raises:
         TraceError: there is none.
     """
-    if _registry.sink is not None:
-        _registry.sink.disable_ops()
+    if REGISTRY.sink is not None:
+        REGISTRY.sink.region.leave()
 
 
 @breaks_graph("det_callbacks: a gradient is observed by a hook, which a compiled graph cannot hold")
@@ -125,8 +123,8 @@ def _gradient(name: str, tensor: Tensor, *, is_replayed: bool, is_compiled: bool
     check_name(name)
     if not isinstance(tensor, Tensor):
         raise TypeError(f"the gradient {name!r} is observed on a tensor; got a {type(tensor).__qualname__}")
-    if _registry.sink is not None:
-        _registry.sink.observe_gradient(name, tensor, is_replayed=is_replayed, is_compiled=is_compiled)
+    if REGISTRY.sink is not None:
+        REGISTRY.sink.observe_gradient(name, tensor, is_replayed=is_replayed, is_compiled=is_compiled)
 
 
 def _observe(sink: Observations, name: str, tree: _Tree, *, is_replayed: bool) -> _Tree:

@@ -1,10 +1,11 @@
 """Observations as sites of a recorder's step, and the one observer of the process that takes them."""
 
+import itertools
 import os
 import threading
 import warnings
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,16 +28,14 @@ Leaves = Sequence[tuple[str, Any]]
 
 @dataclass(slots=True, eq=False)
 class _Gradient:
-    """A gradient that was asked for in this step: where, and how often it came.
-
-    ``is_repeated``: in one of the two runs of a checkpointed region, of which only one gets the gradient.
-    """
+    """A gradient that was asked for in this step: where, and how often it came."""
 
     name: str
     module: str
     occurrence: int
     is_replayed: bool
     is_repeated: bool
+    """Asked for in one of the two runs of a checkpointed region, of which only one gets the gradient."""
     num_received: int = 0
 
 
@@ -45,31 +44,22 @@ class Observations:
 
     ``begin`` and ``end`` enclose a step, inside the recorder's own. An observation is a site with the phase and module
     it was made in, no op, and its name; that of a gradient is "grad of <name>", with the module that asked for it.
+    ``on_observed`` is called after each observation, when it has become a site.
 
-    Args:
-        recorder: whose step it is.
-        owner: what messages call the run.
-        is_every_step: every step is recorded; otherwise nothing can be replayed.
-        level: see ``OpRegion``.
-
-    Attributes:
-        on_observed: called after each observation, when it has become a site.
+    Messages call the run ``owner``. Without ``is_every_step`` nothing can be replayed.
     """
 
     def __init__(self, recorder: Recorder, *, owner: str, level: str | None = None, is_every_step: bool = True) -> None:
-        self._recorder = recorder
-        self._owner = owner
-        self._is_every_step = is_every_step
-        self._level = level
-        self._occurrences: Counter[str] = Counter()
-        self._gradients: list[_Gradient] = []
-        self._handles: list[RemovableHandle] = []
-        self._replay = Replay()
-        self._reported: set[str] = set()
-        self._is_open = False
-        self._process = os.getpid()
+        self.owner = owner
         self.region = OpRegion(recorder, level=level)
         self.on_observed: Callable[[], None] | None = None
+        self._recorder, self._level, self._is_every_step = recorder, level, is_every_step
+        self._occurrences: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+        self._gradients: list[_Gradient] = []
+        self._handles: list[RemovableHandle] = []
+        self._reported: set[str] = set()
+        self._process = os.getpid()
+        self.drop()
 
     def begin(self, replay: Replay | None = None) -> None:
         """Start a step; ``replay`` saves what is not deterministic, or puts it back, and has begun the step too."""
@@ -86,12 +76,11 @@ class Observations:
         received = {gradient.name for gradient in self._gradients if gradient.num_received}
         for gradient in self._gradients:
             if not gradient.num_received and not (gradient.is_repeated and gradient.name in received):
-                name = gradient.name
-                absent: Any = None  # recorded like a plain value: a gradient that is not there
-                record_group(self._recorder, "observation", "backward", [(name, absent)], owner=gradient.module)
+                absent: list[tuple[str, Any]] = [(gradient.name, None)]  # recorded like a plain value
+                record_group(self._recorder, "observation", "backward", absent, owner=gradient.module)
                 self._report(
-                    f"{name} was observed, and no backward pass of the step computed it: it is recorded as missing. "
-                    "Does the tensor require a gradient, and is it used for the loss?"
+                    f"{gradient.name} was observed, and no backward pass of the step computed it: it is recorded as "
+                    "missing. Does the tensor require a gradient, and is it used for the loss?"
                 )
         self.drop()
 
@@ -111,19 +100,14 @@ class Observations:
         self.drop()
         self.region.leave_all()
 
-    def __str__(self) -> str:
-        return self._owner
-
     def observe(self, name: str, leaves: Leaves, *, is_replayed: bool = False) -> Mapping[str, Any]:
         """Record values at this point of the step; with ``is_replayed`` save them, or put back what was saved.
 
         Tensors are put back in place; returned are the plain values that are others than the saved ones, by path.
         """
-        if is_replayed:
-            self._require_every_step(name)
-        if not self._takes(name):
+        if not self._takes(name, is_replayed=is_replayed):
             return {}
-        occurrence = self._occurrence(name)
+        occurrence = next(self._occurrences[name])
         changed: dict[str, Any] = {}
         entries: list[tuple[str, Any]] = []
         for index, (path, leaf) in enumerate(leaves):
@@ -133,17 +117,16 @@ class Observations:
                 value = self._replay.exchange(key, leaf, op=name, deferred=self._recorder.deferred)
                 if not isinstance(leaf, Tensor) and repr(value) != repr(leaf):
                     changed[path] = value
-            entries.append((path, _recorded(value)))
-        phase, module = self._place()
-        record_group(self._recorder, "observation", phase, entries, owner=module, is_source=is_replayed)
-        self._notify()
+            if isinstance(value, Tensor):  # of one without data (meta, fake) at least what it is
+                what = f"no data: {value.dtype} {list(value.shape)} {value.device}"
+                value = unwrapped(value) if holds_data(value) else what
+            entries.append((path, value))
+        self._record(*self._place(), entries, is_source=is_replayed)
         return changed
 
     def observe_gradient(self, name: str, tensor: Tensor, *, is_replayed: bool, is_compiled: bool) -> None:
         """Record the gradient of a tensor when it is there; with ``is_replayed`` save it or put it back."""
-        if is_replayed:
-            self._require_every_step(name)
-        if not self._takes(name):
+        if not self._takes(name, is_replayed=is_replayed):
             return
         if is_compiled:
             self._report(
@@ -153,7 +136,7 @@ class Observations:
         gradient = _Gradient(
             name=f"grad of {name}",
             module=self._place()[1],
-            occurrence=self._occurrence(f"grad of {name}"),
+            occurrence=next(self._occurrences[f"grad of {name}"]),
             is_replayed=is_replayed,
             is_repeated=not torch.is_grad_enabled() or graph_task_id() != -1,
         )
@@ -169,15 +152,11 @@ class Observations:
         if not self._is_open:
             self.region.suspend()  # it begins with the next step
 
-    def disable_ops(self) -> None:
-        """End the region that began last; raise TraceError when there is none."""
-        self.region.leave()
-
     def _receive(self, gradient: _Gradient, value: Tensor | None) -> Tensor | None:
         """Record a gradient that a backward pass computed; return what replaces it, if anything does."""
         if value is None or not self._is_open or not any(gradient is known for known in self._gradients):
             return None  # an undefined gradient stays one that never came
-        if not self._takes(gradient.name):
+        if not self._takes(gradient.name, is_replayed=gradient.is_replayed):
             return None
         with self._recorder.lock:
             name = gradient.name
@@ -188,17 +167,20 @@ class Observations:
                 # Another branch of the graph may hold this very tensor as its gradient, so it is not changed in place.
                 replaced = self._replay.exchange_apart(key, value, op=name, deferred=self._recorder.deferred)
             entry = (name, unwrapped(value if replaced is None else replaced))
-            is_source = gradient.is_replayed
-            record_group(self._recorder, "observation", "backward", [entry], owner=gradient.module, is_source=is_source)
-            self._notify()
+            self._record("backward", gradient.module, [entry], is_source=gradient.is_replayed)
             return replaced
 
-    def _takes(self, name: str) -> bool:
+    def _takes(self, name: str, *, is_replayed: bool) -> bool:
         """Return whether a step is under way in this process; report once why nothing is recorded otherwise."""
+        if is_replayed and not self._is_every_step:
+            raise SelectionError(
+                f"{name!r} is to be saved and put back, and every_n_steps or only_steps leaves steps out, which would "
+                "go on with other bits. Record with every_n_steps=1 and without only_steps, or observe it only."
+            )
         where = ""
         if not self._is_open:
             where = (
-                f"outside the steps of {self._owner} (in a validation, between batches, or in a step that is left out)"
+                f"outside the steps of {self.owner} (in a validation, between batches, or in a step that is left out)"
             )
         elif os.getpid() != self._process:
             where = "in another process than the run's, such as a DataLoader's worker: observe what it returns"
@@ -208,25 +190,14 @@ class Observations:
             self._report(f"{name!r} was observed {where}. Nothing was recorded, compared, saved or put back there.")
         return not where
 
-    def _require_every_step(self, name: str) -> None:
-        if not self._is_every_step:
-            raise SelectionError(
-                f"{name!r} is to be saved and put back, and every_n_steps or only_steps leaves steps out, which would "
-                "go on with other bits. Record with every_n_steps=1 and without only_steps, or observe it only."
-            )
-
-    def _occurrence(self, name: str) -> int:
-        """Return which observation of this name in the step it is."""
-        self._occurrences[name] += 1
-        return self._occurrences[name] - 1
-
     def _place(self) -> tuple[str, str]:
         """Return phase and module."""
         if graph_task_id() == -1:
             return self._recorder.phase, self._recorder.modules.current.module
         return "backward", self._recorder.backward.scope().module
 
-    def _notify(self) -> None:
+    def _record(self, phase: str, module: str, entries: list[tuple[str, Any]], *, is_source: bool) -> None:
+        record_group(self._recorder, "observation", phase, entries, owner=module, is_source=is_source)
         # not within an op of a compiled graph: an observer that ends there could not take its mode from the stack
         if self.on_observed is not None and not self.region.is_dispatching:
             self.on_observed()
@@ -237,41 +208,28 @@ class Observations:
             warnings.warn(text, CoverageWarning, stacklevel=4)
 
 
-def _recorded(leaf: Any) -> Any:
-    """Return what is recorded of a leaf: of a tensor without data (meta, fake) at least what it is."""
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return unwrapped(leaf) if holds_data(leaf) else f"no data: {leaf.dtype} {list(leaf.shape)} {leaf.device}"
-
-
 class Registry:
     """Holds the active observer of the process; ``sink`` is read at each observation, so it is a plain attribute."""
 
     def __init__(self) -> None:
         self.sink: Observations | None = None
-        self.lock = threading.Lock()
+        self._lock = threading.Lock()
+
+    def activate(self, sink: Observations) -> None:
+        """Make a sink the active observer; two at once would not know whose an observation is."""
+        with self._lock:
+            if self.sink is not None:
+                raise TraceError(
+                    f"Another observer is active already ({self.sink.owner}): a value would not know where to go. "
+                    "Leave the ObserverContext, or end the fit with DeterminismCallback, before starting this one."
+                )
+            self.sink = sink
+
+    def deactivate(self, sink: Observations) -> None:
+        """End an observer; nothing is done when it is not the active one, so that it may be called on every path."""
+        with self._lock:
+            if self.sink is sink:
+                self.sink = None
 
 
 REGISTRY = Registry()
-
-
-def activate(sink: Observations) -> None:
-    """Make a sink the active observer of this process.
-
-    Raises:
-        TraceError: another one is active; two observers at once would not know whose an observation is.
-    """
-    with REGISTRY.lock:
-        if REGISTRY.sink is not None:
-            raise TraceError(
-                f"Another observer is active already ({REGISTRY.sink}): a value would not know where to go. "
-                "Leave the ObserverContext, or end the fit with DeterminismCallback, before starting this one."
-            )
-        REGISTRY.sink = sink
-
-
-def deactivate(sink: Observations) -> None:
-    """End an observer; nothing is done when it is not the active one, so that it may be called on every path."""
-    with REGISTRY.lock:
-        if REGISTRY.sink is sink:
-            REGISTRY.sink = None

@@ -35,13 +35,7 @@ _INTEGERS = INTEGERS | {16: torch.complex128}
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Return the strided tensor that holds a tensor's bits.
-
-    Raises:
-        ReplayError: there is not exactly one: the tensor is sparse, quantised, nested, a lazy view, without data, or a
-            subclass that is made of several.
-        DetCallbacksError: its storage is freed.
-    """
+    """Return the strided tensor that holds a tensor's bits; raise ``ReplayError`` where there is not exactly one."""
     with unobserved():
         inner = unwrapped(tensor)
         if not holds_data(inner):
@@ -79,23 +73,10 @@ class TensorBudget:
 
     def __init__(self, mib: float = TENSOR_BUDGET_MIB) -> None:
         self._mib = mib
-        self.num_bytes = 0
-
-    def begin(self) -> None:
-        """Start a step."""
-        self.num_bytes = 0
+        self.num_bytes = 0  # of the step under way
 
     def copy(self, tensors: Sequence[Tensor], op: str, deferred: DeferredSites | None) -> list[SavedTensor]:
-        """Return copies of tensors as they are now.
-
-        Args:
-            tensors: plain ones.
-            op: what they are of, for the message.
-            deferred: of the step under way; None waits for devices.
-
-        Raises:
-            ReplayError: the budget of the step does not suffice, or one is no plain tensor; nothing was copied.
-        """
+        """Return copies of the tensors of an op as they are now, all of them or none; see ``copy_bits``."""
         num_bytes = self.num_bytes + sum(plain(tensor).nbytes for tensor in tensors)
         if num_bytes > self._mib * MIB:
             raise ReplayError(

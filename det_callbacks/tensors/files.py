@@ -38,16 +38,9 @@ _STREAM = re.compile(r"(attempt-\d{3,})(\.segment-\d{3,})?\.arrows")
 
 # Dtypes that every reader of the format has; tensors of others are written as bytes.
 _SAFETENSORS = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "int16": "I16",
-    "int32": "I32",
-    "int64": "I64",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float32": "F32",
-    "float64": "F64",
+    **{"bool": "BOOL", "uint8": "U8", "bfloat16": "BF16"},
+    **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
+    **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
 }
 
 
@@ -63,18 +56,12 @@ class StepPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SavedTensor:
-    """The bits of a tensor at one moment.
-
-    Attributes:
-        dtype: "float32".
-        shape: sizes in elements; of the local shard for a DTensor.
-        bits: its bytes, row-major: uint8; of a device's tensor they arrive when its step is settled.
-        options: what else the file says of it; JSON-able.
-    """
+    """The bits of a tensor at one moment (for a DTensor of the local shard), and what else the file says of it."""
 
     dtype: str
     shape: tuple[int, ...]
     bits: np.ndarray
+    """Its bytes, row-major: uint8; of a device's tensor they arrive when its step is settled."""
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -84,7 +71,7 @@ class SavedTensor:
 
 
 def tensor_path(stream: Path, kind: str, step: int) -> Path:
-    """Return the file of the tensors of one kind of a step that is in a stream."""
+    """Return the file of the tensors of one kind, ``REPLAY`` or ``KEPT``, of a step that is in a stream."""
     return _folder(stream, kind) / f"step-{step:09d}.safetensors"
 
 
@@ -96,17 +83,10 @@ def _folder(stream: Path, kind: str) -> Path:
 
 
 class StepWriter:
-    """Writes the saved tensors of each step of a stream as one file.
+    """Writes the saved tensors of each step of a stream as one file beside it.
 
     A step's file is written before the step is appended to its stream: a kill in between leaves a file of a step that
     is not there, which is never read, and is replaced when the step is recorded again.
-
-    Args:
-        stream: the stream that the steps are appended to; the files go beside it.
-        kind: ``REPLAY`` or ``KEPT``.
-        run_id: of the run.
-        rank: of this process.
-        segment: fit of the run.
     """
 
     def __init__(self, stream: Path, kind: str, *, run_id: str, rank: int = 0, segment: int = 0) -> None:
@@ -122,9 +102,6 @@ class StepWriter:
 
         Where there are none, a file that the step left before is removed. A reader sees all of it or nothing. It is not
         fsynced, like the stream: a power cut may lose it, a kill not.
-
-        Raises:
-            OSError: the disk is full, for instance; nothing was written.
         """
         path = tensor_path(self._stream, self._kind, step)
         path.unlink(missing_ok=True)
@@ -140,9 +117,8 @@ class StepWriter:
 class SavedStep:
     """The saved tensors of one kind of one step. Nothing is read before the first is asked for.
 
-    Args:
-        path: of the file; a step that saved nothing has none.
-        place: the step that it must belong to.
+    A step that saved nothing has no file; ``place`` is the step that the file must belong to. What is damaged, of
+    another version, or of another step or run, raises ReferenceFormatError.
     """
 
     def __init__(self, path: Path, place: StepPlace) -> None:
@@ -161,22 +137,18 @@ class SavedStep:
 
     @property
     def entries(self) -> Mapping[str, Mapping[str, Any]]:
-        """Key -> dtype, shape, digest and options of a tensor, in the order in which they were saved.
-
-        Raises:
-            ReferenceFormatError: the file is damaged, of another version, or of another step or run.
-        """
+        """Key -> dtype, shape, digest and options of a tensor, in the order in which they were saved."""
         entries: Mapping[str, Mapping[str, Any]] = self._content[0]["entries"]
         return entries
 
     @property
     def values(self) -> Mapping[str, Any]:
-        """Key -> plain value; raises as ``entries`` does."""
+        """Key -> plain value."""
         values: Mapping[str, Any] = self._content[0]["values"]
         return values
 
     def read(self, key: str) -> SavedTensor:
-        """Return a tensor, checked against its digest; raise ReferenceFormatError where it is not what was saved."""
+        """Return a tensor, checked against its digest."""
         entry, (_, bounds) = dict(self.entries[key]), self._content
         begin, end = bounds[key]
         try:

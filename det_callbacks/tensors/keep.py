@@ -10,7 +10,6 @@ from torch import Tensor
 
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.host_digest import format_digest
-from det_callbacks.runs.program import Site
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.tensors.copies import TensorBudget
 from det_callbacks.tensors.files import SavedTensor, StepWriter
@@ -33,16 +32,7 @@ class Keeper(OpSelection):
 
     A copy is made at once, since a tensor may change later in its step; a copy from a GPU is complete when the step is
     settled. A call is kept whole or not at all. Tensors that exceed the budget or the disk, or that are not plain, are
-    counted with the reason, and the run goes on: no digest depends on them.
-
-    Args:
-        patterns: which ops, ``[phase/][module:]op`` each.
-        writer: of the steps.
-        budget: of a step.
-
-    Attributes:
-        counts: what was kept so far, and what was not, in all fits.
-        writer: of the steps.
+    counted with the reason, and the run goes on: no digest depends on them. ``counts`` are those of all fits.
     """
 
     needs_rows = True
@@ -54,15 +44,11 @@ class Keeper(OpSelection):
         self.begin()
 
     def begin(self, *, is_wanted: bool = True) -> None:
-        """Start a step, and forget the one under way.
-
-        Args:
-            is_wanted: whether this step may be kept; without it nothing is copied.
-        """
+        """Start a step, and forget the one under way; without ``is_wanted`` nothing of it is copied."""
         self._is_wanted = is_wanted
         self._calls: list[_Call] = []
         self._left_out: list[str] = []
-        self._budget.begin()
+        self._budget.num_bytes = 0
 
     def exchange(
         self, phase: str, module: str, op: str, outputs: Sequence[Any], position: int, deferred: DeferredSites
@@ -81,15 +67,8 @@ class Keeper(OpSelection):
         return outputs
 
     def write(self, trace: StepTrace, step: int) -> None:
-        """Write what was kept of a step that ended, before the step itself is appended to its stream.
-
-        Args:
-            trace: of the step.
-            step: training batch.
-        """
-        tensors: dict[str, SavedTensor] = {}
-        for call in self._calls:
-            tensors.update(_entries(call, trace))
+        """Write what was kept of a step that ended, before the step itself is appended to its stream."""
+        tensors = {key: saved for call in self._calls for key, saved in _entries(call, trace).items()}
         try:
             size = self.writer.write(step, tensors, self._missing())
         except (DetCallbacksError, OSError) as error:  # the run does not depend on it
@@ -124,9 +103,6 @@ def _entries(call: _Call, trace: StepTrace) -> dict[str, SavedTensor]:
             return {}
         place = {name: getattr(site, name) for name in ("phase", "module", "op", "occurrence", "output")}
         digest = format_digest(int(trace.digests[first + index]))
-        entries[_key(site)] = replace(copy, options={"site_digest": digest, **place})
+        key = f"{site.phase}/{site.module}:{site.op}#{site.occurrence}.{site.output}"
+        entries[key] = replace(copy, options={"site_digest": digest, **place})
     return entries
-
-
-def _key(site: Site) -> str:
-    return f"{site.phase}/{site.module}:{site.op}#{site.occurrence}.{site.output}"

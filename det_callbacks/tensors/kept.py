@@ -13,22 +13,14 @@ LEFT_OUT = "left_out"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptCounts:
-    """What a run kept of the tensors of ops, and what it was asked to keep and did not.
-
-    Attributes:
-        num_tensors: outputs of ops.
-        num_steps: of which something was kept.
-        num_bytes: on the disk.
-        num_missing: calls of ops that were not kept.
-        first_missing: the first step of which a call is not there; -1 where nothing is missing.
-        reason: what was in the way the first time.
-    """
+    """What a run kept of the tensors of ops, and how many calls of ops it was asked to keep and did not."""
 
     num_tensors: int = 0
     num_steps: int = 0
     num_bytes: int = 0
     num_missing: int = 0
     first_missing: int = -1
+    """The first step of which a call is not there, and what was in the way; -1 where nothing is missing."""
     reason: str = ""
 
     def with_missing(self, step: int, num_calls: int, reason: str) -> "KeptCounts":
@@ -52,17 +44,9 @@ class KeptCounts:
 
 
 class KeptStep:
-    """The kept tensors of one step of a run. The header is read here, a tensor when it is asked for.
+    """The kept tensors of one step of a run, and how many calls were not kept, with the reason of the first.
 
-    Args:
-        saved: of the kind ``KEPT``.
-
-    Attributes:
-        num_missing: calls of ops that were to be kept and were not.
-        reason: why the first of them was not.
-
-    Raises:
-        ReferenceFormatError: it is damaged, of another version, or of another step or run.
+    The header is read here, a tensor when it is asked for; what is damaged raises ReferenceFormatError.
     """
 
     def __init__(self, saved: SavedStep) -> None:
@@ -70,24 +54,18 @@ class KeptStep:
         self.num_missing, self.reason = saved.values.get(LEFT_OUT, (0, ""))
 
     def find(self, divergence: Divergence, digest: str) -> SavedTensor | None:
-        """Return what was kept of a site; None where nothing was.
+        """Return what was kept of a site with this digest, None where nothing was.
 
-        Args:
-            divergence: place of the site.
-            digest: of the site, as the run holds it; where several sites there have it, so have their tensors.
-
-        Raises:
-            ReferenceFormatError: what was kept is damaged.
+        Where several sites at a place have the digest, their tensors are the same.
         """
-        place = {name: getattr(divergence, name) for name in ("phase", "module", "op", "output")} | {
-            "site_digest": digest
-        }
+        place = {name: getattr(divergence, name) for name in ("phase", "module", "op", "output")}
+        place["site_digest"] = digest
         keys = (key for key, entry in self._entries.items() if place.items() <= entry.items())
         return next(map(self._saved.read, keys), None)
 
 
 def not_kept(run: Run, rank: int) -> KeptCounts:
-    """Return which calls a rank did not keep, in all steps that count; raise as ``KeptStep`` does."""
+    """Return which calls a rank did not keep, in all steps that count."""
     counts, one = KeptCounts(), run.rank(rank)
     places = [(segment, int(step)) for segment in one.segments for step in one.steps(segment)]
     for segment, step in places:

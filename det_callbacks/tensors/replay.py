@@ -19,14 +19,7 @@ from det_callbacks.trace.deferred_sites import DeferredSites
 
 
 def replay_patterns(replay: object) -> tuple[str, ...]:
-    """Return the patterns that an argument ``replay`` stands for.
-
-    Args:
-        replay: patterns, or the path of a YAML file with a list of them (an audit writes ``replay.yaml``).
-
-    Raises:
-        SelectionError: it is neither, the file cannot be read, or a pattern is not one.
-    """
+    """Return the patterns that an argument ``replay`` stands for: a list, or the path of a YAML file with one."""
     if not isinstance(replay, str | Path):
         return as_patterns("replay", replay)
     if Path(replay).suffix not in (".yaml", ".yml"):
@@ -42,11 +35,11 @@ def replay_patterns(replay: object) -> tuple[str, ...]:
 
 
 class ReplayCounts:
-    """Counts the tensors saved or put back, by op or by the name of an observation."""
+    """Counts the tensors and plain values saved or put back, by op or by the name of an observation."""
 
     def __init__(self) -> None:
         self._by_op: dict[str, tuple[int, int, int]] = {}
-        self._num_steps = 0
+        self.num_steps = 0
 
     def add(self, op: str, *, differs: bool = False, num_bytes: int = 0) -> None:
         """Count one tensor, or plain value; ``differs`` where the live bits were others than the saved ones."""
@@ -58,13 +51,9 @@ class ReplayCounts:
         """Bytes of all of them together."""
         return sum(total for _, _, total in self._by_op.values())
 
-    def end_step(self) -> None:
-        """Count a step, whether or not anything was saved or put back in it."""
-        self._num_steps += 1
-
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Return what the coverage shows as ``replayed``: tensors in all, those that differed, MiB a step."""
-        steps = max(1, self._num_steps)
+        steps = max(1, self.num_steps)
         return {
             op: {"count": count, "differing": differing, "mib_per_step": round(total / MIB / steps, 6)}
             for op, (count, differing, total) in sorted(self._by_op.items())
@@ -78,17 +67,13 @@ class Replay:
     ``observation:name#occurrence.leaf``. Copies are made at once, since a tensor may change later in its step; those of
     a device, and whether it had other bits, are there when the step is settled.
 
-    Args:
-        writer: writes the tensors of new steps; None while verifying.
-        budget: of a step.
+    Where the recorded step has nothing that fits a live value, the step is another one: the live value stays, and
+    ``end_step`` demands that the comparison has found it out.
 
     Attributes:
         saved: what was saved of the step under way, to be put back; None in a step that nobody has recorded.
         counts: what was saved; without a writer, what was put back.
         calls: of the ops at each place of the step under way, of those that are saved or put back.
-
-    Where the recorded step has nothing that fits a live value, the step is another one: the live value stays, and
-    ``end_step`` demands that the comparison has found it out.
     """
 
     def __init__(self, writer: StepWriter | None = None, budget: TensorBudget | None = None) -> None:
@@ -106,37 +91,28 @@ class Replay:
         self._unsaved: ReferenceFormatError | None = None
         self._ops: list[tuple[str, int]] = []
         self.calls: Counter[str] = Counter()
-        self._budget.begin()
+        self._budget.num_bytes = 0
 
     def write(self, step: int) -> None:
-        """Write what was saved of a step that is settled, and count it; raise as ``StepWriter.write`` does."""
+        """Write what was saved of a step that is settled, and count it."""
         assert self._writer is not None, "it saves tensors"
         self._writer.write(step, self._copies, self._values)
         for op, num_bytes in self._ops:
             self.counts.add(op, num_bytes=num_bytes)
-        self.counts.end_step()
+        self.counts.num_steps += 1
         self.begin(None)
 
     def end_step(self, *, differs: bool) -> None:
         """End a compared step; raise ReferenceFormatError where it does not differ, and yet not all was put back."""
         if self._unsaved is not None and not differs:
             raise self._unsaved
-        self._put_back.end_step()
+        self._put_back.num_steps += 1
 
     def exchange(self, key: str, live: Any, *, op: str, deferred: DeferredSites | None) -> Any:
         """Save a value, or put the saved one in its place; return it: the same tensor, or the saved number.
 
-        The memory of a live tensor gets the saved bits, see ``write_bits``.
-
-        Args:
-            key: of the value.
-            live: a plain tensor whose elements share no memory, or a plain value.
-            op: what it is counted as, and named by when the budget does not suffice.
-            deferred: of the step under way; None waits for devices.
-
-        Raises:
-            ReplayError: the budget does not suffice, or it is no such tensor; nothing was written.
-            ReferenceFormatError: what was saved is damaged, or its file is missing.
+        The memory of a live tensor, whose elements share none, gets the saved bits, see ``write_bits``. It is counted
+        as ``op``. Without ``deferred``, that of the step under way, it waits for devices.
         """
         if isinstance(live, Tensor):
             if self.saved is not None or self._writer is not None:
@@ -215,22 +191,21 @@ class OpSelection:
     def __init__(self, patterns: Sequence[str]) -> None:
         self._patterns = {pattern: OpPattern.parse(pattern) for pattern in patterns}
         self._known: dict[tuple[str, str, str], bool] = {}
-        self._unused = set(patterns)
+        self._used: set[str] = set()
 
     def selects(self, phase: str, module: str, op: str) -> bool:
         """Return whether a pattern means an op at this place."""
         place = (phase, module, op)
-        is_selected = self._known.get(place)
-        if is_selected is None:
+        if place not in self._known:
             matching = [text for text, pattern in self._patterns.items() if pattern.matches(phase, module, op)]
-            self._unused.difference_update(matching)
-            is_selected = self._known[place] = bool(matching)
-        return is_selected
+            self._used.update(matching)
+            self._known[place] = bool(matching)
+        return self._known[place]
 
     @property
     def unused(self) -> tuple[str, ...]:
         """The patterns that have meant no op so far."""
-        return tuple(pattern for pattern in self._patterns if pattern in self._unused)
+        return tuple(pattern for pattern in self._patterns if pattern not in self._used)
 
 
 class OpReplay(OpSelection):
@@ -245,7 +220,7 @@ class OpReplay(OpSelection):
     def exchange(
         self, phase: str, module: str, op: str, outputs: Sequence[Any], position: int, deferred: DeferredSites
     ) -> Sequence[Any]:
-        """Return the outputs, numbers as they were saved; raise as ``Replay.exchange`` does."""
+        """Return the outputs, numbers as they were saved."""
         place = f"{phase}/{module}:{op}"
         call = self._replay.calls[place]
         self._replay.calls[place] += 1
