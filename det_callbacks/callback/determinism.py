@@ -131,8 +131,9 @@ class DeterminismCallback(CallbackArguments):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self.mode == "disabled":
             return
-        self._checkpoints = self._checkpoints or CheckpointWatch(self.resume, self._group)
-        self._checkpoints.begin_stage(trainer)
+        if self._checkpoints is not None:
+            self._checkpoints.close()
+        self._checkpoints = CheckpointWatch(trainer, self.resume, self._group)
         self._stage.close()
         self._stage.callback(REPLACED.unfollow, self)
         REPLACED.follow(self)  # now: a validation may compile the model before a step is traced
@@ -234,7 +235,7 @@ class DeterminismCallback(CallbackArguments):
             self._logged.is_whole_epoch = True
         self._hooks.mark("epoch start")
         if self._checkpoints is not None:
-            self._checkpoints.begin_epoch()
+            self._checkpoints.resuming.begin_epoch()
 
     @override
     def on_train_batch_start(
@@ -349,7 +350,7 @@ class DeterminismCallback(CallbackArguments):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._checkpoints is not None:
-            self._checkpoints.end_training()
+            self._checkpoints.resuming.end_training()
         error = self._replicas.end()
         if self.mode == "record":
             raise_if(error)  # before the run is complete: it is no reference
@@ -379,7 +380,7 @@ class DeterminismCallback(CallbackArguments):
         hooks, self._hooks = self._hooks, Session()
         hooks.close()
         if self._checkpoints is not None:
-            self._checkpoints.end_fit()
+            self._checkpoints.resuming.detach()
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

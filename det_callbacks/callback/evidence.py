@@ -20,8 +20,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from det_callbacks.checkpoint.draws import follow
-from det_callbacks.checkpoint.held import find_generators
+from det_callbacks.checkpoint.loaders import find_generators, follow
 from det_callbacks.digest import digest_bytes, unobserved
 from det_callbacks.errors import SettingsError
 from det_callbacks.replaced_in_lightning import ReplacedInLightning

@@ -4,7 +4,6 @@ import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import msgspec
@@ -13,16 +12,13 @@ from torch import Tensor
 
 from det_callbacks.checkpoint.entries import Entries, Entry, entries_of, walk
 from det_callbacks.checkpoint.files import (
-    RESUME,
     SIDECAR,
-    FileDigest,
     Sidecar,
-    is_remote,
     measure,
+    read_part,
     read_sidecar,
     resolved,
 )
-from det_callbacks.checkpoint.part import read_part
 from det_callbacks.digest import tensor_numbers
 from det_callbacks.errors import CheckpointFormatError, CheckpointNotFoundError
 from det_callbacks.verdict import TensorNumbers
@@ -72,8 +68,6 @@ class CheckpointReport:
         path: the checkpoint; of two, the reference.
         other: of two, the one compared with it.
         has_same_bytes: whether the files' bytes are the ones that the sidecar is of; of two, whether they are equal.
-        is_opened: whether what the file holds was compared. It is not where the bytes are the right ones and a class
-            in the file keeps ``weights_only`` from loading it, nor in a folder.
         entries: the entries that differ.
         missing_files: what ranks kept beside the checkpoint, and is not there any more.
         sections: section -> number of entries compared.
@@ -85,8 +79,7 @@ class CheckpointReport:
     path: str
     other: str | None = None
     has_same_bytes: bool
-    is_opened: bool
-    entries: tuple[EntryDifference, ...] = ()
+    entries: tuple[EntryDifference, ...]
     missing_files: tuple[str, ...] = ()
     sections: Mapping[str, int]
     num_tensors: int
@@ -116,8 +109,8 @@ class CheckpointReport:
 def check_checkpoint(path: str | Path, other: str | Path | None = None) -> CheckpointReport:
     """Compare a checkpoint with the digests that stand beside it, or with another checkpoint.
 
-    Nothing in the files is executed: they are loaded with ``weights_only=True``. Reads the file twice and takes the
-    digest of every tensor; holds one checkpoint in memory, or two.
+    Reads the file once. Where its bytes are not those that were saved, and of two, it is loaded to name what differs,
+    with ``weights_only=True``, so that nothing in it is executed; that holds one checkpoint in memory, or two.
 
     Args:
         path: a checkpoint on a disk; a folder, where it is compared with its digests.
@@ -144,37 +137,28 @@ def check_checkpoint(path: str | Path, other: str | Path | None = None) -> Check
             "itself is there. Checkpoints saved with DeterminismCallback have one; if this one was copied, copy both.",
             str(place),
         )
-    content, found = measure(place)
-    if found is None:
-        try:
-            found = entries_of(load_plainly(place, content, sidecar))
-        except CheckpointFormatError as error:
-            # a class that weights_only refuses, in the bytes that were saved
-            if sidecar.file != content or not isinstance(error.__cause__, UnpicklingError):
-                raise
-    report = compare_saved(place, sidecar, content, found)
+    report = compare_saved(place, sidecar)
     missing = [rank for rank in range(sidecar.num_ranks) if read_part(place, sidecar, rank) is None]
     return replace(report, missing_files=tuple(f"the part of rank {rank}" for rank in missing))
 
 
-def compare_saved(place: Path, sidecar: Sidecar, content: FileDigest, found: Entries | None) -> CheckpointReport:
-    """Compare a checkpoint with its sidecar.
-
-    Args:
-        place: file or folder.
-        sidecar: of it.
-        content: what is there now, see ``measure``.
-        found: entries of the file or folder; None where the file was not opened.
-    """
+def compare_saved(place: Path, sidecar: Sidecar) -> CheckpointReport:
+    """Compare a checkpoint with its sidecar; a file is opened where its bytes are not those that were saved."""
+    content, found = measure(place)
     has_same_bytes = sidecar.file == content
-    return _report(place, sidecar.entries, found, content.size, has_same_bytes=has_same_bytes, sidecar=sidecar)
+    if found is None and not has_same_bytes:
+        problem = ": its bytes changed since it was saved"
+        if content.size < sidecar.file.size:
+            problem = f": it has {content.size:,} bytes, and {sidecar.file.size:,} were saved, so it is truncated"
+        found = entries_of(_load(place, problem))
+    entries = sidecar.entries if found is None else found
+    return _report(place, sidecar.entries, entries, content.size, has_same_bytes=has_same_bytes, sidecar=sidecar)
 
 
-def _report(place: Path, reference: Entries, current: Entries | None, num_bytes: int, **more: Any) -> CheckpointReport:
+def _report(place: Path, reference: Entries, current: Entries, num_bytes: int, **more: Any) -> CheckpointReport:
     return CheckpointReport(
         path=str(place),
-        is_opened=current is not None and not place.is_dir(),
-        entries=() if current is None else tuple(differences(reference, current)),
+        entries=tuple(_differences(reference, current)),
         sections={section: len(inner) for section, inner in reference.items()},
         num_tensors=sum(entry.kind == "tensor" for inner in reference.values() for entry in inner.values()),
         num_bytes=num_bytes,
@@ -182,32 +166,15 @@ def _report(place: Path, reference: Entries, current: Entries | None, num_bytes:
     )
 
 
-def load_plainly(place: Path, content: FileDigest, sidecar: Sidecar | None) -> dict[Any, Any]:
-    """Load the dictionary of a file to the host with ``weights_only=True``.
-
-    Args:
-        place: the file.
-        content: size and digest of it.
-        sidecar: that stands beside it; None where none does.
-
-    Raises:
-        CheckpointFormatError: it cannot be loaded, or holds something else; caused by what torch raised.
-    """
+def _load(place: Path, problem: str = "") -> dict[Any, Any]:
+    """Load the dictionary of a file to the host; ``problem`` is what is known of the file."""
     try:
         with place.open("rb") as file:
             checkpoint = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file makes torch's readers raise anything
-        saved = None if sidecar is None else sidecar.file
-        what = "its bytes changed since it was saved"
-        if saved is None:
-            what = "no digests stand beside it to say whether it changed"
-        elif saved == content:
-            what = "its bytes are the ones that were saved, so load it with what saved it"
-        elif content.size < saved.size:
-            what = f"it has {content.size:,} bytes, and {saved.size:,} were saved, so it is truncated"
         raise CheckpointFormatError(
-            f"{place} cannot be read: {what} ({type(error).__name__}: {str(error).partition(chr(10))[0]}). Nothing was "
-            "loaded; use another checkpoint, or restore this one from a copy.",
+            f"{place} cannot be read{problem} ({type(error).__name__}: {str(error).partition(chr(10))[0]}). Nothing "
+            "was loaded; use another checkpoint, or restore this one from a copy.",
             str(place),
         ) from error
     if isinstance(checkpoint, dict):
@@ -228,8 +195,7 @@ def _check_two(*places: Path) -> CheckpointReport:
                 str(place),
             )
     contents = [measure(place)[0] for place in places]
-    both = zip(places, contents, strict=True)
-    loaded = [load_plainly(place, content, read_sidecar(place)) for place, content in both]
+    loaded = [_load(place) for place in places]
     reference, current = map(entries_of, loaded)
     more: dict[str, Any] = {"has_same_bytes": contents[0] == contents[1], "other": str(places[1])}
     report = _report(places[0], reference, current, contents[0].size, **more)
@@ -239,17 +205,11 @@ def _check_two(*places: Path) -> CheckpointReport:
 
 
 def _existing(path: str | Path) -> Path:
-    if is_remote(path):
-        raise CheckpointFormatError(
-            f"{path} is remote, and checkpoints are compared on a disk: copy it there together with what stands beside "
-            f"it (X.ckpt{SIDECAR}, X.ckpt{RESUME}/).",
-            str(path),
-        )
     place = resolved(path)
     if not place.exists():
         raise CheckpointNotFoundError(
-            f"There is no checkpoint {place}. Nothing was compared; look at the name, or at whether it was "
-            "deleted because better ones came.",
+            f"There is no checkpoint {path} on this disk. Nothing was compared; look at the name, at whether it was "
+            "deleted because better ones came, or copy it here with what stands beside it.",
             str(place),
         )
     return place
@@ -258,34 +218,33 @@ def _existing(path: str | Path) -> Path:
 # what differs
 
 
-def differences(reference: Entries, current: Entries) -> list[EntryDifference]:
+def _differences(reference: Entries, current: Entries) -> list[EntryDifference]:
     """Return what is not the same, in the order of the reference, then what only ``current`` has.
 
     A pair of tensors of which each has the other's content is named as such: a wrong mapping of names does that.
     """
-    flat = [
+    before, after = (
         {(section, path): entry for section, inner in entries.items() for path, entry in inner.items()}
         for entries in (reference, current)
-    ]
+    )
     found: list[EntryDifference] = []
-    for section, path in {**flat[0], **flat[1]}:
-        one, other = (entries.get((section, path)) for entries in flat)
-        if one is not None and other is not None and one.is_same(other):
+    for section, path in {**before, **after}:
+        one, other = before.get((section, path)), after.get((section, path))
+        if one == other:
             continue
-        kind, before, after = "missing" if other is None else "extra", _layout(one), _layout(other)
-        if one is not None and other is not None:
-            is_content = (one.kind, one.type, one.shape) == (other.kind, other.type, other.shape)
-            kind = "content" if is_content else "structure"
-            if is_content:
-                before, after = one.digest, other.digest
+        if one is None or other is None:
+            kind, shown = "missing" if other is None else "extra", [_layout(one), _layout(other)]
+        elif (one.kind, _layout(one)) != (other.kind, _layout(other)):
+            kind, shown = "structure", [_layout(one), _layout(other)]
+        else:
+            kind, shown = "content", [one.digest, other.digest]
         parameter = next((entry.parameter for entry in (one, other) if entry and entry.parameter), None)
-        found.append(
-            EntryDifference(section=section, path=path, kind=kind, reference=before, current=after, parameter=parameter)
-        )
+        more: dict[str, Any] = {"reference": shown[0], "current": shown[1], "parameter": parameter}
+        found.append(EntryDifference(section=section, path=path, kind=kind, **more))
     by_content = {
         (one.section, one.reference, one.current): one.path
         for one in reversed(found)
-        if one.kind == "content" and flat[0][one.section, one.path].kind == "tensor"
+        if one.kind == "content" and before[one.section, one.path].kind == "tensor"
     }
     return [replace(one, exchanged_with=by_content.get((one.section, one.current, one.reference))) for one in found]
 

@@ -11,13 +11,13 @@ its content.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from det_callbacks.digest import digest_bytes, digest_tensor, digest_tensors, format_digest
+from det_callbacks.digest import digest_bytes, digest_tensors, format_digest
 from det_callbacks.errors import DetCallbacksError
 
 MAX_FLAT = 1000
@@ -28,25 +28,13 @@ Entries = Mapping[str, Mapping[str, "Entry"]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One thing in a checkpoint.
+    """One thing in a checkpoint."""
 
-    Attributes:
-        kind: "tensor", "value" or "opaque".
-        digest: of the tensor in row-major order, or of the value's encoding, in hexadecimal; None for what is opaque.
-        type: dtype of a tensor ("float32"), otherwise the type's name.
-        shape: of a tensor.
-        parameter: qualified name of the parameter that an optimizer's state belongs to, where it is known.
-    """
-
-    kind: str
-    type: str
-    digest: str | None = None
-    shape: tuple[int, ...] | None = None
-    parameter: str | None = None
-
-    def is_same(self, other: "Entry") -> bool:
-        """Return whether both have the same content as far as it was digested."""
-        return (self.kind, self.type, self.digest, self.shape) == (other.kind, other.type, other.digest, other.shape)
+    kind: str  # "tensor", "value", "file" (of a folder) or "opaque"
+    type: str  # dtype of a tensor ("float32"), otherwise the type's name
+    digest: str | None = None  # of the tensor in row-major order, or of the value's encoding; None for what is opaque
+    shape: tuple[int, ...] | None = None  # of a tensor
+    parameter: str | None = field(default=None, compare=False)  # that an optimizer's state belongs to, where known
 
 
 def entries_of(
@@ -54,14 +42,12 @@ def entries_of(
 ) -> dict[str, dict[str, Entry]]:
     """Return the entries of a checkpoint, by section (its top-level key) and path.
 
-    Reads every tensor once, at memory speed; from 16 MiB on in two threads. Tensors on a device are copied to the host.
-
-    Args:
-        checkpoint: as it goes into the file, or comes out of it.
-        parameters: "0/state/3", the path of a parameter's state in the optimizers' -> its qualified name.
+    Reads every tensor once, at memory speed. ``parameters`` has for "0/state/3", the path of a parameter's state in the
+    optimizers', its qualified name.
     """
     leaves = list(walk(checkpoint))
-    digests = _tensor_digests([value for _, _, value in leaves if isinstance(value, Tensor)])
+    tensors = [value for _, _, value in leaves if isinstance(value, Tensor)]
+    digests = dict(zip(map(id, tensors), _digests(tensors), strict=True))
     found: dict[str, dict[str, Entry]] = {}
     for section, path, value in leaves:
         entry = _entry(value, digests)
@@ -109,31 +95,19 @@ def _entry(value: Any, digests: Mapping[int, str | None]) -> Entry:
             return Entry(kind="opaque", type=f"{type(value).__qualname__} {name} without data")
         shape = (value.size(0),) if value.is_nested else tuple(value.shape)
         return Entry(kind="tensor", type=name, digest=digest, shape=shape)
-    kind, encoded = type(value).__qualname__, encode_plain(value)
+    # an OrderedDict without anything in it is a dictionary without anything in it
+    kind, encoded = "dict" if isinstance(value, dict) else type(value).__qualname__, encode_plain(value)
     if encoded is None:
         return Entry(kind="opaque", type=kind)
-    # An OrderedDict without anything in it is a dictionary without anything in it.
-    kind = "dict" if isinstance(value, dict) else kind
     return Entry(kind="value", type=kind, digest=format_digest(digest_bytes(encoded)))
 
 
-def _tensor_digests(tensors: list[Tensor]) -> dict[int, str | None]:
-    """Return the digest of each by its id; None for those that have no data."""
-    unique = list({id(tensor): tensor for tensor in tensors}.values())
-    found: list[int | None]
+def _digests(tensors: list[Tensor]) -> list[str | None]:
+    """Return the digest of each; None for those that have no data."""
     try:
-        found = [*digest_tensors(unique)]
+        return [format_digest(digest) for digest in digest_tensors(tensors)]
     except (TypeError, DetCallbacksError):
-        found = [*map(_digest_or_none, unique)]
-    texts = (None if digest is None else format_digest(digest) for digest in found)
-    return {id(one): text for one, text in zip(unique, texts, strict=True)}
-
-
-def _digest_or_none(tensor: Tensor) -> int | None:
-    try:
-        return digest_tensor(tensor)
-    except (TypeError, DetCallbacksError):
-        return None
+        return [None] if len(tensors) == 1 else [digest for tensor in tensors for digest in _digests([tensor])]
 
 
 _ATOMS = (bool, int, float, complex, str, bytes, bytearray, type(None), torch.dtype, torch.device)

@@ -1,24 +1,28 @@
-"""The sidecar of a checkpoint, ``X.ckpt.digests.json``: digests of what was saved. And how files beside it are written.
+"""The files beside a checkpoint: its sidecar ``X.ckpt.digests.json``, and its parts ``X.ckpt.resume/rank-00001.state``.
 
-Every file holds a digest of itself, so that a flipped bit is damage and never another content. None of the names that
-are added to a checkpoint's own holds a digit, since Lightning takes every digit after ``hpc_ckpt_`` in a folder's
-listing as a version, and none ends in ``.ckpt``.
+The sidecar has digests of what was saved, a part what one rank needs for an exact resume: a line of JSON, and tensors
+in the safetensors format. Every file holds a digest of itself, so that a flipped bit is damage and never another
+content. None of the names that are added to a checkpoint's own holds a digit, since Lightning takes every digit after
+``hpc_ckpt_`` in a folder's listing as a version, and none ends in ``.ckpt``.
 """
 
 import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import safetensors.torch
+from torch import Tensor
 
 from det_callbacks.checkpoint.entries import Entries, Entry
 from det_callbacks.digest import DIGEST_VERSION, digest_bytes, digest_file, format_digest
 from det_callbacks.errors import CheckpointFormatError
+from det_callbacks.rng import GeneratorStates
 
 SCHEMA = 1
 SIDECAR = ".digests.json"
@@ -35,52 +39,112 @@ class FileDigest:
     digest: str
 
 
+# the sidecar
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sidecar:
-    """Digests of one save of a checkpoint.
+    """Digests of one save of a checkpoint."""
 
-    Attributes:
-        id: random identity of the save, hexadecimal.
-        file: the checkpoint's bytes; of a folder those of all its files.
-        entries: section (a key of the checkpoint) -> path in it -> entry; of a folder its files, in section "files".
-        run: id, mode and reference of the run it belongs to; None outside one.
-        step: the last training batch that was done, counted from 0; None before the first.
-        epoch: under way, counted from 0.
-        num_ranks: processes that saved a part for an exact resume; 0 where none did.
-    """
-
-    id: str
-    file: FileDigest
-    entries: Entries
-    run: Mapping[str, str | None] | None = None
-    step: int | None = None
-    epoch: int | None = None
-    num_ranks: int = 0
+    id: str  # random identity of the save, hexadecimal
+    file: FileDigest  # of the checkpoint's bytes; of a folder those of all its files
+    entries: Entries  # by section, a key of the checkpoint, and path in it; of a folder its files, in section "files"
+    run: Mapping[str, str | None] | None = None  # id, mode and reference of the run it belongs to; None outside one
+    step: int | None = None  # the last training batch that was done, counted from 0; None before the first
+    epoch: int | None = None  # under way, counted from 0
+    num_ranks: int = 0  # processes that saved a part for an exact resume; 0 where none did
     det_callbacks_version: str = field(default_factory=lambda: version("det_callbacks"))
     schema: int = SCHEMA
     digest_version: int = DIGEST_VERSION
 
 
 def read_sidecar(path: Path) -> Sidecar | None:
-    """Return the sidecar of a checkpoint; None where none stands beside it.
-
-    Raises:
-        CheckpointFormatError: it is truncated, damaged, or of another version.
-    """
+    """Return the sidecar of a checkpoint; None where none stands beside it."""
     place = beside(path, SIDECAR)
-    return unseal(place.read_bytes(), str(place), Sidecar) if place.exists() else None
+    return unseal(place.read_bytes(), place, Sidecar) if place.exists() else None
 
 
 def write_sidecar(path: Path, *, entries: Callable[[], Entries], **content: Any) -> None:
-    """Write the sidecar of a checkpoint that is whole, atomically; reads the file, or the files of the folder.
-
-    Args:
-        path: of the checkpoint.
-        entries: returns those of the checkpoint; called where it is a file.
-        content: further attributes of the sidecar.
-    """
+    """Write the sidecar of a checkpoint that is whole, atomically; ``entries`` is called where it is a file."""
     file, files = measure(path)
-    write_atomically(beside(path, SIDECAR), seal(Sidecar(file=file, entries=files or entries(), **content)))
+    _write(beside(path, SIDECAR), seal(Sidecar(file=file, entries=files or entries(), **content)))
+
+
+def measure(path: Path) -> tuple[FileDigest, Entries | None]:
+    """Return size and digest of a file, and None; of a folder those of all its files, and each of them as an entry."""
+    if path.is_file():
+        size, digest = digest_file(path)
+        return FileDigest(size=size, digest=format_digest(digest)), None
+    files, total = {}, 0
+    for one in sorted(one for one in path.rglob("*") if one.is_file()):
+        size, digest = digest_file(one)
+        total += size
+        entry = Entry(kind="file", type="file", digest=format_digest(digest), shape=(size,))
+        files[one.relative_to(path).as_posix()] = entry
+    return FileDigest(size=total, digest=format_digest(digest_bytes(repr(files).encode()))), {"files": files}
+
+
+# the parts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataPosition:
+    """How the batches of an epoch were drawn so far."""
+
+    before_iteration: GeneratorStates  # when the loader began to be iterated over
+    before_first: GeneratorStates | None = None  # before the first batch was drawn; None where none was
+    num_drawn: int = 0  # batches drawn from the loader
+    first_digest: str = ""  # of the first batch, in hexadecimal; empty before it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """The state of one process that Lightning's checkpoint leaves out; the line of JSON before the tensors."""
+
+    id: str  # of the save
+    rank: int
+    num_ranks: int
+    is_epoch_over: bool  # the data of the epoch was used up
+    # just before the next batch is drawn; where there is no position, before the hooks of the next epoch
+    generators: GeneratorStates
+    position: DataPosition | None = None  # from which the next batch is drawn; None where the next epoch had not begun
+    values: Mapping[str, Any] = field(default_factory=dict)  # what loading has to bring back, by name
+    # number -> state of a ReduceLROnPlateau, and the learning rates of its optimizer
+    plateaus: Mapping[str, tuple[dict[str, Any], list[float]]] = field(default_factory=dict)
+    buckets: tuple[tuple[str, ...], ...] = ()  # of DDP; empty where a new DDP module makes the right ones
+    syncs_buffers: bool = True  # whether DDP's next forward pass sends rank 0's buffers to the others
+    problems: tuple[str, ...] = ()  # why a resumed run cannot be the same run, as sentences
+    tensors: FileDigest | None = None  # digest of the tensors that follow
+    schema: int = SCHEMA
+    digest_version: int = DIGEST_VERSION
+
+
+def part_path(path: Path, rank: int) -> Path:
+    """Return where a rank saves what belongs to a checkpoint."""
+    return beside(path, RESUME) / f"rank-{rank:05d}.state"
+
+
+def write_part(path: Path, part: Part, tensors: Mapping[str, Tensor]) -> None:
+    """Write what a rank saves beside a checkpoint, atomically."""
+    content = safetensors.torch.save(dict(tensors))
+    _write(part_path(path, part.rank), seal(replace(part, tensors=_digest_of(content))) + content)
+
+
+def read_part(path: Path, sidecar: Sidecar, rank: int) -> tuple[Part, dict[str, Tensor]] | None:
+    """Return what a rank saved; None where it is missing, or belongs to another save."""
+    place = part_path(path, rank)
+    if not place.exists():
+        return None
+    line, end, content = place.read_bytes().partition(b"\n")
+    part = unseal(line + end, place, Part)
+    if part.tensors != _digest_of(content):
+        raise _damaged(place, "its tensors are not what their digest says")
+    is_of_save = (part.id, part.rank, part.num_ranks) == (sidecar.id, rank, sidecar.num_ranks)
+    return (part, safetensors.torch.load(content)) if is_of_save else None
+
+
+def _digest_of(content: bytes) -> FileDigest:
+    return FileDigest(size=len(content), digest=format_digest(digest_bytes(content)))
 
 
 # JSON with a digest of itself
@@ -92,31 +156,27 @@ def seal(content: Any) -> bytes:
     return _encode({**plain, "digest": format_digest(digest_bytes(_encode(plain)))})
 
 
-def unseal(raw: bytes, path: str, kind: type[Content]) -> Content:
-    """Return what was sealed; ``path`` is of the file, for messages.
-
-    Raises:
-        CheckpointFormatError: it is truncated, damaged, something else, or of another version.
-    """
+def unseal(raw: bytes, path: Path, kind: type[Content]) -> Content:
+    """Return what was sealed; raises ``CheckpointFormatError`` where it is damaged, or of another version."""
     try:
         content = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise damaged(path, "it is empty" if not raw else f"it is not JSON ({error})") from error
+        raise _damaged(path, f"it is not JSON ({error})") from error
     plain = {key: value for key, value in content.items() if key != "digest"} if isinstance(content, dict) else {}
     # the digest first: a flipped bit in a version is damage and not a foreign version
     if _encode({**plain, "digest": format_digest(digest_bytes(_encode(plain)))}) != raw:
-        raise damaged(path, "its content is not what its digest says")
+        raise _damaged(path, "its content is not what its digest says")
     for name, known in (("schema", SCHEMA), ("digest_version", DIGEST_VERSION)):
         if plain.get(name) != known:
             raise CheckpointFormatError(
                 f"{path} has {name} {plain.get(name)!r}, and this version of det_callbacks reads {known}. The "
                 "checkpoint itself was not looked at. Use the version that saved it, or save it again.",
-                path,
+                str(path),
             )
     try:
         return msgspec.convert(plain, kind)
     except msgspec.ValidationError as error:
-        raise damaged(path, f"its structure is not that of a {kind.__name__.lower()} ({error})") from error
+        raise _damaged(path, f"its structure is not that of a {kind.__name__.lower()} ({error})") from error
 
 
 def _encode(content: Mapping[str, Any]) -> bytes:
@@ -124,20 +184,19 @@ def _encode(content: Mapping[str, Any]) -> bytes:
     return json.dumps(content).encode() + b"\n"
 
 
-def damaged(path: str, what: str) -> CheckpointFormatError:
-    """Return the error of a file beside a checkpoint that cannot be read."""
-    is_part = Path(path).parent.name.endswith(RESUME)
+def _damaged(path: Path, what: str) -> CheckpointFormatError:
+    is_part = path.parent.name.endswith(RESUME)
     other = (
         'resume with resume="plain", which does without it' if is_part else "delete it to use the checkpoint unchecked"
     )
     return CheckpointFormatError(
         f"{path} is damaged: {what}. The checkpoint beside it was not looked at, and nothing was loaded; restore this "
         f"file from a copy, or {other}.",
-        path,
+        str(path),
     )
 
 
-# files
+# paths
 
 
 def is_remote(path: str | Path) -> bool:
@@ -155,29 +214,14 @@ def resolved(path: str | Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def measure(path: Path) -> tuple[FileDigest, Entries | None]:
-    """Return size and digest of a file, and None; of a folder those of all its files, and each of them as an entry."""
-    if path.is_file():
-        size, digest = digest_file(path)
-        return FileDigest(size=size, digest=format_digest(digest)), None
-    files = {}
-    for one in sorted(one for one in path.rglob("*") if one.is_file()):
-        size, digest = digest_file(one)
-        entry = Entry(kind="file", type="file", digest=format_digest(digest), shape=(size,))
-        files[one.relative_to(path).as_posix()] = entry
-    total = sum(sum(entry.shape or ()) for entry in files.values())
-    return FileDigest(size=total, digest=format_digest(digest_bytes(repr(files).encode()))), {"files": files}
-
-
 def remove_beside(path: Path) -> None:
-    """Remove everything of ours that stands beside a checkpoint; never what a link leads to."""
+    """Remove everything of ours that stands beside a checkpoint."""
     beside(path, SIDECAR).unlink(missing_ok=True)
-    folder = beside(path, RESUME)
-    if folder.is_dir() and not folder.is_symlink():
-        shutil.rmtree(folder, ignore_errors=True)  # another rank may write its own part of it at the same time
+    # another rank may write its own part of it at the same time; of a link nothing is removed
+    shutil.rmtree(beside(path, RESUME), ignore_errors=True)
 
 
-def write_atomically(path: Path, content: bytes) -> None:
+def _write(path: Path, content: bytes) -> None:
     """Write a file durably under another name, without a digit in it, and give it its own when it is whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = beside(path, ".tmp")

@@ -1,19 +1,19 @@
 """Reads from Lightning's loops what a fit is in the middle of, and what stands in the way of resuming it (2.6.6)."""
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback, Checkpoint, Timer
+from lightning.pytorch.callbacks import Callback, Checkpoint, GradientAccumulationScheduler, Timer
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
-from torch.utils.data.distributed import DistributedSampler
 
-from det_callbacks.checkpoint.held import find_generators
+from det_callbacks.checkpoint.loaders import find_generators
 from det_callbacks.digest import digest_tensor, format_digest, unobserved
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.rng import Held
@@ -57,13 +57,12 @@ def values(trainer: pl.Trainer) -> dict[str, Any]:
     """Return what a checkpoint has to bring back, by name; one pass over the weights.
 
     Digests of parameters and persistent buffers (on rank 0: Lightning saves those), their strides where they are not
-    contiguous, which of them are frozen, options of the optimizers, and by which seeds the samplers of several ranks
-    shuffle alike.
+    contiguous, which of them are frozen, and options of the optimizers and of the Trainer.
     """
     module = trainer.lightning_module
     left_out = _non_persistent(module)
     buffers = () if trainer.global_rank else module.named_buffers()
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"accumulate_grad_batches": trainer.accumulate_grad_batches}
     with unobserved():
         for name, tensor in (*module.named_parameters(), *buffers):
             if name not in left_out:
@@ -76,63 +75,36 @@ def values(trainer: pl.Trainer) -> dict[str, Any]:
                     found[name] = None  # gathered, and freed until its next use: the shard behind it is not seen here
     frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
     found["the list of frozen parameters"] = frozen
+    restored = [scheduler.optimizer for scheduler in plateaus(trainer).values()]
     for index, optimizer in enumerate(trainer.optimizers):
         for number, group in enumerate(optimizer.param_groups):
             for option, value in group.items():
-                if option != "params":
+                if option != "params" and not (option == "lr" and optimizer in restored):
                     # what a dcp checkpoint is made a file of has lists in place of tuples
                     text = repr(value).translate(str.maketrans("()", "[]"))
                     found[f"{option} of group {number} of optimizer {index}"] = text
-    for index, loader in enumerate(_loaders(trainer)):
-        inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
-        for sampler in (getattr(loader, "sampler", None), inner):
-            if isinstance(sampler, DistributedSampler):
-                found[f"the seed of the sampler of loader {index}"] = sampler.seed
     return found
 
 
 def saved_states(trainer: pl.Trainer) -> dict[str, str]:
     """Return the states of callbacks and schedulers as text.
 
-    Without callbacks that save checkpoints or measure time, and the schedulers of ``plateau_states``.
+    Without callbacks that save checkpoints or measure time, and schedulers that are restored.
     """
     states = {
         f"state of {callback.state_key}": callback.state_dict()
         for callback in _callbacks(trainer)
         if not isinstance(callback, Checkpoint | Timer)
     }
-    plateaus = _plateaus(trainer)
+    restored = plateaus(trainer)
     for index, config in enumerate(trainer.lr_scheduler_configs):
-        if str(index) not in plateaus:
+        if str(index) not in restored:
             states[f"state of scheduler {index}"] = config.scheduler.state_dict()
     return {name: repr(state) for name, state in states.items()}
 
 
-def plateau_states(trainer: pl.Trainer) -> dict[str, dict[str, Any]]:
-    """Return number -> state of each ReduceLROnPlateau, which Lightning updates after it saved at an epoch's end."""
-    return {index: scheduler.state_dict() for index, scheduler in _plateaus(trainer).items()}
-
-
-def restore_plateaus(trainer: pl.Trainer, states: Mapping[str, Mapping[str, Any]]) -> None:
-    """Put the states of ``plateau_states`` back, and the learning rates that they set."""
-    for index, scheduler in _plateaus(trainer).items():
-        if index in states:
-            scheduler.load_state_dict(dict(states[index]))
-            for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
-                group["lr"] = rate
-
-
-def plateau_rates(trainer: pl.Trainer) -> set[str]:
-    """Return the names that ``values`` has for the learning rates that are what a ReduceLROnPlateau set."""
-    return {
-        f"lr of group {number} of optimizer {trainer.optimizers.index(scheduler.optimizer)}"
-        for scheduler in _plateaus(trainer).values()
-        for number, rate in enumerate(scheduler.get_last_lr())
-        if scheduler.optimizer.param_groups[number]["lr"] == rate
-    }
-
-
-def _plateaus(trainer: pl.Trainer) -> dict[str, ReduceLROnPlateau]:
+def plateaus(trainer: pl.Trainer) -> dict[str, ReduceLROnPlateau]:
+    """Return number -> each ReduceLROnPlateau, which Lightning updates after it saved at an epoch's end."""
     return {
         str(index): config.scheduler
         for index, config in enumerate(trainer.lr_scheduler_configs)
@@ -148,23 +120,17 @@ def generators(trainer: pl.Trainer) -> dict[str, Held]:
     if datamodule is not None:
         roots["datamodule"] = datamodule
     roots |= {f"train_dataloader[{index}]": loader for index, loader in enumerate(_loaders(trainer))}
+    by_kind: dict[str, list[Callback]] = defaultdict(list)
     for callback in _callbacks(trainer):
-        kind = f"callback {type(callback).__qualname__}"
-        same = sum(name.startswith(kind) for name in roots)
-        roots[f"{kind} {same + 1}" if same else kind] = callback
-    return find_generators(roots)
+        by_kind[f"callback {type(callback).__qualname__}"].append(callback)
+    return find_generators({**roots, **by_kind})
 
 
 # what stands in the way
 
 
 def problems(trainer: pl.Trainer, buckets_problem: str | None) -> Iterator[str]:
-    """Yield why a checkpoint that is saved now cannot be resumed to the same run.
-
-    Args:
-        trainer: whose checkpoint it is.
-        buckets_problem: why DDP's buckets cannot be made again.
-    """
+    """Yield why a checkpoint that is saved now cannot be resumed to the same run."""
     loop, loaders, batches = trainer.fit_loop, _loaders(trainer), _batches(trainer)
     epochs: Any = loop.epoch_progress.current
     fetcher: Any = loop._data_fetcher
@@ -174,27 +140,32 @@ def problems(trainer: pl.Trainer, buckets_problem: str | None) -> Iterator[str]:
         yield f"what {name} keeps on each rank is not known; use DDPStrategy or ModelParallelStrategy"
     if buckets_problem is not None:
         yield buckets_problem
-    if isinstance(fetcher, _DataLoaderIterDataFetcher):
-        yield "its training_step draws batches itself (dataloader_iter); let it take a batch"
-    elif fetcher is not None and fetcher.length is None:
+    draws_itself = isinstance(fetcher, _DataLoaderIterDataFetcher)
+    if not draws_itself and fetcher is not None and fetcher.length is None:
         yield "its training data has no length, so Lightning draws a batch ahead; give the data set a __len__"
     if any(getattr(one, "persistent_workers", False) for one in loaders):
         yield "persistent_workers=True keeps generators in workers that nothing can read; use persistent_workers=False"
-    if len(loaders) > 1:
-        yield "it has several training loaders; make one of them"
-    if any(type(one) is not DataLoader and hasattr(one, "load_state_dict") for one in loaders):
-        yield "its loader goes to its own place in the data (load_state_dict); use torch's DataLoader"
-    if getattr(trainer, "reload_dataloaders_every_n_epochs", 0):
-        yield "reload_dataloaders_every_n_epochs makes loaders anew; make them once"
+    has_own_place = any(type(one) is not DataLoader and hasattr(one, "load_state_dict") for one in loaders)
+    if (
+        draws_itself
+        or len(loaders) > 1
+        or has_own_place
+        or getattr(trainer, "reload_dataloaders_every_n_epochs", False)
+    ):
+        yield (
+            "its training data is not one DataLoader of torch's that is made once and from which Lightning draws; "
+            "several loaders, dataloader_iter, load_state_dict of a loader and reload_dataloaders_every_n_epochs are "
+            "not supported"
+        )
+    if any(isinstance(callback, GradientAccumulationScheduler) for callback in _callbacks(trainer)):
+        yield "GradientAccumulationScheduler is not supported; use accumulate_grad_batches"
     if batches.total.started < min(batches.total.ready, batches.total.processed):
         yield "on_train_batch_start returned -1 before, which leaves Lightning's counts of batches apart"
-    if epochs.ready > epochs.started:
-        yield "it was saved while an epoch began, in the middle of its hooks"
     is_validated = validated.is_last_batch and validated.current.ready == validated.current.completed
-    if trainer.validating and not is_validated:
-        yield "it was saved in the middle of a validation; save at its end"
-    if batches.current.ready > batches.current.processed:
-        yield f"it was saved in the middle of step {batches.total.processed}; save at the end of a batch"
+    is_in_epoch_start, is_in_validation = epochs.ready > epochs.started, trainer.validating and not is_validated
+    if is_in_epoch_start or is_in_validation or batches.current.ready > batches.current.processed:
+        place = f"step {batches.total.processed}, of a validation, or of the hooks of an epoch's start"
+        yield f"it was saved in the middle of {place}; save at the end of a batch, of a validation or of an epoch"
 
 
 def has_more_to_come(trainer: pl.Trainer) -> bool:

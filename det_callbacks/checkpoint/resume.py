@@ -15,19 +15,25 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loops.loop import _Loop
 
 from det_callbacks.checkpoint import fit
 from det_callbacks.checkpoint.buckets import GradientBuckets
-from det_callbacks.checkpoint.draws import follow
 from det_callbacks.checkpoint.entries import entries_of
-from det_callbacks.checkpoint.files import Sidecar, resolved
-from det_callbacks.checkpoint.part import DataPosition, ResumeState, part_path, read_part, write_part
+from det_callbacks.checkpoint.files import (
+    DataPosition,
+    Part,
+    Sidecar,
+    part_path,
+    read_part,
+    resolved,
+    write_part,
+)
+from det_callbacks.checkpoint.loaders import follow
 from det_callbacks.digest import digest_bytes, format_digest, unobserved
 from det_callbacks.errors import NotResumableError
 from det_callbacks.replaced_in_lightning import ReplacedInLightning
@@ -47,56 +53,37 @@ _CHANGED = (
     "what ran after it and before the next batch (hooks of callbacks, a validation, an end of epoch), which Lightning "
     "leaves out when it resumes, changed {}; save with ModelCheckpoint, or from a callback that stands last"
 )
-_CONVERTED = (
-    ': with precision="64-true" weights are loaded before the model is converted, so make it in float64 (self.double() '
-    "at the end of its __init__)"
-)
 
 
 class Resuming:
-    """Saves and restores, for the fits of one callback, what Lightning's checkpoints leave out.
+    """Saves and restores, for one fit whose data is not set up yet, what Lightning's checkpoints leave out.
 
-    Follows how the batches of a fit are drawn (1 to 5 microseconds a batch); a save takes a pass over the weights.
-
-    Args:
-        resume: "exact" raises where the resumed run cannot be the same run, "plain" saves and restores nothing.
-        peers: the processes of the Trainer, during a fit.
+    Follows how the batches of the fit are drawn (1 to 5 microseconds a batch); a save takes a pass over the weights.
+    Where it is not ``is_exact``, or what begins is no fit, it does nothing.
     """
 
-    def __init__(self, resume: Resume, peers: Peers) -> None:
-        self._is_exact = resume == "exact"
+    def __init__(self, trainer: pl.Trainer, peers: Peers, *, is_exact: bool) -> None:
+        self._trainer = trainer
         self._peers = peers
-        self._trainer: pl.Trainer | None = None
+        self._is_exact = is_exact
+        self._buckets = GradientBuckets(trainer)
         self._replaced = ReplacedInLightning()
         self._let_go: Callable[[], object] = lambda: None
-        self._is_attached = False
-        # the checkpoints that the next batch has not followed yet: path -> identity, state and states of callbacks
-        self._saved: dict[str, tuple[str, ResumeState, Mapping[str, str]]] = {}
-        self._forget()
-
-    def _forget(self) -> None:
-        """Begin a fit anew: nothing was loaded, nothing drawn."""
+        # the checkpoints that the next batch has not followed yet: path -> part, and states of callbacks
+        self._saved: dict[str, tuple[Part, Mapping[str, str]]] = {}
         self._path = ""
-        self._pending: ResumeState | None = None
+        self._pending: Part | None = None
         self._tensors: dict[str, torch.Tensor] = {}
         self._position: DataPosition | None = None
         self._held: Mapping[str, Held] = {}
         self._restore_at_draw: Callable[[], object] | None = None
         self._is_repeating = False
-
-    def attach(self, trainer: pl.Trainer) -> None:
-        """Follow a fit that is about to begin, before its data is set up, and restore what is loaded for it."""
-        self.detach()
-        self._forget()
-        if not self._is_exact:
-            return
-        self._trainer = trainer
-        self._buckets = GradientBuckets(trainer)
-        loop, put = trainer.fit_loop, self._replaced.put
-        put(loop, "setup_data", lambda one: partial(self._at_setup, loop, one))
-        put(loop, "_load_combined_loader_states", lambda one: partial(self._before_iteration, loop, one))
-        put(loop.epoch_loop, "on_run_start", lambda one: partial(self._at_epoch, loop, one))
-        self._is_attached = True
+        self._is_attached = is_exact
+        if is_exact:
+            loop, put = trainer.fit_loop, self._replaced.put
+            put(loop, "setup_data", lambda one: partial(self._at_setup, loop, one))
+            put(loop, "_load_combined_loader_states", lambda one: partial(self._before_iteration, loop, one))
+            put(loop.epoch_loop, "on_run_start", lambda one: partial(self._at_epoch, loop, one))
 
     def detach(self) -> None:
         """Leave loops and loaders as they were; what was read stays, for a checkpoint saved after the fit."""
@@ -109,103 +96,88 @@ class Resuming:
 
     def save(self, path: str, id: str) -> bool:
         """Write the part of this rank beside a checkpoint that is about to be saved; return whether it writes any."""
-        if self._trainer is None:
+        if not self._is_exact:
             return False
         is_over = fit.is_epoch_over(self._trainer)
         problems = tuple(fit.problems(self._trainer, self._buckets.problem()))
-        state = self._read(is_over=is_over, position=None if is_over else self._position, problems=problems)
+        part = self._read(id, is_over=is_over, position=None if is_over else self._position, problems=problems)
         if self._is_attached and not problems:
-            self._saved[path] = id, state, fit.saved_states(self._trainer)
+            self._saved[path] = part, fit.saved_states(self._trainer)
         if not problems and fit.has_more_to_come(self._trainer):
-            state = replace(state, problems=(_ENDED,))
-        self._write(path, id, state)
+            part = replace(part, problems=(_ENDED,))
+        self._write(path, part)
         return True
 
     def _complete(self, *, is_end: bool = False) -> None:
         """Write the parts of the checkpoints saved since the last batch anew: the next batch is about to be drawn.
 
         What came in between, such as a validation, Lightning leaves out when it resumes: it may have changed
-        generators, and must not have changed anything else.
-
-        Args:
-            is_end: no batch comes, since the fit is over: another one would begin with the next epoch.
+        generators, and must not have changed anything else. At the end of the fit (``is_end``) no batch comes: another
+        one would begin with the next epoch.
         """
-        assert self._trainer is not None
         saved, self._saved = self._saved, {}
-        for path, (id, before, states) in saved.items():
-            if not part_path(Path(path), self._trainer.global_rank).exists():
+        for path, (before, states) in saved.items():
+            if not part_path(Path(path), before.rank).exists():
                 continue  # the checkpoint was removed
             if is_end and not before.is_epoch_over:
                 continue  # a longer fit would not have had the hooks of an epoch's end here
-            state = self._read(is_over=before.is_epoch_over, position=None if is_end else self._position)
-            now = {**state.values, **fit.saved_states(self._trainer)}
-            restored = {name: now[name] for name in fit.plateau_rates(self._trainer)}
-            if changed := _differing({**before.values, **states, **restored}, now):
-                state = replace(state, problems=(_CHANGED.format(changed),))
-            self._write(path, id, state)
+            part = self._read(before.id, is_over=before.is_epoch_over, position=None if is_end else self._position)
+            now = {**part.values, **fit.saved_states(self._trainer)}
+            if changed := _differing({**before.values, **states}, now):
+                part = replace(part, problems=(_CHANGED.format(changed),))
+            self._write(path, part)
 
-    def _read(self, *, is_over: bool, position: DataPosition | None, problems: tuple[str, ...] = ()) -> ResumeState:
-        assert self._trainer is not None
-        return ResumeState(
+    def _read(self, id: str, *, is_over: bool, position: DataPosition | None, problems: tuple[str, ...] = ()) -> Part:
+        trainer, ddp = self._trainer, self._buckets.ddp
+        return Part(
+            id=id,
+            rank=trainer.global_rank,
+            num_ranks=trainer.world_size,
             is_epoch_over=is_over,
             generators=GeneratorStates.capture(self._held),
             position=position,
-            accumulates=self._trainer.accumulate_grad_batches,
-            values=fit.values(self._trainer),
-            plateaus=fit.plateau_states(self._trainer),
+            values=fit.values(trainer),
+            plateaus={
+                index: (scheduler.state_dict(), [group["lr"] for group in scheduler.optimizer.param_groups])
+                for index, scheduler in fit.plateaus(trainer).items()
+            },
             buckets=self._buckets.read(),
-            syncs_buffers=self._buckets.syncs_buffers(),
+            syncs_buffers=ddp is None or ddp.require_forward_param_sync,
             problems=problems,
         )
 
-    def _write(self, path: str, id: str, state: ResumeState) -> None:
-        assert self._trainer is not None
-        rank, num_ranks = self._trainer.global_rank, self._trainer.world_size
-        tensors = fit.tensors_to_save(self._trainer, is_over=state.is_epoch_over)
-        write_part(Path(path), state, tensors, id=id, rank=rank, num_ranks=num_ranks)
+    def _write(self, path: str, part: Part) -> None:
+        write_part(Path(path), part, fit.tensors_to_save(self._trainer, is_over=part.is_epoch_over))
 
     # what was loaded
 
     def loaded(self, path: str, sidecar: Sidecar | None) -> None:
-        """Take over what stands beside a checkpoint that was loaded for a fit; all ranks do, or none.
-
-        Raises:
-            CheckpointFormatError: a file is damaged.
-            NotResumableError: the run cannot go on as the same run; on all ranks.
-            RankError: another rank raised one of the others.
-        """
-        trainer = self._trainer
-        self._forget()
-        if trainer is None:
+        """Take over what stands beside a checkpoint that was loaded for the fit; all ranks do, or all raise."""
+        if not self._is_exact:
             return
         self._path = path
-        rank, num_ranks = trainer.global_rank, trainer.world_size
+        rank, num_ranks = self._trainer.global_rank, self._trainer.world_size
 
-        def take() -> tuple[int, tuple[str, ...] | None]:
-            num_saved = 0 if sidecar is None else sidecar.num_ranks
-            if sidecar is not None and num_saved == num_ranks:
-                part = read_part(resolved(path), sidecar, rank)
-                self._pending, self._tensors = (None, {}) if part is None else part
-            return num_saved, None if self._pending is None else self._pending.problems
-
-        rows = self._peers.gather(take, task="reading what stands beside it")
-        num_saved = max(number for number, _ in rows)
-        missing = ", ".join(str(rank) for rank, (_, problems) in enumerate(rows) if problems is None)
-        if not num_saved:
-            print_closing_line(unrestored_line(path))
-        elif num_saved != num_ranks:
-            saved = f"{num_saved} process{'es' * (num_saved != 1)}"
-            self._refuse(f"it was saved by {saved}, and there are {num_ranks} now")
-        elif missing:
-            self._refuse(
-                f"the state of rank {missing} of {num_ranks}, which was saved beside it, is missing or of another save"
-            )
-        elif problems := dict.fromkeys(text for _, texts in rows for text in texts):
-            self._refuse(*problems)
-        if self._pending is not None:
+        def take() -> bool:
+            if sidecar is None or not sidecar.num_ranks:
+                return False
+            if (saved := sidecar.num_ranks) != num_ranks:
+                self._refuse(f"it was saved by {saved} process{'es' * (saved > 1)}, and there are {num_ranks} now")
+            found = read_part(resolved(path), sidecar, rank)
+            if found is None:
+                who = f"rank {rank} of {num_ranks}"
+                self._refuse(f"the state of {who}, which was saved beside it, is missing or of another save")
+            self._pending, self._tensors = found
             self._buckets.wanted = self._pending.buckets
+            if self._pending.problems:
+                self._refuse(*self._pending.problems)
+            return True
 
-    def _refuse(self, *problems: str) -> None:
+        if not all(self._peers.gather(take, task="reading what stands beside it")):
+            self._pending = None
+            print_closing_line(unrestored_line(path))
+
+    def _refuse(self, *problems: str) -> NoReturn:
         self._pending = None
         raise NotResumableError(
             f"{self._path} cannot be resumed to the same run: {'; '.join(problems)}. Resume from another checkpoint, "
@@ -243,17 +215,17 @@ class Resuming:
         if self._pending is not None and (problem := self._buckets.make()):
             self._refuse(problem)
 
-    def end_training(self) -> None:
-        """Complete what was saved since the last batch: the hooks of the last epoch's end have run."""
-        if self._is_attached:
-            self._complete(is_end=True)
-
     def begin_epoch(self) -> None:
         """Restore what was saved before the hooks of a new epoch run, where that is its moment."""
         state = self._pending
         if state is not None:  # on all ranks: a kill may have left parts of two moments
             restore = partial(self._restore, state, self._tensors) if state.position is None else lambda: None
             self._peers.run_on_all(restore, task="beginning an epoch")
+
+    def end_training(self) -> None:
+        """Complete what was saved since the last batch: the hooks of the last epoch's end have run."""
+        if self._is_attached:
+            self._complete(is_end=True)
 
     def _at_setup(self, loop: Any, original: Callable[[], None]) -> None:
         """Set the data of a fit up, with the counts of the loops as they have to be."""
@@ -273,14 +245,12 @@ class Resuming:
 
     def _before_iteration(self, loop: Any, original: Callable[[], None]) -> None:
         original()
-        assert self._trainer is not None
         self._held = fit.generators(self._trainer)
         self._let_go()
         self._let_go = follow(loop._combined_loader, self)
 
     def _at_epoch(self, loop: Any, original: Callable[[Any], None], fetcher: Any) -> None:
         """Begin the batches of an epoch; after a load, go to the place in the data where the checkpoint was saved."""
-        assert self._trainer is not None
         self._held, before = fit.generators(self._trainer), self._position
         original(fetcher)
         if self._pending is None or loop.epoch_loop.done:
@@ -292,17 +262,14 @@ class Resuming:
 
     # restoring
 
-    def _go_on(self, loop: Any, state: ResumeState, fetcher: Any, is_new_iteration: bool) -> None:
-        assert self._trainer is not None
+    def _go_on(self, loop: Any, state: Part, fetcher: Any, is_new_iteration: bool) -> None:
         tensors, self._tensors = self._tensors, {}
         if state.position is not None:
-            self._accumulate_as_then(state.accumulates)
             # else Lightning would leave out the plateau schedulers' update at the end of this epoch
             loop._restarting = False
             self._restore(state, tensors)
             if changed := _differing(state.values, fit.values(self._trainer)):
-                is_converted = self._trainer.precision == "64-true"
-                self._refuse(f"Lightning restored it, and {changed} is not what it was then{_CONVERTED * is_converted}")
+                self._refuse(f"Lightning restored it, and {changed} is not what it was then")
             self._draw_again(state.position, fetcher)
             # once more before the draw: Lightning may go through a validation first that it has no need to run
             self._restore_at_draw = partial(self._restore, state, tensors)
@@ -314,17 +281,6 @@ class Resuming:
                 if parameter.grad is None:  # else a hook of the user's has made it: a view of a flat buffer, say
                     parameter.grad = torch.empty_like(parameter, dtype=gradient.dtype)
                 fit.local_part(parameter.grad).copy_(gradient)
-
-    def _accumulate_as_then(self, number: int) -> None:
-        """Take up what a schedule had set at the start of the epoch; another choice of the user's is refused."""
-        trainer = self._trainer
-        assert trainer is not None
-        now = trainer.accumulate_grad_batches
-        if now != number and not any(
-            isinstance(one, GradientAccumulationScheduler) for one in vars(trainer)["callbacks"]
-        ):
-            self._refuse(f"it was saved with accumulate_grad_batches={number}, and now it is {now}: use {number}")
-        trainer.accumulate_grad_batches = number
 
     def _draw_again(self, position: DataPosition, fetcher: Any) -> None:
         """Draw again the batches that were trained on, and compare their number and the first with what was saved."""
@@ -346,14 +302,19 @@ class Resuming:
                 "trained on: the data, or the order in which it is drawn, is another"
             )
 
-    def _restore(self, state: ResumeState, tensors: Mapping[str, torch.Tensor]) -> None:
-        assert self._trainer is not None
+    def _restore(self, state: Part, tensors: Mapping[str, torch.Tensor]) -> None:
         with torch.no_grad():
             for name, buffer in self._trainer.lightning_module.named_buffers():
                 if fit.BUFFER + name in tensors:
                     buffer.copy_(tensors[fit.BUFFER + name])
-        fit.restore_plateaus(self._trainer, state.plateaus)
-        self._buckets.restore_sync(state.syncs_buffers)
+        for index, scheduler in fit.plateaus(self._trainer).items():
+            if index in state.plateaus:
+                content, rates = state.plateaus[index]
+                scheduler.load_state_dict(content)
+                for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+                    group["lr"] = rate
+        if self._buckets.ddp is not None:
+            self._buckets.ddp.require_forward_param_sync = state.syncs_buffers
         if missing := state.generators.restore(self._held):
             self._refuse(f"generators whose saved state cannot be restored, or are not there: {', '.join(missing)}")
 

@@ -23,11 +23,7 @@ def checkpoint_report(report: "CheckpointReport") -> list[Section]:
         return [Section(title=title, style=style, table=Table(columns=["section", "entry", "difference"], rows=rows))]
     if not report.equal:
         return [Section(title=mismatch_text(report), style=style)]
-    where = "the bytes of every file"
-    if not report.is_opened and set(report.sections) != {"files"}:
-        where = "the file's bytes; its entries were not opened, since weights_only=True refuses a class in it"
-    elif report.is_opened:
-        where = "the file's bytes and in every entry"
+    where = "the bytes of every file" if set(report.sections) == {"files"} else "all its bytes"
     items = [f"{count(report.num_tensors, 'tensor')}, {size(report.num_bytes)}"]
     if report.sidecar is not None:
         saved, run = report.sidecar, report.sidecar.run or {}
@@ -48,7 +44,7 @@ def mismatch_text(report: "CheckpointReport") -> str:
             f"  The file's bytes differ, and yet all {count(num_compared, 'entry')} in it have the bits that were "
             "saved: the change is in what is no entry, or in padding."
         )
-    elif report.is_opened:
+    else:
         right = num_compared - sum(entry.kind != "extra" for entry in report.entries)
         lines.append(f"{right:,} of {count(num_compared, 'entry')} are what was saved.")
     lines.append("Use another checkpoint, or restore this one and the file of its digests from a copy.")
@@ -80,6 +76,9 @@ def unrestored_line(path: str) -> str:
     )
 
 
-def uncovered_save_line(path: str, reason: str) -> str:
+def uncovered_save_line(path: str) -> str:
     """Return the line of a checkpoint beside which nothing is written."""
-    return f"det_callbacks: {path} gets no digests: {reason}"
+    return (
+        f"det_callbacks: {path} gets no digests and no exact resume, nor do others like it: it is remote, or not on "
+        "the disk when its save returns (AsyncCheckpointIO writes in the background)"
+    )

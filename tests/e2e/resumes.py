@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from trainers import LIGHTNING_ADVICE, quiet_trainer
 
 from det_callbacks import DeterminismCallback, NotResumableError
-from det_callbacks.checkpoint.files import unseal
-from det_callbacks.checkpoint.part import Part, part_path
+from det_callbacks.checkpoint.files import read_part, read_sidecar
 
 RESUMING = [
     LIGHTNING_ADVICE,
@@ -107,6 +106,7 @@ class Manual(Noisy):
 HOOKS = {
     "backward": "on_before_backward",
     "batch": "on_train_batch_end",
+    "within": "on_validation_batch_start",
     "validation": "on_validation_end",
     "start": "on_train_epoch_start",
     "epoch": "on_train_epoch_end",
@@ -171,5 +171,5 @@ def refused(folder: Path, name: str, *others: pl.Callback, **options: Any) -> st
 
 def problems_beside(path: Path) -> tuple[str, ...]:
     """Return why a checkpoint cannot be resumed, as its save said."""
-    place = part_path(path, 0)
-    return unseal(place.read_bytes().partition(b"\n")[0] + b"\n", str(place), Part).state.problems
+    part, _ = read_part(path, read_sidecar(path), 0)
+    return part.problems

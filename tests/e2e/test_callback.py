@@ -151,7 +151,7 @@ def test_what_is_replaced_in_lightning_stands_in_the_registry() -> None:
         for path in sorted([*package.glob("callback/*.py"), *package.glob("checkpoint/*.py")])
         if (lines := sets.findall(path.read_text()))
     }
-    assert found == {"checkpoint/draws.py": 2}  # the class of a loader, which has several followers
+    assert found == {"checkpoint/loaders.py": 2}  # the class of a loader, which has several followers
     assert len(PLACES) < 15
     with pytest.raises(AssertionError, match="stands in the registry"):
         ReplacedInLightning().put(nn.Linear(1, 1), "forward", lambda one: one)

@@ -5,7 +5,7 @@ import os
 import random
 import shutil
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,18 +18,18 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from processes import run_ranks
-from resumes import BATCHES, Augmented, Noisy, SaveAfter
+from resumes import BATCHES, RESUMING, Augmented, Noisy, SaveAfter
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 from trainers import quiet_trainer
 
-from det_callbacks import CheckpointNotFoundError, check_checkpoint, prove_resume
+from det_callbacks import CheckpointNotFoundError, NotResumableError, check_checkpoint, prove_resume
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.judge import compare_runs
 from det_callbacks.runs.store import Run
 
-pytestmark = pytest.mark.ddp
+pytestmark = [pytest.mark.ddp, *RESUMING]
 
 
 class Wide(Noisy):
@@ -134,6 +134,7 @@ def test_a_recording_that_was_killed_goes_on_and_is_the_uninterrupted_one(tmp_pa
     assert (verdict.verdict, verdict.coverage.ranks) == ("match", 2)
 
 
+SHARDED = {"after": (3, 7), "model": Sharded, "accumulate_grad_batches": 2}
 TRAININGS: dict[str, dict[str, Any]] = {
     "batches": {"after": (3, 7, 10)},
     "validation": {"after": (4, 6), "validates": True, "val_check_interval": 2},
@@ -142,25 +143,20 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "unused": {"after": (3,), "strategy": lambda: "ddp_find_unused_parameters_true"},
     # of two ranks a sum has the same bits in any order; of three it has not
     "three_ranks": {"after": (4, 8), "num_ranks": 3, "level": "state"},
+    "sharded_folder": {**SHARDED, "strategy": partial(sharded, is_folder=True)},
+    "sharded_file": {**SHARDED, "strategy": partial(sharded, is_folder=False)},
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRAININGS)
 def test_from_wherever_it_was_saved(name: str, tmp_path: Path) -> None:
-    trip = partial(round_trip, tmp_path, **TRAININGS[name])
-    world_size = TRAININGS[name].get("num_ranks", 2)
-    run_ranks(lambda rank: trip(), tmp_path / "output", world_size=world_size, status=0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_folder", [True, False])
-def test_sharded_weights(is_folder: bool, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"model": Sharded, "accumulate_grad_batches": 2}
-    trip = partial(round_trip, tmp_path, (3, 7), strategy=partial(sharded, is_folder=is_folder), **options)
-    run_ranks(lambda rank: trip(), tmp_path / "output", status=0)
-    assert (tmp_path / "3.ckpt").is_dir() == is_folder
-    assert check_checkpoint(tmp_path / "3.ckpt").equal
+    options = TRAININGS[name]
+    world_size = options.get("num_ranks", 2)
+    run_ranks(lambda rank: round_trip(tmp_path, **options), tmp_path / "output", world_size=world_size, status=0)
+    for number in options["after"]:
+        assert check_checkpoint(tmp_path / f"{number}.ckpt").equal
+        assert (tmp_path / f"{number}.ckpt").is_dir() == (name == "sharded_folder")
 
 
 class Scored(Wide):
@@ -190,13 +186,11 @@ def test_checkpoints_that_lightning_names_links_and_removes(tmp_path: Path) -> N
 def test_the_proof(tmp_path: Path) -> None:
     def body(rank: int) -> None:
         make = partial(quiet_trainer, max_epochs=2, default_root_dir=tmp_path, devices=2, strategy="ddp")
-        os.chdir(tmp_path)
-        verdict = prove_resume(make, Wide, data, stop_at=4, steps=10)
+        verdict = prove_resume(make, Wide, data, stop_at=4, steps=10, folder=tmp_path / "proof")
         assert (verdict.verdict, verdict.coverage.ranks, verdict.coverage.steps) == ("match", 2, (4, 9))
 
     ended = run_ranks(body, tmp_path / "output", status=0)
     assert not any("TrainingInterruptedError: . Rank" in one.output for one in ended)
-    assert len(list((tmp_path / "determinism").iterdir())) == 1
 
 
 @pytest.mark.slow
@@ -238,41 +232,22 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for suffix in ("", ".digests.json"):
             shutil.copy(folder / f"3.ckpt{suffix}", folder / f"{name}.ckpt{suffix}")
         shutil.copytree(folder / "3.ckpt.resume", folder / f"{name}.ckpt.resume")
-    part = {name: folder / f"{name}.ckpt.resume" / "rank-00001.state" for name in NAMES}
-    part["missing"].unlink()
-    part["damaged"].write_bytes(b"{}")
+    (folder / "missing.ckpt.resume" / "rank-00001.state").unlink()
+    (folder / "damaged.ckpt.resume" / "rank-00001.state").write_bytes(b"{}")
     return folder
-
-
-def outcomes(folder: Path, attempts: Mapping[str, Callable[[], Any]], *, world_size: int = 2) -> dict[str, Any]:
-    """Make attempts in the processes of one launch; return by name what each rank raised: kind, status and text."""
-
-    def body(rank: int) -> None:
-        told = {}
-        for name, attempt in attempts.items():
-            try:
-                told[name] = ["", 0, str(attempt())]
-            except DetCallbacksError as error:
-                told[name] = [type(error).__name__, error.exit_code, str(error)]
-        (folder / f"told-{rank}.json").write_text(json.dumps(told))
-
-    run_ranks(body, folder / "output", world_size=world_size, status=0)
-    by_rank = [json.loads((folder / f"told-{rank}.json").read_text()) for rank in range(world_size)]
-    return {name: [told[name] for told in by_rank] for name in attempts}
 
 
 def add_on_rank_1(trainer: pl.Trainer, *_: Any) -> None:
     trainer.fit_loop._data_source.instance.dataset.rows[:] += trainer.global_rank
 
 
-ALL = ["NotResumableError", "NotResumableError"]
+ALL, ONE = ["NotResumableError", "NotResumableError"], ["RankError", "NotResumableError"]
 REFUSED = {
-    "missing": (ALL, "the state of rank 1 of 2, which was saved beside it, is missing"),
+    "missing": (ONE, "the state of rank 1 of 2, which was saved beside it, is missing"),
     "damaged": (["RankError", "CheckpointFormatError"], "rank-00001.state is damaged"),
-    "data": (["RankError", "NotResumableError"], "drawn again, are not those"),
-    "seed": (ALL, "the seed of the sampler of loader 0 is not what it was then"),
+    "data": (ONE, "drawn again, are not those"),
     "first_step": (ALL, "DDP was about to put the gradients in other buckets"),
-    "static": (ALL, "DDP(static_graph=True) adds"),
+    "static": (ALL, "DDP(static_graph=True) and communication hooks"),
 }
 
 
@@ -282,27 +257,31 @@ def test_what_cannot_be_resumed_is_refused_on_all_ranks(saved: Path) -> None:
 
     attempts: dict[str, Callable[[], Any]] = {name: partial(resume, saved, f"{name}.ckpt") for name in NAMES}
     attempts["data"] = lambda: resume(saved, "3.ckpt", LambdaCallback(on_fit_start=add_on_rank_1))
-    attempts["seed"] = lambda: resume(saved, "3.ckpt", seed=50)
     attempts["first_step"] = lambda: trip("first_step", 1)
     attempts["static"] = lambda: trip("static", 2, strategy=partial(DDPStrategy, static_graph=True))
-    told = outcomes(saved, attempts)
-    assert told.pop("whole") == [["", 0, "(3, 13)"]] * 2
+
+    def body(rank: int) -> None:
+        raised = {}
+        for name, attempt in attempts.items():
+            try:
+                raised[name] = ["", 0, str(attempt())]
+            except DetCallbacksError as error:
+                raised[name] = [type(error).__name__, error.exit_code, str(error)]
+        (saved / f"raised-{rank}.json").write_text(json.dumps(raised))
+
+    run_ranks(body, saved / "output", status=0)
+    by_rank = [json.loads((saved / f"raised-{rank}.json").read_text()) for rank in (0, 1)]
+    assert [raised["whole"] for raised in by_rank] == [["", 0, "(3, 13)"]] * 2
     for name, (kinds, text) in REFUSED.items():
-        assert [kind for kind, _, _ in told[name]] == kinds, (name, told[name])
-        assert all(status == 2 and text in said for _, status, said in told[name]), (name, told[name])
+        assert [raised[name][0] for raised in by_rank] == kinds, (name, by_rank)
+        assert all(raised[name][1] == 2 and text in raised[name][2] for raised in by_rank), (name, by_rank)
     report = check_checkpoint(saved / "missing.ckpt")
     assert (report.equal, report.missing_files) == (False, ("the part of rank 1",))
-    assert check_checkpoint(saved / "whole.ckpt").equal
 
 
 def test_another_number_of_processes_is_refused_and_lightning_goes_on_alone(saved: Path) -> None:
-    def record_on(how: Any) -> Any:
-        options = {"ckpt_path": saved / "whole.ckpt", "strategy": lambda: "auto", "max_epochs": 1}
-        return record(saved / how, num_ranks=1, level="state", how=how, **options).global_step
-
-    told = outcomes(saved, {how: partial(record_on, how) for how in ("exact", "plain")}, world_size=1)
-    ((kind, status, said),) = told["exact"]
-    assert (kind, status) == ("NotResumableError", 2)
-    assert "it was saved by 2 processes, and there are 1 now" in said
-    assert told["plain"][0][1] == 0
+    options = {"model": Wide, "data": data, "max_epochs": 1, "ckpt_path": saved / "whole.ckpt"}
+    with pytest.raises(NotResumableError, match="it was saved by 2 processes, and there are 1 now"):
+        resumes.record(saved / "exact", **options)
+    resumes.record(saved / "plain", how="plain", **options)
     assert Run.open(saved / "plain" / "run").is_complete

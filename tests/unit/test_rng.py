@@ -16,7 +16,7 @@ from device_stand_ins import StandInDevices, StandInGenerator
 from torch import nn
 
 from det_callbacks import HashMode, enforce_determinism
-from det_callbacks.checkpoint.held import MAX_ITEMS, find_generators
+from det_callbacks.checkpoint.loaders import MAX_ITEMS, find_generators
 from det_callbacks.environment import capture_environment
 from det_callbacks.rng import GeneratorStates, RewindPoint, digest_generator, home_devices, is_default, used_generators
 from det_callbacks.settings.model import DeterminismSettings

@@ -1,10 +1,10 @@
-"""Generators that objects hold: a data set's own, a sampler's, a module's."""
+"""What draws the batches of a fit: generators that objects hold, and a follower of what a loader does."""
 
 import functools
 import random
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from det_callbacks.rng import HELD_TYPES, Held, is_default
@@ -36,11 +37,8 @@ def find_generators(roots: Mapping[str, object], *, left: tuple[type, ...] = ())
     """Return path -> random generator for those that the roots reach by attributes, items, closures and partials.
 
     The process's own generators are not among them, and neither is ``random.SystemRandom``, which has no state. Looks
-    at 20,000 objects at most, into no container of more than 256 items, and into nothing of Lightning's loops or ours.
-
-    Args:
-        roots: name -> object; names begin the paths.
-        left: further types whose instances are not looked into.
+    at 20,000 objects at most, into no container of more than 256 items, and into nothing of Lightning's loops, of ours,
+    or of the types ``left``.
     """
     found: dict[str, Held] = {}
     own = random.getstate.__self__  # type: ignore[attr-defined]  # a bound method
@@ -67,22 +65,59 @@ def _inside(value: Any) -> Iterator[tuple[str, object]]:
         if len(value) <= MAX_ITEMS:
             items = value.items() if isinstance(value, Mapping) else enumerate(value)
             yield from ((f"[{key!r}]", item) for key, item in items)
-    elif isinstance(value, functools.partial):
-        held = {"func": value.func, "args": value.args, "keywords": value.keywords}
-        yield from ((f".{name}", item) for name, item in held.items())
-    elif isinstance(value, types.MethodType):
-        yield ".__self__", value.__self__
-    elif isinstance(value, types.FunctionType):
+        return
+    if isinstance(value, types.FunctionType):
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             with suppress(ValueError):  # a name that has no value yet
                 yield f".{name}", cell.cell_contents
-    else:
-        found = dict(getattr(value, "__dict__", {}))
-        if isinstance(value, torch.nn.Module):
-            found |= dict(found.pop("_modules", {}).items())  # of a scripted module it is no dictionary
-        for kind in type(value).__mro__:
-            slots = kind.__dict__.get("__slots__", ())
-            for name in (slots,) if isinstance(slots, str) else slots:
-                if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                    found[name] = getattr(value, name)
-        yield from ((f".{name}", item) for name, item in found.items())
+        return
+    names = ("func", "args", "keywords") if isinstance(value, functools.partial) else ("__self__",)
+    if not isinstance(value, functools.partial | types.MethodType):
+        slots = (kind.__dict__.get("__slots__", ()) for kind in type(value).__mro__)
+        names = tuple(name for several in slots for name in several if hasattr(value, name))
+    found = {**getattr(value, "__dict__", {}), **{name: getattr(value, name) for name in names}}
+    if isinstance(value, torch.nn.Module):
+        found |= dict(found.pop("_modules", {}).items())  # of a scripted module it is no dictionary
+    yield from ((f".{name}", item) for name, item in found.items())
+
+
+class _Followed(CombinedLoader):
+    """A loader that calls its followers; those that came last are called first before, and last after."""
+
+    _followers: list[Any]
+
+    def __iter__(self) -> Any:
+        for follower in self._followers[::-1]:
+            follower.begin_iteration()
+        return super().__iter__()
+
+    def __next__(self) -> Any:
+        for follower in self._followers[::-1]:
+            follower.begin_draw()
+        drawn = super().__next__()
+        for follower in self._followers:
+            follower.end_draw(drawn[0])
+        return drawn
+
+
+def follow(loader: CombinedLoader, follower: Any) -> Callable[[], object]:
+    """Call ``begin_iteration()``, ``begin_draw()`` and ``end_draw(batch)`` of a follower; return what ends that.
+
+    Several may end in any order. Python looks ``__iter__`` and ``__next__`` up in the class, so as long as it is
+    followed the loader has a subclass of its own, under the same name. Nothing here changes what is drawn.
+    """
+    base = type(loader)
+    if not issubclass(base, _Followed):
+        names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "_followers": []}
+        # ours first, so that its super() is the loader's own class
+        loader.__class__ = type(base.__name__, (_Followed, base), names)
+    followed: Any = type(loader)
+    followed._followers.append(follower)
+
+    def end() -> None:
+        if follower in followed._followers:
+            followed._followers.remove(follower)
+        if not followed._followers and type(loader) is followed:
+            loader.__class__ = followed.__bases__[1]
+
+    return end
