@@ -23,16 +23,13 @@ COMPILING = [
     pytest.mark.usefixtures("compiles_anew"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch's own, in what Dynamo and inductor import
     # torch's own, when it compiles a module whose input is no leaf
-    # Dynamo looks at it while it traces
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
 """Marks of a module whose tests compile."""
 
-SET_BY_INDUCTOR = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"
-"""The environment variable that it sets when it loads its first kernel."""
+SET_BY_INDUCTOR = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"  # when it loads its first kernel
 
-FOLLOWER = object()
-"""Follows what the tests compile, as a callback does during a fit."""
+FOLLOWER = object()  # of what the tests compile, as a callback is during a fit
 
 NUDGE = {"twice": False}
 
@@ -109,6 +106,10 @@ def origins(found: StepDifference) -> list[tuple[str, str | None]]:
 def nudged(tensor: Tensor) -> Tensor:
     tensor[1, 2] = torch.nextafter(tensor[1, 2], torch.tensor(9.0))
     return tensor
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
 
 
 def restored(model: nn.Module, state: dict[str, Tensor], run: Callable[[], StepTrace]) -> StepTrace:

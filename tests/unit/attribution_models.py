@@ -22,11 +22,11 @@ class Scale(torch.autograd.Function):
 
 
 class Turn(torch.autograd.Function):
-    """Its forward makes views only."""
+    """Its forward makes a view only."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.transpose(-1, -2).flip(0).transpose(0, 1) if x.dim() == 1 else x.view_as(x)
+        return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -56,23 +56,13 @@ def soften(x: Tensor, strength: float) -> Tensor:
     return torch.tanh(x * strength)
 
 
-def _soften_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    return grad * (1 - ctx.saved_tensors[0] ** 2) * ctx.strength, None
+soften.register_autograd(
+    lambda ctx, grad: (grad * (1 - ctx.saved_tensors[0] ** 2), None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
+)
 
 
-def _soften_setup(ctx: Any, inputs: Any, output: Tensor) -> None:
-    ctx.strength = inputs[1]
-    ctx.save_for_backward(output)
-
-
-soften.register_autograd(_soften_backward, setup_context=_soften_setup)
-
-
-class Functional(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 4))
-
+class Functional(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return Turn.apply(Scale.apply(Turn.apply(soften(x @ self.weight, 0.5)), 3.0))
 
@@ -82,7 +72,7 @@ class Customs(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two, self.inner = nn.Linear(4, 4), Functional(), nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        self.one, self.two, self.inner = nn.Linear(4, 4), Functional(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh())
 
     def forward(self, x: Tensor) -> Tensor:
         y = Through.apply(self.two(Scale.apply(self.one(x), 2.0)), self.inner)
@@ -121,20 +111,14 @@ class Gate(nn.Module):
         return y.view(-1, 2, 3).transpose(1, 2).masked_fill_(torch.zeros(3, 2, dtype=torch.bool), 0.0)
 
 
-class Views(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate1, self.gate2 = Gate(), Gate()
-        self.last = nn.Linear(6, 2)
-
+class Views(nn.ModuleList):
     def forward(self, x: Tensor) -> Tensor:
-        y = self.gate1(x)
-        rows = y.reshape(-1, 6).clone()
+        rows = self[0](x).reshape(-1, 6).clone()
         head = rows[:, :2]
         rows.add_(1)
-        z = self.gate2(rows)
+        z = self[1](rows)
         z.mul_(3)
-        return self.last(z.reshape(-1, 6)) * head
+        return self[2](z.reshape(-1, 6)) * head
 
 
 class Inner(nn.Module):
@@ -188,43 +172,23 @@ def _plain(model: nn.Module, make_input: Callable[[], Tensor]) -> tuple[nn.Modul
     return model, step
 
 
-def _penalised() -> tuple[nn.Module, Step]:
-    class Penalty(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            inner = Inner("penalty.net.1", nn.Linear(4, 4), reentrant=False)
-            self.net = nn.Sequential(nn.Linear(4, 4), inner, nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 1))
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = x.detach().requires_grad_()
-            (grad,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
-            return grad.square().sum() * 2
-
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.penalty = nn.Linear(4, 4), Penalty()
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.first(x)
-            return checkpoint(self.penalty, y, use_reentrant=False, early_stop=False) + y.sum() + self.penalty(y)
-
-    return _plain(Outer(), lambda: torch.randn(3, 4))
+class Penalty(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        (grad,) = torch.autograd.grad(super().forward(x).sum(), x, create_graph=True)
+        return grad.square().sum() * 2
 
 
-class Enabled(torch.autograd.Function):
-    """Builds a graph of its own in forward and walks it in backward."""
+class Penalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        inner = Inner("penalty.1", nn.Linear(4, 4), reentrant=False)
+        self.first = nn.Linear(4, 4)
+        self.penalty = Penalty(nn.Linear(4, 4), inner, nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 1))
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
-        with torch.enable_grad():
-            ctx.x = x.detach().requires_grad_()
-            ctx.out = module(ctx.x)
-        return ctx.out.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return torch.autograd.grad(ctx.out, ctx.x, grad)[0].mul(2), None
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return checkpoint(self.penalty, y, use_reentrant=False, early_stop=False) + y.sum() + self.penalty(y)
 
 
 def _halve(parameter: Tensor) -> None:
@@ -243,7 +207,7 @@ class Hooked(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved * 2, lambda packed: packed / 2):
-            y = Enabled.apply(self.two(self.one(x)).exp(), self.three)
+            y = Through.apply(self.two(self.one(x)).exp(), self.three)
         y.register_hook(lambda grad: self.three(grad))
         return y.sin()
 
@@ -270,11 +234,11 @@ def _rows() -> Tensor:
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, Step]]] = {
     "gpt": lambda: _plain(Gpt(), _tokens),
-    "views": lambda: _plain(Views(), lambda: torch.randn(3, 6)),
+    "views": lambda: _plain(Views([Gate(), Gate(), nn.Linear(6, 2)]), lambda: torch.randn(3, 6)),
     "functions and a custom op": lambda: _plain(Customs(), _rows),
     "nested checkpoints": lambda: _plain(Checkpointing(reentrant=False), lambda: _rows().requires_grad_()),
     "nested checkpoints, reentrant": lambda: _plain(Checkpointing(reentrant=True), lambda: _rows().requires_grad_()),
-    "gradient penalty": _penalised,
+    "gradient penalty": lambda: _plain(Penalised(), _rows),
     "hooks": lambda: _plain(Hooked(), lambda: _rows().requires_grad_()),
     "torch.func": _functional,
 }

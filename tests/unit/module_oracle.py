@@ -9,8 +9,7 @@ made by another node (double backward) belongs where that one does.
 import re
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -36,8 +35,7 @@ def name_frames(model: nn.Module) -> None:
         module.forward = standing_in(name, module.forward)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Truth:
+class Truth(NamedTuple):
     """What the oracle knows of an op; ``module`` is None where it cannot tell."""
 
     module: str | None
@@ -57,8 +55,7 @@ class OracleMode(TorchDispatchMode):
         truth = self._truth()
         first = self._recorder.num_sites
         out = func(*args, **(kwargs or {}))
-        for position in range(first, self._recorder.num_sites):
-            self.truths[position] = truth
+        self.truths.update(dict.fromkeys(range(first, self._recorder.num_sites), truth))
         return out
 
     def _truth(self) -> Truth:
@@ -72,17 +69,14 @@ class OracleMode(TorchDispatchMode):
                 module = filename[8:-1]
             if filename.endswith("torch/autograd/graph.py") and function == "_engine_run_backward":
                 break
-            if in_backward and filename.endswith("torch/utils/checkpoint.py"):
-                recomputed = True
+            recomputed |= in_backward and filename.endswith("torch/utils/checkpoint.py")
             frame = frame.f_back
         if not in_backward:
-            return Truth(module=module or "", recomputed=False)
-        if module is not None:
-            return Truth(module=module, recomputed=recomputed)
+            return Truth(module or "", False)
         node = torch._C._current_autograd_node()
-        if node is None or recomputed:
-            return Truth(module=None, recomputed=recomputed)
-        return Truth(module=self._owner(node), recomputed=False)
+        if module is not None or node is None or recomputed:
+            return Truth(module, recomputed)
+        return Truth(self._owner(node), False)
 
     def _owner(self, node: Any) -> str | None:
         if node.name() == "torch::autograd::AccumulateGrad":
@@ -97,9 +91,8 @@ class OracleMode(TorchDispatchMode):
         return ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attributions:
-    """The sites that the oracle has a word on, beside that word; and all sites."""
+class Attributions(NamedTuple):
+    """All sites, and those that the oracle has a word on beside that word."""
 
     sites: tuple[Site, ...]
     judged: list[tuple[Site, Truth]]
@@ -117,18 +110,13 @@ class Attributions:
         return [(site, truth) for site, truth in self.judged if site.module == "?"]
 
 
-def judge(model: nn.Module, step: Callable[[], None], *, num_steps: int = 2) -> Attributions:
-    """Run steps under the tracer and the oracle, and return what both say of the last one.
-
-    The last of several is taken, since only the first builds events; the later ones follow what was predicted.
-    """
+def judge(model: nn.Module, step: Callable[[], None]) -> Attributions:
+    """Run two steps under the tracer and the oracle; return what both say of the last, which follows the first."""
     mode = HashMode(model)
     with torch.autograd.set_detect_anomaly(True, check_nan=False):
-        for _ in range(num_steps):
-            with mode:
-                oracle = OracleMode(mode, model)
-                with oracle:
-                    step()
+        for _ in range(2):
+            with mode, OracleMode(mode, model) as oracle:
+                step()
     sites = mode.trace.program.sites
-    judged = [(sites[at], truth) for at, truth in oracle.truths.items() if sites[at].role in ("output", "value")]
-    return Attributions(sites=sites, judged=[(site, truth) for site, truth in judged if truth.module is not None])
+    judged = [(sites[at], truth) for at, truth in oracle.truths.items() if truth.module is not None]
+    return Attributions(sites, [found for found in judged if found[0].role in ("output", "value")])
