@@ -54,23 +54,15 @@ class StandInGenerator(Generator):
 
 
 class StandInDevices:
-    """What torch tells of the CUDA devices of a process, and the generators that it has for them.
-
-    Attributes:
-        is_initialized: whether the process has used CUDA.
-        contexts: indices of the devices with a context.
-        current: index of the current device.
-        is_capturing: whether a CUDA graph is captured; then states can neither be read nor set.
-        queued: what torch was asked to do once CUDA is initialised.
-    """
+    """What torch tells of the CUDA devices of a process, and the generators that it has for them."""
 
     def __init__(self, num_devices: int, *, contexts: Sequence[int] = (0,), current: int = 0) -> None:
         self.generators = tuple(StandInGenerator(self, index) for index in range(num_devices))
-        self.contexts = set(contexts)
+        self.contexts = set(contexts)  # indices of the devices with a context
         self.current = current
-        self.is_initialized = True
-        self.is_capturing = False
-        self.queued: list[tuple[Any, ...]] = []
+        self.is_initialized = True  # the process has used CUDA
+        self.is_capturing = False  # a CUDA graph: states can neither be read nor set
+        self.queued: list[tuple[Any, ...]] = []  # what torch was asked to do once CUDA is initialised
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> "StandInDevices":
         """Put them in torch's place until the test ends; initialising and synchronising are errors."""

@@ -35,11 +35,7 @@ def bytes_of(span: Span) -> torch.Tensor:
 
 
 class LateDevice:
-    """See ``det_callbacks.digest.device.triton_digest.TritonDigest``.
-
-    Args:
-        mask: differs from 0 where a late digest is to be told from one that the host computed.
-    """
+    """See ``det_callbacks.digest.device.triton_digest.TritonDigest``; a ``mask`` tells its digests from the host's."""
 
     name = "a late device"
 
@@ -48,11 +44,9 @@ class LateDevice:
         self.num_launched: list[int] = []
         self.num_unheld = 0
         self.num_collected = 0
-        self.waits: list[str] = []
-        """Where something waited for the device within a step: must stay empty."""
+        self.waits: list[str] = []  # where something waited for the device within a step: must stay empty
         self.num_steps = 0
-        self.num_watched = 0
-        """Steps that came to their end within ``in_every_step``."""
+        self.num_watched = 0  # steps that came to their end within ``in_every_step``
 
     def stream(self) -> Hashable:
         return None

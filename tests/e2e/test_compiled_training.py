@@ -55,13 +55,6 @@ def network(training: Training, backend: Any) -> Any:
     return training
 
 
-def every_module(training: Training, backend: Any) -> Any:
-    for module in training.network.modules():
-        module.compile(backend=backend)
-    training.compile(backend=backend)
-    return training
-
-
 def fit(
     folder: Path,
     mode: str,
@@ -80,12 +73,11 @@ def fit(
     training.fault = fault
     NUDGE["twice"] = fault == "inside"
     generator = torch.Generator().manual_seed(1)
-    inputs, targets = torch.randn(16, 8, generator=generator), torch.randint(2, (16,), generator=generator)
+    data = TensorDataset(torch.randn(16, 8, generator=generator), torch.randint(2, (16,), generator=generator))
     callback = DeterminismCallback(folder / "reference", mode=mode, current=folder / "current", **options)
     trainer = quiet_trainer(callback, *beside, default_root_dir=folder, max_steps=4)
-    loader = DataLoader(TensorDataset(inputs, targets), batch_size=4)
     try:
-        trainer.fit(compile_it(training, backend), loader)
+        trainer.fit(compile_it(training, backend), DataLoader(data, batch_size=4))
     except DivergenceError as error:
         return error.verdict, list(training.parameters())
     assert counters["stats"]["unique_graphs"], "nothing was compiled"
@@ -93,11 +85,14 @@ def fit(
 
 
 @pytest.mark.parametrize(("compile_it", "backend"), [(whole, "inductor"), (network, opaque_backend())])
-def test_faults_are_found_where_they_are(tmp_path: Path, backend: Any, compile_it: Callable[..., Any]) -> None:
+def test_faults_are_found_where_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], backend: Any, compile_it: Callable[..., Any]
+) -> None:
     def run(mode: str, fault: str = "") -> Any:
         return fit(tmp_path, mode, compile_it, backend, fault=fault)[0]
 
     run("record")
+    assert "(seen only from outside: compiled." in capsys.readouterr().out
     same = run("verify")
     assert (same.verdict, same.counts.steps_compared) == ("match", 4)
     (region,) = same.coverage.opaque_regions
@@ -112,20 +107,6 @@ def test_faults_are_found_where_they_are(tmp_path: Path, backend: Any, compile_i
         eager = run("verify", "eager")
         assert (eager.first_divergence.step, eager.first_divergence.op) == (2, "aten.mul.Tensor")
         assert [origin.op for origin in eager.origins][:1] == ["aten.mul.Tensor"]
-
-
-def test_a_model_whose_every_module_is_compiled_is_never_verified_without_sites(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    compiler = opaque_backend()
-    fit(tmp_path, "record", every_module, compiler, level="module")
-    assert "(seen only from outside: compiled.Training_forward)" in capsys.readouterr().out
-    verdict, _ = fit(tmp_path, "verify", every_module, compiler)
-    assert verdict.verdict == "match"
-    assert verdict.coverage.opaque_regions
-    assert verdict.coverage.ops_digested > 0
-    found, _ = fit(tmp_path, "verify", every_module, compiler, fault="inside")
-    assert found.verdict == "diverged"
 
 
 class Forced(pl.Callback):

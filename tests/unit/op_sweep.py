@@ -58,29 +58,21 @@ def copy_of(tensor: Tensor) -> Tensor:
 class SweepMode(TorchDispatchMode):
     """Checks each op that passes.
 
-    Attributes:
-        checked: base names of the ops that were run twice.
-        differing: (op, index of a returned tensor) that differs, declared opaque or not.
-        written: (op, argument) that was written, declared or not.
-        drawing: ops that advanced the generator.
-        faults: (op, what the tables and schemas do not tell): an output that differs, an argument that is written,
-            "draws", "copies" of what is taken for a view, and "aliases" of what is not.
+    ``faults`` are (op, what the tables and schemas do not tell): an output that differs, an argument that is written,
+    "draws", "copies" of what is taken for a view, and "aliases" of what is not.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.checked: set[str] = set()
-        self.differing: set[tuple[str, int]] = set()
-        self.written: set[tuple[str, str]] = set()
+        self.differing: set[tuple[str, int]] = set()  # op and index of a returned tensor, declared opaque or not
+        self.written: set[tuple[str, str]] = set()  # op and argument, declared or not
         self.drawing: set[str] = set()
         self.faults: set[tuple[str, int | str]] = set()
-        self._plans: dict[Any, OpPlan] = {}
 
     def __torch_dispatch__(self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        plan = self._plans.get(func)
-        if plan is None:
-            plan = self._plans[func] = make_plan(func)
+        plan = make_plan(func)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if plan.kind in _SWEPT_KINDS and all(tensor.device.type == "cpu" for tensor in tensors):
             self._check(func, plan, args, kwargs)

@@ -49,22 +49,18 @@ def test_an_exception_caught_in_forward_leaves_the_right_module_running(error):
     assert modules_of(mode, "aten.cos.default") == [""]
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("level", ["op", "module", "state"])
-def test_no_hook_is_left_when_the_step_raises(error, level):
+def test_no_hook_is_left_when_the_step_raises(level):
     before = hooks()
-    model = Raises(error)
+    model = Raises(KeyboardInterrupt)
     mode = HashMode(model, level=level)
     during: list[list[int]] = []
     model.inner.register_forward_hook(lambda *_: during.append(hooks()))
-    with pytest.raises(error, match="planted"), mode:
+    with pytest.raises(KeyboardInterrupt, match="planted"), mode:
         model(torch.ones(2))
     assert (during != [before]) == (level != "state")
     assert hooks() == before
     assert mode.recorder.modules.current.module == ""
-    with mode:
-        nn.Tanh()(torch.ones(2))
-    assert hooks() == before
 
 
 def test_modules_added_within_a_step_and_strangers_that_count_as_their_callers():

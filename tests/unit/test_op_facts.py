@@ -26,22 +26,16 @@ def fact(name: str, words: str = "") -> OpFact:
 Call = Callable[[], Tensor]
 
 INDEX = torch.tensor([0, 1])
-
-
-def image(dims: int) -> Tensor:
-    return torch.ones(1, 2, *[4] * dims, requires_grad=True)
-
-
-def vector() -> Tensor:
-    return torch.ones(4, requires_grad=True)
+IMAGES = [torch.ones(1, 2, *[4] * dims, requires_grad=True) for dims in range(4)]
+VECTOR = torch.ones(4, requires_grad=True)
 
 
 def resized(mode: str, dims: int, **options: bool) -> Call:
-    return lambda: interpolate(image(dims), scale_factor=2, mode=mode, **options)
+    return lambda: interpolate(IMAGES[dims], scale_factor=2, mode=mode, **options)
 
 
 def reduced(reduce: str) -> Call:
-    return lambda: vector().scatter_reduce(0, INDEX, torch.ones(2), reduce)
+    return lambda: VECTOR.scatter_reduce(0, INDEX, torch.ones(2), reduce)
 
 
 def ctc_loss() -> Tensor:
@@ -50,12 +44,10 @@ def ctc_loss() -> Tensor:
 
 
 CALLS: Mapping[str, Sequence[Call]] = {
-    "torch.nn.Conv2d": [lambda: nn.Conv2d(2, 2, 3)(image(2))],
-    "torch.nn.ConvTranspose3d": [lambda: nn.ConvTranspose3d(2, 2, 3)(image(3))],
-    "torch.nn.ReflectionPad1d": [lambda: nn.ReflectionPad1d(1)(image(1))],
-    "torch.nn.MaxUnpool1d": [lambda: nn.MaxUnpool1d(2)(*nn.MaxPool1d(2, return_indices=True)(image(1)))],
-    "torch.nn.MaxPool3d": [lambda: nn.MaxPool3d(2)(image(3))],
-    "torch.nn.NLLLoss": [lambda: nn.NLLLoss()(image(2), torch.zeros(1, 4, 4, dtype=torch.int64))],
+    "torch.nn.ConvTranspose3d": [lambda: nn.ConvTranspose3d(2, 2, 3)(IMAGES[3])],
+    "torch.nn.MaxUnpool1d": [lambda: nn.MaxUnpool1d(2)(*nn.MaxPool1d(2, return_indices=True)(IMAGES[1]))],
+    "torch.nn.MaxPool3d": [lambda: nn.MaxPool3d(2)(IMAGES[3])],
+    "torch.nn.NLLLoss": [lambda: nn.NLLLoss()(IMAGES[2], torch.zeros(1, 4, 4, dtype=torch.int64))],
     "torch.nn.CTCLoss": [ctc_loss],
     "torch.nn.EmbeddingBag": [lambda: nn.EmbeddingBag(5, 3, mode="max")(torch.tensor([[0, 1]]))],
     "torch.nn.functional.interpolate": [
@@ -63,23 +55,18 @@ CALLS: Mapping[str, Sequence[Call]] = {
         *(resized(mode, 2, antialias=True) for mode in ("bilinear", "bicubic")),
     ],
     "torch.nn.functional.grid_sample": [
-        lambda: grid_sample(image(2), torch.zeros(1, 2, 2, 2), align_corners=False),
-        lambda: grid_sample(image(3), torch.zeros(1, 2, 2, 2, 3), align_corners=False),
+        lambda: grid_sample(IMAGES[2], torch.zeros(1, 2, 2, 2), align_corners=False),
+        lambda: grid_sample(IMAGES[3], torch.zeros(1, 2, 2, 2, 3), align_corners=False),
     ],
-    "torch.Tensor.__getitem__": [lambda: vector()[[0, 1]]],
-    "torch.Tensor.index_put": [
-        lambda: vector().index_put((INDEX,), torch.ones(2)),
-        lambda: vector().index_put((INDEX,), torch.ones(2), accumulate=True),
-    ],
+    "torch.Tensor.__getitem__": [lambda: VECTOR[[0, 1]]],
     "torch.Tensor.put_": [
         lambda: torch.ones(4).put_(INDEX, torch.ones(2)),
         lambda: torch.ones(4).put_(INDEX, torch.ones(2), accumulate=True),
     ],
-    "torch.gather": [lambda: vector().gather(0, INDEX)],
-    "torch.index_select": [lambda: vector().index_select(0, INDEX)],
+    "torch.gather": [lambda: VECTOR.gather(0, INDEX)],
+    "torch.index_select": [lambda: VECTOR.index_select(0, INDEX)],
     "torch.repeat_interleave": [lambda: torch.ones(2, requires_grad=True).repeat_interleave(INDEX)],
     "torch.Tensor.scatter_reduce": [reduced("sum"), reduced("mean"), reduced("prod")],
-    "torch.median": [lambda: torch.median(image(1), 0).values],
 }
 """Documented name -> calls that it speaks of: all that ``ALIASES`` translates, and some of each rule."""
 
@@ -92,9 +79,7 @@ def test_every_bullet_is_read_and_translated() -> None:
         assert [fact.name for fact in DOCUMENTED if fact.behaviour == behaviour] == bullets
         assert len(bullets) > 20
     assert all(fact.ops for fact in DOCUMENTED)
-    for found in FACTS:
-        for op in found.ops:
-            assert hasattr(torch.ops.aten, op.removeprefix("aten.")), (found.name, op)
+    assert [op for fact in FACTS for op in fact.ops if not hasattr(torch.ops.aten, op.removeprefix("aten."))] == []
 
 
 def test_a_docstring_without_the_lists_is_an_error() -> None:
@@ -139,9 +124,8 @@ def applying(call: Call) -> set[tuple[str, str]]:
 @pytest.mark.parametrize("name", CALLS)
 def test_the_ops_are_those_that_run(name: str) -> None:
     found = [applying(call) for call in CALLS[name]]
-    assert all(name in {name for name, _ in facts} for facts in found)
-    wanted = {(fact.name, fact.condition) for fact in DOCUMENTED if fact.name == name}
-    assert wanted <= set().union(*found)
+    assert all(name in dict(facts) for facts in found)
+    assert {(fact.name, fact.condition) for fact in DOCUMENTED if fact.name == name} <= set().union(*found)
 
 
 @pytest.mark.parametrize(
@@ -156,8 +140,7 @@ def test_the_ops_are_those_that_run(name: str) -> None:
         (reduced("prod"), ["when reduce='prod' and called on CUDA tensor"]),
         (reduced("amax"), []),
         (CALLS["torch.nn.ConvTranspose3d"][0], ["when called on CUDA tensor"]),
-        (lambda: vector().detach().index_select(0, INDEX), []),
-        (lambda: torch.nn.ReflectionPad1d(1)(torch.ones(1, 2, 4)), []),
+        (lambda: VECTOR.detach().index_select(0, INDEX), []),
         (lambda: torch.nn.NLLLoss()(torch.ones(2, 4, requires_grad=True), INDEX), []),
     ],
 )

@@ -62,8 +62,7 @@ def run(program: list[tuple[str, int, tuple]]) -> tuple[StepTrace, Iterator[tupl
 
     def reads() -> Iterator[tuple[int, set[int], bool]]:
         nothing = -2
-        writers = [torch.full((6, 4), position_of(trace, "zeros.default")), torch.full((6, 4), nothing)]
-        writers.append(torch.full((6, 4), -1))
+        writers = [torch.full((6, 4), by) for by in (position_of(trace, "zeros.default"), nothing, -1)]
         counts = dict.fromkeys(OPS, 0)
         for action, buffer, view in program:
             position = position_of(trace, OPS[action], counts[action])
@@ -124,24 +123,11 @@ def test_empty_and_nested_tensors_have_regions():
 
 def test_reads_of_part_of_an_unknown_tensor_become_inputs_once():
     outside = torch.arange(12.0).reshape(3, 4)
-
-    def body():
-        outside[0].sum()
-        outside[0].exp()
-        outside[:, 1].sum()
-        outside[:, 1].exp()
-        outside.sum()
-        outside[2].sum()
-
-    trace = traced(body)
+    trace = traced(lambda: [part.sum() for part in (outside[0], outside[0], outside[:, 1], outside, outside[2])])
     inputs = with_role(trace, "input")
-    assert len(inputs) == 3
-    assert inputs[0].inputs == ()
-    assert {site.name for site in inputs} == {None}
-    assert site_of(trace, "sum.default", 0).inputs == site_of(trace, "exp.default", 0).inputs
-    column = position_of(trace, "sum.default", 1) - 1
-    assert column in site_of(trace, "exp.default", 1).inputs
-    assert site_of(trace, "sum.default", 3).inputs == (position_of(trace, "sum.default", 2) - 1,)
+    assert [(site.name, bool(site.inputs)) for site in inputs] == [(None, False), (None, True), (None, True)]
+    assert site_of(trace, "sum.default", 0).inputs == site_of(trace, "sum.default", 1).inputs
+    assert site_of(trace, "sum.default", 4).inputs == (position_of(trace, "sum.default", 3) - 1,)
 
 
 def test_out_variants_are_written_and_not_read():
@@ -149,17 +135,13 @@ def test_out_variants_are_written_and_not_read():
 
     def body():
         torch.add(torch.ones(3), 1, out=target)
-        target.sum()
-        grown = torch.empty(0)
-        torch.mul(target, 2, out=grown)
-        grown.sum()
+        torch.mul(target, 2, out=torch.empty(0)).sum()
 
     trace = traced(body)
     assert with_role(trace, "input") == []
     assert reads_of(trace, "add.out") == ["ones.default"]
-    assert reads_of(trace, "sum.default", 0) == ["add.out"]
     assert reads_of(trace, "mul.out") == ["add.out"]
-    assert reads_of(trace, "sum.default", 1) == ["mul.out"]
+    assert reads_of(trace, "sum.default") == ["mul.out"]
 
 
 def test_another_extent_or_storage_keeps_the_writers():
@@ -210,7 +192,6 @@ def test_the_address_of_a_storage_that_is_gone_is_not_used_again() -> None:
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.complex128])
 def test_the_bytes_of_a_view_are_those_of_its_dtype(dtype: torch.dtype) -> None:
     buffer = torch.zeros(6, 4, dtype=dtype)
-    assert region_of(buffer[1:3]) == Region(4 * dtype.itemsize, 12 * dtype.itemsize)
     known = PartialWrites(is_uninitialised=True, is_empty=True)
     known.add(region_of(buffer[:, :2]), 0)
     assert known.is_filled(region_of(buffer[2:, 1]))
