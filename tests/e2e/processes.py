@@ -16,8 +16,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from fits import Classifier, Samples
 from forks import end_with
-from styles import Classifier, Samples
 from torch import Tensor
 from torch.utils.data import DataLoader
 from trainers import has_same_weights, quiet_trainer

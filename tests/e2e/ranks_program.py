@@ -7,9 +7,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+from fits import CLASSES, FEATURES, Classifier
 from lightning.pytorch.strategies import ModelParallelStrategy
 from processes import train
-from styles import CLASSES, FEATURES, Classifier
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from fits import Fit, RaiseAt, StopError, assert_nothing_left
-from styles import Classifier, Validated
+from fits import Classifier, Fit, RaiseAt, StopError, Validated, assert_nothing_left
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from trainers import LIGHTNING_ADVICE

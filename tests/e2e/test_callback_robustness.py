@@ -3,15 +3,25 @@
 import copy
 import pickle
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from fits import Fit, Plain, RaiseAt, RaiseInside, StopError, assert_nothing_left, raising_inside, record
+from fits import (
+    Classifier,
+    Fit,
+    Plain,
+    RaiseAt,
+    RaiseInside,
+    StopError,
+    Validated,
+    assert_nothing_left,
+    record,
+)
 from judged import require_one_verdict
-from styles import Classifier, Validated
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode
 from trainers import LIGHTNING_ADVICE
@@ -40,7 +50,7 @@ def test_an_exception_inside_a_step(place: str, mode: str, tmp_path: Path) -> No
     if mode == "verify":
         record(folder, model=RaiseInside)
     callback = DeterminismCallback(folder, mode=mode, current=tmp_path / "current")
-    fit = Fit(callback, model=raising_inside(place))
+    fit = Fit(callback, model=partial(RaiseInside, place))
     with pytest.raises(StopError, match=place):
         fit.run()
     assert_nothing_left(fit, callback)

@@ -5,8 +5,8 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
+from fits import Classifier, Samples
 from resumes import SaveAfter
-from styles import Classifier, Samples
 from torch import nn
 from torch.utils.data import DataLoader
 from trainers import LIGHTNING_ADVICE, quiet_trainer

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from fits import Classifier, Samples
 from readme_commands import ROOT, run_page
-from styles import Classifier, Samples
 from torch import nn
 from torch.utils.data import DataLoader
 from trainers import quiet_trainer

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from styles import Classifier, Samples, Validated
+from fits import Classifier, Samples, Validated
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset, default_collate
 from trainers import LIGHTNING_ADVICE, quiet_trainer

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from faults import BATCH, WIDTH, Deep, Training, add_ulp, below, first_of, verify
+from fits import Classifier
 from judged import require_one_verdict
 from processes import run_ranks, verdict_in
 from processes import train as train_ranks
-from styles import Classifier
 from torch import nn
 from trainers import LIGHTNING_ADVICE, has_same_weights
 from verdicts import DIVERGED, DIVERGENCE

@@ -10,10 +10,10 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from fits import Classifier, train
 from late_device import in_every_step, late_device
 from lightning.pytorch.loggers import CSVLogger
 from safetensors import safe_open
-from styles import Classifier, train
 from torch import Tensor, library
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import _disable_current_modes  # looked at in torch 2.13

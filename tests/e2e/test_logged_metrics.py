@@ -11,11 +11,10 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from fits import RaiseAt, StopError
+from fits import Classifier, RaiseAt, Samples, StopError
 from judged import require_one_verdict
 from processes import run_ranks, verdict_in
 from resumes import SaveAfter
-from styles import Classifier, Samples
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Subset
 from trainers import LIGHTNING_ADVICE, quiet_trainer
@@ -87,7 +86,7 @@ def loader(num_samples: int = 12, *, other: int | None = None) -> DataLoader[Any
     """Return batches of four samples, of which one may be another."""
     samples = Samples()
     if other is not None:
-        samples.inputs[other] += 1
+        samples.tensors[0][other] += 1
     return DataLoader(Subset(samples, range(num_samples)), 4, generator=torch.Generator())  # draws from no other
 
 

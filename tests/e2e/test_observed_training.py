@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from styles import Validated, train
+from fits import Validated, train
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from trainers import LIGHTNING_ADVICE

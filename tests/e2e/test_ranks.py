@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import ranks_program
 import torch
+from fits import Classifier
 from html_page import assert_no_receiver_is_an_origin
 from judged import require_one_verdict
 from lightning.pytorch.strategies import DDPStrategy
 from processes import Ended, Faulty, linked, require_same_training, run_ranks, train, verdict_in
-from styles import Classifier
 from torch import Tensor, nn
 
 from det_callbacks import DeterminismCallback

@@ -12,10 +12,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+from fits import Classifier, Samples
 from judged import require_one_verdict
 from lightning.pytorch.callbacks import LambdaCallback
 from processes import Ended, Faulty, linked, run_ranks, train, verdict_in
-from styles import Classifier, Samples
 from torch.utils.data import DataLoader, Subset
 from trainers import quiet_trainer
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import ranks_program
 import torch
+from fits import Classifier
 from lightning.pytorch.strategies import DDPStrategy
 from processes import Ended, Faulty, require_same_training, run_ranks, train, verdict_in
-from styles import Classifier
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from trainers import LIGHTNING_ADVICE
 

@@ -7,9 +7,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from fits import RaiseAt
+from fits import Classifier, RaiseAt, Samples
 from lightning.pytorch.callbacks import LambdaCallback
-from styles import Classifier, Samples
 from torch.utils.data import DataLoader
 from trainers import quiet_trainer
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+from fits import Classifier, Samples
 from processes import run_ranks
-from styles import Classifier, Samples
 from torch.utils.data import DataLoader
 from trainers import quiet_trainer
 
