@@ -15,12 +15,12 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
+from typing_extensions import override
 
-from det_callbacks.checkpoint.loaders import find_generators, follow
+from det_callbacks.checkpoint.loaders import Follower, find_generators, follow
 from det_callbacks.digest import digest_bytes, unobserved
 from det_callbacks.errors import SettingsError
 from det_callbacks.replaced_in_lightning import ReplacedInLightning
@@ -43,18 +43,11 @@ _FIT_START = "fit start"
 _LOADER_START = "before the loader starts"
 
 
-class Evidence:
-    """Gathers the evidence of one fit; some 40 microseconds a step.
+class Evidence(Follower):
+    """Gathers the evidence of one fit for a callback of its trainer; some 40 microseconds a step.
 
     It follows the loaders of the fit: the batches that wait to be trained on, as they left the loaders, and the indices
     that the samplers of map-style data sets drew for them, where the loader keeps the order.
-
-    Args:
-        trainer: whose fit it is, before its data is set up.
-        own: the callback that this is for, which is not followed.
-
-    Raises:
-        SettingsError: the environment asks for a number of workers that is none.
     """
 
     def __init__(self, trainer: pl.Trainer, own: pl.Callback) -> None:
@@ -91,26 +84,23 @@ class Evidence:
 
     def attach(self) -> None:
         """Follow the loaders once they are there."""
-        loop: Any = self._trainer.fit_loop
+        loop = self._trainer.fit_loop
+        self._replaced.put(loop, "_load_combined_loader_states", lambda load: partial(self._load_and_follow, load))
 
-        def load_and_follow(original: Callable[[], None]) -> None:
-            original()
-            self._follow(loop._combined_loader)
-
-        self._replaced.put(loop, "_load_combined_loader_states", lambda original: partial(load_and_follow, original))
-
-    def _follow(self, loader: CombinedLoader) -> None:
+    def _load_and_follow(self, load: Callable[[], None]) -> None:
+        load()
         self._leave_loader()
+        loader: Any = self._trainer.fit_loop._combined_loader
         inner = loader.flattened
         if self._num_workers is not None:
             self._has_workers = set_workers(inner, self._num_workers)
-        name = "train_dataloader"
-        self._ledger.held = find_generators({name: inner[0] if len(inner) == 1 else inner}, left=(pl.LightningModule,))
-        self._loaders = {name: inner[0]} if len(inner) == 1 else {f"{name} {at}": one for at, one in enumerate(inner)}
+        name, is_one = "train_dataloader", len(inner) == 1
+        self._ledger.held = find_generators({name: inner[0] if is_one else inner}, left=(pl.LightningModule,))
+        self._loaders = {name: inner[0]} if is_one else {f"{name} {at}": one for at, one in enumerate(inner)}
         self._let_go = follow(loader, self)
         for name, one in self._loaders.items():
             # a draw of "sequential" is of one of the loaders, and nobody says of which
-            if _draws_in_order(one) and (loader._mode != "sequential" or len(inner) == 1):
+            if _draws_in_order(one) and (loader._mode != "sequential" or is_one):
                 self._follow_sampler(name, one)
 
     def _follow_sampler(self, name: str, loader: Any) -> None:
@@ -150,22 +140,22 @@ class Evidence:
                 "program."
             )
 
-    # what the loader calls
+    # what the loader calls, as a Follower
 
+    @override
     def begin_iteration(self) -> None:
-        """Note that the loader begins to be iterated over."""
         self._waiting.clear()
         for name, loader in self._loaders.items():
             for setting, text in _settings_of(loader):
                 self._ledger.note(_LOADER_START, f"{setting} of {name}", text=text)
         self._ledger.mark(_LOADER_START)
 
+    @override
     def begin_draw(self) -> None:
-        """Note that a batch is about to be drawn."""
         self._ledger.mark("before a batch is drawn")
 
+    @override
     def end_draw(self, batch: Any) -> None:
-        """Keep what was drawn until it is trained on."""
         self._waiting.append((batch, {name: known.popleft() for name, known in self._indices.items() if known}))
 
     # what the trace calls
@@ -190,9 +180,9 @@ class Evidence:
         for loader, index in indices_by_loader.items():
             indices = _whole_numbers(index)
             if indices is not None:
-                text = json.dumps(indices[:MAX_INDICES])
-                self._ledger.note(BATCH, f"indices of {loader}", _digest(indices), text)
-                self._ledger.note(BATCH, f"sorted indices of {loader}", _digest(sorted(indices)))
+                digest, of_sorted = (digest_bytes(repr(numbers).encode()) for numbers in (indices, sorted(indices)))
+                self._ledger.note(BATCH, f"indices of {loader}", digest, json.dumps(indices[:MAX_INDICES]))
+                self._ledger.note(BATCH, f"sorted indices of {loader}", of_sorted)
         # what left the loader, where the training step gets something else: moved to a device, or transformed
         given = {id(value) for _, value in flatten(batch, "batch", is_whole=True)}
         with unobserved():
@@ -247,16 +237,8 @@ def _whole_numbers(index: Any) -> list[int] | None:
         return None
 
 
-def _digest(numbers: Sequence[int]) -> int:
-    return digest_bytes(repr(numbers).encode())
-
-
 def asked_workers() -> int | None:
-    """Return the number of workers that the environment asks for (``det-callbacks check --vary workers``).
-
-    Raises:
-        SettingsError: it asks for what is no number.
-    """
+    """Return the number of workers that the environment asks for (``det-callbacks check --vary workers``)."""
     text = os.environ.get(NUM_WORKERS)
     if text is not None and not text.isdecimal():
         raise SettingsError(
@@ -267,7 +249,7 @@ def asked_workers() -> int | None:
 
 
 def set_workers(loaders: Sequence[Any], number: int) -> bool:
-    """Give loaders that were not iterated over yet so many workers, and what goes with them; return whether one is one.
+    """Give loaders that were not iterated over yet so many workers, and what goes with them; return whether it could.
 
     Looked at in torch 2.13: a loader asks for its number when it makes an iterator. One without workers has no
     ``prefetch_factor`` and refuses a ``timeout``; ``persistent_workers`` counts only where there are some.

@@ -21,9 +21,9 @@ CALLS = {TrainerFn.VALIDATING: "trainer.validate", TrainerFn.TESTING: "trainer.t
 
 
 class LoggedMetrics:
-    """Hands what the module logs to a session: the values of rank 0, which all ranks wait for together.
+    """Hands what the module logs on rank 0 to a session.
 
-    Those of a training epoch are computed after the last hook of the epoch, and read in the first one after it.
+    The metrics of a training epoch are computed after the last hook of the epoch, and read in the first one after it.
 
     Attributes:
         step: the last training batch that began; -1 before the first.
@@ -56,13 +56,11 @@ class LoggedMetrics:
 
     def note_batch(self, trainer: pl.Trainer, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
         """Keep the digests of the first batch of each loader of a validation or test."""
-        if batch_idx or not trainer.is_global_zero:
-            return
-        with unobserved():
-            for name, value in flatten(batch, "batch", is_whole=True):
-                if isinstance(value, Tensor) and holds_data(value):
-                    place = f"{FIRST_BATCH}loader {dataloader_idx}: {name}"
-                    self.first_batches[place] = format_digest(digest_tensor(value))
+        if not batch_idx and trainer.is_global_zero:
+            with unobserved():
+                for name, value in flatten(batch, f"{FIRST_BATCH}loader {dataloader_idx}: batch", is_whole=True):
+                    if isinstance(value, Tensor) and holds_data(value):
+                        self.first_batches[name] = format_digest(digest_tensor(value))
 
     def read_epoch(self, trainer: pl.Trainer) -> bool:
         """Read what was computed at the end of the last epoch, if one has ended; return whether it differs."""
@@ -78,14 +76,7 @@ class LoggedMetrics:
         return self.read(trainer, "epoch", self.step, epoch=epoch)
 
     def read(self, trainer: pl.Trainer, where: str, number: int, *, epoch: int) -> bool:
-        """Read what was computed since the last time; return whether it differs.
-
-        Args:
-            trainer: whose metrics.
-            where: "epoch", "validation", "trainer.test" or "trainer.validate".
-            number: which of those.
-            epoch: under way.
-        """
+        """Read what was computed since the last time; return whether it differs. The place is that of a ``Reading``."""
         session = self._session
         if session is None or not trainer.is_global_zero:
             return False
@@ -99,9 +90,12 @@ class LoggedMetrics:
             }
         if not metrics:
             return False
-        data = {} if where == "epoch" else {**_lengths(trainer, where), **first_batches}
+        ledger = Ledger()
+        ledger.mark("")
+        evidence = {f"{GENERATOR}{row.name}": format_digest(row.value) for row in ledger.take(0)}
+        evidence |= {} if where == "epoch" else {**_lengths(trainer, where), **first_batches}
         place: dict[str, Any] = {"where": where, "number": number, "step": self.step, "epoch": epoch}
-        return session.put_metrics(Reading(**place, metrics=metrics, evidence={**_generators(), **data}))
+        return session.put_metrics(Reading(**place, metrics=metrics, evidence=evidence))
 
     def _put_resumed(self, trainer: pl.Trainer, step: int, *, is_first: bool = False) -> None:
         if self._session is not None and trainer.is_global_zero:
@@ -136,19 +130,9 @@ def _metric(value: Tensor | float) -> Metric:
     )
 
 
-def _generators() -> dict[str, str]:
-    ledger = Ledger()
-    ledger.mark("")
-    return {f"{GENERATOR}{row.name}": format_digest(row.value) for row in ledger.take(0)}
-
-
 def _lengths(trainer: pl.Trainer, where: str) -> dict[str, str]:
     """Return how many samples the data sets of the loaders have that were gone through."""
     loop: Any = trainer.test_loop if where == "trainer.test" else trainer.validate_loop
     loop = trainer.fit_loop.epoch_loop.val_loop if where == "validation" else loop
-    found = {}
-    for number, loader in enumerate(loop._combined_loader.flattened):
-        data: Any = getattr(loader, "dataset", None)
-        if hasattr(data, "__len__"):
-            found[f"{LENGTH}loader {number}"] = str(len(data))
-    return found
+    sets: list[Any] = [getattr(loader, "dataset", None) for loader in loop._combined_loader.flattened]
+    return {f"{LENGTH}loader {at}": str(len(data)) for at, data in enumerate(sets) if hasattr(data, "__len__")}

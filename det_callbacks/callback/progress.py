@@ -42,13 +42,20 @@ class ProgressReporter:
         self._is_logged = True
 
     def begin_fit(self, trainer: pl.Trainer, *, is_recording: bool) -> None:
-        """Follow a fit that is about to train, whose steps are recorded, or verified."""
+        """Follow a fit that is about to train, whose steps are recorded, or verified.
+
+        The word stands beside what the bar's ``get_metrics`` returns, whoever wrote that;
+        ``trainer.progress_bar_metrics`` holds numbers only and is left alone. Nothing is done where the bar is another
+        one than Lightning's, which need not take text.
+        """
         self.close()
         self._progress, self._is_logged, self._step = Progress(), True, -1
         self._is_recording = is_recording
+        bar: Any = trainer.progress_bar_callback
         if trainer.is_global_zero:
             self._trainer = trainer
-            _show_in_bar(trainer, self._word, self._replaced)
+            if isinstance(bar, TQDMProgressBar | RichProgressBar):
+                self._replaced.put(bar, "get_metrics", lambda get_metrics: partial(self._with_word, get_metrics))
 
     def after_step(self, progress: Progress) -> None:
         """Take the state after a batch, and log it when the Trainer's own metrics are logged."""
@@ -69,11 +76,11 @@ class ProgressReporter:
             return
         if not self._is_logged:
             self._log(trainer)
-        states = RewindPoint()
-        for logger in trainer.loggers:
-            if verdict is not None:
+        if verdict is not None:
+            states = RewindPoint()
+            for logger in trainer.loggers:
                 _give_verdict(logger, verdict, self._step)
-        states.put_back()
+            states.put_back()
 
     def close(self) -> None:
         """Leave the bar as it was; may be called more than once."""
@@ -83,28 +90,26 @@ class ProgressReporter:
     def _log(self, trainer: pl.Trainer) -> None:
         self._is_logged, progress = True, self._progress
         metrics: dict[str, Any] = {
-            f"steps_{'recorded' if self._is_recording else 'verified'}": progress.num_steps,
-            "sites": progress.num_sites,
-            "differing": progress.num_differing,
-            "replayed_mib": progress.num_bytes / 2**20,
+            f"{KEY}/steps_{'recorded' if self._is_recording else 'verified'}": progress.num_steps,
+            f"{KEY}/sites": progress.num_sites,
+            f"{KEY}/differing": progress.num_differing,
+            f"{KEY}/replayed_mib": progress.num_bytes / 2**20,
         }
         numbers = {name: float(value) for name, value in metrics.items()}
         if progress.chain is not None:
-            metrics["chain"] = format_digest(progress.chain)
-            numbers["chain"] = float(progress.chain >> (64 - _CHAIN_BITS))
+            metrics[f"{KEY}/chain"] = format_digest(progress.chain)
+            numbers[f"{KEY}/chain"] = float(progress.chain >> (64 - _CHAIN_BITS))
         states = RewindPoint()
         for logger in trainer.loggers:
             # a CSV file keeps text; a user's own may do something else with what it is given
-            known = metrics if type(logger).log_metrics is CSVLogger.log_metrics else numbers
-            logger.log_metrics({f"{KEY}/{name}": value for name, value in known.items()}, step=self._step)
+            is_csv = type(logger).log_metrics is CSVLogger.log_metrics
+            logger.log_metrics(metrics if is_csv else numbers, step=self._step)
             logger.save()
         states.put_back()
 
-    def _word(self) -> str:
-        progress, is_recording = self._progress, self._is_recording
-        return progress_word(
-            num_steps=progress.num_steps, num_differing=progress.num_differing, is_recording=is_recording
-        )
+    def _with_word(self, get_metrics: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        numbers = {"num_steps": self._progress.num_steps, "num_differing": self._progress.num_differing}
+        return {KEY: progress_word(**numbers, is_recording=self._is_recording), **get_metrics(*args, **kwargs)}
 
 
 def _give_verdict(logger: Logger, verdict: Verdict, step: int) -> None:
@@ -113,11 +118,10 @@ def _give_verdict(logger: Logger, verdict: Verdict, step: int) -> None:
     if isinstance(logger, TensorBoardLogger):
         logger.experiment.add_text(f"{KEY}/verdict", f"{verdict.verdict}: {verdict.explanation}", step)
         logger.save()
-    elif isinstance(logger, WandbLogger):  # wandb 0.31
-        for path in files:
+    for path in files:
+        if isinstance(logger, WandbLogger):  # wandb 0.31
             logger.experiment.log_artifact(str(path), name=f"{KEY}-{path.stem}", type=KEY)
-    elif isinstance(logger, MLFlowLogger):  # mlflow 3.17
-        for path in files:
+        elif isinstance(logger, MLFlowLogger):  # mlflow 3.17
             logger.experiment.log_artifact(logger.run_id, str(path), KEY)
 
 
@@ -130,19 +134,3 @@ def print_beside_bar(trainer: pl.Trainer, text: str) -> None:
     is_rich = isinstance(bar, RichProgressBar) and bar.progress is not None and bar.progress.live.is_started
     with Tqdm.external_write_mode() if isinstance(bar, TQDMProgressBar) else nullcontext():
         print_closing_line(text, bar.progress.console if is_rich and sys.stdout.isatty() else None)
-
-
-def _show_in_bar(trainer: pl.Trainer, word: Callable[[], str], replaced: ReplacedInLightning) -> None:
-    """Let the bar show a word beside the metrics, ``determinism=41 steps match``.
-
-    It stands beside what ``get_metrics`` returns, whoever wrote that; ``trainer.progress_bar_metrics`` holds numbers
-    only and is left alone. Nothing is done where the bar is another one than Lightning's, which need not take text.
-    """
-    bar: Any = trainer.progress_bar_callback
-
-    def with_ours(get_metrics: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        metrics = get_metrics(*args, **kwargs)
-        return metrics if KEY in metrics else {**metrics, KEY: word()}
-
-    if isinstance(bar, TQDMProgressBar | RichProgressBar):
-        replaced.put(bar, "get_metrics", lambda get_metrics: partial(with_ours, get_metrics))

@@ -22,18 +22,10 @@ from det_callbacks.report.replicas import replicas_line, replicas_text
 
 
 class Replicas:
-    """The audits of the replicas of one fit; all ranks call its methods at the same places.
+    """The audits of the replicas of one fit, after every n-th step (0: never); all ranks call it at the same places.
 
     An error that a method returns is the same on all ranks, and raised by the caller, who may have more to say first.
-
-    Args:
-        every_n_steps: after which they are compared; 0 never compares anything.
-        on_divergence: what the first audit that finds a difference leads to: "raise" returns the error at once,
-            "collect" at the end of the fit, "warn" warns and returns none.
-        ignore: fnmatch patterns over names of tensors that are not compared.
-
-    Attributes:
-        replica_report: of the last audit; None before the first.
+    With ``on_divergence`` "raise" it is returned at once, with "collect" at the end of the fit; "warn" warns instead.
     """
 
     _open: tuple[pl.Trainer, RankGroup] | None = None
@@ -66,9 +58,7 @@ class Replicas:
         """Compare the replicas at the end of a fit, and print the closing line."""
         if self._open is None:
             return None
-        error = self._compare()
-        if error is None:
-            self._print()
+        error = self._compare(is_last=True)
         if self.on_divergence == "collect" and self._first is not None:
             self.replica_report = self._first
             error = ReplicaError(replicas_text(self._first), self._first)
@@ -81,7 +71,7 @@ class Replicas:
         if opened is not None:
             opened[1].close()
 
-    def _compare(self) -> ReplicaError | None:
+    def _compare(self, *, is_last: bool = False) -> ReplicaError | None:
         assert self._open is not None, "a fit is under way"
         trainer, group = self._open
         step = trainer.fit_loop.epoch_loop.total_batch_idx
@@ -89,22 +79,15 @@ class Replicas:
         report = compare_replicas(group, lambda: _state_of(trainer, self.ignore), step=step, last_agreement=agreed)
         self.replica_report = report
         self._num_audits += 1
-        if report.equal:
-            return None
-        is_first, self._first = self._first is None, self._first or report
-        if self.on_divergence == "raise":
-            self._print()
-            return ReplicaError(replicas_text(report), report)
-        if self.on_divergence == "warn" and is_first:
-            pl.utilities.rank_zero_warn(replicas_text(report), category=DivergenceWarning)
-        return None
-
-    def _print(self) -> None:
-        """Print the closing line, on one rank."""
-        if self._open is not None and self._open[0].is_global_zero and self.replica_report is not None:
+        if self._first is None and not report.equal:
+            self._first = report
+            if self.on_divergence == "warn":
+                pl.utilities.rank_zero_warn(replicas_text(report), category=DivergenceWarning)
+        stops = self.on_divergence == "raise" and not report.equal
+        if (is_last or stops) and trainer.is_global_zero:
             has_differed = self._first is not None
-            line = replicas_line(self.replica_report, num_audits=self._num_audits, has_differed=has_differed)
-            print_beside_bar(self._open[0], line)
+            print_beside_bar(trainer, replicas_line(report, num_audits=self._num_audits, has_differed=has_differed))
+        return ReplicaError(replicas_text(report), report) if stops else None
 
 
 class ReplicaAuditCallback(Replicas, Callback):
@@ -191,8 +174,7 @@ class ReplicaAuditCallback(Replicas, Callback):
 def _state_of(trainer: pl.Trainer, ignore: Sequence[str]) -> ReplicatedState:
     """Return what has to be equal, as the strategy has it."""
     strategy, model = trainer.strategy, trainer.strategy.model
-    everybody: Sequence[int] = range(trainer.world_size)
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"everybody": range(trainer.world_size), "ignore": ignore}
     if isinstance(model, DistributedDataParallel):
         # post-local SGD, read at Lightning 2.6.6: its replicas are only equal every now and then
         if getattr(strategy, "_model_averager", None) is not None:
@@ -200,16 +182,15 @@ def _state_of(trainer: pl.Trainer, ignore: Sequence[str]) -> ReplicatedState:
                 "The replicas differ by design between two averagings of DDPStrategy(model_averaging_period=...), "
                 "so an audit of them would say nothing. Leave the audit out, or the averaging."
             )
-        everybody = dist.get_process_group_ranks(model.process_group)
-        options = {"ddp_ignores": model.parameters_to_ignore, "has_own_buffers": not model.broadcast_buffers}
+        options["everybody"] = dist.get_process_group_ranks(model.process_group)
+        options |= {"ddp_ignores": model.parameters_to_ignore, "has_own_buffers": not model.broadcast_buffers}
     elif not isinstance(strategy, ModelParallelStrategy):
         raise SettingsError(
             f"{type(strategy).__name__} does not say which ranks hold the same parameters, so its replicas cannot "
             "be compared. Those of DDP and of ModelParallelStrategy (FSDP2, tensor parallelism, meshes) can; "
             "compare runs with DeterminismCallback for others."
         )
-    module, optimizers = trainer.lightning_module, trainer.optimizers
-    return replicated_state(module, optimizers, everybody=everybody, ignore=ignore, **options)
+    return replicated_state(trainer.lightning_module, trainer.optimizers, **options)
 
 
 def raise_if(error: Exception | None) -> None:
