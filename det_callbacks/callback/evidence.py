@@ -18,9 +18,8 @@ from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
-from typing_extensions import override
 
-from det_callbacks.checkpoint.loaders import Follower, find_generators, follow
+from det_callbacks.checkpoint.loaders import find_generators, follow
 from det_callbacks.digest import digest_bytes, unobserved
 from det_callbacks.errors import SettingsError
 from det_callbacks.replaced_in_lightning import ReplacedInLightning
@@ -43,7 +42,7 @@ _FIT_START = "fit start"
 _LOADER_START = "before the loader starts"
 
 
-class Evidence(Follower):
+class Evidence:
     """Gathers the evidence of one fit for a callback of its trainer; some 40 microseconds a step.
 
     It follows the loaders of the fit: the batches that wait to be trained on, as they left the loaders, and the indices
@@ -54,8 +53,6 @@ class Evidence(Follower):
         self._ledger = Ledger()
         self._trainer = trainer
         self._replaced = ReplacedInLightning()
-        self._num_workers = asked_workers()
-        self._has_workers = False
         self._let_go: Callable[[], object] = lambda: None
         self._samplers = ReplacedInLightning()
         self._loaders: dict[str, Any] = {}
@@ -92,8 +89,8 @@ class Evidence(Follower):
         self._leave_loader()
         loader: Any = self._trainer.fit_loop._combined_loader
         inner = loader.flattened
-        if self._num_workers is not None:
-            self._has_workers = set_workers(inner, self._num_workers)
+        if NUM_WORKERS in os.environ:
+            set_workers(inner, os.environ[NUM_WORKERS])
         name, is_one = "train_dataloader", len(inner) == 1
         self._ledger.held = find_generators({name: inner[0] if is_one else inner}, left=(pl.LightningModule,))
         self._loaders = {name: inner[0]} if is_one else {f"{name} {at}": one for at, one in enumerate(inner)}
@@ -131,31 +128,22 @@ class Evidence(Follower):
         self._leave_loader()
         self._replaced.restore()
 
-    def check_loaders(self) -> None:
-        """Raise ``SettingsError`` where the loaders of the fit that starts have not the workers that were asked for."""
-        if self._num_workers is not None and not self._has_workers:
-            raise SettingsError(
-                f"{NUM_WORKERS}={self._num_workers}, but the training has no torch DataLoader whose number of "
-                "workers could be set before it is first iterated over. Unset the variable, or set the number in the "
-                "program."
-            )
+    # what the loader calls
 
-    # what the loader calls, as a Follower
-
-    @override
     def begin_iteration(self) -> None:
+        """Note that the loader begins to be iterated over."""
         self._waiting.clear()
         for name, loader in self._loaders.items():
             for setting, text in _settings_of(loader):
                 self._ledger.note(_LOADER_START, f"{setting} of {name}", text=text)
         self._ledger.mark(_LOADER_START)
 
-    @override
     def begin_draw(self) -> None:
+        """Note that a batch is about to be drawn."""
         self._ledger.mark("before a batch is drawn")
 
-    @override
     def end_draw(self, batch: Any) -> None:
+        """Keep what was drawn until it is trained on."""
         self._waiting.append((batch, {name: known.popleft() for name, known in self._indices.items() if known}))
 
     # what the trace calls
@@ -237,28 +225,21 @@ def _whole_numbers(index: Any) -> list[int] | None:
         return None
 
 
-def asked_workers() -> int | None:
-    """Return the number of workers that the environment asks for (``det-callbacks check --vary workers``)."""
-    text = os.environ.get(NUM_WORKERS)
-    if text is not None and not text.isdecimal():
-        raise SettingsError(
-            f"{NUM_WORKERS} is the number of workers of the training's DataLoaders, from 0 on; got "
-            f"{text!r}. Unset it, or give it a whole number."
-        )
-    return None if text is None else int(text)
-
-
-def set_workers(loaders: Sequence[Any], number: int) -> bool:
-    """Give loaders that were not iterated over yet so many workers, and what goes with them; return whether it could.
+def set_workers(loaders: Sequence[Any], number: str) -> None:
+    """Give loaders that were not iterated over yet so many workers, and what goes with them (``check --vary workers``).
 
     Looked at in torch 2.13: a loader asks for its number when it makes an iterator. One without workers has no
     ``prefetch_factor`` and refuses a ``timeout``; ``persistent_workers`` counts only where there are some.
     """
     known = [loader for loader in loaders if isinstance(loader, DataLoader)]
+    if not known or not number.isdecimal():
+        raise SettingsError(
+            f"{NUM_WORKERS}={number}, but the training has no torch DataLoader that can be given that many workers "
+            "before it is first iterated over. Unset the variable, or set the number in the program."
+        )
     for loader in known:
-        loader.num_workers = number
-        if number and loader.prefetch_factor is None:
+        loader.num_workers = int(number)
+        if loader.num_workers and loader.prefetch_factor is None:
             loader.prefetch_factor = 2
-        if not number:
+        if not loader.num_workers:
             loader.timeout = 0
-    return bool(known)

@@ -10,11 +10,10 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
-from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
 from det_callbacks.callback.session import Progress
 from det_callbacks.compare.record import REPORT_FILE, VERDICT_FILE
-from det_callbacks.digest import format_digest
 from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.report.fits import print_closing_line, progress_word
 from det_callbacks.rng import RewindPoint
@@ -23,7 +22,7 @@ from det_callbacks.verdict import Verdict
 KEY = "determinism"
 
 _CHAIN_BITS = 24
-"""Of a chain, as a number: TensorBoard keeps scalars as float32, which has no more whole ones."""
+"""Of a chain, which is logged as a number: TensorBoard keeps scalars as float32, which has no more whole ones."""
 
 
 class ProgressReporter:
@@ -89,21 +88,17 @@ class ProgressReporter:
 
     def _log(self, trainer: pl.Trainer) -> None:
         self._is_logged, progress = True, self._progress
-        metrics: dict[str, Any] = {
-            f"{KEY}/steps_{'recorded' if self._is_recording else 'verified'}": progress.num_steps,
-            f"{KEY}/sites": progress.num_sites,
-            f"{KEY}/differing": progress.num_differing,
-            f"{KEY}/replayed_mib": progress.num_bytes / 2**20,
+        metrics: dict[str, float] = {
+            f"steps_{'recorded' if self._is_recording else 'verified'}": progress.num_steps,
+            "sites": progress.num_sites,
+            "differing": progress.num_differing,
+            "replayed_mib": progress.num_bytes / 2**20,
         }
-        numbers = {name: float(value) for name, value in metrics.items()}
         if progress.chain is not None:
-            metrics[f"{KEY}/chain"] = format_digest(progress.chain)
-            numbers[f"{KEY}/chain"] = float(progress.chain >> (64 - _CHAIN_BITS))
+            metrics["chain"] = progress.chain >> (64 - _CHAIN_BITS)
         states = RewindPoint()
         for logger in trainer.loggers:
-            # a CSV file keeps text; a user's own may do something else with what it is given
-            is_csv = type(logger).log_metrics is CSVLogger.log_metrics
-            logger.log_metrics(metrics if is_csv else numbers, step=self._step)
+            logger.log_metrics({f"{KEY}/{name}": float(value) for name, value in metrics.items()}, step=self._step)
             logger.save()
         states.put_back()
 

@@ -219,7 +219,6 @@ class TracedSession(Session):
 
     @override
     def attach(self, trainer: pl.Trainer) -> None:
-        self._evidence.check_loaders()
         self._hash_mode.optimizers = list(trainer.optimizers)
         self._replaced.put(trainer.strategy, "training_step", self._hash_mode.marks_forward)
         # Lightning makes its sums when a name is first logged and clears them at an epoch's first batch, so a step that

@@ -89,7 +89,7 @@ WORKERS = {
 @pytest.mark.parametrize(("options", "number"), [({}, 2), (WORKERS, 0), (WORKERS, 2)])
 def test_a_loader_gets_its_workers_with_what_goes_with_them(options: dict[str, Any], number: int) -> None:
     loader: Any = DataLoader(TensorDataset(torch.arange(8.0)), batch_size=4, **options)
-    assert set_workers([[1, 2], loader], number)
+    set_workers([[1, 2], loader], str(number))
     kind = "_MultiProcessingDataLoaderIter" if number else "_SingleProcessDataLoaderIter"
     assert type(iter(loader)).__name__ == kind
     for _ in range(2):
@@ -107,7 +107,7 @@ def test_what_cannot_be_had_of_a_training_is_refused(monkeypatch: pytest.MonkeyP
     for modules, workers, message in (
         (["norm", "nett.*"], "0", NO_MODULE),
         (["*"], "2", NO_LOADER),
-        (["*"], "-1", "from 0 on; got '-1'"),
+        (["*"], "-1", "DET_CALLBACKS_NUM_WORKERS=-1, but"),
     ):
         monkeypatch.setenv(NUM_WORKERS, workers)
         callback = DeterminismCallback(tmp_path / "run", mode="record", modules=modules)

@@ -1,6 +1,5 @@
 """What a Trainer's loggers and progress bars show of a run, and that the training does not notice."""
 
-import csv
 import logging
 import random
 import re
@@ -16,12 +15,11 @@ import pytest
 import terminal
 import torch
 from fits import Fit, Steady, StopError
-from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
-from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.callbacks import LambdaCallback, ProgressBar, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from trainers import LIGHTNING_ADVICE
 
 from det_callbacks import DeterminismCallback, DivergenceError
-from det_callbacks.digest import format_digest
 from det_callbacks.runs.store import Run
 
 pytestmark = LIGHTNING_ADVICE
@@ -76,63 +74,62 @@ def fit(callback: DeterminismCallback | None, *loggers: Logger, **options: Any) 
     return training(*([] if callback is None else [callback]), **options).run()
 
 
-def csv_rows(folder: Path) -> list[dict[str, str]]:
-    with (folder / "metrics.csv").open() as file:
-        return list(csv.DictReader(file))
-
-
-def ours_of(folder: Path) -> list[dict[str, str]]:
-    """Return the lines of a metrics.csv that are ours, without the prefix."""
-    found = [row for row in csv_rows(folder) if row.get("determinism/sites")]
-    return [{name.removeprefix("determinism/"): value for name, value in row.items() if value} for row in found]
-
-
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A reference, and in ``csv`` beside it what the logger of its recording was given."""
-    folder = tmp_path_factory.mktemp("reference")
-    trainer = fit(
-        DeterminismCallback(folder / "run", mode="record", level="state"), CSVLogger(folder, name="", version="csv")
-    ).trainer
+    path = tmp_path_factory.mktemp("reference") / "run"
+    logger = FloatsOnly()
+    trainer = fit(DeterminismCallback(path, mode="record", level="state"), logger).trainer
+    assert [(step, set(row)) for step, row in logger.ours()] == [(at, {*COMMON, "steps_recorded"}) for at in (2, 5, 7)]
     names = {*trainer.callback_metrics, *trainer.logged_metrics, *trainer.progress_bar_metrics}
     assert "loss" in names
     assert not [name for name in names if "determinism" in name], "nothing of it can be monitored"
-    return folder / "run"
+    return path
 
 
-def test_every_kind_of_logger_gets_the_metrics_in_its_form(reference: Path, tmp_path: Path) -> None:
+def test_loggers_get_numbers_and_tensorboard_the_verdict(reference: Path, tmp_path: Path) -> None:
     accumulator = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator", reason="tensorboard is not installed"
     )
     floats, board = FloatsOnly(), TensorBoardLogger(tmp_path, name="", version="events")
     callback = DeterminismCallback(reference, current=tmp_path / "current")
-    fit(callback, CSVLogger(tmp_path, name="", version="csv"), floats, board)
+    fit(callback, floats, board)
     verdict: Any = callback.verdict
-    chains = [Run.open(reference).rank(0).chain(0, step) for step in (2, 5, 7)]  # every third, and the last
-
-    recorded, verified = ours_of(reference.parent / "csv"), ours_of(tmp_path / "csv")
-    assert [row["step"] for row in recorded] == ["2", "5", "7"]
-    assert [set(row) for row in recorded] == [{*COMMON, "steps_recorded", "step"}] * 3
-    assert [set(row) for row in verified] == [{*COMMON, "steps_verified", "step"}] * 3
-    assert [(row["steps_verified"], row["differing"]) for row in verified] == [("3", "0"), ("6", "0"), ("8", "0")]
-    assert [row["chain"] for row in recorded] == [row["chain"] for row in verified] == [*map(format_digest, chains)]
-    assert int(verified[-1]["sites"]) == verdict.counts.sites_compared == int(recorded[-1]["sites"])
-
-    # a number that a plot of 32-bit floats holds
-    assert [row["chain"] for _, row in floats.ours()] == [chain >> 40 for chain in chains]
+    # of every third step and the last, as a number that a plot of 32-bit floats holds
+    chains = [(step, Run.open(reference).rank(0).chain(0, step) >> 40) for step in (2, 5, 7)]
+    assert [set(row) for _, row in floats.ours()] == [{*COMMON, "steps_verified"}] * 3
+    assert [(row["steps_verified"], row["differing"]) for _, row in floats.ours()] == [(3, 0), (6, 0), (8, 0)]
+    assert [(step, row["chain"]) for step, row in floats.ours()] == chains
+    assert floats.ours()[-1][1]["sites"] == verdict.counts.sites_compared
     events = accumulator.EventAccumulator(str(tmp_path / "events"))
     events.Reload()
-    shown = [(event.step, event.value) for event in events.Scalars("determinism/chain")]
-    assert shown == [(step, chain >> 40) for step, chain in zip((2, 5, 7), chains, strict=True)]
+    assert [(event.step, event.value) for event in events.Scalars("determinism/chain")] == chains
     (text,) = events.Tensors("determinism/verdict/text_summary")
     assert text.tensor_proto.string_val[0].decode() == f"match: {verdict.explanation}"
 
 
-def test_what_differs_is_logged(reference: Path, tmp_path: Path) -> None:
-    floats = FloatsOnly()
-    callback = DeterminismCallback(reference, current=tmp_path / "current", on_divergence="collect")
-    with pytest.raises(DivergenceError):
-        fit(callback, floats, factor_at=4)
+def test_stores_of_artifacts_get_the_verdict_and_the_report(
+    reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[tuple[Any, ...]] = []
+    store = SimpleNamespace(log_artifact=lambda *args, **options: kept.append((*args, *options.values())))
+    for kind in (WandbLogger, MLFlowLogger):
+        for name in ("__init__", "log_metrics", "log_hyperparams", "save", "finalize", "after_save_checkpoint"):
+            monkeypatch.setattr(kind, name, lambda *args, **options: None)
+        monkeypatch.setattr(kind, "experiment", store)
+        monkeypatch.setattr(kind, "save_dir", str(tmp_path))
+    monkeypatch.setattr(MLFlowLogger, "run_id", "run7")
+    for factor_at, names in ((None, ["verdict.json"]), (4, ["verdict.json", "report.html"])):
+        kept.clear()
+        current, floats = tmp_path / str(factor_at), FloatsOnly()
+        callback = DeterminismCallback(reference, current=current, on_divergence="collect")
+        with suppress(DivergenceError):
+            loggers = [cast(Any, kind)() for kind in (WandbLogger, MLFlowLogger)]
+            fit(callback, *loggers, floats, factor_at=factor_at, default_root_dir=tmp_path)
+        files = [current / name for name in names]
+        assert kept == [
+            *((str(file), f"determinism-{file.stem}", "determinism") for file in files),
+            *(("run7", str(file), "determinism") for file in files),
+        ]
     verdict: Any = callback.verdict
     first, second, last = (row for _, row in floats.ours())
     assert (first["differing"], "chain" in first) == (0.0, True)
@@ -142,53 +139,24 @@ def test_what_differs_is_logged(reference: Path, tmp_path: Path) -> None:
     assert (last["differing"], last["steps_verified"]) == (verdict.counts.sites_differing - 1, 8.0)
 
 
-@pytest.mark.parametrize("factor_at", [None, 4])
-def test_stores_of_artifacts_get_the_verdict_and_the_report(
-    factor_at: int | None, reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept: list[tuple[Any, ...]] = []
-    store = SimpleNamespace(log_artifact=lambda *args, **options: kept.append((*args, *options.values())))
-    for kind in (WandbLogger, MLFlowLogger):
-        monkeypatch.setattr(kind, "__init__", lambda self: None)
-        monkeypatch.setattr(kind, "experiment", store)
-        monkeypatch.setattr(kind, "save_dir", str(tmp_path))
-        for name in ("log_metrics", "log_hyperparams", "save", "finalize", "after_save_checkpoint"):
-            monkeypatch.setattr(kind, name, lambda *args, **options: None)
-    monkeypatch.setattr(MLFlowLogger, "run_id", "run7")
-    current = tmp_path / "current"
-    with suppress(DivergenceError):
-        loggers = [cast(Any, kind)() for kind in (WandbLogger, MLFlowLogger)]
-        callback = DeterminismCallback(reference, current=current)
-        fit(callback, *loggers, factor_at=factor_at, default_root_dir=tmp_path)
-    files = [current / name for name in ("verdict.json", "report.html")[: 1 if factor_at is None else 2]]
-    assert kept == [
-        *((str(file), f"determinism-{file.stem}", "determinism") for file in files),
-        *(("run7", str(file), "determinism") for file in files),
-    ]
-
-
 def states(trained: Fit) -> dict[str, Any]:
     weights = {name: value.numpy().tobytes() for name, value in trained.model.state_dict().items()}
     generators = [random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state().numpy().tobytes()]
     return {**weights, "generators": generators, "loss": trained.trainer.callback_metrics["loss"].item()}
 
 
-def test_logging_changes_no_bit_no_column_and_is_not_in_the_trace(tmp_path: Path) -> None:
+def test_logging_changes_no_bit_and_is_not_in_the_trace(tmp_path: Path) -> None:
     """With a logger that draws and computes: those draws of its own that the user asked for stay."""
     options: dict[str, Any] = {"log_every_n_steps": 1, "max_epochs": 1}
     plain = states(fit(None, FloatsOnly(draws=True), **options))
     chains = []
-    for name in ("with", "without"):
+    for name, num_rows in (("with", 4), ("without", 0)):
         logger = FloatsOnly(draws=True)
         callback = DeterminismCallback(tmp_path / name, mode="record", log_metrics=name == "with")
-        assert states(fit(callback, logger, CSVLogger(tmp_path / "csv", name="", version=name), **options)) == plain
-        assert len(logger.ours()) == (4 if name == "with" else 0)
+        assert states(fit(callback, logger, **options)) == plain
+        assert len(logger.ours()) == num_rows
         chains.append(Run.open(tmp_path / name).rank(0).fit(0).chains.tolist())
     assert chains[0] == chains[1]
-    rows, without = (csv_rows(tmp_path / "csv" / name) for name in ("with", "without"))
-    assert [{name: row[name] for name in without[0]} for row in rows if row["loss"]] == without
-    assert len(without) == 4
-    assert not any(name.startswith("determinism") for name in without[0])
 
 
 @pytest.mark.parametrize(
@@ -246,27 +214,19 @@ class Own(TQDMProgressBar):
         return {"mine": "yes"}
 
 
-class OnlyNumbers(ProgressBar):
-    """A bar of a user's, which need not take text."""
-
-
-class Looks(pl.Callback):
-    """Looks at what the bar shows after the second batch, and stops."""
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+def test_what_a_user_shows_stays(tmp_path: Path) -> None:
+    def stop(trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:
-            self.shown = trainer.progress_bar_callback.get_metrics(trainer, pl_module)
+            shown.append(trainer.progress_bar_callback.get_metrics(trainer, module))
             raise StopError
 
-
-def test_what_a_user_shows_stays(tmp_path: Path) -> None:
-    for bar, shown in (
-        (Own(refresh_rate=0), {"mine": "yes", "determinism": "2 steps recorded"}),
-        (OnlyNumbers(), {"loss": ANY}),
-    ):
+    shown: list[dict[str, Any]] = []
+    stopping = LambdaCallback(on_train_batch_end=stop)
+    for bar in (Own(refresh_rate=0), ProgressBar()):  # the second is none of Lightning's, and need not take text
         callback = DeterminismCallback(tmp_path / type(bar).__name__, mode="record", level="state")
-        looks = Looks()
         with pytest.raises(StopError):
-            training(bar, callback, looks, enable_progress_bar=True).run()
-        assert looks.shown == shown
+            training(
+                bar, callback, pl.callbacks.LambdaCallback(on_train_batch_end=stop), enable_progress_bar=True
+            ).run()
         assert "get_metrics" not in vars(bar)
+    assert shown == [{"mine": "yes", "determinism": "2 steps recorded"}, {"loss": ANY}]
