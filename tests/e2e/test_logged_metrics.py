@@ -13,6 +13,7 @@ import pytest
 import torch
 from fits import Classifier, RaiseAt, Samples, StopError
 from judged import require_one_verdict
+from lightning.pytorch.callbacks import LambdaCallback
 from processes import run_ranks, verdict_in
 from resumes import SaveAfter
 from torch.nn.functional import cross_entropy
@@ -114,13 +115,13 @@ class Session:
         self.trainer(**options).test(self.model, data or loader(), verbose=False)
         return self
 
+    @property
+    def verdict(self) -> Verdict:
+        return self.callback.verdict
+
     def validate(self) -> "Session":
         self.trainer().validate(self.model, loader(), verbose=False)
         return self
-
-
-def verdict_of(session: Session) -> Verdict:
-    return session.callback.verdict
 
 
 def record(folder: Path, **options: Any) -> Path:
@@ -138,7 +139,7 @@ def diverges(session: Session, words: str, *callbacks: pl.Callback, **options: A
     """Return the verdict on a session whose fit has to be found to differ."""
     with pytest.raises(DivergenceError, match=words) as caught:
         session.fit(*callbacks, **options)
-    verdict = verdict_of(session)
+    verdict = session.verdict
     assert caught.value.verdict == verdict
     return verdict
 
@@ -150,82 +151,57 @@ def test_metrics_of_validations_and_epochs_are_recorded_and_verified(
     readings = [*read_metrics(Run.open(tmp_path / "other"), 0).by_key.values()]
     places = [("validation", 2, 0), ("epoch", 2, 0), ("validation", 5, 1), ("epoch", 5, 1)]
     assert [(reading.where, reading.step, reading.epoch) for reading in readings] == places
-    assert {"val/loss", "val/largest"} <= set(readings[0].metrics)
-    assert {"train/loss", "train/loss_epoch"} <= set(readings[1].metrics)
     computed = session.model.trainer.callback_metrics
-    for name in ("val/loss", "train/loss_epoch"):
-        assert {**readings[2].metrics, **readings[3].metrics}[name].value == repr(computed[name].item())
+    for reading, names in zip(
+        readings[2:], ({"val/loss", "val/largest"}, {"train/loss", "train/loss_epoch"}), strict=True
+    ):
+        assert {reading.metrics[name].value for name in names} == {repr(computed[name].item()) for name in names}
     num_metrics = sum(len(reading.metrics) for reading in readings)
-    verdict = verdict_of(Session("verify", whole).fit())
+    verdict = Session("verify", whole).fit().verdict
     assert (verdict.verdict, verdict.coverage.metrics) == ("match", num_metrics)
     assert f"{num_metrics} metrics, against" in capsys.readouterr().out
     compared = compare_runs(whole, tmp_path / "other")
     assert (compared.verdict, compared.coverage.metrics) == ("match", num_metrics)
 
 
+FEWER = {"limit_val_batches": 1}
+
+
 @pytest.mark.parametrize(
-    ("data", "also", "cause", "words"),
+    ("recorded", "session", "fitted", "cause", "words"),
     [
-        pytest.param({"other": 0}, "", "data_content", "first batch of loader 0: batch[0]", id="first batch"),
-        pytest.param({"num_samples": 8}, "", "data_content", "samples of loader 0", marks=SLOW, id="fewer"),
-        pytest.param({}, "another loss", "unknown", '"!metric/val/loss"', id="computed otherwise"),
+        (None, {}, {"data": {"other": 0}}, "data_content", "first batch of loader 0: batch[0]"),
+        pytest.param(None, {}, {"data": {"num_samples": 8}}, "data_content", "samples of loader 0", marks=SLOW),
+        (None, {"also": "another loss"}, {}, "unknown", '"!metric/val/loss"'),
+        (None, {}, FEWER, "settings", "now, and that is what differs first: metric val/loss"),
+        (None, {}, {"data": {"other": 0}, **FEWER}, "data_content", "first batch of loader 0"),
+        (None, {}, {"check_val_every_n_epoch": 2}, "settings", "step 2 is only in the reference, and 1 more"),
+        (None, {}, {"val_check_interval": 2}, "settings", "metric val/loss in the validation after step 1 is only in"),
+        # metrics are not blamed for steps that were not recorded
+        (0, {"also": "another step"}, {}, "unknown", "It may have begun before step 3, and steps before it were not"),
+        (2, {"also": "another loss"}, {}, "unknown", "all that is known agrees (the generators, the lengths of the"),
+        (0, {}, {"limit_train_batches": 2}, "structure", "Look at what decides where epochs end: limit_train"),
     ],
+    ids=str,
 )
-def test_a_metric_that_differs_alone(
-    data: dict[str, Any], also: str, cause: str, words: str, whole: Path, tmp_path: Path
+def test_a_metric_that_differs_alone_is_explained(
+    recorded: int | None, session: Any, fitted: Any, cause: str, words: str, whole: Path, tmp_path: Path
 ) -> None:
-    session = Session("verify", whole, current=tmp_path / "current", also=also)
-    verdict = diverges(session, "differs", data=loader(**data))
+    reference = whole if recorded is None else record(tmp_path / "run", only_steps=[recorded])
+    options = {**fitted, "data": loader(**fitted.get("data", {}))}
+    verdict = diverges(Session("verify", reference, current=tmp_path / "current", **session), "etric", **options)
     first = verdict.first_divergence
     assert (verdict.verdict, verdict.cause) == ("diverged", cause)
-    assert (first.phase, first.name, first.rank, first.step, first.is_origin) == ("metric", "val/loss", 0, 2, None)
-    assert "etric val/loss in the validation after step 2" in verdict.explanation
-    assert words in verdict.explanation
-    assert verdict.counts.steps_compared == 3  # stopped at the end of the validation
-
-
-@pytest.mark.parametrize(
-    ("options", "data", "cause", "words"),
-    [
-        ({"limit_val_batches": 1}, {}, "settings", "now, and that is what differs first: metric val/loss"),
-        ({"limit_val_batches": 1}, {"other": 0}, "data_content", "first batch of loader 0"),
-        ({"check_val_every_n_epoch": 2}, {}, "settings", "step 2 is only in the reference, and 1 more"),
-        ({"val_check_interval": 2}, {}, "settings", "metric val/loss in the validation after step 1 is only in"),
-    ],
-)
-def test_choices_of_a_validation_explain_its_metrics(
-    options: dict[str, Any], data: dict[str, Any], cause: str, words: str, whole: Path, tmp_path: Path
-) -> None:
-    session = Session("verify", whole, current=tmp_path / "current")
-    verdict = diverges(session, next(iter(options)), data=loader(**data), **options)
-    assert (verdict.cause, verdict.first_divergence.phase) == (cause, "metric")
-    assert verdict.explanation.startswith(f"trainer.{next(iter(options))}: ") == (cause == "settings")
-    assert words in verdict.explanation
-
-
-@pytest.mark.parametrize(
-    ("recorded", "also", "options", "cause", "words"),
-    [
-        (0, "another step", {}, "unknown", "It may have begun before step 3, and steps before it were not recorded"),
-        (2, "another loss", {}, "unknown", "all that is known agrees (the generators, the lengths of the data sets, "),
-        (0, "", {"limit_train_batches": 2}, "structure", "Look at what decides where epochs end: limit_train"),
-    ],
-)
-def test_metrics_are_not_blamed_for_steps_that_were_not_recorded(
-    recorded: int, also: str, options: dict[str, Any], cause: str, words: str, tmp_path: Path
-) -> None:
-    reference = record(tmp_path / "run", only_steps=[recorded])
-    session = Session("verify", reference, current=tmp_path / "current", also=also)
-    verdict = diverges(session, "etric val/loss", **options)
-    assert (verdict.cause, verdict.first_divergence.name) == (cause, "val/loss")
+    assert (first.phase, first.name, first.rank, first.is_origin) == ("metric", "val/loss", 0, None)
     assert words in " ".join(verdict.explanation.split())
+    assert (verdict.explanation.partition(": ")[0].removeprefix("trainer.") in fitted) == (cause == "settings")
 
 
 def test_metrics_of_which_one_run_has_more(whole: Path, tmp_path: Path) -> None:
     more = Session("verify", whole, current=tmp_path / "more", also="late")
     assert diverges(more, "Metric late of epoch 1 is only in the current run").first_divergence.kind == "extra"
-    common = Session("verify", whole, steps="common")
-    assert verdict_of(common.fit(check_val_every_n_epoch=2)).verdict == "match"
+    common = Session("verify", whole, steps="common").fit(check_val_every_n_epoch=2)
+    assert common.verdict.verdict == "match"
 
 
 def test_lacking_steps_are_told_before_the_metrics_that_they_move(tmp_path: Path) -> None:
@@ -244,7 +220,7 @@ def test_a_metric_is_left_out_by_a_pattern(tmp_path: Path) -> None:
         Session("verify", reference, also="a clock").fit()
     modules = ["*", "!metric/*_time"]
     reference = record(tmp_path / "left-out", also="a clock", modules=modules)
-    assert verdict_of(Session("verify", reference, also="a clock", modules=modules).fit()).verdict == "match"
+    assert Session("verify", reference, also="a clock", modules=modules).fit().verdict.verdict == "match"
     names = {name for reading in read_metrics(Run.open(reference), 0).by_key.values() for name in reading.metrics}
     assert ("val/loss" in names, "epoch_time" in names) == (True, False)
     with pytest.raises(SelectionError, match=r'a metric is left out by "!metric/NAME"'):
@@ -257,7 +233,7 @@ def test_a_call_alone_is_recorded_and_verified_unless_nothing_is_logged(
     run = tmp_path / "run"
     Session("record", run).test()
     assert f"recorded 2 metrics of trainer.test, in {run}" in capsys.readouterr().out
-    verdict = verdict_of(Session("verify", run).test())
+    verdict = Session("verify", run).test().verdict
     assert (verdict.verdict, verdict.coverage.metrics) == ("match", 2)
     assert verdict.explanation == "All 2 metrics agree, bit for bit."
     assert f"match: verified 2 metrics, against {run}" in capsys.readouterr().out
@@ -285,7 +261,7 @@ def test_a_run_with_steps_outlives_metrics_alone_and_a_test_that_breaks_off(
     assert list((tmp_path / "alone").iterdir()) == []
     Session("record", run, overwrite=True).test()
     assert f"in {run}/.replacement; {run} is as it was before" in capsys.readouterr().out
-    assert verdict_of(Session("verify", run).fit()).verdict == "match"
+    assert Session("verify", run).fit().verdict.verdict == "match"
     Session("record", run, overwrite=True).fit()
     assert not (run / ".replacement").exists()
 
@@ -305,7 +281,7 @@ def test_the_parts_of_a_session_are_one_run_and_told_apart(tmp_path: Path, capsy
     ]
     assert Run.open(run).is_complete
     capsys.readouterr()
-    assert verdict_of(whole_session("verify")).verdict == "match"
+    assert whole_session("verify").verdict.verdict == "match"
     assert "part 1 (trainer.validate) of 6 agrees" in capsys.readouterr().out
     for number, (changed, words) in enumerate(
         (
@@ -325,7 +301,7 @@ def test_the_parts_of_a_session_are_one_run_and_told_apart(tmp_path: Path, capsy
     assert "holds 6 parts (" in str(error)
     assert "and this process ended after 3" in str(error)
     assert "in trainer.validate after step 2 is only in the reference, and 5 more metric" in str(error)
-    verdict = verdict_of(Session("verify", run, steps="common").fit(max_epochs=1).validate().test())
+    verdict = Session("verify", run, steps="common").fit(max_epochs=1).validate().test().verdict
     # the choices of the fit are the run's, also of the one that a validation without optimizers came before
     assert (verdict.verdict, verdict.environment) == ("match", ())
 
@@ -341,7 +317,7 @@ def test_metrics_of_a_resumed_run(whole: Path, tmp_path: Path, after: int, at: s
         verdict = compare_runs(reference, current)
         assert verdict.verdict == "match", verdict.explanation
         assert verdict.coverage.metrics >= 4
-    verdict = verdict_of(Session("verify", whole).fit(resume=checkpoint))
+    verdict = Session("verify", whole).fit(resume=checkpoint).verdict
     assert (verdict.verdict, verdict.coverage.metrics > 0) == ("match", True)
 
 
@@ -381,27 +357,13 @@ def test_ranks_stop_together_where_a_metric_differs(tmp_path: Path) -> None:
     require_one_verdict(verdict, tmp_path / "run", tmp_path / "current")
 
 
-class Draws(pl.Callback):
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+def test_a_draw_before_a_validation_is_named_where_no_step_is_recorded(tmp_path: Path) -> None:
+    def draw(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if trainer.fit_loop.epoch_loop.total_batch_idx == 5:
             torch.rand(1)
 
-
-def test_nothing_of_the_training_changes_and_a_draw_is_named(tmp_path: Path) -> None:
-    def bits(*callbacks: pl.Callback) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model = Logged("a draw")
-        trainer = quiet_trainer(*callbacks, max_epochs=2, num_sanity_val_steps=1)
-        trainer.fit(model, loader(), DataLoader(Samples(), 4, shuffle=True))
-        metrics = [value for _, value in sorted(trainer.callback_metrics.items())]
-        return [*model.state_dict().values(), *metrics, torch.get_rng_state()]
-
-    watch = DeterminismCallback(tmp_path / "bits", mode="record", level="state", only_steps=[3])
-    for alone, watched in zip(bits(), bits(watch), strict=True):
-        assert torch.equal(alone, watched)
-    # also where that step is not recorded, and nothing stops
     reference = record(tmp_path / "run", also="a draw", only_steps=[3])
     session = Session("verify", reference, current=tmp_path / "current", on_divergence="collect", also="a draw")
-    verdict = diverges(session, "differs", Draws())
+    verdict = diverges(session, "differs", LambdaCallback(on_validation_start=draw))
     assert (verdict.verdict, verdict.cause, verdict.first_divergence.name) == ("diverged", "rng", "val/drawn")
     assert "Seed the evaluation alike" in verdict.explanation

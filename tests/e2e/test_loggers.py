@@ -225,8 +225,6 @@ def test_what_a_user_shows_stays(tmp_path: Path) -> None:
     for bar in (Own(refresh_rate=0), ProgressBar()):  # the second is none of Lightning's, and need not take text
         callback = DeterminismCallback(tmp_path / type(bar).__name__, mode="record", level="state")
         with pytest.raises(StopError):
-            training(
-                bar, callback, pl.callbacks.LambdaCallback(on_train_batch_end=stop), enable_progress_bar=True
-            ).run()
+            training(bar, callback, stopping, enable_progress_bar=True).run()
         assert "get_metrics" not in vars(bar)
     assert shown == [{"mine": "yes", "determinism": "2 steps recorded"}, {"loss": ANY}]

@@ -1,7 +1,7 @@
 """Trainings whose replicas are compared with each other, and drift apart on one rank."""
 
-import copy
 import pickle
+import shutil
 import warnings
 from functools import partial
 from pathlib import Path
@@ -51,34 +51,30 @@ def test_equal_replicas_are_said_to_be_and_the_training_is_the_one_without(tmp_p
 
 
 def test_a_tensor_is_warned_of_once_and_the_training_goes_on(tmp_path: Path) -> None:
-    audit = ReplicaAuditCallback(1, "warn")
-
     def body(rank: int) -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", DivergenceWarning)
-            train(None, audit, model=partial(Faulty, "weights"))
+            train(None, ReplicaAuditCallback(1, "warn"), model=partial(Faulty, "weights"))
         print(*(f"{one.category.__name__}: {one.message}" for one in caught), sep="\n")
 
     ended = run_ranks(body, tmp_path, status=0)
-    said = ended[0].output
-    assert "replicas differ: 6 audits of 26 tensors on 2 ranks, the last after step 3" in said
-    assert said.count("  last.bias") == 1
-    assert "DivergenceWarning: The replicas of this training differ after step 2: 1 tensor on 2 ranks" in said
+    assert "replicas differ: 6 audits of 26 tensors on 2 ranks, the last after step 3" in ended[0].output
+    assert ended[0].output.count("  last.bias") == 1
+    assert (
+        "DivergenceWarning: The replicas of this training differ after step 2: 1 tensor on 2 ranks" in ended[0].output
+    )
     assert "DivergenceWarning" not in ended[1].output
-
-
-def test_what_agrees_again_has_differed(tmp_path: Path) -> None:
-    # DDP broadcasts the buffers of rank 0 before each forward pass
-    ended = fit(tmp_path, ReplicaAuditCallback(1, "collect"), model=partial(Faulty, "buffer"), status=1)
-    assert "det_callbacks: replicas agree again: 6 audits" in ended[0].output
-    assert "differ after step 2: 1 tensor on 2 ranks. They last agreed after step 1." in ended[1].output
 
 
 class OwnScale(Faulty):
     _ddp_params_and_buffers_to_ignore = ("scale",)
 
 
-def test_what_differs_by_design_is_no_difference(tmp_path: Path) -> None:
+def test_what_agrees_again_has_differed_and_what_differs_by_design_has_not(tmp_path: Path) -> None:
+    # DDP broadcasts the buffers of rank 0 before each forward pass
+    ended = fit(tmp_path, ReplicaAuditCallback(1, "collect"), model=partial(Faulty, "buffer"), status=1)
+    assert "det_callbacks: replicas agree again: 6 audits" in ended[0].output
+    assert "differ after step 2: 1 tensor on 2 ranks. They last agreed after step 1." in ended[1].output
     audit, strategy = ReplicaAuditCallback(1, ignore=["la*.bias"]), DDPStrategy(broadcast_buffers=False)
     ended = fit(tmp_path, audit, model=partial(OwnScale, "weights"), strategy=strategy, status=0)
     for said in (
@@ -89,27 +85,21 @@ def test_what_differs_by_design_is_no_difference(tmp_path: Path) -> None:
         assert said in ended[0].output
 
 
-def test_a_recording_of_drifting_replicas_is_no_reference(tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        callback = DeterminismCallback(tmp_path / "run", mode="record", level="state", audit_replicas_every_n_steps=100)
-        train(callback, model=partial(Faulty, "weights"))
-
-    ended = run_ranks(body, tmp_path, status=1)
-    assert all("ReplicaError: The replicas of this training differ after step 3" in one.output for one in ended)
-    assert not Run.open(tmp_path / "run").is_complete
-
-
-def test_the_verdict_comes_first_where_the_reference_knows_better(tmp_path: Path) -> None:
-    def run(mode: Any, fault: str, status: int) -> list[Ended]:
-        folders = {"reference": tmp_path / "run", "current": tmp_path / "current"}
-        audited = partial(DeterminismCallback, level="state", audit_replicas_every_n_steps=1, mode=mode, **folders)
+def test_a_recording_of_drifting_replicas_is_no_reference_and_a_verdict_says_more(tmp_path: Path) -> None:
+    def run(mode: Any, fault: str, status: int, every: int = 1) -> list[Ended]:
+        options: dict[str, Any] = {"level": "state", "audit_replicas_every_n_steps": every, "mode": mode}
+        audited = partial(DeterminismCallback, tmp_path / "run", current=tmp_path / "current", **options)
         return run_ranks(lambda _: train(audited(), model=partial(Faulty, fault)), tmp_path / mode, status=status)
 
+    ended = run("record", "weights", status=1, every=100)
+    assert all("ReplicaError: The replicas of this training differ after step 3" in one.output for one in ended)
+    assert not Run.open(tmp_path / "run").is_complete
+    shutil.rmtree(tmp_path / "run")
     ended = run("record", "none", status=0)
     assert "replicas agree: 6 audits" in ended[0].output
     ended = run("verify", "weights", status=1)
     assert "DivergenceError" in ended[1].output
-    assert not any("ends too" in one.output for one in ended)  # nobody waited for anybody: all raised the same
+    assert not any("stops too" in one.output for one in ended)  # nobody waited for anybody: all raised the same
     assert "replicas differ: 4 audits" in ended[0].output
     first = verdict_in(tmp_path)["first_divergence"]
     assert (first["rank"], first["step"], first["name"]) == (1, 2, "last.bias")
@@ -164,14 +154,11 @@ def test_one_process_has_no_replicas(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert callback.replica_report is None
 
 
-def test_copies_take_the_arguments_along() -> None:
+def test_copies_take_the_arguments_along_and_wrong_ones_are_refused() -> None:
     audit = ReplicaAuditCallback(7, "collect", ignore=["codebook.*"])
-    for other in (copy.deepcopy(audit), pickle.loads(pickle.dumps(audit))):
-        assert vars(other).keys() == vars(audit).keys()
-        assert (other.every_n_steps, other.on_divergence, other.ignore) == (7, "collect", ("codebook.*",))
-
-
-def test_wrong_arguments_and_a_fit_without_steps_are_refused() -> None:
+    other = pickle.loads(pickle.dumps(audit))
+    assert vars(other) == vars(audit)
+    assert (other.every_n_steps, other.on_divergence, other.ignore) == (7, "collect", ("codebook.*",))
     for arguments in ({"every_n_steps": 0}, {"on_divergence": "stop"}, {"ignore": "codebook"}):
         with pytest.raises(SelectionError, match=next(iter(arguments))):
             ReplicaAuditCallback(**arguments)
