@@ -47,28 +47,26 @@ def determinism_callback(
     """Return a :class:`DeterminismCallback` whose folders are those of this Hydra job.
 
     Relative paths start at the directory where the program was started, also where Hydra changes the working
-    directory. In a multirun each job has its own folder below them, ``job-0``, ``job-1`` and so on in the order of the
-    sweep: record and verify the same sweep.
-
-    Args:
-        reference: folder of the run to record or to verify against; an audit needs none.
-        current: folder of a verification; None is ``determinism`` in the job's output directory.
-        arguments: the other arguments of :class:`DeterminismCallback`.
+    directory; ``current`` is by default ``determinism`` in the job's output directory. In a multirun each job has its
+    own folder below them, ``job-0``, ``job-1`` and so on in the order of the sweep: record and verify the same sweep.
     """
-    folder = None
-    if current is not None:
-        folder = _job_folder(current)
-    elif HydraConfig.initialized() and arguments.get("mode", "verify") in ("verify", "audit"):
-        folder = Path(HydraConfig.get().runtime.output_dir, CURRENT_FOLDER)
-    replay = arguments.get("replay")
-    if isinstance(replay, str) and replay.endswith((".yaml", ".yml")) and HydraConfig.initialized():
-        arguments["replay"] = Path(HydraConfig.get().runtime.cwd, replay)
-    path = None if reference is None else _job_folder(reference)
-    callback = DeterminismCallback(path, current=folder, **arguments)
+    config = HydraConfig.get() if HydraConfig.initialized() else None  # None: composed by hand, outside hydra.main
+
+    def folder(path: str | None) -> Path | None:
+        if path is None or config is None:
+            return None if path is None else Path(path).absolute()
+        return Path(config.runtime.cwd, path, f"job-{config.job.num}" if config.mode == RunMode.MULTIRUN else "")
+
+    place, replay = folder(current), arguments.get("replay")
+    if config is not None:
+        if place is None and arguments.get("mode", "verify") in ("verify", "audit"):
+            place = Path(config.runtime.output_dir, CURRENT_FOLDER)
+        if isinstance(replay, str) and replay.endswith((".yaml", ".yml")):
+            arguments["replay"] = Path(config.runtime.cwd, replay)
+    callback = DeterminismCallback(folder(reference), current=place, **arguments)
     if (configuration := _configuration.get()) is not None:
         callback.choices["config"] = configuration
-    if HydraConfig.initialized():
-        config = HydraConfig.get()
+    if config is not None:
         callback.choices |= command_choice(config.overrides.task, start=config.runtime.cwd)
     return callback
 
@@ -101,14 +99,17 @@ class DeterminismJobCallback(Callback):
         with _ending_the_process_on_errors():
             unfinished = take_unfinished()
             self._undo.close()
-            error = job_return._return_value  # the property raises it (Hydra 1.3.8)
-            if isinstance(error, InstantiationException) and isinstance(error.__cause__, DetCallbacksError):
-                error = error.__cause__  # an argument of ours that hydra.utils.instantiate passed on
+            error: Any = unfinished
             if job_return.status == JobStatus.FAILED:
-                if isinstance(error, DetCallbacksError):
-                    _fail(job_return, error)
-            elif unfinished is not None:
-                _fail(job_return, unfinished)
+                error = job_return._return_value  # the property raises it (Hydra 1.3.8)
+                if isinstance(error, InstantiationException):
+                    error = error.__cause__  # an argument of ours that hydra.utils.instantiate passed on
+            if isinstance(error, DetCallbacksError):
+                # Hydra raises a failed job's return value when the run or the sweep ends, whatever the launcher; a
+                # SystemExit passes through it as it is
+                _print_error(error)
+                job_return.status = JobStatus.FAILED
+                job_return.return_value = SystemExit(error.exit_code)
 
     def _open(self, config: DictConfig) -> None:
         for name in config.determinism:
@@ -164,14 +165,6 @@ def _restore_variables(variables: dict[str, str]) -> None:
     os.environ.update(variables)
 
 
-def _job_folder(path: str) -> Path:
-    if not HydraConfig.initialized():  # composed by hand, outside hydra.main
-        return Path(path).absolute()
-    config = HydraConfig.get()
-    folder = Path(config.runtime.cwd, path)
-    return folder / f"job-{config.job.num}" if config.mode == RunMode.MULTIRUN else folder
-
-
 def _mode(config: DictConfig) -> str:
     mode = OmegaConf.select(config, "determinism.mode")
     if mode is None:
@@ -191,21 +184,12 @@ def _nothing_ran(mode: str) -> NothingComparedError:
     )
 
 
-def _fail(job_return: JobReturn, error: DetCallbacksError) -> None:
-    """Make a job fail with the error's exit status, whatever the launcher.
-
-    Hydra raises a failed job's return value when the run or the sweep ends; a SystemExit passes through it as it is.
-    """
-    _print_error(error)
-    job_return.status = JobStatus.FAILED
-    job_return.return_value = SystemExit(error.exit_code)
-
-
-def _print_error(error: DetCallbacksError) -> None:
-    if os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0"):
-        traceback.print_exception(error)
-    else:
+def _print_error(error: Exception) -> None:
+    """Print an error of ours with its message alone, unless Hydra is asked for all, and a fault of ours whole."""
+    if isinstance(error, DetCallbacksError) and os.environ.get("HYDRA_FULL_ERROR", "0") in ("", "0"):
         print_error(error)
+    else:
+        traceback.print_exception(error)
 
 
 @contextmanager
@@ -213,9 +197,6 @@ def _ending_the_process_on_errors() -> Iterator[None]:
     """Hydra turns exceptions of its callbacks into warnings; a SystemExit it lets pass."""
     try:
         yield
-    except DetCallbacksError as error:
+    except Exception as error:
         _print_error(error)
-        raise SystemExit(error.exit_code) from error
-    except Exception as error:  # a fault of ours: printed whole, and the process ends with its status
-        traceback.print_exception(error)
-        raise SystemExit(DetCallbacksError.exit_code) from error
+        raise SystemExit(getattr(error, "exit_code", DetCallbacksError.exit_code)) from error

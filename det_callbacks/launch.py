@@ -37,8 +37,7 @@ def begin() -> None:
     if LAUNCH not in os.environ:
         return
     settings = json.loads(os.environ[LAUNCH])["settings"]
-    seed = settings.get("seed")
-    if seed is not None:
+    if (seed := settings.get("seed")) is not None:
         random.seed(seed)
         sys.meta_path.insert(0, AfterImport("numpy", lambda numpy: numpy.random.seed(seed)))
     sys.meta_path.insert(0, AfterImport("torch", lambda torch: _enforce(settings)))
@@ -48,8 +47,7 @@ class AfterImport:
     """Finder that calls a function with a module right after it is first imported, and is gone then."""
 
     def __init__(self, name: str, call: Callable[[Any], object]) -> None:
-        self._name = name
-        self._call = call
+        self._name, self._call = name, call
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         """Return the spec that the other finders have, with a loader that calls the function at the end."""

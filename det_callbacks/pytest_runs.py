@@ -40,21 +40,14 @@ class _Training:
 class TrainingRuns:
     """What the fixture ``training_snapshot`` gives a test, which calls it for each training.
 
-    All generators are seeded with 0 now, and everything that settings change is put back by ``close``.
-
-    Args:
-        folder: of the test's references.
-        record: None verifies; "missing" records what is not there, "all" compares what is there and replaces it where
-            it differs.
-        new_folder: returns a folder that survives the test.
-        command: that records the references of the test.
+    All generators are seeded with 0 now, and everything that settings change is put back by ``close``. With ``record``
+    None it verifies against the references in ``folder``, with "missing" it records what is not there, and with "all"
+    it replaces also what differs. ``new_folder`` returns a folder that survives the test, and ``command`` records the
+    references of the test.
     """
 
     def __init__(self, *, folder: Path, record: str | None, new_folder: Callable[[], Path], command: str) -> None:
-        self._folder = folder
-        self._record = record
-        self._new_folder = new_folder
-        self._command = command
+        self._folder, self._record, self._new_folder, self._command = folder, record, new_folder, command
         self._trainings: dict[str | None, _Training] = {}
         self._undo = ExitStack()
         self._undo.enter_context(enforce_determinism(DeterminismSettings.choose(seed=0)))
@@ -72,10 +65,6 @@ class TrainingRuns:
             name: tells several trainings of a test apart; each has one then.
             settings: of the callback; they are in force from now on, so call this before the model is built.
             arguments: others of ``DeterminismCallback``, but for the reference, the mode and the current folder.
-
-        Raises:
-            ReferenceNotFoundError: there is no reference, and none is to be recorded.
-            SelectionError: the name was given before, or an argument is ours.
         """
         if ours := [argument for argument in _OURS if argument in arguments]:
             raise SelectionError(f"training_snapshot chooses {ours[0]} by itself; leave it out.")
@@ -103,14 +92,9 @@ class TrainingRuns:
         return DeterminismCallback(reference, current=folder, settings=settings, **arguments)
 
     def finish(self) -> dict[str, str]:
-        """Compare, or keep, the trainings of a test that passed; return what was done with each reference.
+        """Compare, or keep, the trainings of a test that passed; raise where one differs or did not come to its end.
 
-        Returns:
-            Path of the reference -> "matched", "recorded", "re-recorded", or "unchanged": recorded again, and equal.
-
-        Raises:
-            DivergenceError, NotComparableError: one is not its reference.
-            NothingComparedError: one never ran, or not to its end.
+        Returned is for each reference "matched", "recorded", "re-recorded", or "unchanged": recorded again, and equal.
         """
         unfinished = take_unfinished()
         if unfinished is not None:
@@ -137,7 +121,7 @@ def _check_recording(training: _Training) -> None:
 def _check_verdict(training: _Training) -> None:
     """Read the verdict from its file, since attributes of a callback do not come back from ``ddp_spawn``."""
     try:
-        verdict = Verdict.from_dict(json.loads((training.folder / VERDICT_FILE).read_text(encoding="utf-8")))
+        verdict = Verdict.from_dict(json.loads((training.folder / VERDICT_FILE).read_bytes()))
     except FileNotFoundError as error:
         raise NothingComparedError(_nothing("compared", training)) from error
     if verdict.verdict != "match":
