@@ -1,15 +1,19 @@
 """What a test has to leave as it found it: read, compared and put back by the fixture in conftest.py.
 
 The process is asked, never det_callbacks: a setting that the package forgets to put back is a leak all the same.
+``process_state`` is for tests of settings: what else they can change, generators included.
 """
 
 import os
+import pickle
+import random
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch._inductor.config  # first use of deterministic algorithms imports it, which sets a variable and a filter
 from torch._dynamo import eval_frame
@@ -125,3 +129,45 @@ def _put_variables_back(before: dict[str, str]) -> None:
 def _put_filters_back(before: list[Any]) -> None:
     warnings.filters[:] = before
     warnings._filters_mutated()  # what catch_warnings does on leaving (Python 3.11)
+
+
+VARIABLES = (
+    *("CUBLAS_WORKSPACE_CONFIG", "FLASH_ATTENTION_DETERMINISTIC", "NVTE_ALLOW_NONDETERMINISTIC_ALGO"),
+    *("NCCL_ALGO", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS", "NCCL_PROTO", "PL_GLOBAL_SEED", "PL_SEED_WORKERS"),
+)
+"""The environment variables that settings write."""
+
+NOTHING: dict[str, Any] = {
+    **{"seed": None, "deterministic_algorithms": None, "cublas_workspace_config": None},
+    **{"cudnn_benchmark": None, "cudnn_deterministic": None},
+}
+"""Settings that leave everything as it is."""
+
+
+def process_state() -> dict[str, Any]:
+    """Return what settings can change in this process."""
+    cuda: Any = torch.backends.cuda
+    others = ("process group", "working directory", "files in the root")
+    return {
+        **{name: thing.read() for name, thing in watched_things().items() if name not in others},
+        "python": random.getstate(),
+        "numpy": pickle.dumps(np.random.get_state()),
+        "torch": (torch.initial_seed(), torch.get_rng_state().tolist()),
+        "algorithms": (torch.are_deterministic_algorithms_enabled(), torch.get_deterministic_debug_mode()),
+        "cudnn.allow_tf32": torch.backends.cudnn.allow_tf32,
+        "precision": (cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision),
+        "reductions": (
+            cuda.matmul.allow_fp16_reduced_precision_reduction,
+            cuda.matmul.allow_bf16_reduced_precision_reduction,
+        ),
+        "sdpa": sdpa(),
+        "inductor": (torch._inductor.config.deterministic, torch._inductor.config.max_autotune),
+        "interop threads": torch.get_num_interop_threads(),
+    }
+
+
+def sdpa() -> tuple[bool, ...]:
+    """Return whether math, flash, mem_efficient and cudnn are enabled."""
+    cuda = torch.backends.cuda
+    enabled = (cuda.math_sdp_enabled, cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.cudnn_sdp_enabled)
+    return tuple(read() for read in enabled)

@@ -10,18 +10,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from fits import (
-    Classifier,
-    Fit,
-    Plain,
-    RaiseAt,
-    RaiseInside,
-    StopError,
-    Validated,
-    assert_nothing_left,
-    record,
-)
+from fits import Fit, Plain, RaiseAt, RaiseInside, StopError, Validated, assert_nothing_left, record
 from judged import require_one_verdict
+from lightning.pytorch.callbacks import LambdaCallback
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode
 from trainers import LIGHTNING_ADVICE
@@ -39,9 +30,6 @@ from det_callbacks import (
 from det_callbacks.runs.store import Run
 
 pytestmark = LIGHTNING_ADVICE
-
-
-# exceptions
 
 
 @pytest.mark.parametrize(("place", "mode"), [("backward", "record"), ("in a mode", "record"), ("optimizer", "verify")])
@@ -68,7 +56,6 @@ HOOKS: list[Any] = [
     ("on_before_backward", 1, False, []),
     ("on_after_backward", 3, True, [0, 1]),
     ("on_train_batch_start", 3, False, [0, 1]),
-    ("on_before_zero_grad", 3, True, [0, 1]),
     ("on_train_batch_end", 3, True, [0, 1]),
     ("on_train_batch_end", 3, False, [0, 1, 2]),
     ("on_validation_batch_start", 3, True, [0, 1]),
@@ -86,7 +73,7 @@ def test_an_exception_in_another_callback(
     other = RaiseAt(hook, KeyboardInterrupt() if is_ctrl_c else StopError(hook), call=call)
     fit = Fit(*((other, callback) if is_before else (callback, other)), model=Validated, val_check_interval=2)
     before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(SystemExit if is_ctrl_c else StopError, match=None if is_ctrl_c else hook):
+    with pytest.raises(SystemExit if is_ctrl_c else StopError):
         fit.run()
     signal.signal(signal.SIGINT, before)  # Lightning leaves it ignored
     assert_nothing_left(fit, callback)
@@ -97,7 +84,6 @@ def test_an_exception_in_another_callback(
         record(tmp_path / "run")
         return
     run = Run.open(tmp_path / "run")
-    assert not run.is_complete
     assert "process did not end as it should" in str(run.incomplete_reason)
     assert run.rank(0).steps(0).tolist() == steps
     reason = "KeyboardInterrupt" if is_ctrl_c else "StopError"
@@ -118,16 +104,23 @@ def test_no_step_is_an_error_and_never_a_match(reference: Path, tmp_path: Path) 
         Fit(DeterminismCallback(reference, current=tmp_path / "current"), limit_train_batches=0).run()
 
 
-# other modes
-
-
 class CountingFlops(Plain):
+    """Within a mode in each step, which it may leave open."""
+
+    def __init__(self, *, leaves_open: bool = False) -> None:
+        super().__init__()
+        self.leaves_open = leaves_open
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        with FlopCounterMode(display=False) as self.flops:
-            return super().training_step(batch, batch_idx)
+        self.flops = FlopCounterMode(display=False)
+        self.flops.__enter__()
+        loss = super().training_step(batch, batch_idx)
+        if not self.leaves_open:
+            self.flops.__exit__(None, None, None)
+        return loss
 
 
-def test_modes_below_and_above_change_nothing(tmp_path: Path) -> None:
+def test_modes_below_and_above_change_nothing_and_one_left_open_is_no_match(tmp_path: Path) -> None:
     with FlopCounterMode(display=False) as alone:
         Fit(model=Plain).run()
     callback = DeterminismCallback(record(tmp_path / "run", model=Plain), current=tmp_path / "current")
@@ -137,26 +130,14 @@ def test_modes_below_and_above_change_nothing(tmp_path: Path) -> None:
     assert below.get_total_flops() == alone.get_total_flops() > 0
     assert fit.model.flops.get_total_flops() > 0
 
-
-class LeavingAModeOpen(Classifier):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch_idx == 1:
-            self.flops = FlopCounterMode(display=False)
-            self.flops.__enter__()
-        return super().training_step(batch, batch_idx)
-
-
-def test_a_mode_left_open_above_is_an_error_and_never_a_match(reference: Path, tmp_path: Path) -> None:
-    callback = DeterminismCallback(reference, current=tmp_path / "current")
-    fit = Fit(callback, model=LeavingAModeOpen)
+    callback = DeterminismCallback(tmp_path / "run", current=tmp_path / "current")
+    fit = Fit(callback, model=partial(CountingFlops, leaves_open=True))
     with (
         pytest.warns(CoverageWarning, match="FlopCounterMode|_FlopCounterMode"),
-        pytest.raises(TraceError, match="Step 1 could not be traced") as caught,
+        pytest.raises(TraceError, match=r"Step 0 could not be traced.*Close that mode") as caught,
     ):
         fit.run()
-    assert caught.value.exit_code == 2
-    assert "Close that mode" in str(caught.value)
-    assert callback.verdict is None
+    assert (caught.value.exit_code, callback.verdict) == (2, None)
     # it is not ours to close; ours lies below it, turned off, until it is
     fit.model.flops.__exit__(None, None, None)
     for left in reversed(_get_current_dispatch_mode_stack()):
@@ -165,21 +146,14 @@ def test_a_mode_left_open_above_is_an_error_and_never_a_match(reference: Path, t
     assert "training_step" not in vars(fit.trainer.strategy)
 
 
-# copies, processes, checkpoints
-
-
 def test_a_callback_can_be_copied_and_pickled_at_any_time(reference: Path, tmp_path: Path) -> None:
     def copied(callback: DeterminismCallback) -> list[DeterminismCallback]:
         return [copy.deepcopy(callback), pickle.loads(pickle.dumps(callback))]
 
-    class CopyInTheMiddle(pl.Callback):
-        def on_before_zero_grad(self, *_: Any) -> None:
-            copies.extend(copied(callback))
-
     callback = DeterminismCallback(reference, current=tmp_path / "current", steps="common", on_divergence="collect")
     copies = copied(callback)
     assert vars(callback).keys() == vars(copies[0]).keys()
-    Fit(CopyInTheMiddle(), callback).run()
+    Fit(LambdaCallback(on_before_zero_grad=lambda *_: copies.extend(copied(callback))), callback).run()
     assert callback.verdict.verdict == "match"
     assert len(copies) == 10
     copies += copied(callback)

@@ -14,9 +14,9 @@ import hydra
 import numpy as np
 import pytest
 import torch
+from guards import process_state
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
-from process_state import process_state
 
 import det_callbacks.hydra as job_callback
 from det_callbacks.callback import ReplicaAuditCallback
@@ -177,7 +177,7 @@ def test_what_cannot_be_applied_starts_no_job(
 
 def test_disabled_applies_nothing_and_asks_for_nothing(run_app: RunApp, unchanged: dict[str, Any]) -> None:
     def task(config: DictConfig) -> None:
-        assert {**process_state(), "filters": unchanged["filters"]} == unchanged
+        assert {**process_state(), "warning filters": unchanged["warning filters"]} == unchanged
 
     assert run_app(task, "+determinism=disabled") == 0
     assert run_app(task, *VERIFY, "determinism.mode=disabled", "determinism.settings.seed=9") == 0

@@ -1,5 +1,6 @@
 """Settings that a callback is given are in force when training begins, or it does not begin."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from fits import Classifier, RaiseAt, Samples
+from guards import process_state
 from lightning.pytorch.callbacks import LambdaCallback
 from torch.utils.data import DataLoader
 from trainers import quiet_trainer
@@ -20,7 +22,7 @@ from det_callbacks import (
     enforce_determinism,
 )
 from det_callbacks.runs.store import Run
-from det_callbacks.settings import settings_in_force
+from det_callbacks.settings import enforce, settings_in_force
 
 SETTINGS = DeterminismSettings(seed=0)
 
@@ -133,3 +135,23 @@ def test_generators_go_on_after_the_training_as_they_would_without_settings(tmp_
             fit(tmp_path / f"run-{len(drawn)}", Counted(), settings=settings)
             drawn.append(torch.rand(()).item())
     assert drawn[0] == drawn[1]
+
+
+# those that are read when the process starts; where it was started with them is in test_launch.py
+SETTABLE = {"seed": 3, "deterministic_algorithms": "error", "num_threads": 1, "float32_matmul_precision": "medium"}
+WANTED = {"python_hash_seed": 11, "mkl_cbwr": "COMPATIBLE", "aten_cpu_capability": "default"}
+VARIABLES = {"PYTHONHASHSEED": "11", "MKL_CBWR": "COMPATIBLE", "ATEN_CPU_CAPABILITY": "default"}
+
+
+def test_what_comes_too_late_says_how_to_start_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(enforce, "start_environment", dict)
+    before = process_state()
+    with pytest.raises(SettingsError) as refused:
+        enforce_determinism({**SETTABLE, **WANTED})
+    assert process_state() == before
+    for (name, value), variable in zip(WANTED.items(), VARIABLES, strict=True):
+        words = f"{name}={value!r} comes too late: {variable} is read when the process starts"
+        assert words in str(refused.value)
+    words = str(refused.value).splitlines()[-1].split()
+    assert set(words[:3]) == {f"{variable}={text}" for variable, text in VARIABLES.items()}
+    assert words[3:5] == sys.orig_argv[:2]

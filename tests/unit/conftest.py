@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from compiling import compiling_anew, opaque_backend
-from process_state import VARIABLES, process_state
+from guards import VARIABLES, process_state
 
 
 @pytest.fixture

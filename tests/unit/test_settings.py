@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch._inductor.config as inductor
+from guards import NOTHING, process_state, sdpa
 from lightning.fabric.utilities.seed import seed_everything
-from process_state import NOTHING, process_state, sdpa
 
 from det_callbacks.errors import SettingsError
 from det_callbacks.settings import SETTINGS, DeterminismSettings, enforce, enforce_determinism, settings_in_force
@@ -57,7 +57,7 @@ CASES: list[tuple[str, Any, Any, Callable[[], bool]]] = [
     ("nvte_allow_nondeterministic_algo", True, False, variable("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")),
 ]
 
-# In a process of their own (tests/e2e/test_late_settings.py), or with a Trainer (`allow`).
+# In a process of their own (tests/e2e/test_launch.py), or with a Trainer (`allow`).
 TESTED_ELSEWHERE = {"allow", "mkl_cbwr", "aten_cpu_capability", "python_hash_seed"}
 
 
