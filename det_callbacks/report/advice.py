@@ -20,9 +20,6 @@ def advise(facts: Facts, rule: str) -> str:
     return text(facts) if callable(text) else text.format(step=facts.difference.step)
 
 
-# weights and data
-
-
 def _advise_initial(facts: Facts) -> str:
     initial = facts.initial_sources
     if 2 * len(initial) <= facts.num_random or facts.num_random < 2:
@@ -30,15 +27,15 @@ def _advise_initial(facts: Facts) -> str:
             f"Look at how {initial[0]} is initialised or loaded: the code, the weights that were loaded, or what was "
             "drawn before the model was built (seed first) is not the same"
         )
-    seeded = next((one for one in facts.evidence.generators if one.equal_at is None and one.is_reseeded), None)
-    if seeded is not None:
-        return f"Set the same seed before the model is built: {show_change(seeded, facts.evidence)}"
-    return "Set the seed before the model is built, and load the same weights"
+    seeded = (one for one in facts.evidence.generators if one.equal_at is None and one.is_reseeded)
+    known = [show_change(one, facts.evidence) for one in seeded]
+    return f"Set the same seed before the model is built: {(*known, 'or load the same weights')[0]}"
 
 
 _OF_BATCH: Mapping[DataChange, str] = {
     "transformed": "Look at on_before_batch_transfer and on_after_batch_transfer",
     "reordered": "Look at the sampler, the shuffle's seed and the sorting of files",
+    "drawn": "Look at the sampler (its weights, what it sorts by) and at the loader's settings",
     "other data set": "The data set is another one",
     "listed otherwise": "Sort what the data set lists",
     "made otherwise": "Look at transforms, augmentation, worker seeds and decoding",
@@ -47,15 +44,9 @@ _OF_BATCH: Mapping[DataChange, str] = {
 
 
 def _advise_batch(facts: Facts) -> str:
-    if facts.data_change != "drawn":
+    batch, change = facts.evidence.batch, next(filter(facts.is_before_step, facts.evidence.generators), None)
+    if facts.data_change != "drawn" or batch.settings or batch.indices != "other" or change is None:
         return _because(_OF_BATCH[facts.data_change], facts)
-    change = next(filter(facts.is_before_step, facts.evidence.generators), None)
-    if facts.evidence.batch.settings:
-        return _because("Set the loader as in the reference", facts)
-    if facts.evidence.batch.indices != "other":
-        return _because("Look at the order in which the data come", facts)
-    if change is None:
-        return _because("Look at the sampler itself (its weights, what it sorts by): no known generator differs", facts)
     is_seeded_alike = change.seeds is not None and not change.is_reseeded
     todo = "Draw the same numbers before the shuffle" if is_seeded_alike else "Give the shuffle the same seed"
     return f"{todo}: {show_change(change, facts.evidence)}"
@@ -68,18 +59,12 @@ def _because(todo: str, facts: Facts) -> str:
     return f"{todo}: {listed(reasons, '; ')}" if reasons else todo
 
 
-# generators and ops
-
-
 def _advise_generator(facts: Facts) -> str:
-    change = facts.consumed
+    change, changes = facts.consumed, facts.evidence.generators
     if change is None:
-        if not facts.evidence.generators:
-            return ""
-        change = facts.evidence.generators[0]
-        seed = ": seed Python, NumPy and torch alike before the model is built (DeterminismSettings(seed=...))"
-        is_unseeded = change.equal_at is None and change.seeds is None
-        return show_change(change, facts.evidence) + (seed if is_unseeded else "")
+        text = ". ".join(show_change(one, facts.evidence) for one in changes[:1])
+        is_unseeded = text and changes[0].equal_at is None and changes[0].seeds is None
+        return f"{text}: seed Python, NumPy and torch alike before the model is built" if is_unseeded else text
     for side, points in _only_in(change).items():
         if {"before validation", "epoch end", "epoch start"} & {*points}:
             return (
@@ -90,10 +75,6 @@ def _advise_generator(facts: Facts) -> str:
     return f"Keep {ran} from drawing from {change.name}: give it a generator of its own, or put the state back after it"
 
 
-def _advise_before_data(facts: Facts) -> str:
-    return _advise_generator(facts) if facts.consumed else _UNRESTORED
-
-
 def _advise_unrecorded(facts: Facts) -> str:
     what = "This state differs since" if facts.sources else "It may have begun"
     return _begun_before(what, facts.difference.step, facts.choices)
@@ -101,23 +82,18 @@ def _advise_unrecorded(facts: Facts) -> str:
 
 def _begun_before(what: str, step: int, choices: Sequence[EnvironmentDifference]) -> str:
     choice = earlier_choice(choices)
-    known = "" if choice is None else f"; {show_differences([choice])}, which explains it"
-    text = f"{what} before step {step}, and steps before it were not recorded"
-    return text + (known or ": record them too to see where it starts")
+    known = "record them too to see where it starts" if choice is None else show_differences([choice])
+    return f"{what} before step {step}, and steps before it were not recorded: {known}"
 
 
 def _advise_lost_value(facts: Facts) -> str:
     """Say what a resume may have lost where all that a checkpoint restores agrees, and no choice explains it."""
-    if not facts.is_resumed or facts.choices:
-        return ""
-    sources, kind = facts.sources, (facts.origin or facts.first).divergence.kind
-    is_outside = bool(sources) and all(one.role == "input" and one.divergence.name is None for one in sources)
-    return _LOST_VALUE if is_outside or (not sources and kind in ("argument", "missing", "extra")) else ""
-
-
-def _advise_first(facts: Facts) -> str:
-    is_replayed = facts.first.role == "graph_output"
-    return _REPLAYED.format(step=facts.difference.step) if is_replayed else _advise_lost_value(facts)
+    kind = (facts.origin or facts.first).divergence.kind
+    is_outside = bool(facts.sources) and all(
+        one.role == "input" and one.divergence.name is None for one in facts.sources
+    )
+    is_lost = is_outside or (not facts.sources and kind in ("argument", "missing", "extra"))
+    return _LOST_VALUE if facts.is_resumed and not facts.choices and is_lost else ""
 
 
 _OTHER_EPOCHS = (
@@ -132,33 +108,29 @@ _LOST_VALUE = (
     "attribute, a counter, the state of an environment), and keep it there with on_save_checkpoint and "
     "on_load_checkpoint, or in a buffer"
 )
-_REPLAYED = (
-    "An op inside a CUDA graph runs where nobody sees it: record step {step} of both without CUDA graphs (call the "
-    "function itself instead of its replay, or compile without reduce-overhead) to see which op it is"
-)
 
 ADVICE: Mapping[str, str | Callable[[Facts], str]] = {
-    # every rule of compare/cause.py -> what to do
-    "dtype": "",  # the explanation begins with the choice
+    # every rule of compare/cause.py -> what to do; "" where the explanation begins with the choice
+    "dtype": "",
     "restored state": "Compare the checkpoint with the one that was saved there, and look at what changes this state "
     "between loading it and the step. A buffer with persistent=False is in no checkpoint: register it with "
     "persistent=True, or keep it with on_save_checkpoint",
     "initial state": _advise_initial,
     "another epoch": lambda facts: _because(_OTHER_EPOCHS, facts),
-    "generator before the data": _advise_before_data,
+    "generator before the data": lambda facts: _advise_generator(facts) if facts.consumed else _UNRESTORED,
     "batch size": lambda facts: _because("Give the loader the same batch size", facts),
     "batch": _advise_batch,
     "generator": _advise_generator,
     "steps that were not recorded": _advise_unrecorded,
     "input from outside": _advise_lost_value,
-    "choice": "",  # likewise
+    "choice": "",
     "compiled graph": "torch.compile compiled another graph here. Start both runs in fresh processes, since what was "
     "compiled before decides as well (a resumed run knows no earlier batch sizes: drop_last or dynamic=True keep to "
     "one graph); see why with TORCH_LOGS=recompiles,graph_breaks; or record step {step} of both with "
     'compiled="eager" (only_steps=[{step}]) to see which op is another',
     "structure": _advise_lost_value,
     "origin": _advise_lost_value,
-    "first difference": _advise_first,
+    "first difference": _advise_lost_value,
 }
 
 
@@ -179,24 +151,19 @@ def advise_metric(metric: MetricDifference) -> str:
         return f"Look at the data that it is computed from: the {found} differs"
     if metric.is_after_gap:
         return _begun_before("It may have begun", reading.step + 1, metric.choices)
-    data = {LENGTH: "the lengths of the data sets", FIRST_BATCH: "the first batches"}
-    known = [words for kind, words in data.items() if any(name.startswith(kind) for name in reading.evidence)]
     return (
-        f"Look at how it is computed, and from what: all that is known agrees ({listed(['the generators', *known])}). "
-        f'What can never repeat, such as a wall clock, is left out by modules=["*", "!metric/{metric.name}"]'
+        "Look at how it is computed, and from what: all that is known of generators and data agrees. What can never "
+        f'repeat, such as a wall clock, is left out by modules=["*", "!metric/{metric.name}"]'
     )
 
 
 # what led to a cause
 
+_VALIDATION = "on_validation_epoch_start on_validation_batch_start on_validation_batch_end on_validation_epoch_end"
 _AFTER: Mapping[str, tuple[str, str, str]] = {
     # point -> the hook in which it is read, what runs after it, and the hooks that are called there
     "fit start": ("", "the set-up of the data", "on_train_start"),
-    "before the sanity check": (
-        "on_sanity_check_start",
-        "the sanity check",
-        "on_validation_start on_validation_batch_end on_validation_epoch_end",
-    ),
+    "before the sanity check": ("on_sanity_check_start", "the sanity check", f"on_validation_start {_VALIDATION}"),
     "after the sanity check": ("on_sanity_check_end", "", "on_train_start"),
     "epoch start": ("on_train_epoch_start", "", ""),
     "before the loader starts": ("", "the start of the loader's iterators", ""),
@@ -205,11 +172,7 @@ _AFTER: Mapping[str, tuple[str, str, str]] = {
     "after forward": ("on_before_backward", "the backward pass", ""),
     "after backward": ("on_after_backward", "the optimizer", "on_before_optimizer_step"),
     "batch end": ("on_train_batch_end", "", ""),
-    "before validation": (
-        "on_validation_start",
-        "validation",
-        "on_validation_epoch_start on_validation_batch_start on_validation_batch_end on_validation_epoch_end",
-    ),
+    "before validation": ("on_validation_start", "validation", _VALIDATION),
     "after validation": ("on_validation_end", "", ""),
     "epoch end": ("on_train_epoch_end", "", ""),
 }
@@ -226,14 +189,13 @@ def evidence_lines(facts: Facts) -> tuple[str, ...]:
     initial, lines = facts.initial_sources, list[str]()
     if facts.is_first and facts.num_initial:
         which = ", all that hold more than one value" if len(initial) == facts.num_random < facts.num_initial else ""
-        first = f", first {initial[0]}" if initial else ""
-        lines.append(f"initial state: {len(initial)} of {facts.num_initial} tensors differ{which}{first}")
+        lines.append(f"initial state: {len(initial)} of {facts.num_initial} tensors differ{which}")
     lines += _batch_lines(facts)
     lines += [show_change(change, facts.evidence) for change in facts.evidence.generators]
     lines += [f"choice {show_differences([entry])}" for entry in facts.choices]
-    unread = facts.evidence.unread
-    more = [f"the evidence of generators and data could not be used: {unread}"] if unread else []
-    return (*at_most(MAX_LINES, lines), *more)
+    if facts.evidence.unread:
+        lines.insert(0, f"the evidence of generators and data could not be used: {facts.evidence.unread}")
+    return tuple(at_most(MAX_LINES, lines))
 
 
 def _batch_lines(facts: Facts) -> list[str]:

@@ -9,7 +9,7 @@ from det_callbacks.compare.differences import Finding, Start
 from det_callbacks.compare.metrics import MetricDifference
 from det_callbacks.compare.ranks import WholeSteps
 from det_callbacks.compare.record import Tally
-from det_callbacks.report.console import capitalised, count, listed, ranks_text
+from det_callbacks.report.console import count, listed, ranks_text
 from det_callbacks.report.run import describe_tensor
 from det_callbacks.runs.program import READS, REGION, TensorLayout
 from det_callbacks.verdict import Divergence, EnvironmentDifference
@@ -31,10 +31,6 @@ def _where_from(finding: Finding) -> str:
         return "; the difference came in through what it reads"
     if divergence.is_origin is None:
         return f"; {_UNPROVEN[finding.start]}, so where it starts cannot be proven"
-    if divergence.kind in ("missing", "extra"):
-        return ", and what it reads agrees, so it starts here"
-    if finding.role == "graph":
-        return "; what goes into it agrees, so it starts here"
     if divergence.op.startswith(REGION):
         return "; what went into the compiled region agrees, so it starts inside"
     if finding.is_rewired:
@@ -44,9 +40,7 @@ def _where_from(finding: Finding) -> str:
 
 _UNPROVEN: Mapping[Start, str] = {
     "inside a region": "it ran inside a compiled region, whose inside is not seen",
-    "written since": (
-        "what wrote it agrees, and what came in between left no row (a view of another part, NumPy, a raw kernel)"
-    ),
+    "written since": "what wrote it agrees, and what came in between left no row (a view, NumPy, a raw kernel)",
     "other arguments": "the two runs kept digests of other arguments of it",
     "unread batch": "the batch holds what cannot be looked into, and Python may have read it",
     "passed on": "a shape, or a number that Python could read, differs before it, and Python may have passed that on",
@@ -55,9 +49,7 @@ _UNPROVEN: Mapping[Start, str] = {
     "graph replay": "a CUDA graph, of which nothing is seen inside, may have written it",
     "not recorded": "what wrote it was not recorded",
     "region parameters": "the parameters that the compiled region reads have no digest at this level",
-    "unseen writer": (
-        "what it reads was written by nothing that the trace saw (NumPy, a raw kernel, or what torch.empty left there)"
-    ),
+    "unseen writer": "what it reads was written by nothing that the trace saw (NumPy, a raw kernel, torch.empty)",
 }
 
 
@@ -126,11 +118,9 @@ def _parts(layouts: tuple[TensorLayout | None, TensorLayout | None]) -> str:
     ours, theirs = layouts
     if ours is None or theirs is None or replace(ours, detail=theirs.detail) != theirs:
         return ""
-    if not any(one.detail.startswith(READS) for one in layouts if one is not None):
+    if not any(one.detail.startswith(READS) for one in (ours, theirs)):
         return ""
-    known = [one.detail.removeprefix(READS).split("; ") if one.detail else [] for one in (ours, theirs)]
-    only = [[text for text in texts if text not in others] for texts, others in (known, known[::-1])]
-    shown = ["; ".join(texts) or "in order from element 0" for texts in only]
+    shown = [one.detail.removeprefix(READS) or "in order from element 0" for one in (ours, theirs)]
     return f"{shown[0]} in the reference, {shown[1]} now"
 
 
@@ -151,30 +141,25 @@ _SOURCES = {
 
 def explain_step(facts: Facts, rule: str, *, show_rank: bool) -> str:
     """Return one sentence on a differing step, without its final stop: where it starts, with what, and why there."""
-    difference, first = facts.difference, facts.first
-    place = f"Step {difference.step}{_in_segment(difference.segment)}" + (
-        f" of rank {difference.rank}" if show_rank else ""
-    )
-    if facts.is_resumed:
-        place += ", the first after resuming"
+    difference, first, origin = facts.difference, facts.first, facts.origin
+    of_rank = f" of rank {difference.rank}" if show_rank else ""
+    resumed = ", the first after resuming" if facts.is_resumed else ""
+    place = f"Step {difference.step}{_in_segment(difference.segment)}{of_rank}{resumed}"
     if rule == "restored state":
         return f"{place}: {_explain_sources(facts, facts.restored, 'restored')}; no op is to blame"
     is_outside = first.start == "outside"
+    text = f"{place}, {_describe(first)}"
     if is_outside:
         text = f"{place}: {_explain_sources(facts, facts.sources, facts.sources[0].divergence.phase)}; "
         text += f"the difference came in through it, and {_who_wrote(facts)}"
-    else:
-        text = f"{place}, {_describe(first)}"
     if rule in CHOSEN and (choice := facts.explaining_choice) is not None:
         text = explain_choice(choice, text)
-    if is_outside:
-        return text if facts.origin is None else f"{text}; besides, {_describe(facts.origin)}"
-    if facts.origin is not None and facts.origin.row != first.row:
-        text += f"; an origin is {_describe(facts.origin)}"
+    if origin is not None and origin.row != first.row:
+        text += f"; {'besides' if is_outside else 'an origin is'}, {_describe(origin)}"
     num_alike = sum(one.op == first.divergence.op for one in difference.origins) - 1
-    if first.divergence.is_origin and num_alike > 0:
-        text += f" (so do {count(num_alike, 'more call')} of it)"
-    return text
+    return text + (
+        f" (so do {count(num_alike, 'more call')} of it)" if first.divergence.is_origin and num_alike else ""
+    )
 
 
 def _who_wrote(facts: Facts) -> str:
@@ -202,7 +187,7 @@ def _explain_sources(facts: Facts, sources: Sequence[Finding], phase: str) -> st
     elif not sources:
         what = f"is not what the reference ended step {facts.difference.step - 1} with"
     if phase == "state" and (num_initial := facts.num_initial) > 1:
-        what += f" ({f'all {len(names)}' if len(names) >= num_initial else f'{len(names)} of {num_initial}'} tensors)"
+        what += f" ({len(names)} of {num_initial} tensors)"
     hidden = ("state", "input") if phase == "restored" else (phase,)
     others = [one for one in dict.fromkeys(one.divergence.phase for one in facts.sources) if one not in hidden]
     also = f" ({' and '.join(_SOURCES[one] for one in others)} differs too)" if others else ""
@@ -227,10 +212,8 @@ def explain_ranks(ranks: Classification) -> str:
             f"the collective itself is {'an origin too' if origins else 'the origin'}"
         )
     if receivers and ranks.through is not None:
-        texts.append(
-            f"{ranks_text(receivers)} put in what the reference did and received the difference through "
-            f"{_call(ranks.through)}"
-        )
+        through = f"put in what the reference did and received the difference through {_call(ranks.through)}"
+        texts.append(f"{ranks_text(receivers)} {through}")
     elif receivers and ranks.collective is None:
         texts.append(f"{ranks_text(receivers)} received the difference")
     if unknown:
@@ -239,19 +222,15 @@ def explain_ranks(ranks: Classification) -> str:
     for rank, moment in enumerate(ranks.since):
         if moment is not None:
             since.setdefault(moment, []).append(rank)
-    if since:
-        moments = (
-            f"{ranks_text(those)} from step {step}{_in_segment(segment)} on"
-            for (segment, step), those in sorted(since.items())
-        )
+    moments = [f"{ranks_text(since[at])} from step {at[1]}{_in_segment(at[0])} on" for at in sorted(since)]
+    if moments:
         number = sum(map(len, since.values()))
         texts.append(f"{number} of {len(ranks.since)} ranks differ ({listed(moments, limit=MAX_RANGES)})")
     return "; ".join(texts)
 
 
 def _call(call: CollectiveCall) -> str:
-    where = f"in the group of ranks {call.group}{_source(call.source)}"
-    return f"{call.op}{_number(call.number)} {where}"
+    return f"{call.op}{_number(call.number)} in the group of ranks {call.group}{_source(call.source)}"
 
 
 def _in_segment(segment: int) -> str:
@@ -278,13 +257,10 @@ def steps_agree(num_equal: int) -> str:
 
 def explain_match(tally: Tally, *, num_ranks: int) -> str:
     """Return how much agrees, "" where nothing was compared."""
-    found = []
-    if tally.num_sites:
-        found.append(f"all {count(tally.num_sites, 'site')} of {count(tally.num_steps, 'step')}")
-    if tally.num_metrics:
-        found.append(("all " if not found else "") + count(tally.num_metrics, "metric"))
+    sites = [f"{count(tally.num_sites, 'site')} of {count(tally.num_steps, 'step')}"] if tally.num_sites else []
+    found = [*sites, *([count(tally.num_metrics, "metric")] if tally.num_metrics else [])]
     ranks = f" of {num_ranks} ranks" if num_ranks > 1 else ""
-    return capitalised(f"{' and '.join(found)}{ranks} agree, bit for bit") if found else ""
+    return f"All {' and '.join(found)}{ranks} agree, bit for bit" if found else ""
 
 
 def explain_metric(metric: MetricDifference) -> str:
@@ -293,10 +269,10 @@ def explain_metric(metric: MetricDifference) -> str:
     what = f"metric {metric.name} {_reading(metric)}"
     if left is None or right is None:
         return f"{what} is only in the {'current run' if left is None else 'reference'}"
-    shown = [one.value for one in (left, right)]
-    if left.value == right.value:
-        shown = [f"{one.value} ({one.dtype} {list(one.shape)}, {one.digest})" for one in (left, right)]
-    return f"{what} differs: {shown[0]} in the reference, {shown[1]} now"
+    ours, theirs = (f"{one.value} ({one.dtype} {list(one.shape)}, {one.digest})" for one in (left, right))
+    if left.value != right.value:
+        ours, theirs = left.value, right.value
+    return f"{what} differs: {ours} in the reference, {theirs} now"
 
 
 def metric_lines(metric: MetricDifference) -> tuple[str, ...]:

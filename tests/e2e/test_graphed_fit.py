@@ -61,4 +61,3 @@ def test_a_fit_that_replays_a_graph(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert verdict.coverage.opaque_regions == ("cuda_graph",)
     assert verdict.coverage.ops_skipped["replayed"] == 2
     assert "a CUDA graph, of which nothing is seen inside, may have written it" in verdict.explanation
-    assert f"record step {first.step} of both without CUDA graphs" in verdict.explanation
