@@ -13,6 +13,7 @@ class HeatMap:
     """One heat map: the labels of its rows, and the letters of each step's column by row."""
 
     name: str = ""
+    outcomes: str = ""
     labels: list[str] = field(default_factory=list)
     columns: dict[int, dict[int, str]] = field(default_factory=dict)
 
@@ -65,7 +66,7 @@ class _Parser(HTMLParser):
         elif inside == "title" and self.page.maps:
             self._cells = self.page.maps[-1].columns.setdefault(int(re.match(r"Step (\d+): ", data)[1]), {})
         elif inside == "summary" and self.page.maps and not self.page.maps[-1].labels:
-            self.page.maps[-1].name += data.partition(":")[0]
+            self.page.maps[-1].name, _, self.page.maps[-1].outcomes = data.partition(", steps: ")
         else:
             self.page.text += data
 

@@ -82,7 +82,7 @@ def test_it_says_what_the_verdict_says_in_the_same_words(runs: Path, tmp_path: P
     assert {"Evidence", "led", "Origins", "Environment", "Compared", "Next"} <= {*text}
     assert page.text.strip().startswith(f"{word.capitalize()}: ")
     assert [part for part in text if part not in page.text] == []
-    assert "Steps 2 to 3: not compared" in page.text
+    assert page.maps[0].outcomes == "1 agree, 1 differ, 2 not compared"
     assert page.maps[0].letters() == "mo..", "equal though not kept, the one that differs, and those that never ran"
 
 
@@ -151,9 +151,9 @@ def test_each_rank_and_fit_has_a_map_and_steps_of_one_run_alone_are_named(tmp_pa
     page = written(tmp_path)
     letters = {heat_map.name: heat_map.letters() for heat_map in page.maps}
     assert letters == {"Rank 0": "mmmm..", "Rank 1": "mmoo.."}
-    assert page.text.count("Steps 4 to 5: only in the current run.") == 2
-    rows = re.findall(r"(\d) of 6(\d+)", page.text.split("starting here")[1])
-    assert rows == [("0", "00"), ("2", "82")], "steps that differ, sites that do, and where it starts"
+    outcomes = [heat_map.outcomes for heat_map in page.maps]
+    assert outcomes == ["4 agree, 2 only in the current run", "2 agree, 2 differ, 2 only in the current run"]
+    assert "Step 2: 4 of 8 sites differ, starting at 1 of them" in page.text
     for name, step in (("fits", 9), ("alone", 1)):
         write_run(tmp_path / name, num_steps=2, num_sites=8, num_fits=2, spreads_from=(0, step))
     page = written(tmp_path, "alone")
@@ -210,19 +210,19 @@ def test_no_text_of_a_run_is_markup(tmp_path: Path) -> None:
 
 
 def test_a_large_report_is_bounded_and_says_what_it_leaves_out(tmp_path: Path) -> None:
-    num_steps, num_sites = 80, 500
+    num_steps, num_sites = 160, 500
     sizes = {"num_steps": num_steps, "num_sites": num_sites, "num_modules": 100}
     write_run(tmp_path / "reference", **sizes)
-    write_run(tmp_path / "current", spreads_from=(0, num_steps - 56), **sizes)
+    write_run(tmp_path / "current", spreads_from=(0, 30), **sizes)
     page = written(tmp_path)
     half = num_sites // 2
-    assert f"{56 * half:,} of {num_steps * num_sites:,}" in page.text
+    assert f"{num_steps * num_sites:,} sites, {130 * half:,} differing" in page.text
     assert (tmp_path / "report.html").stat().st_size < 2_000_000
-    assert page.maps[0].letters() == "m" * 10 + "o" * 56
+    assert page.maps[0].letters() == "m" * 10 + "o" * 90
     assert 250 < sum(tag == "tr" for tag, _ in page.tags) < 500
-    assert page.text.count(f"Step 33: {half:,} of {num_sites:,} sites differ") == 1
+    assert page.text.count(f"Step 39: {half:,} of {num_sites:,} sites differ") == 1
     assert f"and {half - 100:,} more differing sites" in page.text
-    assert "and 46 more steps" in page.text
+    assert "and 120 more steps" in page.text
 
 
 @pytest.mark.slow
@@ -301,7 +301,7 @@ def test_a_match_leaves_none_and_steps_that_were_not_kept_are_not_shown_as_equal
     assert f"; report: {current / 'report.html'})" in capsys.readouterr().out
     page = shown(current)
     assert page.maps[0].letters() == "mo.."
-    assert "Steps 2 to 3: differ, and were not kept" in page.text
+    assert page.maps[0].outcomes.startswith("1 agree, 1 differ, 2 differ, and were not kept: ")
     Training().fit(DeterminismCallback(runs / "reference", mode="verify", current=current))
     assert not (current / "report.html").exists()
     assert "report" not in capsys.readouterr().out

@@ -3,14 +3,14 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress, groupby
+from itertools import compress
 
 import numpy as np
 
 from det_callbacks.compare.differences import StepDifference
 from det_callbacks.compare.ranks import Outcome, walk_outcomes
 from det_callbacks.compare.record import read_compared
-from det_callbacks.report.console import Table, at_most, count
+from det_callbacks.report.console import Table, count
 from det_callbacks.report.run import describe_site, describe_tensor
 from det_callbacks.runs.program import Site
 from det_callbacks.runs.store import Run
@@ -19,16 +19,16 @@ from det_callbacks.verdict import MAX_ORIGINS, Divergence, Verdict
 MAX_MAPS, MAX_COLUMNS, MAX_ROWS = 8, 100, 60
 """Heat maps (one for each rank and fit), and the columns and rows of each."""
 NUM_BEFORE = 10
-"""Columns before the first step that is not equal."""
+"""Columns before the first step that is not equal, where a fit has more steps than columns are shown."""
 MAX_STEPS, FIRST_SITES, MAX_SITES = 10, 100, 20
 """Steps of each map whose sites are listed, sites of the first of them, and of any other."""
-MAX_SPANS = 50
 
-RANK_COLUMNS = ("rank", "fit", "first step", "steps differing", "sites differing", "starting here")
-_SITE_COLUMNS = ("site", "state", "phase", "module", "op or name", "tensor", "reference", "current", "kind", "source")
+_COLUMNS = ("site", "state", "phase", "module", "op or name", "tensor", "reference", "current", "kind", "source")
 _STATES = np.array([*".mco"])
 """Of a cell, each worse than the one before: not compared, match, carried on, origin."""
-_UNSEEN: Mapping[Outcome, str] = {
+_OUTCOMES: Mapping[Outcome, str] = {
+    "equal": "agree",
+    "differs": "differ",
     "missing": "only in the reference",
     "extra": "only in the current run",
     "unkept": "differ, and were not kept: a verification keeps the first 100",
@@ -41,8 +41,8 @@ class Column:
     """One step: in words, as a state for each row, and the first sites that differ in it, where they are listed."""
 
     step: int
-    text: str = ""
-    states: str = ""
+    text: str
+    states: str
     sites: Table | None = None
     num_left_out: int = 0
 
@@ -51,23 +51,16 @@ class Column:
 class HeatMap:
     """What became of each module in the steps of one fit of one rank, from shortly before the first difference on.
 
-    Attributes:
-        place: rank and fit, in addresses.
-        is_first: whether the first divergence is of this rank.
-        labels: of the rows, modules in the order in which they run; one that ends in * stands for several.
-        outcomes: how many steps of the fit are equal, differ, and so on.
-        unseen: in words: the steps that were not compared site by site.
-        ranks_row: what the table of ranks says of it, as in ``RANK_COLUMNS``.
+    ``place`` is rank and fit in addresses, ``text`` how many steps agree, differ and so on, ``num_differing`` how many
+    could be listed. ``labels`` are those of the rows, modules in the order in which they run.
     """
 
     name: str
     place: str
-    is_first: bool
+    text: str
+    num_differing: int
     labels: Sequence[str]
     columns: Sequence[Column]
-    outcomes: Mapping[Outcome, int]
-    unseen: Sequence[str]
-    ranks_row: Sequence[object]
 
 
 def build_maps(verdict: Verdict, reference: Run, current: Run) -> tuple[list[HeatMap], int]:
@@ -99,46 +92,41 @@ def _build_map(verdict: Verdict, runs: tuple[Run, Run], rank: int, segment: int,
         return np.bincount([row_of[site.module] for site in sites], minlength=len(labels))
 
     totals = {identity: cells(sites) for identity, sites in programs.items()}
-    columns, outcomes, num_listed, sums = list[Column](), list[tuple[Outcome, int]](), 0, [0, 0]
+    columns, outcomes, num_listed = list[Column](), list[Outcome](), 0
     for done in walk_outcomes(*runs, rank, segment, read_compared(runs[1], rank)):
-        outcomes.append((done.outcome, done.step))
-        if done.outcome in _UNSEEN:
-            text = f"Step {done.step}: {_UNSEEN[done.outcome]}"
+        outcomes.append(done.outcome)
+        if done.outcome not in ("equal", "differs"):
+            text = f"Step {done.step}: {_OUTCOMES[done.outcome]}"
             columns.append(Column(step=done.step, text=text, states="." * len(labels)))
             continue
-        total, column = totals[done.program_id], Column(step=done.step)
-        worst, counts = np.minimum(total, 1), (0, 0)
+        total = totals[done.program_id]
+        worst, sites, starting = np.minimum(total, 1), list[Site](), list[Site]()
+        table, num_left_out = None, 0
         if done.sites is not None:
             sites = [done.sites.site(row) for row in done.sites.rows.tolist()]
             starts = _starting(verdict, done.sites, sites, is_first=rank not in begun)
             begun.add(rank)
             starting = list(compress(sites, starts))
             worst = np.maximum.reduce([worst, 2 * (cells(sites) > 0), 3 * (cells(starting) > 0)])
-            counts = len(sites), len(starting)
-            sums = [one + other for one, other in zip(sums, counts, strict=True)]
             if num_listed < MAX_STEPS:
                 limit = MAX_SITES if num_listed else FIRST_SITES
                 listed = sorted(np.argsort(~starts, kind="stable")[:limit].tolist())  # where it starts comes first
                 rows = [_site_row(done.sites, int(done.sites.rows[one]), starts=starts[one]) for one in listed]
-                column.sites, column.num_left_out = Table(columns=_SITE_COLUMNS, rows=rows), len(sites) - len(listed)
+                table, num_left_out = Table(columns=_COLUMNS, rows=rows), len(sites) - len(listed)
                 num_listed += 1
-        column.text, column.states = _text(done.step, int(total.sum()), *counts), "".join(_STATES[worst])
-        columns.append(column)
-    began = next((place for place, (outcome, _) in enumerate(outcomes) if outcome != "equal"), 0)
-    since = max(0, began - NUM_BEFORE)
-    spans = [(outcome, [step for _, step in group]) for outcome, group in groupby(outcomes, key=lambda one: one[0])]
-    unseen = [f"{_span(one[0], one[-1])}: {_UNSEEN[outcome]}" for outcome, one in spans if outcome in _UNSEEN]
-    numbers, first = Counter(outcome for outcome, _ in outcomes), verdict.first_divergence
-    first_step = next((step for outcome, step in outcomes if outcome not in ("equal", "unknown")), "")
+        text = f"Step {done.step}: {len(sites):,} of {count(int(total.sum()), 'site')} differ"
+        text += f", starting at {len(starting):,} of them" if starting else ""
+        states = "".join(_STATES[worst])
+        columns.append(Column(step=done.step, text=text, states=states, sites=table, num_left_out=num_left_out))
+    began = next((place for place, outcome in enumerate(outcomes) if outcome != "equal"), 0)
+    since, numbers = max(0, min(began - NUM_BEFORE, len(columns) - MAX_COLUMNS)), Counter(outcomes)
     return HeatMap(
         name=f"Rank {rank}{f', segment {segment}' if segment else ''}",
         place=f"s{rank}-{segment}",
-        is_first=first is not None and first.rank == rank,
+        text=", ".join(f"{numbers[one]:,} {word}" for one, word in _OUTCOMES.items() if numbers[one]),
+        num_differing=numbers["differs"],
         labels=labels,
         columns=columns[since : since + MAX_COLUMNS],
-        outcomes=numbers,
-        unseen=at_most(MAX_SPANS, unseen),
-        ranks_row=(rank, segment, first_step, f"{numbers['differs']:,} of {len(outcomes):,}", *sums),
     )
 
 
@@ -192,25 +180,16 @@ def _rows_of_modules(programs: Iterable[Sequence[Site]]) -> tuple[dict[str, int]
 
 def group_modules(names: Sequence[str], limit: int = MAX_ROWS) -> dict[str, str]:
     """Return the label of each module's row: its name, or as deep into it as makes no more rows than there may be."""
-    labels = {name: _label_of(name) for name in names}
-    for depth in range(max((name.count(".") for name in names), default=0), 0, -1):
-        if len(set(labels.values())) <= limit:
+    labels, rows = dict[str, str](), list[str]()
+    for depth in range(1 + max((name.count(".") for name in names), default=0), 0, -1):
+        parts = {name: name.split(".") for name in names}
+        labels = {name: ".".join(known[:depth]) + ".*" * (len(known) > depth) for name, known in parts.items()}
+        rows = list(dict.fromkeys(labels.values()))
+        if len(rows) <= limit:
             break
-        labels |= {name: ".".join(name.split(".")[:depth]) + ".*" for name in names if name.count(".") >= depth}
-    rest = list(dict.fromkeys(labels.values()))[limit - 1 :]
-    return {name: "(other modules)" if len(rest) > 1 and label in rest else label for name, label in labels.items()}
+    rest = rows[limit - 1 :] if len(rows) > limit else []
+    return {name: "(other modules)" if label in rest else _label_of(label) for name, label in labels.items()}
 
 
 def _label_of(module: str) -> str:
     return {"": "(outside any module)", "?": "(module not known)"}.get(module, module)
-
-
-def _span(first: int, last: int) -> str:
-    return f"Step {first}" if first == last else f"Steps {first} to {last}"
-
-
-def _text(step: int, num_sites: int, num_differing: int, num_starting: int) -> str:
-    """Return "Step 3: 17 of 5,000 sites differ, starting at 2 of them"."""
-    verb = "differs" if num_differing == 1 else "differ"
-    starting = f", starting at {num_starting:,} of them" if num_starting else ""
-    return f"Step {step}: {num_differing:,} of {count(num_sites, 'site')} {verb}{starting}"

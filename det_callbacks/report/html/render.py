@@ -6,8 +6,8 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from det_callbacks.errors import DetCallbacksError
-from det_callbacks.report.console import Section, Table, count
-from det_callbacks.report.html.model import RANK_COLUMNS, build_maps
+from det_callbacks.report.console import count
+from det_callbacks.report.html.model import build_maps
 from det_callbacks.report.verdict import coverage_report, difference_report, head_report
 from det_callbacks.runs.files import replace_atomically
 from det_callbacks.runs.store import Run
@@ -29,12 +29,10 @@ def write_report(path: str | Path, verdict: Verdict, *, reference: str | Path, c
         lstrip_blocks=True,
     )
     environment.filters.update(count=count, number="{:,}".format, path=_path)
-    ranks = Table(columns=RANK_COLUMNS, rows=[one.ranks_row for one in maps])
-    of_ranks = [Section(title="Ranks", table=ranks)] if len(maps) > 1 else []
     content = environment.get_template("report.html.j2").render(
         verdict=verdict,
-        head=head_report(verdict)[2:],
-        sections=[*difference_report(verdict), *of_ranks, *coverage_report(verdict)],
+        head=head_report(verdict)[1:],
+        sections=[*difference_report(verdict), *coverage_report(verdict)],
         maps=maps,
         num_left_out=num_left_out,
         version=version("det_callbacks"),
