@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -13,51 +13,44 @@ from det_callbacks.nondeterminism import BEHAVIOURS, OpFact, may_apply
 from det_callbacks.report.console import Section, Table, count
 from det_callbacks.report.run import head_lines
 from det_callbacks.report.verdict import environment_table
-from det_callbacks.runs.program import Site, StepView
+from det_callbacks.runs.program import StepView
 from det_callbacks.runs.store import Run
 
 if TYPE_CHECKING:
     from det_callbacks.doctor import Diagnosis
 
-_MEANINGS = {
-    "alternate algorithm": "takes another algorithm under torch.use_deterministic_algorithms(True)",
-    "error": "raises RuntimeError under torch.use_deterministic_algorithms(True)",
-    "random": "draws from a random generator",
-}
+_MEANINGS = (
+    "  alternate algorithm: takes another algorithm under torch.use_deterministic_algorithms(True)",
+    "  error: raises RuntimeError under torch.use_deterministic_algorithms(True)",
+    "  random: draws from a random generator",
+    "  devices and conditions are torch's words; that they are met is not checked",
+)
 
 
 def ops_to_dict(facts: Sequence[OpFact], run: Run | None = None) -> dict[str, Any]:
     """Return all that torch says of its ops, or what it says of those that a run uses: overloads, and sites in a step.
 
-    Sites are tensors and values that an op wrote; where the run's programs differ, the most in any. Every step of every
-    rank is read, and one of each program. An op that leaves no site is not found: what the selection excludes, views,
-    ``resize_``, compiled regions.
-
-    Raises:
-        SelectionError: the run holds no ops, so that it cannot say.
-        ReferenceFormatError: one of its files is damaged or missing.
+    Sites are tensors and values that an op wrote; where the run's programs differ, the most in any. An op that leaves
+    no site is not found: what the selection excludes, views, ``resize_``, compiled regions. Raises SelectionError where
+    the run holds no ops, so that it cannot say.
     """
     counts = {behaviour: sum(fact.behaviour == behaviour for fact in facts) for behaviour in BEHAVIOURS}
     head = {"schema": 1, "torch": version("torch"), "counts": counts}
     if run is None:
         return {**head, "run": None, "entries": [asdict(fact) for fact in facts]}
-    facts_of: dict[str, list[OpFact]] = defaultdict(list)
-    for fact in facts:
-        for name in fact.ops:
-            facts_of[name].append(fact)
-    places = {
-        record.program_id: (rank, record.segment, record.step)
-        for rank in run.ranks
-        for record in run.rank(rank).iterate()
-    }
+    records = ((rank, record) for rank in run.ranks for record in run.rank(rank).iterate())
+    views = {record.program_id: (rank, record.segment, record.step) for rank, record in records}
     most: dict[OpFact, Counter[str]] = defaultdict(Counter)
     overloads: dict[OpFact, set[str]] = defaultdict(set)
-    ops: set[str] = set()
-    for place in places.values():
+    ops = set[str]()
+    for view in (run.view(*place) for place in views.values()):
         here: dict[OpFact, Counter[str]] = defaultdict(Counter)
-        for fact, site in _find_uses(facts_of, run.view(*place), ops):
-            here[fact][site.module] += 1
-            overloads[fact].add(site.op)
+        for position, site in enumerate(view.program.sites):
+            if site.op and site.role in ("output", "value"):
+                ops.add(site.op)
+                for fact in _facts_about(facts, view, position):
+                    here[fact][site.module] += 1
+                    overloads[fact].add(site.op)
         for fact, modules in here.items():
             most[fact] |= modules  # the larger count of each
     if not ops:
@@ -67,56 +60,40 @@ def ops_to_dict(facts: Sequence[OpFact], run: Run | None = None) -> dict[str, An
             'least one step with level="op".'
         )
     about = {"path": str(run.path), "run_id": run.manifest.run_id, "complete": run.is_complete}
-    about |= {"selection": run.manifest.selection.to_dict(), "num_ops": len(ops), "num_programs": len(places)}
-    entries = [
-        {
-            **asdict(fact),
-            "used": sorted(overloads[fact]),
-            "modules": [{"module": module, "sites": number} for module, number in sorted(most[fact].items())],
-        }
-        for fact in facts
-        if fact in overloads
-    ]
+    about |= {"selection": run.manifest.selection.to_dict(), "num_ops": len(ops), "num_programs": len(views)}
+    entries = []
+    for fact in filter(overloads.__contains__, facts):
+        found = [{"module": module, "sites": number} for module, number in sorted(most[fact].items())]
+        entries.append({**asdict(fact), "used": sorted(overloads[fact]), "modules": found})
     return {**head, "run": about, "entries": entries}
 
 
-def _find_uses(
-    facts_of: Mapping[str, Sequence[OpFact]], view: StepView, ops: set[str]
-) -> Iterator[tuple[OpFact, Site]]:
-    """Yield which facts may be about a site of a step; add all ops that there are."""
-    for position, site in enumerate(view.program.sites):
-        if not site.op or site.role not in ("output", "value"):
-            continue
-        ops.add(site.op)
-        for fact in facts_of[site.op.rpartition(".")[0]]:
-            known = read_arguments(view, position)
-            arguments = {name: json.loads(text) for name, text in known.values.items()}
-            if may_apply(fact, op=site.op, phase=site.phase, arguments=arguments, unknown=known.digested):
-                yield fact, site
+def _facts_about(facts: Sequence[OpFact], view: StepView, position: int) -> list[OpFact]:
+    """Return the facts that may be about a site of a step."""
+    site = view.program.sites[position]
+    found = [fact for fact in facts if site.op.rpartition(".")[0] in fact.ops]
+    known = read_arguments(view, position) if found else None
+    if known is None:
+        return []
+    arguments = {name: json.loads(text) for name, text in known.values.items()}
+    call: dict[str, Any] = {"op": site.op, "phase": site.phase, "arguments": arguments, "unknown": known.digested}
+    return [fact for fact in found if may_apply(fact, **call)]
 
 
 def op_report(content: Mapping[str, Any], run: Run | None = None) -> list[Section]:
     """Return the table of what ``ops_to_dict`` found, of a run with a row for each module."""
     numbers = ", ".join(f"{number} {behaviour}" for behaviour, number in content["counts"].items())
-    lines, entries = (
-        [f"torch {content['torch']}: {sum(content['counts'].values())} entries ({numbers})"],
-        content["entries"],
-    )
-    meanings = [f"  {behaviour}: {_MEANINGS[behaviour]}" for behaviour in BEHAVIOURS]
-    columns, rows, notes = ["name", "behaviour", "device", "ops", "condition"], list[Sequence[object]](), []
+    lines = [f"torch {content['torch']}: {sum(content['counts'].values())} entries ({numbers})"]
+    columns, rows, entries = ["name", "behaviour", "device", "ops", "condition"], [], content["entries"]
     if run is not None:
-        about, columns[3:3] = content["run"], ["module", "sites"]
+        about, columns[3:3] = content["run"], ["module", "sites in a step"]
         used = f"{count(about['num_ops'], 'op')} in {count(about['num_programs'], 'program')}"
         lines = [*head_lines(run), f"{used}; {lines[0]}; {len(entries)} may be about this run"]
-        if not entries:
-            return [Section(code=lines)]
-        notes = ["sites: in one step. Devices and conditions are torch's words; that they are met is not checked."]
     for one in entries:
         ends = " ".join(one["ops" if run is None else "used"]) or "(none found)", one["condition"] or "-"
         places = [()] if run is None else [(place["module"] or "-", place["sites"]) for place in one["modules"]]
         rows += [(one["name"], one["behaviour"], one["device"], *place, *ends) for place in places]
-    table = Table(columns=columns, rows=rows, is_wide=True)
-    return [Section(code=[*lines, *meanings], table=table), *[Section(code=notes)] * bool(notes)]
+    return [Section(code=[*lines, *_MEANINGS], table=Table(columns=columns, rows=rows, is_wide=True))]
 
 
 def doctor_report(diagnosis: "Diagnosis") -> list[Section]:
@@ -141,8 +118,8 @@ def doctor_report(diagnosis: "Diagnosis") -> list[Section]:
         found = environment_table([one.difference for one in diagnosis.differences])
         columns = (*found.columns[:2], "here", *found.columns[3:], "to make it the reference's")
         rows = [(*row, one.to_do or "-") for row, one in zip(found.rows, diagnosis.differences, strict=True)]
-        table = Table(columns=columns, rows=rows) if rows else None
-        report.append(Section(title=f"{'D' if rows else 'Nothing is d'}ifferent from {against}", table=table))
+        title = f"{'D' if rows else 'Nothing is d'}ifferent from {against}"
+        report.append(Section(title=title, table=Table(columns=columns, rows=rows) if rows else None))
     if not missing:
         return [*report, Section(title="all in force", style="bold green")]
     advice = (

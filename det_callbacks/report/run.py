@@ -42,29 +42,24 @@ def step_to_dict(view: StepView) -> dict[str, Any]:
     program = view.program
     sites = []
     for position, (site, entry) in enumerate(zip(program.sites, view.layout.entries, strict=True)):
-        layout = {name: None if entry is None else getattr(entry, name) for name in ("shape", "dtype")}
+        layout = {name: getattr(entry, name, None) for name in ("shape", "dtype")}
         sites.append({"position": position, **asdict(site), **layout, "digest": _digest_at(view, position)})
+    counts = {"ops_seen": program.ops_seen, "ops_digested": program.ops_digested}
+    skipped = dict(program.ops_skipped)
     return {
         "schema": 1,
         "rank": view.rank,
         **_record_to_dict(view.record),
-        "ops_seen": program.ops_seen,
-        "ops_digested": program.ops_digested,
-        "ops_skipped": dict(program.ops_skipped),
+        **counts,
+        "ops_skipped": skipped,
         "sites": sites,
     }
 
 
 def _record_to_dict(record: StepRecord) -> dict[str, Any]:
-    return {
-        "segment": record.segment,
-        "step": record.step,
-        "epoch": record.epoch,
-        "program": format_digest(record.program_id),
-        "layout": format_digest(record.layout_id),
-        "chain": format_digest(record.chain),
-        "num_sites": len(record.digests),
-    }
+    ids = {"program": record.program_id, "layout": record.layout_id, "chain": record.chain}
+    place = {"segment": record.segment, "step": record.step, "epoch": record.epoch}
+    return {**place, **{name: format_digest(one) for name, one in ids.items()}, "num_sites": len(record.digests)}
 
 
 def _digest_at(view: StepView, position: int) -> str:
@@ -92,27 +87,25 @@ def run_report(run: Run, rank: RankRun) -> list[Section]:
         lines.append(f"no deterministic implementation: {found.place}, {count(found.num_calls, 'call')}, {allowed}")
     for segment, step in sorted(run.resumed_steps):
         lines.append(f"resumed: segment {segment} went on from a checkpoint with step {step}")
-    lines += [f"saved for replay: {', '.join(run.manifest.replay)}"] if run.manifest.replay else []
-    if patterns := run.manifest.keep_tensors:
-        lines.append(f"tensors kept: {', '.join(patterns)}")
-        kept = not_kept(run, rank.rank)
-        if kept.num_missing:
-            lines.append(f"NOT kept: {missing_calls(kept)}")
+    chosen = {"saved for replay": run.manifest.replay, "tensors kept": run.manifest.keep_tensors}
+    lines += [f"{what}: {', '.join(patterns)}" for what, patterns in chosen.items() if patterns]
+    if run.manifest.keep_tensors and (kept := not_kept(run, rank.rank)).num_missing:
+        lines.append(f"NOT kept: {missing_calls(kept)}")
     fields = ("segment", "step", "epoch", "num_sites", "program", "layout", "chain")
-    steps = [None if place is None else _record_to_dict(rank.read(*place)) for place in _ends(places)]
+    shown = [place and _record_to_dict(rank.read(*place)) for place in _ends(places)]
+    rows = [[row[name] if row else "..." for name in fields] for row in shown]
     columns = ("fit", "step", "epoch", "sites", *fields[4:])
-    rows = [("...",) * len(columns) if row is None else tuple(row[name] for name in fields) for row in steps]
     report = [Section(code=lines, table=Table(columns=columns, rows=rows, is_wide=True))]
     metrics = [
-        (segment, reading.step, f"metric {name}", reading.place, str(metric.value), metric.digest)
+        (segment, reading.step, name, reading.place, str(metric.value), metric.digest)
         for segment in run.segments
         for reading in read_metrics(run, segment).by_key.values()
         for name, metric in reading.metrics.items()
     ]
     if metrics and rank.rank == 0:
-        shown = [("...",) * 6 if row is None else row for row in _ends(metrics)]
         names = ("fit", "step", "metric", "where", "value", "digest")
-        report.append(Section(table=Table(columns=names, rows=shown, is_wide=True)))
+        ends = [row or ["..."] * len(names) for row in _ends(metrics)]
+        report.append(Section(table=Table(columns=names, rows=ends, is_wide=True)))
     return report
 
 
@@ -129,18 +122,16 @@ def _ends(rows: Sequence[Any]) -> list[Any]:
 def step_report(view: StepView) -> list[Section]:
     """Return the sites of a step."""
     record, program = view.record, view.program
-    skipped = ", ".join(f"{number} {reason}" for reason, number in program.ops_skipped.items())
+    skipped = "".join(f", {number} skipped ({reason})" for reason, number in program.ops_skipped.items())
     line = (
         f"step {record.step} (epoch {record.epoch}, rank {view.rank}): {count(len(program), 'site')}, "
-        f"{count(program.ops_seen, 'op')} seen, {program.ops_digested} digested{skipped and f'; skipped: {skipped}'}"
+        f"{count(program.ops_seen, 'op')} seen, {program.ops_digested} digested{skipped}"
     )
-    rows = [
-        (
-            *(position, site.phase, site.module or "-", describe_site(site), describe_tensor(entry)),
-            *(_digest_at(view, position), ",".join(map(str, site.inputs)) or "-", [*site.source, "-"][0]),
-        )
-        for position, (site, entry) in enumerate(zip(program.sites, view.layout.entries, strict=True))
-    ]
+    rows = []
+    for position, (site, entry) in enumerate(zip(program.sites, view.layout.entries, strict=True)):
+        reads, source = ",".join(map(str, site.inputs)) or "-", next(iter(site.source), "-")
+        what = site.phase, site.module or "-", describe_site(site), describe_tensor(entry)
+        rows.append((position, *what, _digest_at(view, position), reads, source))
     columns = ("site", "phase", "module", "op or name", "tensor", "digest", "reads", "source")
     return [Section(code=[line], table=Table(columns=columns, rows=rows, is_wide=True))]
 
