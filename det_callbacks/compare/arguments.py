@@ -2,7 +2,7 @@
 
 import json
 import struct
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -86,24 +86,24 @@ def _decode(bits: int, tag: str) -> Any:
 
 
 def other_arguments(
-    reference: StepView,
-    current: StepView,
-    pairs: Iterable[tuple[int, int]],
-    argument_rows: Iterable[int],
-    differs: np.ndarray,
+    reference: StepView, current: StepView, pairs: Iterable[tuple[int, int]], differs: np.ndarray
 ) -> dict[int, ArgumentDifference]:
     """Return the rows whose op was called with other arguments: the first of each call, and those that differ.
 
-    ``pairs`` has the positions of each row, and ``argument_rows`` are the rows of varying arguments that differ.
+    ``pairs`` has the positions of each row in both steps.
     """
-    if reference.record.program_id == current.record.program_id:
-        candidates = _outputs_of(current.program.sites, argument_rows)
-    else:
-        candidates = _calls_to_examine(reference.program.sites, current.program.sites, pairs)
+    ours, theirs = reference.program.sites, current.program.sites
     by_call: dict[int, ArgumentDifference | None] = {}
     found: dict[int, ArgumentDifference] = {}
-    for row, left, right in candidates:
-        call = right - current.program.sites[right].output
+    for row, (left, right) in enumerate(pairs):
+        if left < 0 or right < 0 or not theirs[right].op:
+            continue
+        one, other = ours[left], theirs[right]
+        if one.role == "argument" and _has_outputs(theirs, right):
+            continue
+        if not one.varying and not other.varying and one.arguments == other.arguments:
+            continue
+        call = right - other.output
         if is_first := call not in by_call:
             by_call[call] = _differing(read_arguments(reference, left), read_arguments(current, right))
         difference = by_call[call]
@@ -112,30 +112,9 @@ def other_arguments(
     return found
 
 
-def _outputs_of(sites: tuple[Site, ...], argument_rows: Iterable[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield the outputs of the calls whose row of varying arguments differs, in one and the same program."""
-    for row in argument_rows:
-        place = row + 1
-        while place < len(sites) and _is_output(sites[place], sites[row], place - row - 1):
-            yield place, place, place
-            place += 1
-        if place == row + 1:
-            yield row, row, row
-
-
-def _calls_to_examine(
-    ours: tuple[Site, ...], theirs: tuple[Site, ...], pairs: Iterable[tuple[int, int]]
-) -> Iterator[tuple[int, int, int]]:
-    """Yield row and positions of calls that may have had other arguments, where the programs differ."""
-    for row, (left, right) in enumerate(pairs):
-        if left < 0 or right < 0 or not theirs[right].op:
-            continue
-        one, other = ours[left], theirs[right]
-        if one.role == "argument" and right + 1 < len(theirs) and _is_output(theirs[right + 1], other, 0):
-            continue
-        if one.varying or other.varying or one.arguments != other.arguments:
-            yield row, left, right
-
-
-def _is_output(site: Site, argument: Site, output: int) -> bool:
-    return site.op == argument.op and site.role in ("output", "value") and site.output == output
+def _has_outputs(sites: tuple[Site, ...], argument: int) -> bool:
+    """Return whether the call that a row of arguments belongs to has outputs, which follow it."""
+    following = sites[argument + 1] if argument + 1 < len(sites) else None
+    if following is None or following.role not in ("output", "value"):
+        return False
+    return following.output == 0 and following.op == sites[argument].op

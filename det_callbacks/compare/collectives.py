@@ -1,7 +1,6 @@
 """Which rank started a difference, and which only received it: told by the collectives of each rank's differing step.
 
-A rank alone cannot know where a difference comes from that a collective delivered while its own part agrees. All ranks
-together can: the k-th call of a collective in a group is the same call on all of them.
+A rank alone cannot know where what a collective delivered comes from; all ranks together can.
 """
 
 import json
@@ -25,14 +24,11 @@ _POINT_TO_POINT = ("send", "recv", "isend", "irecv", "batch_p2p")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveCall:
-    """A call of a collective in a step: the same one on all ranks of its group, such as "0-3".
-
-    ``number`` says how many calls of the same op in the same group came before it; -1 where only the reference has it.
-    """
+    """A call of a collective in a step: the k-th one of an op in a group is the same call on all its ranks."""
 
     op: str
-    group: str
-    number: int
+    group: str  # such as "0-3"
+    number: int  # of calls of the op in the group before it; -1 where only the reference has it
     source: tuple[str, ...] = field(default=(), compare=False)
 
     @property
@@ -44,20 +40,16 @@ class CollectiveCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Classification:
-    """Who started a difference.
+    """Who started a difference, by rank.
 
-    Attributes:
-        sides: by rank: "origin" (it computed, or was given, something else), "receiver" (its own part agrees, the
-            difference came from the other ranks), "unknown" (it may have been either) or "equal".
-        collective: the first call whose inputs agree on all ranks while its output differs: it is an origin itself.
-        through: the first call that brought the difference to a receiver.
-        since: by rank, segment and step of its first difference; None where nothing differs.
+    An "origin" computed, or was given, something else; of a "receiver" the own part agrees, and the difference came
+    from the other ranks; "unknown" may be either.
     """
 
     sides: tuple[Side, ...]
-    collective: CollectiveCall | None = None
-    through: CollectiveCall | None = None
-    since: tuple[tuple[int, int] | None, ...] = ()
+    collective: CollectiveCall | None = None  # the first whose inputs agree on all ranks while its output differs
+    through: CollectiveCall | None = None  # the first that brought the difference to a receiver
+    since: tuple[tuple[int, int] | None, ...] = ()  # segment and step of the first difference of each rank
 
     def ranks(self, side: Side) -> tuple[int, ...]:
         """Return the ranks on one side."""
@@ -73,24 +65,20 @@ class Classification:
 class FirstDifference:
     """The first difference of a rank, with what tells, together with that of the other ranks, who started it.
 
-    Attributes:
-        origins: of the step, as this rank alone sees it.
-        begins: what the first divergence is.
-            "local": a batch, a generator, an op whose inputs and arguments agree: nobody else had a part in it.
-            "external": it was there when the step read it (a weight, a tensor made between the steps, an argument); at
-            the run's first difference that is the rank's own, and later it may follow from what another rank did.
-            "ambiguous": nobody recorded who wrote it, such as a gradient at a level below "op".
-            "received": a collective delivered it.
-        changed: the calls into which this rank put something else, or that it called otherwise.
-        received: what other calls delivered here, in the order of the step.
+    How it begins: "local" is a batch, a generator, an op whose inputs and arguments agree, which is nobody else's doing.
+    "external" was there when the step read it (a weight, a tensor made between the steps, an argument); at the run's
+    first difference that is the rank's own, and later it may follow from what another rank did. "ambiguous": nobody
+    recorded who wrote it, such as a gradient at a level below "op". "received": a collective delivered it.
     """
 
     order: Order
     first: Divergence
-    origins: tuple[Divergence, ...] = ()
+    origins: tuple[Divergence, ...] = ()  # of the step, as this rank alone sees it
     begins: Begins
-    changed: frozenset[CallKey] = frozenset()
-    received: tuple[tuple[CollectiveCall, Divergence], ...] = ()
+    changed: frozenset[CallKey] = (
+        frozenset()
+    )  # calls into which this rank put something else, or that it called otherwise
+    received: tuple[tuple[CollectiveCall, Divergence], ...] = ()  # what other calls delivered here
 
     @property
     def moment(self) -> tuple[int, int]:
@@ -122,11 +110,9 @@ class FirstDifference:
 
 
 def classify(per_rank: Sequence[FirstDifference | None]) -> Classification:
-    """Return which ranks started a difference and which received it.
+    """Return which ranks started a difference and which received it, from the first differing step of every rank.
 
-    Args:
-        per_rank: of each rank of the run, by rank, its first differing step; None where nothing differs on it. No rank
-            may be left out: what is not known of one would count as agreeing.
+    It is None where nothing differs. No rank may be left out: what is not known of one would count as agreeing.
     """
     differing = [known for known in per_rank if known is not None]
     first = min((known.moment for known in differing), default=None)

@@ -59,43 +59,23 @@ MAX_DESCRIBED = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A divergence with what its explanation needs besides.
-
-    Attributes:
-        divergence: as the verdict shows it.
-        row: among the aligned sites of the step; the least comes first.
-        role: of its site.
-        start: where it starts.
-        is_rewired: the op reads other tensors than in the reference.
-        layouts: of the reference and of the current step, where they differ.
-        arguments: of an op whose arguments differ.
-    """
+    """A divergence with what its explanation needs besides."""
 
     divergence: Divergence
     row: int
     role: str
     start: Start
-    is_rewired: bool = False
-    layouts: tuple[TensorLayout | None, TensorLayout | None] | None = None
+    is_rewired: bool = False  # the op reads other tensors than in the reference
+    layouts: tuple[TensorLayout | None, TensorLayout | None] | None = None  # of both steps, where they differ
     arguments: ArgumentDifference | None = None
 
 
 class StepDifference:
-    """How the aligned sites of one step differ, and where each difference starts.
+    """How the aligned sites of one step differ, and where each difference starts; a row is one of the alignment's.
 
-    Args:
-        reference: the step in the reference.
-        current: the same step in the current run.
-        alignment: which of their sites belong together; a row below is one of its rows.
-
-    Attributes:
-        kinds: row -> kind of the difference, ascending.
-        differs: bool by row: other bits, another layout, or only one side has it. Rows of arguments never do.
-        arguments: row -> how the arguments of its op differ. A call with other arguments and the same bits passes
-            nothing on: whoever reads its output reads the same.
-        num_compared: rows that both sides have.
-        num_differing: divergences, all of them.
-        rank, segment, step: of the current step.
+    ``differs``, bool by row, is whether it has other bits or another layout, or is on one side only. Rows of arguments
+    never do, and ``arguments`` has the rows of calls with others: one with the same bits passes nothing on, as whoever
+    reads its output reads the same. ``kinds`` are all divergences by row, ascending.
     """
 
     def __init__(self, reference: StepView, current: StepView, alignment: Alignment) -> None:
@@ -109,14 +89,15 @@ class StepDifference:
         other_layout = self._other_layout = np.zeros(len(alignment), dtype=bool)
         if not alignment.is_same_program or reference.record.layout_id != current.record.layout_id:
             ours, theirs = reference.layout.entries, current.layout.entries
-            other_layout[both] = [
-                ours[left] != theirs[right] for left, right in self._pairs if left >= 0 and right >= 0
-            ]
+            pairs = zip(lefts[both].tolist(), rights[both].tolist(), strict=True)
+            other_layout[both] = [ours[left] != theirs[right] for left, right in pairs]
         self.num_compared = int(both.sum())
         self.differs = other_bits | other_layout | ~both
         argument_rows = np.flatnonzero(self.differs & both & (self.roles == "argument")).tolist()
         self.differs[argument_rows] = False
-        self.arguments = other_arguments(reference, current, self._pairs, argument_rows, self.differs)
+        self.arguments: Mapping[int, ArgumentDifference] = {}
+        if argument_rows or not alignment.is_same_program:
+            self.arguments = other_arguments(reference, current, self._pairs, self.differs)
         kinds: dict[int, Kind] = dict.fromkeys(np.flatnonzero(self.differs).tolist(), "content")
         kinds.update(dict.fromkeys(np.flatnonzero(self.differs & other_layout).tolist(), "structure"))
         kinds.update((row, "argument") for row, known in self.arguments.items() if known.is_known)
@@ -247,8 +228,7 @@ class StepDifference:
         # by side and position: readers after it read other bits there
         since = [np.full(len(view.program), len(view.program)) for view in (self.reference, self.current)]
         for positions, known in zip((self.alignment.reference, self.alignment.current), since, strict=True):
-            differing = positions[self.differs]
-            known[differing[differing >= 0]] = -1
+            known[positions[self.differs & (positions >= 0)]] = -1
         fed = self._readers(since)
         has_changed = False
         for row in np.flatnonzero(self.differs & ~fed & (self.roles == "named")).tolist():
@@ -275,8 +255,8 @@ class StepDifference:
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """Int64, the rows that differ, ascending."""
-        return np.fromiter(self.kinds, dtype=np.int64, count=len(self.kinds))
+        """The rows that differ, ascending."""
+        return np.array([*self.kinds], dtype=np.int64)
 
     @cached_property
     def starts(self) -> Mapping[int, Start]:
@@ -333,12 +313,10 @@ class StepDifference:
         tensor of lengths that was there before, and in a backward pass from how the ops of the forward pass were
         called; other bits from the same inputs may not.
         """
-        is_backward_of_other_calls = row > self._first_called_otherwise and self.site(row).phase == "backward"
-        is_after = is_backward_of_other_calls or self._is_after_readable(row)
-        return is_after and (self.kinds[row] != "content" or self._is_rewired(row))
-
-    def _is_after_readable(self, row: int) -> bool:
-        """Return whether something that Python could read differs before the call that a row belongs to."""
+        if self.kinds[row] == "content" and not self._is_rewired(row):
+            return False
+        if row > self._first_called_otherwise and self.site(row).phase == "backward":
+            return True
         if self.unread and not self.is_leading[row]:
             return True
         first = self._first_readable

@@ -37,18 +37,12 @@ _INDICES = "indices of "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """What one run found from the last step that is known to be equal to the end of the one that differs.
-
-    Attributes:
-        settings: of the loaders, as of the last time they were started: "num_workers of train_dataloader" -> "2".
-        hooks: "before on_train_batch_end" -> the callbacks that have it and are called before ours; "after ..." alike.
-        num_constant: initial tensors that hold one value only, whatever the seed.
-    """
+    """What one run found from the last step that is known to be equal to the end of the one that differs."""
 
     rows: tuple[Row, ...]
-    settings: Mapping[str, str]
-    hooks: Mapping[str, str]
-    num_constant: int = 0
+    settings: Mapping[str, str]  # of the loaders, as they last started: "num_workers of train_dataloader" -> "2"
+    hooks: Mapping[str, str]  # "before on_train_batch_end" -> the callbacks called before ours; "after ..." alike
+    num_constant: int = 0  # initial tensors that hold one value only, whatever the seed
 
     def batch(self, step: int) -> dict[str, Row]:
         """Return the rows on the batch of a step, by name."""
@@ -70,23 +64,15 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratorChange:
-    """How a generator came to another state than the reference's.
-
-    Attributes:
-        equal_at: (step, point) where both were last equal; None where they never were in this fit.
-        differs_at: (step, point) where they first differ.
-        points: what ran in between, each point of either run that lies there, from ``equal_at`` on.
-        only_reference: points there that only the reference has; ``only_current`` likewise.
-        seeds: of both runs, at the next point where they were noted; None where one was not.
-    """
+    """How a generator came to another state than the reference's, between two places (step, point)."""
 
     name: str
-    equal_at: tuple[int, str] | None = None
-    differs_at: tuple[int, str]
-    points: tuple[str, ...] = ()
-    only_reference: tuple[str, ...] = ()
+    equal_at: tuple[int, str] | None = None  # the last such place; None where it never was equal in this fit
+    differs_at: tuple[int, str]  # the first such place
+    points: tuple[str, ...] = ()  # what ran in between in either run, from ``equal_at`` on
+    only_reference: tuple[str, ...] = ()  # points there that only the reference has
     only_current: tuple[str, ...] = ()
-    seeds: tuple[int, int] | None = None
+    seeds: tuple[int, int] | None = None  # of both runs, where they were noted next; None where one was not
 
     @property
     def is_reseeded(self) -> bool:
@@ -96,52 +82,36 @@ class GeneratorChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchChange:
-    """How the batch of a step came to be another than the reference's.
+    """How the batch of a step came to be another than the reference's; None is what cannot be told.
 
-    Attributes:
-        indices: what the samplers said: "same", "reordered" (the same samples in another order), "cut" (the same ones
-            in batches of another size), "other", or None where it cannot be told.
-        is_loaded_alike: whether what left the loaders was the same, and only what was made of it differs; None where
-            the training step got what left the loaders.
-        found_at: step of the reference whose batch holds samples of this one; None where none does.
-        is_whole: that batch holds all of them, so that it is this one.
-        was_searched: samples were looked for.
-        first_index: loader, position in the batch and the two indices of the first sample that its sampler drew
-            otherwise; None where it is not known.
-        settings: of the loaders, that differ: name -> text in the reference and in the current run.
+    ``indices`` are what the samplers drew: the same, the same in another order, the same ones in batches of another
+    size ("cut"), or others. ``is_loaded_alike``: what left the loaders agrees, and only what was made of it differs.
     """
 
     indices: Literal["same", "reordered", "cut", "other"] | None = None
     is_loaded_alike: bool | None = None
-    found_at: int | None = None
-    is_whole: bool = False
+    found_at: int | None = None  # step of the reference whose batch holds samples of this one
+    is_whole: bool = False  # that batch holds all of them, so that it is this one
     was_searched: bool = False
-    first_index: tuple[str, int, str, str] | None = None
-    settings: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    first_index: tuple[str, int, str, str] | None = None  # loader, position in the batch, both indices
+    settings: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # of the loaders, that differ
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """What is known of a step that differs, besides its sites.
-
-    Attributes:
-        generators: those that differ at the end of the step or before, in the order in which they came to.
-        hooks: of the callbacks, in the current run: see ``Window``, as for ``num_constant``.
-        unread: why it could not be read; "" where it could, or where a run has none.
-    """
+    """What is known of a step that differs, besides its sites; the generators in the order in which they came to."""
 
     generators: tuple[GeneratorChange, ...] = ()
     batch: BatchChange = BatchChange()
-    hooks: Mapping[str, str] = field(default_factory=dict)
+    hooks: Mapping[str, str] = field(default_factory=dict)  # of the current run, see ``Window``
     num_constant: int = 0
-    unread: str = ""
+    unread: str = ""  # why it could not be read; "" where it could, or where a run has none
 
 
 def find_evidence(reference: Run, current: Run, difference: StepDifference) -> Evidence:
-    """Return the evidence of both runs for a step that differs; an empty one where one of them has none.
+    """Return the evidence of both runs for a step that differs; an empty one where they have none.
 
-    Raises:
-        ReferenceFormatError: it is damaged, or one of them has nothing of this step.
+    ReferenceFormatError where it is damaged, or only one of them has something of this step.
     """
     place = difference.rank, difference.segment, difference.step
     ours, theirs = read_window(reference, *place), read_window(current, *place)
@@ -162,13 +132,8 @@ def find_evidence(reference: Run, current: Run, difference: StepDifference) -> E
 
 
 def read_window(run: Run, rank: int, segment: int, step: int) -> Window | None:
-    """Return the evidence of a run up to a step; None where it has none.
-
-    Raises:
-        ReferenceFormatError: it is damaged.
-    """
-    before = [known for known in run.rank(rank).steps(segment).tolist() if known < step]
-    since = before[-1] if before else None
+    """Return the evidence of a run up to a step; None where it has none."""
+    since = max((known for known in run.rank(rank).steps(segment).tolist() if known < step), default=None)
 
     def is_wanted(batch: pa.RecordBatch) -> np.ndarray:
         texts, points = (batch.column(name).to_pylist() for name in ("text", "point"))
@@ -301,15 +266,13 @@ def _batch_change(reference: Window, current: Window, step: int) -> BatchChange:
         for position, (one, other) in enumerate(zip_longest(*pair, fillvalue="none"))
         if one != other
     )
-    settings = (
-        (name, (reference.settings.get(name, "none"), current.settings.get(name, "none")))
-        for name in {**reference.settings, **current.settings}
-    )
+    before, now = reference.settings, current.settings
+    settings = {name: (before.get(name, "none"), now.get(name, "none")) for name in {**before, **now}}
     return BatchChange(
         indices=indices,
         is_loaded_alike=is_alike(loaded) if loaded else None,
         first_index=next(firsts, None),
-        settings={name: pair for name, pair in settings if pair[0] != pair[1]},
+        settings={name: pair for name, pair in settings.items() if pair[0] != pair[1]},
     )
 
 
