@@ -23,7 +23,7 @@ from det_callbacks.runs.store import Run
 from det_callbacks.variables import LAUNCH, NUM_WORKERS
 from det_callbacks.verdict import EXIT_CODES, Verdict
 
-RECORDING = "recording"
+RECORDING, PLAIN = "recording", "plain"
 FACTORS = ("workers", "threads", "hash-seed")
 """What can be varied, in this order."""
 GRACE_SECONDS = 20.0
@@ -38,39 +38,15 @@ _NOTHING = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
-    """What a process has different: in words, its variables, its settings and the entry of run.json that shows it."""
-
-    name: str = "plain"
-    text: str = "nothing"
-    variables: Mapping[str, str] = field(default_factory=dict)
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    entry: str = ""
-
-
-PLAIN = Change()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedRun:
-    """One process and what it came to.
+    """One process and what it came to."""
 
-    Attributes:
-        name: "recording", or that of the change.
-        change: what it has different ("2 instead of 0").
-        outcome: "failed" also where the script failed by itself after what was compared agreed; "not_run" of a factor
-            where the plain verification is no match.
-        reason: why it failed.
-        verdict: of a verification, where it came to one.
-        output: file with what it printed; None where that went to the terminal.
-    """
-
-    name: str
-    change: str = PLAIN.text
+    name: str  # "recording", "plain", or what was varied
+    change: str = "nothing"  # what it has different ("2 instead of 0")
     outcome: Literal["recorded", "match", "diverged", "not_comparable", "failed", "not_run"]
-    reason: str = ""
+    reason: str = ""  # why it failed
     verdict: Verdict | None = None
-    output: Path | None = None
+    output: Path | None = None  # with what it printed, where that did not go to the terminal
 
     @property
     def exit_code(self) -> int:
@@ -82,15 +58,8 @@ class CheckedRun:
 class Script:
     """A program that trains, started as it is; Lightning gives its Trainers a DeterminismCallback.
 
-    Attributes:
-        words: program and arguments, such as ``["python", "train.py", "model.lr=0.1"]``; no shell reads them.
-        arguments: of ``DeterminismCallback``, but for the mode and the folders.
-        settings: what is set before the script's first line: "seed", and "deterministic" for the defaults of
-            ``DeterminismSettings``; nothing where both are missing.
-        variables: what is added to the environment.
-
-    Raises:
-        CheckError: no words, or (of the methods) the program cannot be started.
+    ``arguments`` are those of ``DeterminismCallback``, but for the mode and the folders; ``settings`` is what is set
+    before the script's first line: "seed", and "deterministic" for the defaults of ``DeterminismSettings``.
     """
 
     words: Sequence[str]
@@ -105,17 +74,28 @@ class Script:
     def record(self, run: Path, *, overwrite: bool = False, output: Path | None = None) -> CheckedRun:
         """Run the script, and record it into a folder; what it prints goes to ``output``, or is printed."""
         before = _manifest(run)
-        reason, _ = self._start(PLAIN, output, mode="record", reference=str(run), overwrite=overwrite)
+        reason, _ = self._start("record", output, mode="record", reference=str(run), overwrite=overwrite)
         if not reason:
             reason = _NOTHING.format("recorded") if _manifest(run) == before else _unfinished(run)
         return CheckedRun(name=RECORDING, outcome="failed" if reason else "recorded", reason=reason, output=output)
 
     def verify(
-        self, reference: Path, current: Path, *, change: Change = PLAIN, output: Path | None = None
+        self,
+        reference: Path,
+        current: Path,
+        *,
+        name: str = PLAIN,
+        change: str = "nothing",
+        entry: str = "",
+        output: Path | None = None,
     ) -> CheckedRun:
-        """Run the script with a change, and verify it against a run, into a folder that is empty or not there."""
-        reason, is_one_run = self._start(change, output, mode="verify", reference=str(reference), current=str(current))
-        done = CheckedRun(name=change.name, change=change.text, outcome="failed", reason=reason, output=output)
+        """Run the script, and verify it against a run, into a folder that is empty or not there.
+
+        ``entry`` is what has to be other in run.json, so that what was to be varied has been.
+        """
+        title = "verify" if name == PLAIN else f"verify, {name}, {change}"
+        reason, is_one_run = self._start(title, output, mode="verify", reference=str(reference), current=str(current))
+        done = CheckedRun(name=name, change=change, outcome="failed", reason=reason, output=output)
         if not is_one_run:
             return done
         try:
@@ -127,22 +107,20 @@ class Script:
         done = replace(done, verdict=verdict)
         if verdict.verdict == "match" and reason:
             return replace(done, reason=f"{reason}. What was compared before agrees")
-        if verdict.verdict == "match" and change.entry not in {"", *(one.name for one in verdict.environment)}:
-            return replace(done, reason=f"it could not be varied: {change.entry} is what it was, by the script itself")
+        if verdict.verdict == "match" and entry not in {"", *(one.name for one in verdict.environment)}:
+            return replace(done, reason=f"it could not be varied: {entry} is what it was, by the script itself")
         return replace(done, outcome=verdict.verdict, reason="")
 
-    def _start(self, change: Change, output: Path | None, **arguments: Any) -> tuple[str, bool]:
+    def _start(self, title: str, output: Path | None, **arguments: Any) -> tuple[str, bool]:
         """Run a process to its end; return what was wrong with that, "" for nothing, and whether it was one run."""
-        title = arguments["mode"] if change == PLAIN else f"verify, {change.name}, {change.text}"
         print_line(make_console(), f"det-callbacks: {title}: {shlex.join(self.words)}", "bold")
         sys.stdout.flush()  # before the process writes to the same place
-        settings = {**self.settings, **change.settings}
-        variables = {**os.environ, **self.variables, **change.variables}
-        if settings:
+        variables = {**os.environ, **self.variables}
+        if self.settings:
             variables["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_STARTUP), variables.get("PYTHONPATH"))))
         with contextlib.ExitStack() as files:
             claim = Path(files.enter_context(tempfile.TemporaryDirectory(prefix="det_callbacks-")), "claim")
-            launch = {"arguments": {**self.arguments, **arguments}, "settings": settings, "claim": str(claim)}
+            launch = {"arguments": {**self.arguments, **arguments}, "settings": self.settings, "claim": str(claim)}
             variables[LAUNCH] = json.dumps(launch)
             try:
                 file = None if output is None else files.enter_context(output.open("wb"))
@@ -174,15 +152,8 @@ def _unfinished(path: Path) -> str:
 def check_script(script: Script, home: Path, *, vary: Sequence[str] = ()) -> list[CheckedRun]:
     """Run a script twice in fresh processes, the second verified against the first, bit for bit.
 
-    That takes the time of so many trainings, less where one differs. What the scripts print is kept beside the runs.
-
-    Args:
-        script: the script.
-        home: new folder for the runs.
-        vary: what is changed, one at a time, in a further process each, where the plain verification is a match.
-
-    Raises:
-        CheckError: the program cannot be started.
+    Where that is a match, it is verified again in a further process for each of what is to be varied. The runs, and
+    beside them what the scripts print, go to the folder ``home``.
     """
     seed = os.environ.get(_HASH_SEED, "")
     if "hash-seed" in vary and seed in ("", "random"):
@@ -191,54 +162,43 @@ def check_script(script: Script, home: Path, *, vary: Sequence[str] = ()) -> lis
     reference = home / "reference"
     runs = [script.record(reference, output=home / f"{RECORDING}.txt")]
     if runs[0].outcome == "recorded":
-        runs.append(script.verify(reference, home / PLAIN.name, output=home / f"{PLAIN.name}.txt"))
-    if runs[-1].outcome != "match":
-        return runs + [CheckedRun(name=name, change="-", outcome="not_run") for name in FACTORS if name in vary]
-    for change in _changes(Run.open(reference), seed):
-        if change.name in vary:
-            output = home / f"{change.name}.txt"
-            runs.append(script.verify(reference, home / change.name, change=change, output=output))
+        runs.append(script.verify(reference, home / PLAIN, output=home / f"{PLAIN}.txt"))
+    for name in (factor for factor in FACTORS if factor in vary):
+        if runs[1:2] and runs[1].outcome == "match":
+            varied, change, entry = _vary(script, name, Run.open(reference), seed)
+            output = home / f"{name}.txt"
+            runs.append(varied.verify(reference, home / name, name=name, change=change, entry=entry, output=output))
+        else:
+            runs.append(CheckedRun(name=name, change="-", outcome="not_run"))
     return runs
 
 
-def _changes(run: Run, seed: str) -> tuple[Change, ...]:
-    """Return the change of each factor, against what the recording had."""
-    steps, entry = run.rank(0).steps(0), "torch.num_threads"
-    window = read_window(run, 0, 0, int(steps[0])) if len(steps) else None
-    noted = {} if window is None else window.settings
-    workers = sorted({text for name, text in noted.items() if name.startswith("num_workers of ")})
-    num_workers = 0 if workers and workers != ["0"] else 2  # a training without a torch DataLoader refuses it
-    threads = run.manifest.environment.get(entry)
-    before = None if threads is None else threads.value
-    number, other = 2 if before == 1 else 1, "1" if seed == "0" else "0"
-    return (
-        Change(
-            name="workers",
-            text=f"{num_workers} instead of {' and '.join(workers) or 'none'}",
-            variables={NUM_WORKERS: str(num_workers)},
-        ),
-        Change(
-            name="threads",
-            text=f"{number} instead of {before}",
-            variables={"OMP_NUM_THREADS": str(number)},  # what NumPy's libraries ask
-            settings={"num_threads": number},
-            entry=entry,
-        ),
-        Change(
-            name="hash-seed",
-            text=f"{_HASH_SEED} {other} instead of {seed}",
-            variables={_HASH_SEED: other},
-            entry=f"env.{_HASH_SEED}",
-        ),
-    )
+def _vary(script: Script, name: str, run: Run, seed: str) -> tuple[Script, str, str]:
+    """Return a script with one thing changed, that in words, and the entry of run.json that shows it, "" for none."""
+    variables, settings = dict(script.variables), dict(script.settings)
+    if name == "workers":
+        steps = run.rank(0).steps(0)
+        window = read_window(run, 0, 0, int(steps[0])) if len(steps) else None
+        noted = {} if window is None else window.settings
+        before = sorted({text for name, text in noted.items() if name.startswith("num_workers of ")})
+        # a training without a torch DataLoader refuses it
+        variables[NUM_WORKERS] = now = "0" if before and before != ["0"] else "2"
+        change, entry = f"{now} instead of {' and '.join(before) or 'none'}", ""
+    elif name == "threads":
+        entry = "torch.num_threads"
+        threads = run.manifest.environment.get(entry)
+        had = None if threads is None else threads.value
+        settings["num_threads"] = number = 2 if had == 1 else 1
+        variables["OMP_NUM_THREADS"] = str(number)  # what NumPy's libraries ask
+        change = f"{number} instead of {had}"
+    else:
+        variables[_HASH_SEED] = other = "1" if seed == "0" else "0"
+        change, entry = f"{_HASH_SEED} {other} instead of {seed}", f"env.{_HASH_SEED}"
+    return replace(script, variables=variables, settings=settings), change, entry
 
 
 def new_folder(to: str | Path | None, kind: str) -> Path:
-    """Make a folder for runs that git does not see: ``to``, or one named by the time below ``kind``.
-
-    Raises:
-        CheckError: it is there, and is not an empty folder.
-    """
+    """Make a folder for runs that git does not see: ``to``, or one named by the time below ``kind``."""
     home = Path.cwd() / (to or f"{kind}/{datetime.now():%Y-%m-%d_%H-%M-%S-%f}")
     if home.exists() and (not home.is_dir() or any(home.iterdir())):
         raise CheckError(f"{home} is there already, and is not an empty folder; nothing was run. Name another one.")

@@ -60,7 +60,7 @@ def check(options: argparse.Namespace) -> int:
             print_line(make_console(), f"{run.name} printed:", "bold")
             sys.stdout.write(run.output.read_text(encoding="utf-8", errors="replace"))
     print_report(check_report(runs))
-    facts = _OF_SCRIPT[{run.name: run.outcome for run in runs}.get(PLAIN.name, "failed")]
+    facts = _OF_SCRIPT[{run.name: run.outcome for run in runs}.get(PLAIN, "failed")]
     if names := [run.name for run in runs[2:] if run.outcome == "diverged"]:
         facts += f"; its bits depend on {', '.join(names)}"
     return _end("check", runs, f"; {facts}; kept in {home}")

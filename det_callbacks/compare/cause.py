@@ -7,7 +7,7 @@ the rules by name. The sentence on what differs is made in ``report/sentences.py
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -27,18 +27,15 @@ CHOSEN = ("dtype", "choice")
 COLLECTIVES = ("c10d.", "_c10d_functional.", "c10d_functional.")
 
 DataChange = Literal[
-    "transformed", "reordered", "other data set", "listed otherwise", "made otherwise", "drawn", "other"
+    "transformed",  # what left the loader agrees
+    "reordered",  # it holds the same samples in another order
+    "other data set",  # of another length
+    "listed otherwise",  # the sampler drew the same indices, and the samples behind them are those of another step
+    "made otherwise",  # the sampler drew the same indices, and the samples are nowhere in the reference
+    "drawn",  # the sampler drew other indices, or the samples are those of another step
+    "other",  # nothing is known of it
 ]
-"""How a batch came to be another one.
-
-transformed: what left the loader agrees.
-reordered: it holds the same samples in another order.
-other data set: the data set has another length.
-listed otherwise: the sampler drew the same indices, and the samples behind them are those of another step.
-made otherwise: the sampler drew the same indices, and the samples are nowhere in the reference.
-drawn: the sampler drew other indices, or the samples are those of another step.
-other: nothing is known of it.
-"""
+"""How a batch came to be another one."""
 
 _OTHER_CONTENT = ("transformed", "other data set", "made otherwise", "other")
 _PHASE_CAUSES: Mapping[str, Cause] = {
@@ -56,21 +53,14 @@ _STARTS_BACKWARD = "aten.ones_like.default"
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is known of the first step that differs.
-
-    Attributes:
-        is_first_seen: it is the first recorded step of its fit.
-        is_after_unrecorded: the step before it was not recorded.
-        is_resumed: one of the runs had just been resumed from a checkpoint.
-        unrestored: restored state that is not what the reference ended the step before with.
-    """
+    """What is known of the first step that differs."""
 
     difference: StepDifference
     environment: Sequence[EnvironmentDifference]
-    is_first_seen: bool
-    is_after_unrecorded: bool
-    is_resumed: bool
-    unrestored: Sequence[str]
+    is_first_seen: bool  # it is the first recorded step of its fit
+    is_after_unrecorded: bool  # the step before it was not recorded
+    is_resumed: bool  # one of the runs had just been resumed from a checkpoint
+    unrestored: Sequence[str]  # restored state that is not what the reference ended the step before with
     evidence: Evidence
 
     @cached_property
@@ -107,10 +97,7 @@ class Facts:
 
     @cached_property
     def restored(self) -> list[Finding]:
-        """Parameters, buffers and optimizer state that differ as the step finds them, wherever its origins lie.
-
-        In the first step after a checkpoint was restored they came from there.
-        """
+        """Parameters, buffers and optimizer state that differ as the step finds them, wherever its origins lie."""
         return [self.difference.finding(row) for row in self.difference.starts if self._is_state(row)]
 
     @cached_property
@@ -153,16 +140,13 @@ class Facts:
     @property
     def has_equal_samples(self) -> bool:
         """Whether every tensor of the batch that differs holds the same samples in another order."""
+        difference = self.difference
         tensors = [item for item in self.sources if item.divergence.phase == "data" and item.role != "samples"]
-        return bool(tensors) and all(map(self._holds_equal_samples, tensors))
-
-    def _holds_equal_samples(self, finding: Finding) -> bool:
-        """Return whether the order-free digest of a batch tensor's samples, which follows it, agrees."""
-        difference, following = self.difference, finding.row + 1
-        if finding.divergence.kind != "content" or following in difference.kinds or following == len(difference.roles):
-            return False
-        site = difference.site(following)
-        return site.role == "samples" and site.name == finding.divergence.name
+        # the order-free digest of a tensor's samples follows it
+        after = [item.row + 1 for item in tensors]
+        samples = [row < len(difference.roles) and difference.roles[row] == "samples" for row in after]
+        are_content = all(item.divergence.kind == "content" for item in tensors)
+        return bool(tensors) and are_content and all(samples) and difference.kinds.keys().isdisjoint(after)
 
     @property
     def data_change(self) -> DataChange:
@@ -177,11 +161,6 @@ class Facts:
         if batch.indices == "same":
             return "made otherwise" if batch.found_at is None else "listed otherwise"
         return "other" if batch.indices is None and batch.found_at is None else "drawn"
-
-    @property
-    def batch_size(self) -> str:
-        """The setting of a loader that says that it makes batches of another size; "" where none does."""
-        return next((name for name in self.evidence.batch.settings if name.startswith("batch_size")), "")
 
     # the generators
 
@@ -232,9 +211,6 @@ class Facts:
             return True  # divided between the passes, by an op that is recorded at level op only
         if choice.startswith("optimizer") and one.phase in ("optimizer", "state"):
             return is_other_call or not one.op
-        if choice.startswith("optimizer") and one.phase == "forward" and one.kind in ("missing", "extra"):
-            # an optimizer such as LBFGS decides how often the passes are run
-            return any(self.difference.site(row).phase == "gradient" for row in range(found.row))
         if choice == "torch.num_threads":
             return bool(one.op) and one.kind == "content"  # sums are split among threads
         if choice == "settings.seed" and None in (chosen.reference, chosen.current):
@@ -247,8 +223,7 @@ class Facts:
 
 def choices_of_steps(environment: Sequence[EnvironmentDifference]) -> list[EnvironmentDifference]:
     """Return the choices that differ and can change the bits of a step: how many steps there are does not."""
-    changing = (one for one in environment if one.changes_bits and not one.is_machine)
-    return [one for one in changing if one.name not in LENGTHS]
+    return [one for one in environment if one.changes_bits and not one.is_machine and one.name not in LENGTHS]
 
 
 def earlier_choice(choices: Sequence[EnvironmentDifference]) -> EnvironmentDifference | None:
@@ -256,8 +231,7 @@ def earlier_choice(choices: Sequence[EnvironmentDifference]) -> EnvironmentDiffe
     return next((one for one in choices if one.name.startswith(("optimizer", "trainer.", "settings."))), None)
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(NamedTuple):
     """One way to a cause, or to what finds the cause; the docs and ``report/advice.py`` know it by its name."""
 
     name: str
@@ -322,6 +296,10 @@ def _differs_since_before(facts: Facts) -> bool:
     return facts.origin is None and not first.op and first.kind == "content"
 
 
+def _has_other_batch_size(facts: Facts) -> bool:
+    return facts.has_other_data and any(name.startswith("batch_size") for name in facts.evidence.batch.settings)
+
+
 def _cause_of_batch(facts: Facts) -> Cause:
     return "data_content" if facts.data_change in _OTHER_CONTENT else "data_order"
 
@@ -369,7 +347,7 @@ RULES: tuple[Rule, ...] = (
     Rule("initial state", lambda facts: "state" in facts.source_phases, "initial_weights"),
     Rule("another epoch", _has_other_epochs, "data_order"),
     Rule("generator before the data", _is_consumed_before_data, "rng"),
-    Rule("batch size", lambda facts: facts.has_other_data and bool(facts.batch_size), "settings"),
+    Rule("batch size", _has_other_batch_size, "settings"),
     Rule("batch", lambda facts: facts.has_other_data, _cause_of_batch),
     Rule("generator", _is_drawn, "rng"),
     Rule("steps that were not recorded", _differs_since_before, _cause_of_earlier),

@@ -65,7 +65,7 @@ class Classification:
 class FirstDifference:
     """The first difference of a rank, with what tells, together with that of the other ranks, who started it.
 
-    How it begins: "local" is a batch, a generator, an op whose inputs and arguments agree, which is nobody else's doing.
+    How it begins: "local" is a batch, a generator, an op whose inputs and arguments agree: nobody else did it.
     "external" was there when the step read it (a weight, a tensor made between the steps, an argument); at the run's
     first difference that is the rank's own, and later it may follow from what another rank did. "ambiguous": nobody
     recorded who wrote it, such as a gradient at a level below "op". "received": a collective delivered it.
