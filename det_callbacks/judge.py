@@ -1,7 +1,6 @@
 """The judge: two run folders become one verdict, whether the current one was recorded, or written by a verification.
 
-Everything that a verdict says is read from the two folders, so a verification that ends, ``verdict.json`` and
-``det-callbacks diff`` cannot disagree.
+All is read from the two folders, so a verification that ends, ``verdict.json`` and ``det-callbacks diff`` agree.
 """
 
 from collections.abc import Mapping, Sequence
@@ -63,11 +62,9 @@ def compare_runs(
 ) -> Verdict:
     """Compare a run with its reference, bit for bit.
 
-    Up to the first difference of a rank, which is found in the chains by bisection, steps are counted and not compared
-    (``compare/ranks.py`` says what that proves); from there on each is read, checked against its chain and compared,
-    one at a time: 200 microseconds for a step of 4,000 sites of one program. Two recordings of less than 256 MiB
-    together are read whole, so that a damaged file is an error wherever it is damaged; of larger ones the explanation
-    says what was not read. Of a verification, one step a rank is read, and its records tell of the others.
+    Steps up to the first difference of a rank are compared by their chains, later ones one at a time, in 200
+    microseconds for 4,000 sites of one program. Two recordings of less than 256 MiB together are read whole, so that a
+    damaged file is an error wherever it is damaged; of larger ones the explanation says what was not read.
 
     Args:
         reference: folder of the reference.
@@ -166,7 +163,6 @@ def require_reference(run: Run, steps: str) -> None:
 
 
 def _incompleteness(ours: Run, theirs: Run, steps: str) -> list[str]:
-    """Return what is to be said of runs that are incomplete."""
     notes = []
     if not ours.is_complete:
         notes.append(f"The reference is incomplete, and was compared up to there: {ours.incomplete_reason}")
@@ -178,7 +174,6 @@ def _incompleteness(ours: Run, theirs: Run, steps: str) -> list[str]:
 
 
 def _shown_steps(run: Run) -> str:
-    """Return which steps a run has."""
     ranges = [run.rank(rank).steps(segment) for rank in run.ranks for segment in run.rank(rank).segments]
     ends = [int(end) for known in ranges if len(known) for end in (known[0], known[-1])]
     return f"steps {min(ends)} to {max(ends)}" if ends else "no step"
@@ -186,14 +181,14 @@ def _shown_steps(run: Run) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answer:
-    """What is said of the first difference; ``choice`` is the name of the one that the text begins with."""
+    """What is said of the first difference."""
 
     first: Divergence | None
     cause: Cause | None
     text: str
     advice: str = ""
     evidence: tuple[str, ...] = ()
-    choice: str = ""
+    choice: str = ""  # that the text begins with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,11 +243,7 @@ class _Judge:
         return tally
 
     def verdict(self) -> Verdict:
-        """Return the verdict.
-
-        Raises:
-            NothingComparedError: not a single site was compared.
-        """
+        """Return the verdict; NothingComparedError where not a single site was compared."""
         whole = [steps for one in self.ranks for steps in one.whole]
         first = {one.rank: one.first for one in self.ranks if one.first is not None}
         has_divergence = bool(first or whole or self.metrics.first)
