@@ -5,7 +5,6 @@ import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -49,7 +48,6 @@ class Training:
     every_n_steps: int = 1
     dropout_seed: int | None = None
     change_weight: str = ""
-    load_from: int | None = None
     scheduler: bool = False
     trainer: dict[str, Any] = field(default_factory=dict)
     level: str = "op"
@@ -57,14 +55,10 @@ class Training:
     @mock.patch.dict(os.environ)  # in which seed_everything leaves something
     def fit(self, mode: str, reference: Path, **arguments: Any) -> DeterminismCallback:
         """Train once, with the callback in a mode."""
-        seed = partial(pl.seed_everything, verbose=False)
-        torch.seed() if self.is_seeded_late else seed(self.seed)
+        torch.seed() if self.is_seeded_late else pl.seed_everything(self.seed, verbose=False)
         module = Module(self)
-        if self.load_from is not None:
-            seed(self.load_from)
-            module.load_state_dict(Module(self).state_dict())
-        if self.load_from is not None or self.is_seeded_late:
-            seed(self.seed)
+        if self.is_seeded_late:
+            pl.seed_everything(self.seed, verbose=False)
         if self.change_weight:
             with torch.no_grad():
                 module.get_parameter(self.change_weight).add_(1e-3)
@@ -115,11 +109,11 @@ class Listed(Dataset[tuple[Tensor, Tensor]]):
         number = int(self.names[index])
         inputs = self.inputs[number]
         if self.augment != "none":
-            worker = torch.utils.data.get_worker_info()
-            unseeded = None if self.augment == "seeded" or worker is None else torch.Generator()
-            if unseeded is not None:
-                unseeded.seed()
-            inputs = inputs + 0.1 * torch.rand(inputs.shape, generator=unseeded)
+            generator = None
+            if self.augment == "unseeded" and torch.utils.data.get_worker_info() is not None:
+                generator = torch.Generator()
+                generator.seed()
+            inputs = inputs + 0.1 * torch.rand(inputs.shape, generator=generator)
         return inputs, self.labels[number]
 
 
