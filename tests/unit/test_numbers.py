@@ -61,6 +61,10 @@ def pairs(draw: st.DrawFn) -> tuple[torch.dtype, list[int], list[int]]:
     return dtype, first, second
 
 
+def parts_of(number: complex) -> tuple[float, float]:
+    return complex(number).real, complex(number).imag
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(pairs())
 def test_it_counts_what_a_loop_over_the_elements_counts(
@@ -76,14 +80,10 @@ def test_it_counts_what_a_loop_over_the_elements_counts(
     assert found.first == (None if not differing else (differing[0],))
     wide = torch.complex128 if dtype.is_complex else torch.float64
     values = [*zip(one.to(wide).tolist(), other.to(wide).tolist(), strict=True)]
-    finite, num_nan, num_inf = [], 0, 0
-    for index in differing:
-        parts = [part for side in values[index] for part in (complex(side).real, complex(side).imag)]
-        num_nan += any(map(math.isnan, parts))
-        num_inf += any(map(math.isinf, parts)) and not any(map(math.isnan, parts))
-        if all(map(math.isfinite, parts)):
-            finite.append(index)
-    assert (found.num_nan, found.num_inf) == (num_nan, num_inf)
+    parts = {index: [part for side in values[index] for part in parts_of(side)] for index in differing}
+    finite = [index for index, known in parts.items() if all(map(math.isfinite, known))]
+    nan = [index for index, known in parts.items() if any(map(math.isnan, known))]
+    assert (found.num_nan, found.num_inf) == (len(nan), len(differing) - len(finite) - len(nan))
     part = PARTS.get(dtype, dtype)
     distance = {
         index: max(abs(place(a, part) - place(b, part)) for a, b in zip(*rows[index], strict=True)) for index in finite
@@ -91,22 +91,20 @@ def test_it_counts_what_a_loop_over_the_elements_counts(
     assert found.max_ulps == max(distance.values(), default=None)
     bins = Counter(value.bit_length() for value in distance.values())
     bins[0] += len(rows) - len(differing)
-    assert Counter({index: number for index, number in enumerate(found.ulps) if number}) == +bins
+    assert Counter(dict(enumerate(found.ulps))) == bins
     if dtype in INTEGERS:
         assert found.max_absolute == (float(max(distance.values())) if distance else None)
     if dtype in INTEGERS or dtype.is_complex:
         return
     absolute = [abs(values[index][0] - values[index][1]) for index in finite]
-    assert found.max_absolute == (max(absolute, default=None) if all(map(math.isfinite, absolute)) else None)
-    relative = [
-        abs(values[index][0] - values[index][1]) / abs(values[index][0]) for index in finite if values[index][0]
-    ]
-    assert found.max_relative == (max(relative, default=None) if all(map(math.isfinite, relative)) else None)
+    relative = [apart / abs(values[at][0]) for apart, at in zip(absolute, finite, strict=True) if values[at][0]]
+    for largest, known in ((found.max_absolute, absolute), (found.max_relative, relative)):
+        assert largest == (max(known, default=None) if all(map(math.isfinite, known)) else None)
     if not differing:
         return
     worst = found.worst[0]
-    assert not finite or num_nan or num_inf or distance[worst] == found.max_ulps
-    assert not num_nan or any(map(math.isnan, values[worst]))
+    assert worst in (nan or [index for index in differing if index not in finite] or differing)
+    assert len(finite) < len(differing) or distance[worst] == found.max_ulps
     for text, side in zip(found.worst_values, (one, other), strict=True):
         again = torch.tensor(float(text), dtype=torch.float64).to(dtype).to(torch.float64)
         assert math.isnan(float(text)) or float(again) == float(side[worst])
@@ -129,31 +127,30 @@ def test_indices_are_those_of_the_tensor_whatever_its_strides() -> None:
     for left, right in ((one, other), (one.t().contiguous().t(), other), (one, other.t().contiguous().t())):
         found = tensor_numbers(LABEL, left, right)
         assert (found.tensor, found.shape, found.dtype) == ("output 0", (3, 4), "float32")
-        assert (found.first, found.worst) == ((1, 3), (2, 1))
-        assert found.first_values == ("7.0", "7.0000005")
-        assert found.max_absolute == 81.0
-        assert found.max_relative == 9.0
-        assert found.ulps[:2] == (10, 1)
-
-
-def test_views_and_gradients_and_packed_elements() -> None:
-    def counted(one: Tensor, other: Tensor) -> tuple[int, int | None]:
-        found = tensor_numbers(LABEL, one, other)
-        return found.num_differing, found.max_ulps
-
-    assert counted(torch.tensor([1 + 2j]).conj(), torch.tensor([1 - 2j])) == (0, None)
-    assert counted(torch.tensor([1 + 2j]), torch.tensor([1 - 2j])) == (1, 2 * 0x40000000)
-    assert counted(torch._neg_view(torch.ones(2)), -torch.ones(2)) == (0, None)
-    assert counted(torch.ones(2, requires_grad=True), torch.ones(2)) == (0, None)
-    columns = torch.arange(12.0).reshape(3, 4)
-    assert counted(columns[:, 1], columns[:, 1] + 1)[0] == 3
-    assert counted(columns[:1, 1], columns[:1, 1] + 1) == (1, 1 << 23)
-    assert counted(torch.empty(0, 3), torch.empty(0, 3)) == (0, None)
-    bits = torch.tensor([1, 2], dtype=torch.uint8)
-    packed = (x.view(torch.float4_e2m1fn_x2) for x in (bits, bits + torch.tensor([0, 1], dtype=torch.uint8)))
-    assert counted(*packed) == (1, None)
+        assert (found.first, found.worst, found.first_values) == ((1, 3), (2, 1), ("7.0", "7.0000005"))
+        assert (found.max_absolute, found.max_relative, found.ulps[:2]) == (81.0, 9.0, (10, 1))
     scalar = tensor_numbers(LABEL, torch.tensor(1.0), torch.tensor(2.0))
     assert (scalar.first, scalar.shape) == ((), ())
+
+
+BYTES = torch.tensor([1, 2], dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        (torch.tensor([1 + 2j]).conj(), torch.tensor([1 - 2j]), (0, None)),
+        (torch.tensor([1 + 2j]), torch.tensor([1 - 2j]), (1, 2 * 0x40000000)),
+        (torch._neg_view(torch.ones(2)), -torch.ones(2), (0, None)),
+        (torch.ones(2, requires_grad=True), torch.ones(2), (0, None)),
+        (torch.arange(12.0).reshape(3, 4)[:1, 1], torch.tensor([2.0]), (1, 1 << 23)),
+        (torch.empty(0, 3), torch.empty(0, 3), (0, None)),
+        (BYTES.view(torch.float4_e2m1fn_x2), (BYTES * 2).view(torch.float4_e2m1fn_x2), (2, None)),
+    ],
+)
+def test_views_and_gradients_and_packed_elements(one: Tensor, other: Tensor, expected: tuple[int, int | None]) -> None:
+    found = tensor_numbers(LABEL, one, other)
+    assert (found.num_differing, found.max_ulps) == expected
 
 
 def test_what_float64_does_not_hold_is_neither_equal_nor_given(chunk: int) -> None:
