@@ -1,7 +1,6 @@
 """Two runs of a few hand-made steps, recorded or verified, and the verdict on them."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.store import Run
 from det_callbacks.runs.writer import RunWriter
 from det_callbacks.verdict import EnvironmentDifference, Verdict
-from det_callbacks.verification import Verification
+from det_callbacks.verification import Verification, write_step
 
 Steps = Mapping[int, StepBuilder]
 Pair = tuple[StepBuilder, StepBuilder]
@@ -40,28 +39,17 @@ def record(
     """Write a run; ``steps`` is {step: builder}, or a list of these, one a fit; ``others`` those of further ranks."""
     manifest = manifest_of(environment, selection)
     for rank, known in enumerate((steps, *others)):
-        if rank:
-            writer = join(path, rank)
-        else:
-            writer = RunWriter.create(path, peers=OneOf(0, 1 + len(others)), manifest=manifest, **options)
-            if resumed is not None:
-                writer.note_resumed(resumed)
+        peers = OneOf(rank, 1 + len(others))
+        writer = join(path, rank) if rank else RunWriter.create(path, peers=peers, manifest=manifest, **options)
+        if not rank and resumed is not None:
+            writer.note_resumed(resumed)
         for number, fit in enumerate(known if isinstance(known, list) else [known]):
             if number:
                 writer.start_segment()
-            write(writer, fit, rank=rank)
+            for step, builder in fit.items():
+                write_step(writer, builder.view(step=step, rank=rank, ops_seen=3))
         writer.close(complete=complete)
     return path
-
-
-def write(writer: RunWriter, fit: Steps, *, rank: int = 0) -> None:
-    for step, builder in fit.items():
-        view = builder.view(step=step, rank=rank, ops_seen=3)
-        writer.put_program(view.program)
-        if not writer.has_layout(view.layout.id):
-            writer.put_layout(view.layout)
-        writer.put_values(step, view.read_values())
-        writer.append(step, 0, view.program.id, view.layout.id, view.record.digests)
 
 
 def steps_of(numbers: Iterable[int], **changes: Any) -> dict[int, StepBuilder]:
@@ -75,12 +63,10 @@ def steps_of(numbers: Iterable[int], **changes: Any) -> dict[int, StepBuilder]:
 
 def environments(entries: Iterable[EnvironmentDifference]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return two environments that differ so."""
-    sides: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
-    for entry in entries:
-        row = {name: value for name, value in asdict(entry).items() if name in ("changes_bits", "is_machine")}
-        sides[0][entry.name] = {**row, "value": entry.reference}
-        sides[1][entry.name] = {**row, "value": entry.current}
-    return sides
+    rows = [(one, {"changes_bits": one.changes_bits, "is_machine": one.is_machine}) for one in entries]
+    return tuple(
+        {one.name: {**row, "value": getattr(one, side)} for one, row in rows} for side in ("reference", "current")
+    )
 
 
 def judge(
@@ -93,30 +79,19 @@ def judge(
     begins_before: bool = False,
     selection: Selection | None = None,
 ) -> Verdict:
-    """Return the verdict on ranks each of which ran one step in two ways.
+    """Return the verdict on ranks each of which ran one step in two ways, in the reference and in the current run.
 
-    Args:
-        folder: that the runs are written in.
-        pairs: of each rank, the step in the reference and in the current run; None is the same one.
-        step: its number.
-        steps: of some ranks, another one.
-        environment: in what the two runs differ besides.
-        is_resumed: the current run has gone on with the step.
-        begins_before: an equal step comes before it.
-        selection: of what both runs recorded.
+    A pair of None is the same step; ``steps`` has another number for some ranks, and ``environment`` what differs
+    besides. ``is_resumed``: the current run has gone on with the step; ``begins_before``: an equal one comes before it.
     """
-    number = len(list(folder.iterdir()))
-    runs = []
+    number, before, runs = len(list(folder.iterdir())), {0: training_step()} if begins_before else {}, []
     for side, entries in enumerate(environments(environment)):
-        before = {0: training_step()} if begins_before else {}
         ranks = [
             {**before, (steps or {}).get(rank, step): reducing_step() if pair is None else pair[side]}
             for rank, pair in enumerate(pairs)
         ]
-        resumed = step if side and is_resumed else None
-        path = folder / f"{number}-{side}"
-        options = {"environment": entries, "resumed": resumed, "selection": selection}
-        runs.append(record(path, ranks[0], others=ranks[1:], **options))
+        options = {"environment": entries, "resumed": step if side and is_resumed else None, "selection": selection}
+        runs.append(record(folder / f"{number}-{side}", ranks[0], others=ranks[1:], **options))
     return compare_runs(*runs)
 
 
