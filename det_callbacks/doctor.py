@@ -21,16 +21,7 @@ _FACTS = ("python.version", "torch.version", "lightning.version", "cpu.model", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingFinding:
-    """One setting here and now.
-
-    Attributes:
-        name: field of ``DeterminismSettings``.
-        wanted: value asked for; None where it is left alone.
-        in_force: what torch or the process says.
-        state: how the two compare.
-        to_do: line of code, variable or reason; "" where there is nothing to do.
-        effect: what the setting changes, and what that costs.
-    """
+    """One setting here and now: the value asked for and the one in force, and what to do, "" for nothing."""
 
     name: str
     wanted: Any
@@ -50,10 +41,7 @@ class EnvironmentFinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """What the doctor found: facts on this place, every setting, and how it differs from a reference.
-
-    The differences that can change bits come first.
-    """
+    """What the doctor found: facts on this place, every setting, and how it differs from a reference."""
 
     facts: Mapping[str, Any]
     settings: tuple[SettingFinding, ...]
@@ -72,10 +60,7 @@ class Diagnosis:
 
 
 def diagnose(settings: DeterminismSettings | None = None, *, against: Run | None = None) -> Diagnosis:
-    """Look at this process, and compare it with a recorded run; nothing is changed.
-
-    ``settings`` are what is asked for; None are the defaults, or with ``against`` what was in force there.
-    """
+    """Look for ``settings`` (None: what was in force in a run, or the defaults) in this process, as it is."""
     if settings is None:
         settings = DeterminismSettings() if against is None else _settings_of(against)
     findings = tuple(_find(name, getattr(settings, name), found) for name, found in settings_in_force().items())
@@ -107,19 +92,19 @@ def _find(name: str, wanted: Any, found: Any) -> SettingFinding:
 
 
 def _settings_of(run: Run) -> DeterminismSettings:
-    known = DeterminismSettings.__dataclass_fields__
     if not run.manifest.settings:
         raise ReferenceFormatError(
             f"{run.path / 'run.json'} does not say which settings were in force, so there is nothing to compare with. "
             "Name a run that DeterminismCallback or ObserverContext recorded.",
             str(run.path),
         )
-    values = {name: value for name, value in run.manifest.settings.items() if name in known and value is not None}
-    if values.get("float32_matmul_precision") == "mixed":
-        del values["float32_matmul_precision"]
-    if values.get("inductor_deterministic") == (values.get("deterministic_algorithms") in ("error", "warn")):
-        del values["inductor_deterministic"]  # it follows from the other
-    return DeterminismSettings.from_mapping({**dict.fromkeys(known), **values})
+    known = DeterminismSettings.__dataclass_fields__
+    values = dict.fromkeys(known) | {name: one for name, one in run.manifest.settings.items() if name in known}
+    if values["float32_matmul_precision"] == "mixed":
+        values["float32_matmul_precision"] = None
+    if values["inductor_deterministic"] == (values["deterministic_algorithms"] in ("error", "warn")):
+        values["inductor_deterministic"] = None  # it follows from the other
+    return DeterminismSettings.from_mapping(values)
 
 
 def _differences(run: Run) -> tuple[EnvironmentFinding, ...]:

@@ -1,11 +1,9 @@
 """What can change the bits of a run: the environment of this process, its code, and the command that started it.
 
-An entry is a *choice* (settings, variables that ask for determinism, the code, what the caller passes) or a *machine*
-fact (versions, hardware, threads, flags and variables that choose kernels). It counts as able to change bits only when
-it acts by itself, and not through another entry, or it would be blamed for divergences that it has nothing to do with:
-the number of CPUs acts through ``torch.num_threads``, a commit by what it changes, a command by what it chooses, and a
-value of the configuration through the hyperparameter or the option that it became. The number of threads comes with the
-machine, unless it was set through our settings.
+An entry is a *choice* (settings, the code, what the caller passes) or a *machine* fact (versions, hardware, flags and
+variables that choose kernels). It counts as able to change bits only when it acts by itself, and not through another
+entry, or it would be blamed for divergences that it has nothing to do with: the number of CPUs acts through
+``torch.num_threads``, and a value of the configuration through the hyperparameter or the option that it became.
 """
 
 import enum
@@ -16,12 +14,11 @@ import math
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -37,28 +34,13 @@ WITHHELD = "<withheld>"
 GIT_SECONDS = 5
 
 _KERNEL_VARIABLES = (
-    "ATEN_CPU_CAPABILITY",
-    "CUBLASLT_WORKSPACE_SIZE",
-    "DNNL_DEFAULT_FPMATH_MODE",
-    "DNNL_MAX_CPU_ISA",
-    "MKL_CBWR",
-    "MKL_DYNAMIC",
-    "MKL_ENABLE_INSTRUCTIONS",
-    "NCCL_ALGO",
-    "NCCL_MAX_NCHANNELS",
-    "NCCL_MIN_NCHANNELS",
-    "NCCL_NVLS_ENABLE",
-    "NCCL_PROTO",
-    "NVIDIA_TF32_OVERRIDE",
-    "ONEDNN_DEFAULT_FPMATH_MODE",
-    "ONEDNN_MAX_CPU_ISA",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
-    "TORCH_BLAS_PREFER_CUBLASLT",
+    *("ATEN_CPU_CAPABILITY", "DNNL_DEFAULT_FPMATH_MODE", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE"),
+    *("ONEDNN_MAX_CPU_ISA", "MKL_CBWR", "MKL_DYNAMIC", "MKL_ENABLE_INSTRUCTIONS", "NVIDIA_TF32_OVERRIDE"),
+    *("NCCL_ALGO", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS", "NCCL_NVLS_ENABLE", "NCCL_PROTO"),
+    *("CUBLASLT_WORKSPACE_SIZE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_BLAS_PREFER_CUBLASLT"),
 )
 _THREAD_VARIABLES = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")
 _DETERMINISM_VARIABLES = ("FLASH_ATTENTION_DETERMINISTIC", "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "PYTHONHASHSEED")
-_RECORDED_VARIABLES = frozenset((*_KERNEL_VARIABLES, *_DETERMINISM_VARIABLES))
-"""Settings that are these variables are recorded as such."""
 
 # Names under which people keep what must not be copied into a file that is passed around.
 # Whole names: "num_tokens" and "pad_token" are hyperparameters.
@@ -71,23 +53,11 @@ _SECRET = re.compile(
 _PLACE = re.compile(r"(?<![\w.])(?:[A-Za-z][\w+.-]*://|~?/(?=\w)|[A-Za-z]:[\\/])[^\s'\",;)\]}]*")
 
 
-def capture_environment(*, choices: Mapping[str, Any] = MappingProxyType({})) -> Environment:
-    """Return the environment of this process as it is now.
+def capture_environment(*, choices: Mapping[str, Any] | None = None) -> Environment:
+    """Return the environment of this process, and what the caller knows to have been decided, by name.
 
-    It asks no GPU that nothing used so far (that would create a CUDA context): call it when the devices are set up.
-    A few milliseconds, and no host sync.
-
-    Args:
-        choices: what the caller knows to have been decided, by name: precision, strategy, hyperparameters. Nested
-            mappings become dotted names. What is neither text, number, bool nor None is recorded by its type alone;
-            paths, addresses and what looks like a secret by its name are withheld.
-
-    Raises:
-        ValueError: a choice has the name of an entry that is captured here.
-
-    Example:
-        >>> capture_environment(choices={"hparams": {"lr": 0.1}})["hparams.lr"].value
-        0.1
+    It asks no GPU that nothing used so far, which would create a CUDA context. Nested mappings of choices become dotted
+    names; paths, addresses and what looks like a secret by its name are withheld.
     """
     enforced = {f"torch.{name}" for name in enforced_names()}
     facts = [(name, value, name not in enforced, changes_bits) for name, value, changes_bits in _machine_facts()]
@@ -97,12 +67,10 @@ def capture_environment(*, choices: Mapping[str, Any] = MappingProxyType({})) ->
         name: EnvironmentEntry(value=value, is_machine=is_machine, changes_bits=changes_bits)
         for name, value, is_machine, changes_bits in facts
     }
-    flat = dict(_flatten("", choices))
+    flat = dict(_flatten("", choices or {}))
     became = {_last_part(name, value) for name, value in flat.items() if not name.startswith(CONFIGURATION)}
     became |= {_last_part(name, entry.value) for name, entry in entries.items()}
     for name, value in flat.items():
-        if name in entries:
-            raise ValueError(f"The choice {name!r} has the name of an entry that is captured anyway; rename it.")
         acts = name != ARGUMENTS and not (name.startswith(CONFIGURATION) and _last_part(name, value) in became)
         entries[name] = EnvironmentEntry(value=value, is_machine=False, changes_bits=acts)
     return dict(sorted(entries.items()))
@@ -123,7 +91,8 @@ def _machine_facts() -> Iterator[tuple[str, Any, bool]]:
         "platform.system": platform.system(),
         "platform.libc": " ".join(platform.libc_ver()).strip() or None,
         "cpu.architecture": platform.machine(),
-        "cpu.model": _cpu_model(),
+        # platform.processor() is empty or only the architecture on Linux
+        "cpu.model": _in_file(r"^model name\s*:\s*(.+)$", "/proc/cpuinfo") or platform.processor() or None,
         "numpy.version": np.__version__,
         "lightning.version": _version("lightning"),
         "triton.version": _version("triton"),
@@ -153,7 +122,7 @@ def _machine_facts() -> Iterator[tuple[str, Any, bool]]:
 
 
 def _gpu_facts() -> Iterator[tuple[str, Any, bool]]:
-    # Properties can only be asked through a CUDA context, and creating one would be an observer effect.
+    # properties can only be asked through a CUDA context
     initialized = bool(torch.cuda.is_initialized())
     count = torch.cuda.device_count() if initialized else 0
     devices = [torch.cuda.get_device_properties(index) for index in range(count)]
@@ -161,9 +130,9 @@ def _gpu_facts() -> Iterator[tuple[str, Any, bool]]:
     yield "gpu.names", sorted({device.name for device in devices}), True
     yield "gpu.capabilities", sorted({f"{device.major}.{device.minor}" for device in devices}), True
     yield "gpu.multiprocessors", sorted({device.multi_processor_count for device in devices}), True
-    yield "gpu.driver", _gpu_driver() if initialized else None, True
-    nccl = ".".join(str(part) for part in torch.cuda.nccl.version()) if initialized else None
-    yield "gpu.nccl", nccl, True
+    driver = _in_file(r"Kernel Module\D*([\d.]+)", "/proc/driver/nvidia/version") if initialized else None
+    yield "gpu.driver", driver, True
+    yield "gpu.nccl", ".".join(map(str, torch.cuda.nccl.version())) if initialized else None, True
     if initialized:  # how digests are computed there; the first time that is found out
         device = torch.device("cuda", torch.cuda.current_device())
         yield f"{DIGEST}cuda", str(device_choice(device)), False
@@ -173,19 +142,15 @@ def _own_choices() -> Iterator[tuple[str, Any]]:
     for name, value in settings_in_force().items():
         if name == "inductor_deterministic" and value == torch.are_deterministic_algorithms_enabled():
             value = None  # use_deterministic_algorithms sets it, so that it acts through that
-        setting = SETTINGS[name]
-        if not setting.is_recorded_elsewhere and setting.variable not in _RECORDED_VARIABLES:
+        setting = SETTINGS[name]  # those that are recorded variables are recorded as such
+        if not setting.is_recorded_elsewhere and setting.variable not in _KERNEL_VARIABLES + _DETERMINISM_VARIABLES:
             yield f"settings.{name}", value
-    backends: Any = torch.backends
     yield "torch.default_dtype", _dtype_name(torch.get_default_dtype())
     yield "torch.anomaly_mode", torch.is_anomaly_enabled()
-    yield "torch.backends.cuda.matmul.fp32_precision", backends.cuda.matmul.fp32_precision
-    yield "torch.backends.cudnn.conv.fp32_precision", backends.cudnn.conv.fp32_precision
-    yield "torch.backends.cudnn.rnn.fp32_precision", backends.cudnn.rnn.fp32_precision
-    yield "torch.backends.mkldnn.matmul.fp32_precision", backends.mkldnn.matmul.fp32_precision
+    for name in ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul"):
+        yield f"torch.backends.{name}.fp32_precision", attrgetter(f"{name}.fp32_precision")(torch.backends)
     for name in _DETERMINISM_VARIABLES:
-        known = start_environment() if name == "PYTHONHASHSEED" else os.environ
-        yield f"env.{name}", None if name == "PYTHONHASHSEED" and sys.flags.ignore_environment else known.get(name)
+        yield f"env.{name}", (start_environment() if name == "PYTHONHASHSEED" else os.environ).get(name)
 
 
 def _is_idle(name: str) -> bool:
@@ -208,14 +173,12 @@ def _plain(name: str, value: Any) -> Any:
     """Return a value as anyone may read it: no objects, no places, no secrets (told by the last part of its name)."""
     if isinstance(value, enum.Enum):
         return _plain(name, value.value)
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else str(value)  # JSON has no NaN
     if isinstance(value, np.generic):
         return _plain(name, value.item())
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)  # JSON has no NaN
     if isinstance(value, str | bytes) and _SECRET.search(name):
         return WITHHELD
     if isinstance(value, str | os.PathLike):
@@ -230,11 +193,11 @@ def _plain(name: str, value: Any) -> Any:
         return sorted((_plain(name, inner) for inner in value), key=str)
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
         return [_plain(name, inner) for inner in value]
-    # Not repr(value): it holds addresses that differ from run to run, or whole tensors.
+    # not repr(value): it holds addresses that differ from run to run, or whole tensors
     return f"<{type(value).__module__}.{type(value).__qualname__}>"
 
 
-@functools.cache  # 11 ms for all of them, and nobody installs while a process runs
+@functools.cache  # 11 ms for all of them
 def _version(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)
@@ -242,17 +205,9 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _cpu_model() -> str | None:
-    # platform.processor() is empty or only the architecture on Linux.
-    path = Path("/proc/cpuinfo")
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    return _first(r"^model name\s*:\s*(.+)$", text) or platform.processor() or None
-
-
-def _gpu_driver() -> str | None:
-    # The runtime only tells the CUDA version that the driver supports.
-    path = Path("/proc/driver/nvidia/version")
-    return _first(r"Kernel Module\D*([\d.]+)", path.read_text(encoding="utf-8")) if path.is_file() else None
+def _in_file(pattern: str, file: str) -> str | None:
+    path = Path(file)
+    return _first(pattern, path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else None
 
 
 def _first(pattern: str, text: str) -> str | None:
@@ -264,23 +219,18 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# the code and the command
-
-
 def code_state() -> dict[str, Any]:
     """Return the commit of the git repository that the program lies in, and the digest of each file that differs.
 
     That is the repository of the main script, else of the working directory; None where there is none, or no git.
-    Untracked files do not count, and a deleted one has no digest. Costs some 20 milliseconds.
     """
-    git = shutil.which("git")
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     folder = Path.cwd() if script is None else Path(script).absolute().parent
-    where = None if git is None else _ask(git, folder, "rev-parse", "HEAD", "--show-toplevel")
-    if git is None or where is None:
+    where = _ask_git(folder, "rev-parse", "HEAD", "--show-toplevel")
+    if where is None:
         return {"code.git_commit": None, "code.is_dirty": None}
     commit, root = where.splitlines()
-    changed = _ask(git, Path(root), "status", "--porcelain", "-z", "--untracked-files=no", "--no-renames")
+    changed = _ask_git(Path(root), "status", "--porcelain", "-z", "--untracked-files=no", "--no-renames")
     state: dict[str, Any] = {"code.git_commit": commit, "code.is_dirty": None if changed is None else bool(changed)}
     for entry in filter(None, (changed or "").split("\0")):
         path = Path(root, name := entry[3:])  # two letters that say what was done to it, and a space
@@ -288,9 +238,9 @@ def code_state() -> dict[str, Any]:
     return state
 
 
-def _ask(git: str, folder: Path, *arguments: str) -> str | None:
+def _ask_git(folder: Path, *arguments: str) -> str | None:
     # --no-optional-locks: a question must not write to the repository of somebody else
-    command = [git, "--no-optional-locks", "-C", str(folder), *arguments]
+    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, check=False, stdin=subprocess.DEVNULL, timeout=GIT_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
@@ -298,16 +248,16 @@ def _ask(git: str, folder: Path, *arguments: str) -> str | None:
     return done.stdout.decode(errors="backslashreplace") if done.returncode == 0 else None
 
 
-_OURS = ("determinism", "callbacks.determinism", "callbacks/determinism")
-_SETTINGS = "determinism.settings"
+# Our overrides, but for the settings, which are a part of what trains.
+_OURS = re.compile(r"[+~]*(callbacks[./])?determinism(?!\.settings\.)([.=]|$)")
 # names of values, also in {nested: {mappings: 1}}
 _NAME = re.compile(r"([\w.\-/@]+)\s*[=:]")
 
 
 def script_words(start: str | Path | None = None) -> list[str]:
-    """Return the script that runs, as it would be written after ``python``; [] in an interactive interpreter.
+    """Return the script that runs, as it would be written after ``python`` in ``start``; [] in an interpreter.
 
-    A script that is not below ``start``, the working directory where it is None, is shown by its name alone.
+    A script that is not below there is shown by its name alone.
     """
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     if spec is not None:
@@ -320,28 +270,18 @@ def script_words(start: str | Path | None = None) -> list[str]:
     return [path.relative_to(start).as_posix() if path.is_relative_to(start) and ".." not in path.parts else path.name]
 
 
-def command_choice(
-    overrides: Sequence[str] | None = None, *, start: str | Path | None = None
-) -> dict[str, dict[str, Any]]:
-    """Return what started this run in a folder, as a choice for ``capture_environment``, which withholds places.
+def command_choice(overrides: Sequence[str] | None = None, *, start: str | Path | None = None) -> dict[str, Any]:
+    """Return what started this run, as a choice for ``capture_environment``: the script, and the overrides of Hydra.
 
-    That is the script's name and, under Hydra, the overrides of the job, without our own: they say nothing of the
-    training, and differ between recording and verifying. Arguments of other programs are not recorded: nothing tells
-    which of their words is a secret.
+    Our own overrides say nothing of the training, and differ between recording and verifying. Arguments of other
+    programs are not recorded: nothing tells which of their words is a secret.
 
     Example:
         >>> command_choice(["lr=0.1", "logger.api_key=abc", "determinism.level=op"])["process"]["argv"][1:]
         ['lr=0.1', 'logger.api_key=<withheld>']
     """
-    words = [_shown(word) for word in overrides or () if not _is_ours(word)]
+    words = [_shown(word) for word in overrides or () if not _OURS.match(word)]
     return {"process": {"argv": [*script_words(start), *words]}}
-
-
-def _is_ours(override: str) -> bool:
-    name = override.lstrip("+~").partition("=")[0]
-    if name.startswith(f"{_SETTINGS}."):
-        return False  # part of what trains
-    return any(name == own or name.startswith(f"{own}.") for own in _OURS)
 
 
 def _shown(override: str) -> str:

@@ -1,14 +1,13 @@
 """Which ops torch calls nondeterministic, and which draw random numbers: read from the torch that is installed.
 
-Two sources, both read when asked, so that nothing here goes stale: the two lists in the docstring of
-``torch.use_deterministic_algorithms``, and the tag ``nondeterministic_seeded`` of the registered aten ops. The
-docstring speaks of modules and functions, a trace of aten ops; names are translated by rule and, where no rule leads
-there, by the table ``ALIASES``.
+The docstring of ``torch.use_deterministic_algorithms`` speaks of modules and functions, a trace of aten ops: names are
+translated by rule and, where no rule leads there, by the table ``ALIASES``.
 """
 
 import ast
 import inspect
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -16,9 +15,6 @@ from typing import Any, Literal, get_args
 from det_callbacks.errors import DetCallbacksError
 
 Behaviour = Literal["alternate algorithm", "error", "random"]
-"""What an op does: under ``use_deterministic_algorithms(True)`` it takes another algorithm or raises RuntimeError;
-random: it draws from a generator, whatever that setting is."""
-
 Device = Literal["cuda", "cpu", "any"]
 
 BEHAVIOURS: tuple[Behaviour, ...] = get_args(Behaviour)
@@ -62,16 +58,7 @@ _BULLET = re.compile(rf"{_ROLE.pattern}\s*(.*)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpFact:
-    """What torch says of one op.
-
-    Attributes:
-        name: as documented ("torch.nn.NLLLoss"); of a tagged op its aten name ("aten.bernoulli").
-        ops: the aten ops that it stands for, without overload ("aten.nll_loss2d_forward"), sorted; empty where none of
-            this torch's ops could be found for it.
-        behaviour: what the op does.
-        device: where; any where torch names none.
-        condition: when, in torch's words without their markup ("when called on a CUDA tensor"); "" where it says none.
-    """
+    """What torch says of a documented name, or of a tagged aten op; ``condition`` says when, in torch's words."""
 
     name: str
     ops: tuple[str, ...]
@@ -79,30 +66,14 @@ class OpFact:
     device: Device
     condition: str = ""
 
-    @property
-    def is_of_backward(self) -> bool:
-        """Whether it holds for the derivative only, and not for the op itself."""
-        return _is_of_backward(self.condition)
-
 
 def read_op_facts() -> tuple[OpFact, ...]:
-    """Return what the installed torch says of its ops, by behaviour, name and condition; takes some 0.2 s.
-
-    Raises:
-        DetCallbacksError: torch's docstring does not hold the two lists, or is not there (``python -OO``).
-
-    Example:
-        >>> [fact.behaviour for fact in read_op_facts() if fact.name == "torch.histc"]
-        ['error']
-    """
+    """Return what the installed torch says of its ops, by behaviour, name and condition; takes some 0.2 s."""
     import torch
 
     # looked at in torch 2.13; no public function lists the ops: dir(torch.ops.aten) has only those used so far
-    names = [
-        full.removeprefix("aten::").partition(".")
-        for full in torch._C._dispatch_get_all_op_names()
-        if full[:6] == "aten::"
-    ]
+    all_names = torch._C._dispatch_get_all_op_names()
+    names = [full.removeprefix("aten::").partition(".") for full in all_names if full.startswith("aten::")]
     seeded = torch.Tag.nondeterministic_seeded
     drawing = {
         name
@@ -117,10 +88,7 @@ def read_op_facts() -> tuple[OpFact, ...]:
 
 
 def parse_docstring(docstring: str, registered: Collection[str]) -> list[OpFact]:
-    """Return the entries of the two lists in the docstring of ``torch.use_deterministic_algorithms``, in their order.
-
-    ``registered`` are the names of the aten ops that there are. An empty or missing list is a ``DetCallbacksError``.
-    """
+    """Return what the two lists in ``torch.use_deterministic_algorithms.__doc__`` say of registered aten ops."""
     facts = [_fact(behaviour, bullet, registered) for behaviour, bullet in _bullets(inspect.cleandoc(docstring))]
     missing = set(_SECTIONS.values()) - {fact.behaviour for fact in facts}
     if missing:
@@ -132,31 +100,23 @@ def parse_docstring(docstring: str, registered: Collection[str]) -> list[OpFact]
 
 
 def may_apply(fact: OpFact, *, op: str, phase: str, arguments: Mapping[str, Any], unknown: Sequence[str] = ()) -> bool:
-    """Return whether a fact can be about a call; false only where name, phase or arguments exclude it.
-
-    Device, dtype and "requires grad" are not looked at: a recording does not hold them. An argument that is not there
-    has its default; of the ``unknown`` ones the values are not known.
-    """
+    """Return whether a fact can be about a call; false only where name, phase or arguments exclude it."""
     base = op.rpartition(".")[0]
     if base not in fact.ops:
         return False
-    if fact.is_of_backward and not base.endswith("_backward") and phase != "backward":
+    if _is_of_backward(fact.condition) and not base.endswith("_backward") and phase != "backward":
         return False
-    return _is_dimension_of(fact.name, arguments) and _has_values_of(fact.condition, arguments, unknown)
-
-
-def _is_dimension_of(name: str, arguments: Mapping[str, Any]) -> bool:
-    found = _CONVOLUTION_NAME.fullmatch(name)
-    if not found or not {"stride", "transposed"} <= arguments.keys():
-        return True
-    return len(arguments["stride"]) == int(found[2]) and arguments["transposed"] == bool(found[1])
+    found = _CONVOLUTION_NAME.fullmatch(fact.name)
+    if found and {"stride", "transposed"} <= arguments.keys():
+        return len(arguments["stride"]) == int(found[2]) and arguments["transposed"] == bool(found[1])
+    return _has_values_of(fact.condition, arguments, unknown)
 
 
 def _has_values_of(condition: str, arguments: Mapping[str, Any], unknown: Sequence[str]) -> bool:
     # "with accumulate=True"; two values of one argument are alternatives: "when reduce='sum' or reduce='mean'"
-    documented: dict[str, list[Any]] = {}
+    documented = defaultdict[str, list[Any]](list)
     for name, text in _VALUE.findall(condition):
-        documented.setdefault(name, []).append(ast.literal_eval(text))
+        documented[name].append(ast.literal_eval(text))
     for name, values in documented.items():
         # torch leaves arguments at their default out of the call; flags are off by default
         given = arguments.get(name, False if isinstance(values[0], bool) else None)
@@ -199,11 +159,7 @@ def _is_of_backward(condition: str) -> bool:
 
 
 def _aten_names(name: str, condition: str) -> set[str]:
-    """Return the aten ops of a documented name, whether there are such ops or not.
-
-    "torch.nn.ReflectionPad1d" is reflection_pad1d, or its backward where the condition speaks of that;
-    "torch.Tensor.put_" is put_ and put, since what is said of one form of an op holds for the other.
-    """
+    """Return which aten ops a documented name may mean: "torch.nn.LSTMCell" is lstm_cell, or its backward."""
     if name in ALIASES:
         return set(ALIASES[name])
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name.rpartition(".")[2])

@@ -1,7 +1,4 @@
-"""The one list of settings: of each what is allowed, how it is read and set, and what it changes and costs.
-
-Their defaults stand in ``DeterminismSettings``.
-"""
+"""The one list of settings: what is allowed, how each is read and set, and what it changes; defaults: ``model.py``."""
 
 import importlib
 import os
@@ -16,8 +13,7 @@ from typing import Any, Literal
 import torch
 
 Timing = Literal["any", "before_cuda", "before_nccl", "start"]
-"""Until when a setting can be made: at any time, before a CUDA context or an NCCL communicator exists, or only when the
-process starts."""
+"""Until when a setting can be made: a CUDA context or an NCCL communicator exists, or the process has started."""
 
 MAX_SEED = 2**32 - 1  # the bound of NumPy's legacy generator, and so of Lightning's seed_everything
 _POSITIVE = range(1, 2**31)
@@ -32,23 +28,13 @@ _INDUCTOR = "torch._inductor.config"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One setting of a running process; it has an attribute of torch, or a variable, or a getter and a setter.
+    """One setting of a running process: a field of ``DeterminismSettings``, and what is behind it.
 
-    Attributes:
-        name: field of ``DeterminismSettings``.
-        effect: what it changes, and what that costs.
-        allowed: the values; a range for integers, ``str`` for any text; empty where ``DeterminismSettings`` looks.
-        when: until when it can be set.
-        attribute: path of the attribute of torch behind it.
-        variable: the environment variable behind it.
-        getter: returns what is in force, where that is more than reading attribute or variable.
-        setter: puts a value in force; likewise.
-        is_cuda_only: whether it has no effect without CUDA.
-        is_recorded_elsewhere: whether the environment records it under another name.
+    That is an attribute of torch, an environment variable, or a getter and a setter. ``allowed`` is a range for
+    integers, ``str`` for any text, and empty where ``DeterminismSettings`` looks.
     """
 
     name: str
-    effect: str
     allowed: tuple[Any, ...] | range | type[str] = ()
     when: Timing = "any"
     attribute: str = ""
@@ -58,19 +44,25 @@ class Setting:
     is_cuda_only: bool = False
     is_recorded_elsewhere: bool = False
 
+    @property
+    def effect(self) -> str:
+        """What it changes, and what that costs."""
+        return _EFFECTS[self.name]
+
     def read(self) -> Any:
         """Return what is in force, asked of torch or the process."""
         if self.getter is not None:
             return self.getter()
         if self.attribute:
             return getattr(*_owner_of(self.attribute))
-        variables = start_environment() if self.when == "start" else os.environ
-        text = variables.get(self.variable)
+        text = (start_environment() if self.when == "start" else os.environ).get(self.variable)
         if text is None:
             return None
         if self.allowed is _BOOLS:
             return text not in ("0", "")
-        return int(text) if isinstance(self.allowed, range) and text.isdecimal() else text
+        if isinstance(self.allowed, range):
+            return int(text) if text.isdecimal() else None  # PYTHONHASHSEED=random
+        return text
 
     def apply(self, value: Any) -> None:
         """Put a value in force; nothing is done where only a restart can, and for the seed."""
@@ -93,7 +85,9 @@ class Setting:
         if wanted == in_force:
             return None
         if self.when == "start":
-            return f"{self.variable} is read when the process starts, and {in_force!r} was in force then"
+            is_set = start_environment().get(self.variable) == self.as_text(wanted)
+            so = ", although it was set: ask for what this machine can do" if is_set else ""
+            return f"{self.variable} is read when the process starts, and {in_force!r} was in force then{so}"
         if self.when == "before_cuda" and torch.cuda.is_initialized():
             return f"a CUDA context exists, and cuBLAS may have read {self.variable}={in_force} already"
         if self.when == "before_nccl" and _has_nccl_communicator():
@@ -144,9 +138,7 @@ def start_environment() -> Mapping[str, str]:
 
 def algorithms_in_force() -> str:
     """Return "error", "warn" or "disabled"."""
-    if not torch.are_deterministic_algorithms_enabled():
-        return "disabled"
-    return "warn" if torch.is_deterministic_algorithms_warn_only_enabled() else "error"
+    return ("disabled", "warn", "error")[torch.get_deterministic_debug_mode()]
 
 
 def _precision_in_force() -> str:
@@ -157,10 +149,8 @@ def _precision_in_force() -> str:
 
 
 def _has_nccl_communicator() -> bool:
-    distributed = torch.distributed
-    return (
-        distributed.is_available() and distributed.is_initialized() and "nccl" in str(distributed.get_backend()).lower()
-    )
+    group = torch.distributed
+    return group.is_available() and group.is_initialized() and "nccl" in str(group.get_backend()).lower()
 
 
 def _set_precision(value: str) -> None:
@@ -183,76 +173,38 @@ def _reduction_in_force(kind: str) -> bool:
     return bool(value[0] if isinstance(value, tuple) else value)  # torch may add whether split-K is allowed
 
 
-def _hash_seed() -> int | str | None:
-    text = start_environment().get("PYTHONHASHSEED")
-    if text is None or sys.flags.ignore_environment or text == "random":
-        return None
-    return int(text) if text.isdecimal() else text
-
-
 def _inductor_in_force(name: str) -> bool:
     if _INDUCTOR not in sys.modules:  # what it will start with (torch/_inductor/config.py, torch 2.13)
         return os.environ.get(f"TORCHINDUCTOR_{name.upper()}") == "1"
     return bool(getattr(sys.modules[_INDUCTOR], name))
 
 
-def _flag(name: str, attribute: str, effect: str, **options: Any) -> Setting:
-    return Setting(name=name, attribute=attribute, effect=effect, allowed=_BOOLS, **options)
+def _flag(name: str, attribute: str, **options: Any) -> Setting:
+    return Setting(name=name, attribute=f"torch.{attribute}", allowed=_BOOLS, **options)
 
 
-def _variable(name: str, variable: str, effect: str, allowed: Any, **options: Any) -> Setting:
-    return Setting(name=name, variable=variable, effect=effect, allowed=allowed, **options)
+def _variable(name: str, allowed: Any, **options: Any) -> Setting:
+    return Setting(name=name, variable=name.upper(), allowed=allowed, **options)
 
 
+_OF_CUDA: dict[str, Any] = {"is_cuda_only": True}
+_OF_NCCL = {"when": "before_nccl", **_OF_CUDA}
 _ALL = (
-    Setting(
-        name="seed",  # set by enforce_determinism, which keeps what the seed came too late for
-        effect="Python, NumPy, torch on every device, DataLoader workers and other processes; 0 is a seed. "
-        "Before the model has parameters",
-        getter=_seed_in_force,
-        allowed=_SEEDS,
-    ),
+    # put in force by enforce_determinism, which keeps what the seed came too late for
+    Setting(name="seed", getter=_seed_in_force, allowed=_SEEDS),
     Setting(
         name="deterministic_algorithms",
-        effect="`error`, `warn` or `disabled`: ops without a deterministic implementation, which add up in whatever "
-        "order their threads finish, raise or are listed; some ops get slower, and Inductor does not autotune",
         getter=algorithms_in_force,
         setter=lambda value: torch.use_deterministic_algorithms(value != "disabled", warn_only=value == "warn"),
         allowed=("error", "warn", "disabled"),
     ),
-    _flag(
-        "fill_uninitialized_memory",
-        "torch.utils.deterministic.fill_uninitialized_memory",
-        "`torch.empty` is filled under deterministic algorithms, so that memory that is read unwritten is the same in "
-        "each run; a write per allocation",
-    ),
-    _variable(
-        "cublas_workspace_config",
-        "CUBLAS_WORKSPACE_CONFIG",
-        "cuBLAS splits a matrix product in the same way each time; 24 MiB of GPU memory; `:16:8` takes less and may "
-        "be slower. Before the first use of CUDA",
-        (":4096:8", ":16:8"),  # the two that torch.use_deterministic_algorithms names
-        when="before_cuda",
-        is_cuda_only=True,
-    ),
-    *(
-        _flag(f"cudnn_{name}", f"torch.backends.cudnn.{name}", effect, is_cuda_only=True)
-        for name, effect in (
-            (
-                "benchmark",
-                "whether cuDNN times its algorithms and keeps the fastest, which may be another one next time; "
-                "without, convolutions can be slower",
-            ),
-            (
-                "deterministic",
-                "cuDNN uses deterministic algorithms only, and none that adds up in no fixed order; can be slower",
-            ),
-            ("allow_tf32", "convolutions in TF32: about ten bits less, up to several times faster"),
-        )
-    ),
+    _flag("fill_uninitialized_memory", "utils.deterministic.fill_uninitialized_memory"),
+    # the two that torch.use_deterministic_algorithms names
+    _variable("cublas_workspace_config", (":4096:8", ":16:8"), when="before_cuda", **_OF_CUDA),
+    *(_flag(f"cudnn_{name}", f"backends.cudnn.{name}", **_OF_CUDA) for name in ("benchmark", "deterministic")),
+    _flag("cudnn_allow_tf32", "backends.cudnn.allow_tf32", **_OF_CUDA),
     Setting(
         name="float32_matmul_precision",
-        effect="`highest` (float32), `high` or `medium` (TF32 or bfloat16 inside: less exact, faster)",
         getter=_precision_in_force,
         setter=_set_precision,
         allowed=("highest", "high", "medium"),
@@ -260,98 +212,85 @@ _ALL = (
     *(
         _flag(
             f"{kind}_reduced_precision_reduction",
-            f"torch.backends.cuda.matmul.allow_{kind}_reduced_precision_reduction",
-            f"products of {dtype} may add up in that type: faster, less exact",
+            f"backends.cuda.matmul.allow_{kind}_reduced_precision_reduction",
             getter=partial(_reduction_in_force, kind),
-            is_cuda_only=True,
+            **_OF_CUDA,
         )
-        for kind, dtype in (("fp16", "float16"), ("bf16", "bfloat16"))
+        for kind in ("fp16", "bf16")
     ),
     Setting(
         name="sdpa_backends",
-        effect="some of `math`, `flash`, `mem_efficient`, `cudnn`, for attention on CUDA: each gives other bits, and "
-        "`math` is slowest",
         getter=lambda: tuple(name for name in SDPA_BACKENDS if getattr(torch.backends.cuda, f"{name}_sdp_enabled")()),
         setter=_set_sdpa,
-        is_cuda_only=True,
         is_recorded_elsewhere=True,
+        **_OF_CUDA,
     ),
     *(
-        _flag(f"inductor_{name}", f"{_INDUCTOR}.{name}", effect, getter=partial(_inductor_in_force, name))
-        for name, effect in (
-            ("deterministic", "Inductor chooses nothing by timing; some kernels are slower"),
-            ("max_autotune", "Inductor times kernels and keeps the fastest, which may be another one next time"),
-        )
+        _flag(f"inductor_{name}", f"_inductor.config.{name}", getter=partial(_inductor_in_force, name))
+        for name in ("deterministic", "max_autotune")
     ),
-    *(
-        _variable(name, name.upper(), effect, allowed, when="before_nccl", is_cuda_only=True)
-        for name, effect, allowed in (
-            (
-                "nccl_algo",
-                "such as `Ring`: the order of sums in collectives, at the cost of bandwidth. Before NCCL's first use",
-                str,
-            ),
-            ("nccl_proto", "such as `Simple`; likewise", str),
-            ("nccl_min_nchannels", "the least number of channels; likewise", _POSITIVE),
-            ("nccl_max_nchannels", "the largest number of channels; likewise", _POSITIVE),
-        )
-    ),
+    *(_variable(name, str, **_OF_NCCL) for name in ("nccl_algo", "nccl_proto")),
+    *(_variable(name, _POSITIVE, **_OF_NCCL) for name in ("nccl_min_nchannels", "nccl_max_nchannels")),
     Setting(
         name="num_threads",
-        effect="sums on the CPU are split among threads",
         getter=torch.get_num_threads,
         setter=torch.set_num_threads,
         allowed=_POSITIVE,
         is_recorded_elsewhere=True,
     ),
-    _variable(
-        "mkl_cbwr",
-        "MKL_CBWR",
-        "the branch of Intel MKL, which it else chooses by the CPU; `COMPATIBLE` gives the same bits on every x86 CPU "
-        "at a third of the speed. At start",
-        (*_BRANCHES, *(f"{branch},STRICT" for branch in _BRANCHES)),
-        when="start",
-    ),
+    _variable("mkl_cbwr", (*_BRANCHES, *(f"{branch},STRICT" for branch in _BRANCHES)), when="start"),
     _variable(
         "aten_cpu_capability",
-        "ATEN_CPU_CAPABILITY",
-        "`default`, `avx2` or `avx512`: the width of vectors, which is the order of sums. At start",
         ("default", "avx2", "avx512"),
         getter=lambda: str(torch.backends.cpu.get_cpu_capability()).lower(),
         when="start",
     ),
-    _variable(
-        "python_hash_seed",
-        "PYTHONHASHSEED",
-        "the order of sets of strings; 0 turns randomisation off. At start",
-        _SEEDS,
-        getter=_hash_seed,
-        when="start",
-    ),
-    *(
-        _variable(name, name.upper(), effect, _BOOLS, is_cuda_only=True)
-        for name, effect in (
-            (
-                "flash_attention_deterministic",
-                "the backward pass of the flash-attn package adds up in a fixed order; slower, more memory",
-            ),
-            (
-                "nvte_allow_nondeterministic_algo",
-                "Transformer Engine's faster kernels, which differ from run to run",
-            ),
-        )
-    ),
+    Setting(name="python_hash_seed", variable="PYTHONHASHSEED", allowed=_SEEDS, when="start"),
+    _variable("flash_attention_deterministic", _BOOLS, **_OF_CUDA),
+    _variable("nvte_allow_nondeterministic_algo", _BOOLS, **_OF_CUDA),
 )
+
+_EFFECTS = {
+    "seed": "Python, NumPy, torch on every device, DataLoader workers and other processes; 0 is a seed. Before the "
+    "model has parameters",
+    "deterministic_algorithms": "`error`, `warn` or `disabled`: ops without a deterministic implementation, which add "
+    "up in whatever order their threads finish, raise or are listed; some ops get slower, and Inductor does not "
+    "autotune",
+    "fill_uninitialized_memory": "`torch.empty` is filled under deterministic algorithms, so that memory that is read "
+    "unwritten is the same in each run; a write per allocation",
+    "cublas_workspace_config": "cuBLAS splits a matrix product in the same way each time; 24 MiB of GPU memory; "
+    "`:16:8` takes less and may be slower. Before the first use of CUDA",
+    "cudnn_benchmark": "whether cuDNN times its algorithms and keeps the fastest, which may be another one next time; "
+    "without, convolutions can be slower",
+    "cudnn_deterministic": "cuDNN uses deterministic algorithms only; can be slower",
+    "cudnn_allow_tf32": "convolutions in TF32: about ten bits less, up to several times faster",
+    "float32_matmul_precision": "`highest` (float32), `high` or `medium` (TF32 or bfloat16 inside: less exact, faster)",
+    "fp16_reduced_precision_reduction": "products of float16 may add up in that type: faster, less exact",
+    "bf16_reduced_precision_reduction": "products of bfloat16 may add up in that type: faster, less exact",
+    "sdpa_backends": "some of `math`, `flash`, `mem_efficient`, `cudnn`, for attention on CUDA: each gives other bits, "
+    "and `math` is slowest",
+    "inductor_deterministic": "Inductor chooses nothing by timing; some kernels are slower",
+    "inductor_max_autotune": "Inductor times kernels and keeps the fastest, which may be another one next time",
+    "nccl_algo": "such as `Ring`: the order of sums in collectives, at the cost of bandwidth. Before NCCL's first use",
+    "nccl_proto": "such as `Simple`; likewise",
+    "nccl_min_nchannels": "the least number of channels; likewise",
+    "nccl_max_nchannels": "the largest number of channels; likewise",
+    "num_threads": "sums on the CPU are split among threads",
+    "mkl_cbwr": "the branch of Intel MKL, which it else chooses by the CPU; `COMPATIBLE` gives the same bits on every "
+    "x86 CPU at a third of the speed. At start",
+    "aten_cpu_capability": "`default`, `avx2` or `avx512`: the width of vectors, which is the order of sums. At start",
+    "python_hash_seed": "the order of sets of strings; 0 turns randomisation off. At start",
+    "flash_attention_deterministic": "the backward pass of the flash-attn package adds up in a fixed order; slower",
+    "nvte_allow_nondeterministic_algo": "Transformer Engine's faster kernels, which differ from run to run",
+}
 
 SETTINGS: Mapping[str, Setting] = {setting.name: setting for setting in _ALL}
 """Every setting but ``allow``, which says of ops what ``deterministic_algorithms`` does not hold for."""
 
 
 def settings_in_force() -> dict[str, Any]:
-    """Return what is in force now, keyed like the fields of :class:`DeterminismSettings` but ``allow``.
+    """Return what is in force now, keyed like the fields of ``DeterminismSettings`` but ``allow``; None: not set.
 
-    ``seed`` is the seed of torch's CPU generator, and None when that is none that Python, NumPy and Lightning could
-    share. ``float32_matmul_precision`` is "mixed" when torch's older and newer precision interfaces contradict each
-    other. A variable that is not set is None.
+    ``float32_matmul_precision`` is "mixed" when torch's older and newer precision interfaces contradict each other.
     """
     return {name: setting.read() for name, setting in SETTINGS.items()}

@@ -7,9 +7,9 @@ import shlex
 import sys
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from det_callbacks.errors import SettingsError
 from det_callbacks.rng import RewindPoint
-from det_callbacks.settings.catalogue import SETTINGS, attribute_back, start_environment, variable_back
+from det_callbacks.settings.catalogue import SETTINGS, attribute_back, variable_back
 from det_callbacks.settings.model import DeterminismSettings
 
 # What lightning.fabric.utilities.seed.seed_everything(workers=True) leaves behind (read at Lightning 2.6.6): the
@@ -30,20 +30,17 @@ _WORKERS_VARIABLE = "PL_SEED_WORKERS"
 # set_float32_matmul_precision writes these as well, and knows no "none", which is where they start (torch 2.13)
 _WRITTEN_TOO = ("torch.backends.cuda.matmul.fp32_precision", "torch.backends.mkldnn.matmul.fp32_precision")
 
+# What is in force through us, the latest last: it was chosen, and did not come with the machine.
 _enforced: list[DeterminismSettings] = []
-"""What is in force through us, the latest last: it was chosen, and did not come with the machine."""
 
+# The parameters that existed when the seed was set, by identity; a process has one set of generators.
 _seeded_after: dict[str, Mapping[int, weakref.ref[nn.Parameter]]] = {"parameters": {}}
-"""The parameters that existed when the seed was set, by identity; a process has one set of generators."""
 
 
-class EnforcedDeterminism:
-    """The way back from settings that were applied; made by :func:`enforce_determinism`.
+class EnforcedDeterminism(AbstractContextManager["EnforcedDeterminism", None]):
+    """The way back from ``settings`` that were applied; made by :func:`enforce_determinism`.
 
     As a context manager it restores on every exit path. Nested uses must end in the reverse order of their beginnings.
-
-    Attributes:
-        settings: what was applied.
     """
 
     def __init__(self, settings: DeterminismSettings, *, with_generators: bool = True) -> None:
@@ -52,12 +49,7 @@ class EnforcedDeterminism:
         _enforced.append(settings)
         self._undo.append(partial(_enforced.remove, settings))
 
-    def __enter__(self) -> "EnforcedDeterminism":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.restore()
 
     def restore(self) -> None:
@@ -104,13 +96,10 @@ def enforce_determinism(settings: DeterminismSettings | Mapping[str, Any]) -> En
 
 
 def enforce_around_training(settings: DeterminismSettings, model: nn.Module) -> EnforcedDeterminism:
-    """Apply what can still be applied when a model is there and its training is about to begin.
+    """Apply what can still be applied when a model is there; a SettingsError where it was there before the seed.
 
     What has no effect on this machine is not demanded. The result's ``restore`` leaves the generators alone, which the
     training has moved.
-
-    Raises:
-        SettingsError: a setting comes too late, or the model was there before the seed was set. Nothing is changed.
     """
     if settings.mkl_cbwr is not None and not torch.backends.mkl.is_available():
         settings = replace(settings, mkl_cbwr=None)
@@ -161,22 +150,14 @@ def _ways_back(settings: DeterminismSettings, *, with_generators: bool) -> list[
 
 
 def _refuse_late(settings: DeterminismSettings) -> None:
-    """Raise ``SettingsError`` that names every setting that can no longer be made in this process."""
     late: list[str] = []
     variables: list[str] = []
     for name, setting in SETTINGS.items():
         wanted = getattr(settings, name)
         reason = None if wanted is None else setting.too_late(wanted)
-        if reason is None:
-            continue
-        if setting.when == "start" and start_environment().get(setting.variable) == setting.as_text(wanted):
-            raise SettingsError(
-                f"{name}={wanted!r} cannot be had here: {setting.how(wanted)} was set when the process started, and "
-                f"{setting.read()!r} is in force all the same. Nothing was changed. Ask for what this machine can do, "
-                "or for None."
-            )
-        late.append(f"{name}={wanted!r} comes too late: {reason}")
-        variables.append(f"{setting.variable}={setting.as_text(wanted)}")
+        if reason is not None:
+            late.append(f"{name}={wanted!r} comes too late: {reason}")
+            variables.append(setting.how(wanted))
     if late:
         raise SettingsError(
             f"{'; '.join(late)}. Nothing was changed. Start the program with {' and '.join(variables)} set:\n"
@@ -184,29 +165,14 @@ def _refuse_late(settings: DeterminismSettings) -> None:
         )
 
 
-# seeds
-
-
 def _find_parameters() -> Mapping[int, weakref.ref[nn.Parameter]]:
     """Return all parameters among what the garbage collector follows, not kept alive; some 30 milliseconds."""
-    kinds: dict[type, bool] = {}
-    found = {}
-    for candidate in gc.get_objects():
-        kind = type(candidate)
-        if kind not in kinds:
-            kinds[kind] = nn.Parameter in kind.__mro__
-        if kinds[kind] and not is_lazy(candidate):
-            found[id(candidate)] = weakref.ref(candidate)
-    return found
-
-
-def _existed_before_seeding(parameter: nn.Parameter) -> bool:
-    reference = _seeded_after["parameters"].get(id(parameter))
-    return reference is not None and reference() is parameter
+    # isinstance would ask each object for an attribute
+    found = (one for one in gc.get_objects() if issubclass(type(one), nn.Parameter) and not is_lazy(one))
+    return {id(one): weakref.ref(one) for one in found}
 
 
 def _require_seed(seed: int, model: nn.Module) -> None:
-    """Raise ``SettingsError`` unless a seed was set here, for workers too, and before a model had parameters."""
     how = (
         "Seed before the model is built: seed_everything of LightningCLI, lightning.seed_everything(seed, "
         "workers=True), det_callbacks.enforce_determinism(settings), or the Hydra preset, which does."
@@ -218,10 +184,10 @@ def _require_seed(seed: int, model: nn.Module) -> None:
             raise SettingsError(
                 f"seed={seed} comes too late: the model is there, and the seed should be {wanted} and is {found}. {how}"
             )
-    names = [name for name, _ in model.named_parameters()]
-    if early := [name for name, parameter in model.named_parameters() if _existed_before_seeding(parameter)]:
+    parameters, known = dict(model.named_parameters()), _seeded_after["parameters"]
+    if early := [name for name, one in parameters.items() if known.get(id(one), lambda: None)() is one]:
         raise SettingsError(
-            f"The seed came too late: {len(early)} of the model's {len(names)} parameters ({', '.join(early[:3])}"
+            f"The seed came too late: {len(early)} of the model's {len(parameters)} parameters ({', '.join(early[:3])}"
             f"{', ...' if len(early) > 3 else ''}) existed when it was set, so they were drawn without it. {how}"
         )
 

@@ -15,8 +15,7 @@ class DeterminismSettings:
 
     ``None`` leaves a setting as it is; it is recorded all the same. The defaults enforce what decides between a
     deterministic and a nondeterministic kernel, and choose nothing else: no seed, no precision, no thread count. What
-    each one changes and costs is said in ``SETTINGS`` of ``det_callbacks.settings``, in the documentation's table made
-    from it, and by ``det-callbacks doctor``.
+    each one changes and costs is said by ``det-callbacks doctor``.
 
     Attributes:
         allow: ops that may be nondeterministic under ``deterministic_algorithms="error"`` all the same, as patterns
@@ -72,11 +71,7 @@ class DeterminismSettings:
 
     @classmethod
     def choose(cls, *, deterministic: bool = False, **chosen: Any) -> "DeterminismSettings":
-        """Return the chosen values with the defaults; unless ``deterministic``, leave all others as they are.
-
-        Raises:
-            SettingsError: for an unknown name or a value that is not allowed.
-        """
+        """Return the chosen values with the defaults; unless ``deterministic``, leave all others as they are."""
         others: dict[str, Any] = {} if deterministic else dict.fromkeys(field.name for field in fields(cls))
         return cls.from_mapping({**others, **chosen})
 
