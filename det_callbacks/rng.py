@@ -1,12 +1,11 @@
 """The states of random generators: which there are, and how they are read, compared and put back.
 
-The states of devices' generators are numbers in host memory, a seed and a Philox offset, so that nothing here waits for
-a device or creates a context on one: ``get_state`` and ``set_state`` of ``ATen/cuda/CUDAGeneratorImpl.cpp``, and alike
-for XPU and MPS. Nothing here initialises a kind of device that the process has not used: after that it could not fork
-any more.
+The states of devices' generators are numbers in host memory, so that nothing here waits for a device or creates a
+context on one (``ATen/cuda/CUDAGeneratorImpl.cpp``, and alike for XPU and MPS), or initialises a kind of device that
+the process has not used: after that it could not fork any more.
 
-The device that is current when nobody chose another goes by "torch.cuda", the others by "torch.cuda:1": in a job of one
-process a GPU all ranks have the same names, whichever GPU each has.
+The process's own device goes by "torch.cuda", the others by "torch.cuda:1": in a job of one process a GPU all ranks
+have the same names, whichever GPU each has.
 """
 
 import base64
@@ -15,7 +14,8 @@ import random
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from operator import attrgetter
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -23,8 +23,7 @@ from torch import Generator, Tensor
 
 from det_callbacks.host_digest import digest_bytes, digest_memory
 
-Kind = Literal["cuda", "xpu", "mps"]
-KINDS: tuple[Kind, ...] = ("cuda", "xpu", "mps")
+KINDS = ("cuda", "xpu", "mps")
 
 Homes = dict[str, int]
 """Kind of device -> index of the one that is the process's own."""
@@ -32,44 +31,35 @@ Homes = dict[str, int]
 Held = Generator | np.random.Generator | np.random.BitGenerator | np.random.RandomState | random.Random
 """A generator that some object holds; ``np.random.Generator`` and ``RandomState`` share their bit generator's state."""
 
-HELD_TYPES = (Generator, np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random)
+HELD_TYPES = get_args(Held)
 
 TORCH_CPU = "torch.cpu"
-
 PROCESS: Mapping[str, Any] = {"python": random, "numpy": np.random, TORCH_CPU: torch.default_generator}
 """The process's own generators but for those of devices; the modules have the methods of their generators."""
 
 # What a device's generator starts from when nobody seeded it (c10::detail default_rng_seed_val, torch 2.13).
 _DEFAULT_SEED = 67280421310721
 
+# The CPU's generator starts from 64 random bits when nobody seeded it; seeds up to this one are taken for a user's.
 _MAX_SEED = 2**32 - 1
-"""The CPU's generator starts from 64 random bits when nobody seeded it; seeds up to this one are taken for a user's."""
+
+# By their addresses, which torch 2.13 does not declare: ops get a new Python object for a generator.
+_address: Callable[[Generator], int] = attrgetter("_cdata")
+_CPU_ADDRESS = _address(torch.default_generator)
 
 _MT19937_BYTES = 624 * 4 + 4  # numpy/random/src/mt19937/mt19937.h: uint32_t key[624]; int pos
 
-# By their addresses, which torch 2.13 does not declare: ops get a new Python object for a generator.
-_CPU_ADDRESS: int = torch.default_generator._cdata  # type: ignore[attr-defined]  # undeclared
 
-
-# which there are
-
-
-# looked at in torch 2.13; its stubs do not have it, and builds without CUDA lack it: then nothing is left out
-def _has_context(index: int) -> bool:
-    has_context: Callable[[int], bool] | None = getattr(torch._C, "_cuda_hasPrimaryContext", None)
-    return has_context is None or has_context(index)
+# looked at in torch 2.13, which does not declare it; builds without CUDA lack it
+_has_context: Callable[[int], bool] = getattr(torch._C, "_cuda_hasPrimaryContext", lambda index: True)
 
 
 def default_generators(kind: str) -> Sequence[Generator]:
-    """Return the default generators of a kind of device, by index; none where the process has not used that kind.
-
-    A Mac has one device, which is there without being initialised.
-    """
-    if kind == "cuda":
-        return torch.cuda.default_generators if torch.cuda.is_initialized() else ()
-    if kind == "xpu":
-        return torch.xpu.default_generators if torch.xpu.is_initialized() else ()
-    # looked at in torch 2.13: torch.mps has no public name for its generator
+    """Return the default generators of a kind of device, by index; none where the process has not used that kind."""
+    if kind in ("cuda", "xpu"):
+        devices: Any = torch.cuda if kind == "cuda" else torch.xpu
+        return devices.default_generators if devices.is_initialized() else ()
+    # a Mac has one device, there without being initialised (torch 2.13; torch.mps has no public name for its generator)
     if kind == "mps" and torch.backends.mps.is_available() and not torch.mps._is_in_bad_fork():
         return (torch.mps._get_default_mps_generator(),)
     return ()
@@ -77,16 +67,11 @@ def default_generators(kind: str) -> Sequence[Generator]:
 
 def current_index(kind: str) -> int:
     """Return the index of the calling thread's current device, of a kind that the process has used."""
-    if kind == "cuda":
-        return torch.cuda.current_device()
-    return torch.xpu.current_device() if kind == "xpu" else 0
+    return 0 if kind == "mps" else int(torch.get_device_module(kind).current_device())
 
 
 def home_devices() -> Homes:
-    """Return the current device of each kind that the process has used; 1 microsecond.
-
-    Ask on the main thread, where no ``with torch.cuda.device(1)`` is open: a backward thread has a device of its own.
-    """
+    """Return the current device of each kind that the process has used; a backward thread has one of its own."""
     return {kind: current_index(kind) for kind in KINDS if default_generators(kind)}
 
 
@@ -111,10 +96,9 @@ def name_of(kind: str, index: int, homes: Homes) -> str:
 
 
 def used_generators(homes: Homes | None = None) -> Iterator[tuple[str, Generator]]:
-    """Yield (name, generator) of the devices that the process has used; some microseconds a device.
+    """Yield (name, generator) of the devices that the process has used; whether it can be read: ``is_readable``.
 
     Of CUDA's: those with a context of this process, and its home. Of XPU's, which do not tell, all that it sees.
-    Not all can be read at all times: ``is_readable``.
     """
     homes = home_devices() if homes is None else homes
     for kind in KINDS:
@@ -129,31 +113,22 @@ def generator_on(device: torch.device) -> tuple[str, int, Generator] | None:
     kind = device.type
     if kind not in KINDS:
         return None
-    generators = default_generators(kind)
-    if not generators:
+    if not default_generators(kind):
         torch.get_device_module(kind).init()  # what the caller does next, too
-        generators = default_generators(kind)
     index = current_index(kind) if device.index is None else device.index
-    return kind, index, generators[index]
+    return kind, index, default_generators(kind)[index]
 
 
 def is_default(generator: Generator) -> bool:
     """Return whether a generator is a default one, of the CPU or of a device."""
-    address = generator._cdata  # type: ignore[attr-defined]  # undeclared
-    return address == _CPU_ADDRESS or any(
-        address == one._cdata  # type: ignore[attr-defined]  # undeclared
-        for one in default_generators(generator.device.type)
-    )
-
-
-# digests
+    address = _address(generator)
+    return address == _CPU_ADDRESS or address in map(_address, default_generators(generator.device.type))
 
 
 def digest_generator(generator: Any) -> int:
-    """Return the digest of a generator's state, of one of ``PROCESS`` or one that is held; no device synchronisation.
+    """Return the digest of a generator's state, of one of ``PROCESS`` or one that is held; 2 to 15 microseconds.
 
-    Costs 2 microseconds for torch's and for NumPy's MT19937, and some 15 for Python's. The second number of a pair of
-    normal ones that NumPy's legacy interface may hold back is not part of it.
+    The second number of a pair of normal ones that NumPy's legacy interface may hold back is not part of it.
     """
     if isinstance(generator, Generator):
         state = generator.get_state()
@@ -166,9 +141,6 @@ def digest_generator(generator: Any) -> int:
     if isinstance(bits, np.random.MT19937):
         return digest_memory(bits.ctypes.state_address, _MT19937_BYTES)
     return digest_bytes(json.dumps(_read(bits)).encode())
-
-
-# reading and setting one
 
 
 def _read(generator: Any) -> Any:
@@ -219,37 +191,20 @@ def _tensor(text: str) -> Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 
-# all of them at one moment
-
-
 @dataclass(frozen=True, slots=True)
 class GeneratorStates:
-    """Where generators were at one moment, for this process or another one.
-
-    Attributes:
-        states: name -> state in a form that JSON holds exactly; None for one that could not be read. The process's own
-            are "python", "numpy", "torch.cpu", "torch.cuda" of the current device and "torch.cuda:1" of another; those
-            that objects hold go by path.
-    """
+    """Where generators were at one moment, by name, in a form that JSON holds exactly; None: it could not be read."""
 
     states: Mapping[str, Any]
 
     @classmethod
     def capture(cls, held: Mapping[str, Held] | None = None) -> "GeneratorStates":
-        """Return the states of all generators of the process, and of those that objects hold, by path.
-
-        Some 80 microseconds, and 3 for each device that was used; no device synchronisation. While a graph is captured,
-        those of devices cannot be read.
-        """
+        """Return the states of all generators of the process, and of those that objects hold, by path."""
         generators = {**PROCESS, **dict(used_generators()), **(held or {})}
         return cls({name: _read(one) if is_readable(one) else None for name, one in generators.items()})
 
     def restore(self, held: Mapping[str, Held] | None = None) -> list[str]:
-        """Put the states back; return the names of those whose generator is not there (any more).
-
-        The current device gets the state of the one that was current, whichever index each has, and the others that of
-        their index.
-        """
+        """Put the states back, that of the current device by no index; return the names of those that cannot be."""
         generators = {**PROCESS, **(held or {})}
         missing = []
         for name, state in self.states.items():
@@ -273,17 +228,16 @@ class GeneratorStates:
             _write(generators[place], state)
             return True
         devices: Any = torch.get_device_module(kind)
-        if kind == "mps" or not devices.is_available() or int(index or 0) >= devices.device_count():
+        if int(index or 0) >= devices.device_count():
             return False
         devices.set_rng_state(_tensor(state), int(index) if index else kind)
         return True
 
 
 class RewindPoint:
-    """The states of the process's generators now, of all devices of the kinds that it uses, and of those ``passed``.
+    """The states of the process's generators now, ``with_python`` and NumPy or without, and of those ``passed``.
 
-    Those of devices without a context are among them: what comes may be the first on its device. Those of Python and
-    NumPy are taken ``with_python``.
+    Those of devices without a context are among them: what comes may be the first on its device.
     """
 
     def __init__(self, passed: Iterable[Generator] = (), *, with_python: bool = True) -> None:
@@ -297,8 +251,7 @@ class RewindPoint:
         """Put the states back.
 
         With ``restarts_new`` kinds of devices that the process had not used start again, from the seed of
-        ``torch.manual_seed`` then, or from torch's default where that was never called. A seed given to CUDA alone
-        before its first use is not known.
+        ``torch.manual_seed`` then, or from torch's default where that was never called.
         """
         for generator, state in self._states:
             _write(generator, state)

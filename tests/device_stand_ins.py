@@ -73,7 +73,7 @@ class StandInDevices:
         put(torch.cuda, "default_generators", self.generators)
         put(torch.cuda, "current_device", self._current_device)
         put(torch.cuda, "is_current_stream_capturing", lambda: self._is_used() and self.is_capturing)
-        put(torch._C, "_cuda_hasPrimaryContext", self._has_context, raising=False)
+        put("det_callbacks.rng._has_context", self._has_context)
         put(torch.cuda, "manual_seed_all", self._manual_seed_all)
         put(torch.cuda, "set_rng_state", lambda state, device: self.queued.append((state, device)))
         choice = Choice(method=None, reason="there is no such device")
