@@ -16,33 +16,20 @@ from det_callbacks.runs.store import Run
 
 _TEXT = pa.dictionary(pa.int32(), pa.string())
 _OF_STEP = {
-    "attempt": pa.int32(),
-    "segment": pa.int32(),
-    "step": pa.int64(),
-    "epoch": pa.int32(),
-    "chain": pa.uint64(),
-    "program": pa.uint64(),
-    "layout": pa.uint64(),
+    **{"attempt": pa.int32(), "segment": pa.int32(), "step": pa.int64(), "epoch": pa.int32()},
+    **dict.fromkeys(("chain", "program", "layout"), pa.uint64()),
 }
 _OF_SITE = {
-    "phase": _TEXT,
-    "module": _TEXT,
-    "op": _TEXT,
-    "occurrence": pa.int32(),
-    "output": pa.int32(),
-    "role": _TEXT,
-    "name": _TEXT,
-    "arguments": _TEXT,
-    "recomputed": pa.bool_(),
-    "source": pa.list_(pa.string()),
+    **dict.fromkeys(("phase", "module", "op"), _TEXT),
+    **dict.fromkeys(("occurrence", "output"), pa.int32()),
+    **dict.fromkeys(("role", "name", "arguments"), _TEXT),
+    **{"recomputed": pa.bool_(), "source": pa.list_(pa.string())},
 }
 _OF_LAYOUT = {"dtype": _TEXT, "shape": pa.list_(pa.int64()), "stride": pa.list_(pa.int64())}
 
+# ``rank`` is in the path of a file (``rank=0/part-0.parquet``), as data sets have it
 EXPORT_SCHEMA = pa.schema(_OF_STEP | {"position": pa.int32()} | _OF_SITE | _OF_LAYOUT | {"digest": pa.uint64()})
-"""Columns of a file; ``rank`` is in its path (``rank=0/part-0.parquet``), as data sets have it."""
-
-GROUP_ROWS = 250_000
-"""Rows of a row group: what is held in memory, some 25 MB."""
+GROUP_ROWS = 250_000  # of a row group: what is held in memory, some 25 MB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,24 +43,10 @@ class Export:
 
 
 def export_run(run_folder: str | Path, to: str | Path) -> Export:
-    """Write a run as a Parquet data set, partitioned by rank; of a step recorded twice the attempt that counts.
+    """Write a run into a new folder, or an empty one; of a step recorded twice the attempt that counts.
 
     Each step is read once and checked against its chain. The data set appears when it is whole: it is written beside
-    its place and moved there. Memory is that of one row group, whatever the size of the run; a few microseconds a
-    row.
-
-    Args:
-        run_folder: folder of the run.
-        to: folder to make, or an empty one.
-
-    Raises:
-        ReferenceNotFoundError: there is no run.
-        ReferenceFormatError: a file of the run is damaged.
-        ExportError: there is something at ``to`` already, it cannot be written, or the run holds no step.
-
-    Example:
-        >>> export_run("refs/run1", "exported").num_rows  # doctest: +SKIP
-        48312
+    its place and moved there. An ``ExportError`` says why it cannot be written.
     """
     to = Path(os.path.abspath(to))  # "." has no name to put a temporary folder beside
     if to.exists() and not (to.is_dir() and not any(to.iterdir())):
@@ -100,7 +73,8 @@ def export_run(run_folder: str | Path, to: str | Path) -> Export:
 
 
 def _write_rank(run: Run, rank: int, path: Path) -> int:
-    """Write the steps of a rank, as many at once as a row group holds; return the number of rows."""
+    """Write the steps of a rank; return the number of rows."""
+    # pyarrow.dataset.write_dataset would do it by itself, with all rows in memory, and three times as slow
     path.parent.mkdir(parents=True)
     num_rows, pending = 0, list[pa.RecordBatch]()
     with pq.ParquetWriter(path, EXPORT_SCHEMA, compression="zstd") as file:
@@ -133,11 +107,8 @@ def _batches(run: Run, rank: int) -> Iterator[pa.RecordBatch]:
         return columns
 
     for segment, step in [(fit, int(step)) for fit in steps.segments for step in steps.steps(fit)]:
-        record = run.view(rank, segment, step).record
-        numbers = (
-            *(steps.file_of(segment, step).attempt, segment, step),
-            *(record.epoch, record.chain, record.program_id, record.layout_id),
-        )
+        record, attempt = run.view(rank, segment, step).record, steps.file_of(segment, step).attempt
+        numbers = (attempt, segment, step, record.epoch, record.chain, record.program_id, record.layout_id)
         columns = [
             pa.array(np.full(len(record.digests), number, dtype=kind.to_pandas_dtype()))
             for number, kind in zip(numbers, _OF_STEP.values(), strict=True)
