@@ -8,16 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from det_callbacks.runs.program import (
-    Layout,
-    Program,
-    Site,
-    StepRecord,
-    StepView,
-    TensorLayout,
-    argument_bits,
-    plain_value,
-)
+from det_callbacks.runs.program import Layout, Program, Site, StepView, TensorLayout, argument_bits, plain_value
+from det_callbacks.runs.steps import StepTrace
 
 FLOAT = TensorLayout(dtype="float32", shape=(8, 4), stride=(4, 1))
 
@@ -81,16 +73,11 @@ class StepBuilder:
         ``reads`` are positions, or names of tensors from outside the trace, which get an input row when first read;
         ``weights`` gives bits to those names; ``generator`` is the state of the generator it draws from.
         """
-        places = []
         for read in reads:
-            if isinstance(read, str):
-                if read not in self.known_inputs:
-                    bits = (weights or {}).get(read, mix("input", read))
-                    title = None if read.startswith("?") else read
-                    self.known_inputs[read] = self.row(bits, phase="input", role="input", name=title, module=module)
-                places.append(self.known_inputs[read])
-            else:
-                places.append(read)
+            if isinstance(read, str) and read not in self.known_inputs:
+                bits, title = (weights or {}).get(read, mix("input", read)), None if read.startswith("?") else read
+                self.known_inputs[read] = self.row(bits, phase="input", role="input", name=title, module=module)
+        places = [self.known_inputs[read] if isinstance(read, str) else read for read in reads]
         if generator is not None:
             places.append(self.row(mix("generator", generator), None, phase="rng", name="torch.cpu", role="generator"))
         if varying:
@@ -124,23 +111,15 @@ class StepBuilder:
         program = Program(sites=tuple(self.sites), ops_seen=ops_seen, ops_digested=ops_seen, ops_skipped=skipped)
         layout = Layout(entries=tuple(self.entries))
         digests = np.array(self.digests, dtype=np.uint64)
-        ids = {"program_id": program.id, "layout_id": layout.id}
-        record = StepRecord(step=step, epoch=0, **ids, digests=digests, chain=0, segment=segment)
-        return StepView(
-            rank=rank,
-            record=record,
-            program=program,
-            layout=layout,
-            unseen_writes=frozenset(self.unseen),
-            read_values=lambda: self.values,
-        )
+        trace = StepTrace(program, digests, layout.id, frozenset(self.unseen), self.values, lambda: layout)
+        return trace.view(step=step, rank=rank, segment=segment)
 
 
 def both(fill: Callable[[StepBuilder, bool], object]) -> tuple[StepBuilder, StepBuilder]:
     """Return the step of the reference and the current one, both of which one function fills."""
     steps = StepBuilder(), StepBuilder()
-    for step, is_current in zip(steps, (False, True), strict=True):
-        fill(step, is_current)
+    for is_current, step in enumerate(steps):
+        fill(step, bool(is_current))
     return steps
 
 
@@ -172,16 +151,13 @@ def training_step(
     value = step.op("aten.mm.default", batch, 0 if is_first else "net.weight", module="net.linear", layout=layout)
     value = step.op("aten.mul.Tensor", value, mask, module="net.dropout", layout=layout)
     for index in range(muls):
-        source = (f"train.py:{40 + index + shift_source} in forward",)
+        place = {"module": "net.chain", "source": (f"train.py:{40 + index + shift_source} in forward",)}
         if index == insert_at:
-            value = step.op("aten.mul.Tensor", value, arguments={"other": factor}, module="net.chain", source=source)
+            value = step.op("aten.mul.Tensor", value, arguments={"other": factor}, **place)
         noise = "ulp" if index == noise_at else None
-        place = step.op(
-            "aten.mul.Tensor", value, arguments={"other": 2.0}, module="net.chain", noise=noise, source=source
-        )
+        value = step.op("aten.mul.Tensor", value, arguments={"other": 2.0}, noise=noise, **place)
         if index == unseen_at:
-            step.unseen.add(place)
-        value = place
+            step.unseen.add(value)
     value = step.op("aten.native_layer_norm.default", value, module="net.norm", arguments={"eps": 1e-05}, outputs=3)
     step.named("output", step.digests[value], phase="forward", module="net", inputs=(value,))
     step.named("loss", step.digests[value] ^ 1, phase="forward", inputs=(value,))
@@ -189,14 +165,9 @@ def training_step(
     gradient = step.op("aten.mm.default", gradient, batch, phase="backward", module="net.linear")
     step.named("grad of net.weight", step.digests[gradient], phase="gradient", inputs=(gradient,))
     update = {"value": -lr}
-    place = step.op(
-        "aten.addcdiv_.default",
-        gradient,
-        0 if is_first else "net.weight",
-        phase="optimizer",
-        module="net",
-        **({"varying": update} if lr_varies else {"arguments": update}),
-    )
+    kind = {"varying": update} if lr_varies else {"arguments": update}
+    weight = 0 if is_first else "net.weight"
+    place = step.op("aten.addcdiv_.default", gradient, weight, phase="optimizer", module="net", **kind)
     step.named("net.weight", step.digests[place], inputs=(place,))
     return step
 
@@ -215,17 +186,11 @@ def reducing_step(
     for index in range(num_before):
         made.op("aten.add.Tensor", arguments={"other": index})
     place = made.op("aten.mul.Tensor", made.batch("batch[0]", [batch, 2]), noise=noise)
-    sent = made.row(
-        made.digests[place],
-        phase="forward",
-        op="c10d.allreduce_.default",
-        role="sent",
-        arguments=json.dumps({"reduce_op": reduce, "group": "0-1"}),
-        inputs=(place,),
-        source=("train.py:9 in step",),
-    )
+    call = {"phase": "forward", "op": "c10d.allreduce_.default"}
+    arguments = json.dumps({"reduce_op": reduce, "group": "0-1"})
+    about = {"arguments": arguments, "inputs": (place,), "source": ("train.py:9 in step",)}
+    sent = made.row(made.digests[place], role="sent", **call, **about)
     layout = TensorLayout(dtype="float32", shape=(8, 4), detail=detail) if detail else FLOAT
-    bits = 0 if detail else mix(delivered, reduce)
-    arrived = made.row(bits, layout, phase="forward", op="c10d.allreduce_.default", role="delivered", inputs=(sent,))
+    arrived = made.row(0 if detail else mix(delivered, reduce), layout, role="delivered", inputs=(sent,), **call)
     made.op("aten.sum.default", arrived)
     return made

@@ -1,15 +1,16 @@
 """Run folders for tests, all that can be read from one, and strategies for what it holds."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
 from det_callbacks.runs.manifest import read_manifest
 from det_callbacks.runs.peers import Peers
-from det_callbacks.runs.program import Layout, Program, Role, Site, TensorLayout
+from det_callbacks.runs.program import Layout, Program, Site, TensorLayout
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.store import Run
 from det_callbacks.runs.writer import RunWriter
@@ -17,68 +18,43 @@ from det_callbacks.runs.writer import RunWriter
 SELECTION = Selection().to_dict()
 ENVIRONMENT = {"torch.version": {"value": "2.13", "is_machine": True, "changes_bits": True}}
 
-TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+INT32 = st.integers(0, 2**31 - 1)
 SITES = st.builds(
     Site,
-    phase=st.sampled_from(["forward", "backward", "optimizer", "input"]),
-    module=TEXT,
-    op=TEXT,
-    occurrence=st.integers(0, 2**31 - 1),
-    output=st.integers(0, 9),
-    role=st.sampled_from(get_args(Role)),
-    name=st.none() | TEXT,
-    arguments=TEXT,
-    varying=st.lists(TEXT, max_size=2).map(tuple),
-    inputs=st.lists(st.integers(0, 2**31 - 1), max_size=3).map(tuple),
-    recomputed=st.booleans(),
-    source=st.lists(TEXT, max_size=2).map(tuple),
+    occurrence=INT32,
+    output=INT32,
+    inputs=st.lists(INT32, max_size=3).map(tuple),
+    **dict.fromkeys(("name", "arguments", "varying", "recomputed", "source"), ...),
 )
 SIZES = st.lists(st.integers(0, 2**63 - 1), max_size=3).map(tuple)
-ENTRIES = st.none() | st.builds(TensorLayout, dtype=TEXT, shape=SIZES, stride=SIZES, detail=TEXT)
+ENTRIES = st.none() | st.builds(TensorLayout, shape=SIZES, stride=SIZES, detail=...)
 COUNTS = st.integers(0, 2**40)
-DIGESTS = st.integers(0, 2**64 - 1)
 
 
-def programs(num_sites: int) -> st.SearchStrategy[Program]:
-    """Return a strategy for programs of so many sites."""
-    return st.builds(
-        Program,
-        sites=st.lists(SITES, min_size=num_sites, max_size=num_sites).map(tuple),
-        ops_seen=COUNTS,
-        ops_digested=COUNTS,
-        ops_skipped=st.dictionaries(TEXT, COUNTS, max_size=2),
-        opaque_regions=st.lists(TEXT, max_size=2).map(tuple),
-    )
+@st.composite
+def whole_steps(draw: st.DrawFn) -> tuple[Program, Layout, list[int]]:
+    """Draw a program, and a layout and digests of as many sites."""
+    num_sites = draw(st.integers(1, 3))
 
+    def of_sites(strategy: st.SearchStrategy[Any]) -> list[Any]:
+        return draw(st.lists(strategy, min_size=num_sites, max_size=num_sites))
 
-def layouts(num_sites: int) -> st.SearchStrategy[Layout]:
-    """Return a strategy for layouts of so many sites."""
-    return st.builds(Layout, entries=st.lists(ENTRIES, min_size=num_sites, max_size=num_sites).map(tuple))
+    skipped = draw(st.dictionaries(st.text(), COUNTS, max_size=2))
+    counts = {"ops_seen": draw(COUNTS), "ops_digested": draw(COUNTS), "ops_skipped": skipped}
+    program = Program(sites=tuple(of_sites(SITES)), **counts, opaque_regions=tuple(draw(st.lists(st.text()))))
+    return program, Layout(entries=tuple(of_sites(ENTRIES))), of_sites(st.integers(0, 2**64 - 1))
 
 
 def small_program(num_sites: int = 3, op: str = "aten.mul.Tensor") -> Program:
     """Return a program in which every column has a value somewhere and is empty elsewhere."""
-    first = Site(
-        phase="forward",
-        module="net.größe",
-        op=op,
-        occurrence=0,
-        output=0,
-        role="named",
-        name="batch[0]",
-        arguments='{"other":2.0}',
-        varying=("lr",),
-        inputs=(0,),
-        recomputed=True,
-        source=("train.py:41 in forward", "train.py:7 in main"),
-    )
-    rest = [
-        Site(phase="backward", module="net", op=op, occurrence=index, output=0, role="output")
-        for index in range(num_sites - 1)
-    ]
-    return Program(
-        sites=(first, *rest), ops_seen=9, ops_digested=num_sites, ops_skipped={"view": 6}, opaque_regions=("net.fused",)
-    )
+    place = {"phase": "forward", "module": "net.größe", "role": "named", "name": "batch[0]", "recomputed": True}
+    call = {"arguments": '{"other":2.0}', "varying": ("lr",), "inputs": (0,)}
+    lines = ("train.py:41 in forward", "train.py:7 in main")
+    first = Site(op=op, occurrence=0, output=0, **place, **call, source=lines)
+    other = Site(phase="backward", module="net", op=op, occurrence=0, output=0, role="output")
+    rest = [replace(other, occurrence=index) for index in range(num_sites - 1)]
+    counts = {"ops_seen": 9, "ops_digested": num_sites, "ops_skipped": {"view": 6}}
+    return Program(sites=(first, *rest), **counts, opaque_regions=("net.fused",))
 
 
 def small_layout(num_sites: int = 3) -> Layout:
@@ -145,14 +121,7 @@ def everything_in(path: Path) -> dict[str, Any]:
     for rank in run.ranks:
         for record in run.rank(rank).iterate():
             program = run.view(rank, record.segment, record.step).program
-            steps[rank, record.segment, record.step] = (
-                record.epoch,
-                record.chain,
-                record.program_id,
-                record.layout_id,
-                record.digests.tobytes(),
-                program,
-                [site.source for site in program.sites],
-                run.layout(record.layout_id),
-            )
+            lines = [site.source for site in program.sites]
+            content = (record.epoch, record.chain, record.digests.tobytes(), program, lines)
+            steps[rank, record.segment, record.step] = (*content, run.layout(record.layout_id))
     return {"manifest": run.manifest, "steps": steps, "incomplete": run.incomplete_reason}

@@ -198,7 +198,7 @@ def _read_rows(
     run: Run, rank: int, segment: int, step: int, is_wanted: Callable[[pa.RecordBatch], np.ndarray]
 ) -> Iterator[Row]:
     path = evidence_path(run.rank(rank).file_of(segment, step).path)
-    return read_evidence(path, run_id=run.manifest.run_id, keep=lambda batch: pa.array(is_wanted(batch)))
+    return read_evidence(path, run_id=run.manifest.run_id, keep=is_wanted)
 
 
 def compare_windows(reference: Window, current: Window, step: int) -> Evidence:

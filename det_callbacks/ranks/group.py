@@ -100,20 +100,6 @@ class RankGroup(Peers):
             self._places.set(str(self.rank), place)
             self._place = place
 
-    def run_on_all(self, action: Callable[[], Value], *, task: str) -> Value:
-        """Do something on every rank, and return what came out on this one, or raise on every rank as ``gather`` does.
-
-        The action must not talk to other ranks through this group: one exchange cannot stand within another.
-        """
-        outcome: list[Value] = []
-        self.gather(lambda: outcome.append(action()), task=task)
-        return outcome[0]
-
-    def broadcast(self, action: Callable[[], Value], *, task: str) -> Value:
-        """Do something on rank 0 and return what came out on every rank, or raise on every rank."""
-        result: Value = self.gather(lambda: action() if self.rank == 0 else None, task=task)[0]
-        return result
-
     def gather(self, action: Callable[[], Any], *, task: str) -> list[Any]:
         """Do something on every rank, and return what came out (plain data) by rank, or raise on every rank.
 

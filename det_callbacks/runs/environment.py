@@ -10,31 +10,19 @@ from det_callbacks.verdict import EnvironmentDifference
 NOT_RECORDED = "<not recorded>"
 AS_COMMITTED = "<as committed>"
 
-DIGEST = "digest."
-"""Begins the names of entries that say how digests are computed on a device."""
-
-CONFIGURATION = "config."
-"""Begins the names of the keys of an application's configuration."""
-
-CHANGED_FILE = "code.file."
-"""Begins the names of entries with the digest of a file of the code that differs from the commit."""
-
-OPTIMIZER = "optimizer"
-"""The classes of the optimizers; their options have names that begin with this."""
-
-ARGUMENTS = "process.argv"
-"""The words that started the program."""
+# What the names of entries begin with, or are.
+DIGEST = "digest."  # how digests are computed on a device
+CONFIGURATION = "config."  # a key of an application's configuration
+CHANGED_FILE = "code.file."  # digest of a file of the code that differs from the commit
+OPTIMIZER = "optimizer"  # the classes of the optimizers; their options have names that begin with it
+ARGUMENTS = "process.argv"  # the words that started the program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentEntry:
-    """One fact about where or how a run ran.
+    """One JSON-able fact about where or how a run ran.
 
-    Attributes:
-        value: JSON-able.
-        is_machine: True for what came with the place, which excuses a divergence where it can change bits; False for a
-            choice, which never does.
-        changes_bits: whether another value can by itself change the bits of a computation.
+    It is of the machine, which excuses a divergence where it can by itself change bits, or a choice, which never does.
     """
 
     value: Any
@@ -49,11 +37,10 @@ It holds no host or user names, no absolute paths, no addresses and no secrets."
 
 
 def compare_environments(reference: Environment, current: Environment) -> tuple[EnvironmentDifference, ...]:
-    """Return the entries that differ, sorted by name.
+    """Return the entries that differ, sorted by name; a choice is what either side calls one.
 
-    Values are compared as JSON, so 1, 1.0 and true differ. An entry that only one side has differs from "not recorded".
-    Of the arguments of the program only those that differ are named, and of another optimizer only its class. Where the
-    two sides classify an entry differently, it excuses nothing: it is a choice if either side says so.
+    Values are compared as JSON, so 1, 1.0 and true differ. Of the arguments of the program only those that differ are
+    named, and of another optimizer only its class.
     """
     differences = []
     has_other_optimizer = reference.get(OPTIMIZER) != current.get(OPTIMIZER)
@@ -84,7 +71,7 @@ def compare_environments(reference: Environment, current: Environment) -> tuple[
 
 
 def _without_lone_configuration(entries: Environment, other: Environment) -> Environment:
-    """Return the entries; the keys of a configuration as one where the other program has none to compare with."""
+    """Return the entries, with the keys of a configuration as one where the other side has no configuration."""
     keys = [name for name in entries if name.startswith(CONFIGURATION)]
     if not keys or any(name.startswith(CONFIGURATION) for name in other):
         return entries

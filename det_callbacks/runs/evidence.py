@@ -2,9 +2,8 @@
 
     rank-00000/attempt-000.evidence.arrows      Arrow IPC stream, zstd, one record batch for some steps
 
-A row is what was found at one point on the way to the end of a step: the state of a generator, the digest of a batch
-as it left the loader, a setting of the loader. Rows between two steps belong to the one that comes. Some 200 bytes a
-step; what was gathered since the last record batch is lost in a kill, and with it a part of an explanation only.
+Rows between two steps belong to the one that comes. A kill loses what was gathered since the last record batch, and
+with it a part of an explanation only.
 """
 
 import json
@@ -30,43 +29,26 @@ EVIDENCE_SCHEMA = pa.schema(
     ]
 )
 
-SEED = "seed of "
-"""Begins the name of the row that holds the seed of a torch generator."""
-
-CONSTANTS = "constant initial tensors"
-"""Name of the row with the number of parameters and buffers that hold one value only, at the start of a fit."""
-
-CALLBACKS = "callbacks "
-"""Begins the name of the row that holds who has a hook, with AFTER or BEFORE and the hook after it."""
-
+# Names of rows, or what they begin with.
+SEED = "seed of "  # the seed of a torch generator
+CONSTANTS = "constant initial tensors"  # how many parameters and buffers hold one value only, at the start of a fit
+CALLBACKS = "callbacks "  # who has a hook; followed by whether it is called before or after ours, and the hook
 BEFORE, AFTER = "before", "after"
-"""Whether a callback's hook is called before ours, in which a point is read, or after it."""
 
-UNSEEN_WRITE = "unseen write"
-"""Point of the rows that a verification adds to a step that it keeps: their values are ``StepView.unseen_writes``."""
-
-VALUES = "arguments"
-"""Point of the rows that hold numbers among an op's arguments: their digest, and their JSON text, once for each."""
+# Points of rows that are of no moment.
+UNSEEN_WRITE = "unseen write"  # of a step that a verification keeps: the values are ``StepView.unseen_writes``
+VALUES = "arguments"  # the digest and the JSON text of numbers among an op's arguments
 
 STEPS_PER_BATCH = 64
-MAX_ROWS = 10_000
-"""Rows after which a record batch is written, however few steps they are of."""
+MAX_ROWS = 10_000  # after which a record batch is written, however few steps they are of
 
 _DIGEST = b"digest"
 
-Filter = Callable[[pa.RecordBatch], pa.Array]
+Filter = Callable[[pa.RecordBatch], np.ndarray]
 
 
 class Row(NamedTuple):
-    """One finding.
-
-    Attributes:
-        step: that it belongs to.
-        point: when, in the order of the run: "batch start", "before validation".
-        name: what: "torch.cpu", "batch[0] as loaded", "num_workers of train_dataloader".
-        value: 64 bits of it, mostly a digest.
-        text: of what is no number, "" where there is none.
-    """
+    """What was found at a point ("batch start"): of "torch.cpu" or "batch[0] as loaded" 64 bits, mostly a digest."""
 
     step: int
     point: str
@@ -77,13 +59,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NondeterministicOp:
-    """An op without a deterministic implementation, at one place of the program.
-
-    Attributes:
-        source: the user's lines, innermost first.
-        message: what torch says of it, in short.
-        is_allowed: whether the allow-list lets it through; False under "warn" for the others.
-    """
+    """An op without a deterministic implementation at one place, what torch says of it, and whether it is allowed."""
 
     op: str
     phase: str
@@ -106,7 +82,7 @@ def evidence_path(stream: Path) -> Path:
 
 
 class EvidenceWriter:
-    """Writes the rows of one fit of one process into a new file, in the order in which they come."""
+    """Writes the rows of one fit of one process into a new file."""
 
     def __init__(self, path: Path, *, run_id: str) -> None:
         self.path = path
@@ -156,18 +132,14 @@ def read_unseen_writes(stream: Path, run_id: str, step: int, num_sites: int) -> 
         return frozenset(range(num_sites))
 
 
-def _is(batch: pa.RecordBatch, column: str, value: object) -> pa.Array:
-    return pa.array(batch.column(column).to_numpy(zero_copy_only=False) == value)
+def _is(batch: pa.RecordBatch, column: str, value: object) -> np.ndarray:
+    return np.asarray(batch.column(column).to_numpy(zero_copy_only=False) == value)
 
 
 def read_evidence(path: Path, *, run_id: str, keep: Filter | None = None) -> Iterator[Row]:
-    """Yield the rows of a file in order, up to the last whole record batch; none where there is no file.
+    """Yield the rows of a file for which ``keep`` is true, up to the last whole record batch; none without a file.
 
-    Costs 0.3 microseconds a row, and one for each that is yielded: those for which ``keep`` returns True, in a boolean
-    array for a record batch.
-
-    Raises:
-        ReferenceFormatError: it is damaged, or of another run or version.
+    A damaged file, or one of another run or version, is a ReferenceFormatError.
     """
     if not path.is_file():
         return
@@ -193,9 +165,8 @@ def read_evidence(path: Path, *, run_id: str, keep: Filter | None = None) -> Ite
             digest = dict(metadata or {}).get(_DIGEST)
             if any(column.null_count for column in batch.columns) or digest != _digest_batch(batch):
                 raise damaged(path, "a record batch is not what its digest says")
-            kept = batch if keep is None else batch.filter(keep(batch))
-            if kept.num_rows:
-                yield from map(Row, *(column.to_pylist() for column in kept.columns))
+            kept = batch if keep is None else batch.filter(pa.array(keep(batch)))
+            yield from map(Row, *(column.to_pylist() for column in kept.columns))
 
 
 def _digest_batch(batch: pa.RecordBatch) -> bytes:

@@ -1,7 +1,6 @@
 """The files of a run that are written once, and how any of them is written and read.
 
-Programs and layouts are checked against their ids, which are their names; what a program's id leaves out (source
-lines, counts) against a digest kept inside. So a flipped bit is an error and never other content.
+Programs and layouts are checked against their names, and what a program's name leaves out against a digest inside.
 """
 
 import json
@@ -56,6 +55,9 @@ LAYOUT_SCHEMA = pa.schema(
     ]
 )
 
+# What is kept of a program beside its sites.
+_COUNTS = ("ops_seen", "ops_digested", "ops_skipped", "opaque_regions")
+
 _READ_ERRORS = (msgspec.MsgspecError, pa.ArrowException, OSError, ValueError, KeyError, TypeError, RecursionError)
 
 Content = TypeVar("Content")
@@ -89,34 +91,26 @@ def replace_atomically(path: Path, content: bytes) -> None:
 def read_json(path: Path, kind: type[Content]) -> Content:
     """Return the content of a JSON file; ReferenceFormatError, which names the field, where it is not of that type."""
     try:
-        content = path.read_bytes()
-        return msgspec.json.decode(content, type=kind)
-    except FileNotFoundError as error:
-        raise damaged(path, "it is missing") from error
+        return msgspec.json.decode(path.read_bytes(), type=kind)
     except _READ_ERRORS as error:
-        raise damaged(path, "it is empty" if path.is_file() and not path.stat().st_size else error) from error
+        raise damaged(path, error) from error
 
 
 def write_program(folder: Path, program: Program) -> None:
     """Write a program, unless it is there."""
-    path = program_path(folder, program.id)
+    path = table_path(folder, PROGRAMS, program.id)
     if path.exists():
         return
     columns = {field.name: [getattr(site, field.name) for site in program.sites] for field in fields(Site)}
     columns["source"] = sources = [[_without_surrogates(line) for line in site.source] for site in program.sites]
-    counts = {
-        "ops_seen": program.ops_seen,
-        "ops_digested": program.ops_digested,
-        "ops_skipped": dict(program.ops_skipped),
-        "opaque_regions": list(program.opaque_regions),
-    }
+    counts = {name: getattr(program, name) for name in _COUNTS}
     metadata = {"counts": json.dumps(counts), "digest": _counts_digest(sources, counts)}
     _write_table(path, PROGRAM_SCHEMA, columns, metadata)
 
 
 def write_layout(folder: Path, layout: Layout) -> None:
     """Write a layout, unless it is there; some 2 ms for 2,000 sites."""
-    path = layout_path(folder, layout.id)
+    path = table_path(folder, LAYOUTS, layout.id)
     if not path.exists():
         names = [field.name for field in fields(TensorLayout)]
         columns = {name: [entry and getattr(entry, name) for entry in layout.entries] for name in names}
@@ -124,7 +118,7 @@ def write_layout(folder: Path, layout: Layout) -> None:
 
 
 def read_program(folder: Path, identity: int) -> Program:
-    """Return a program; ReferenceFormatError where its file is missing, damaged or of another format version."""
+    """Return a program; ReferenceFormatError where its file is damaged or of another format version."""
 
     def make(table: pa.Table) -> Program:
         metadata = table.schema.metadata
@@ -134,7 +128,7 @@ def read_program(folder: Path, identity: int) -> Program:
             raise ValueError("its source lines or counts are not what its digest says")
         return program
 
-    return _read_table(program_path(folder, identity), PROGRAM_SCHEMA, identity, make)
+    return _read_table(table_path(folder, PROGRAMS, identity), PROGRAM_SCHEMA, identity, make)
 
 
 def read_layout(folder: Path, identity: int) -> Layout:
@@ -144,7 +138,7 @@ def read_layout(folder: Path, identity: int) -> Layout:
         entries = [None if row["dtype"] is None else row for row in table.to_pylist()]
         return Layout(entries=msgspec.convert(entries, tuple[TensorLayout | None, ...]))
 
-    return _read_table(layout_path(folder, identity), LAYOUT_SCHEMA, identity, make)
+    return _read_table(table_path(folder, LAYOUTS, identity), LAYOUT_SCHEMA, identity, make)
 
 
 def write_source_text(folder: Path, text: Mapping[str, Sequence[str]]) -> None:
@@ -168,14 +162,9 @@ def read_source_text(folder: Path) -> dict[str, tuple[str, ...]]:
     return {place: lines.pop() for place, lines in found.items() if len(lines) == 1}
 
 
-def program_path(folder: Path, identity: int) -> Path:
-    """Return where a program lies."""
-    return folder / PROGRAMS / f"{format_digest(identity)}.parquet"
-
-
-def layout_path(folder: Path, identity: int) -> Path:
-    """Return where a layout lies."""
-    return folder / LAYOUTS / f"{format_digest(identity)}.parquet"
+def table_path(folder: Path, kind: str, identity: int) -> Path:
+    """Return where a program or a layout lies."""
+    return folder / kind / f"{format_digest(identity)}.parquet"
 
 
 def rank_folder(rank: int) -> str:
@@ -213,8 +202,6 @@ def _read_table(path: Path, schema: pa.Schema, identity: int, make: Callable[[pa
         content = make(table.drop_columns(["position"]))
         if content.id != identity:
             raise ValueError("its content is not what its name says")
-    except FileNotFoundError as error:
-        raise damaged(path, "it is missing") from error
     except _READ_ERRORS as error:
         raise damaged(path, error) from error
     return content

@@ -1,8 +1,4 @@
-"""run.json: what was recorded, and under which conditions.
-
-It is checked against a digest of its content when it is read, so that a flipped bit is an error and never other
-content.
-"""
+"""run.json: what was recorded, and under which conditions."""
 
 import json
 from collections.abc import Mapping
@@ -34,13 +30,7 @@ class ResumedFit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One launch of the run's processes.
-
-    Attributes:
-        segments: how many fits it has streams of.
-        resumed_from: which of them were resumed.
-        readings: how many readings of metrics each of them has at least.
-    """
+    """One launch of the run's processes: of how many fits it has streams, and at least how many readings each has."""
 
     segments: Count = 1
     resumed_from: tuple[ResumedFit, ...] = ()
@@ -49,17 +39,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """The content of run.json.
-
-    Attributes:
-        environment: dotted name -> what can change bits, see ``runs/environment.py``.
-        settings: the determinism settings in force, and the ops that were allowed to be nondeterministic.
-        replay: patterns of the ops whose outputs were saved, to be put back.
-        keep_tensors: patterns of the ops whose tensors were kept, to say by how much they differ.
-        recorded_by: "" for DeterminismCallback.
-        purpose: whether it was recorded, with all steps, or written by a verification, with those that differ from the
-            reference's.
-    """
+    """The content of run.json; a verification writes only the steps that differ. DeterminismCallback has no name."""
 
     selection: Selection
     environment: dict[str, EnvironmentEntry]
@@ -84,15 +64,12 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the content of run.json.
-
-    Raises:
-        ReferenceNotFoundError: there is no run.
-        ReferenceFormatError: it is damaged, or of another format or digest version.
-    """
+    """Return the content of run.json; an error where there is no run, or it is damaged or of another version."""
     path = folder / MANIFEST
     if not path.is_file():
-        raise ReferenceNotFoundError(_not_found(folder), str(folder))
+        inside = sorted(child.parent.name for child in folder.glob(f"*/{MANIFEST}"))[:10]
+        hint = f"but these folders in it are runs: {', '.join(inside)}" if inside else "record one there first"
+        raise ReferenceNotFoundError(f"There is no run at {folder}: it has no {MANIFEST}; {hint}.", str(folder))
     content = read_json(path, dict[str, Any])
     if "format_version" not in content:
         raise damaged(path, "it is not the run.json of a recorded run")
@@ -116,14 +93,3 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _digest(content: Mapping[str, Any]) -> str:
     return format_digest(digest_bytes(json.dumps(content, sort_keys=True).encode()))
-
-
-def _not_found(folder: Path) -> str:
-    if not folder.exists():
-        return f"There is no run at {folder}: the folder does not exist. Record one there first."
-    if not folder.is_dir():
-        return f"{folder} is a file; a run is a folder. Name the folder that a run was recorded in."
-    inside = sorted(child.name for child in folder.iterdir() if (child / MANIFEST).is_file())
-    if inside:
-        return f"{folder} is not a run (no {MANIFEST}), but these folders in it are: {', '.join(inside[:10])}."
-    return f"{folder} is not a run: it has no {MANIFEST}. Record one there first."

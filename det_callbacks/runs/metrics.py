@@ -15,17 +15,14 @@ from det_callbacks.host_digest import digest_bytes, format_digest
 from det_callbacks.runs.files import damaged
 from det_callbacks.runs.store import Run
 
-CALLS = ("trainer.validate", "trainer.test")
-"""Where metrics come from without a fit."""
+CALLS = ("trainer.validate", "trainer.test")  # where metrics come from without a fit
 
+# A reading without metrics: a process went on from a checkpoint, and may lack readings of this step. Lightning leaves
+# out what was over when a checkpoint was saved, and begins the mean of an epoch anew in its middle.
 RESUMED = "resumed"
-"""A reading without metrics: a process went on from a checkpoint, and may lack readings of this step.
 
-Lightning leaves out what was over when a checkpoint was saved, and begins the mean of an epoch anew in its middle.
-"""
-
+# Where readings are made, in the order in which those of one step come.
 WHERE = (RESUMED, "validation", "epoch", *CALLS)
-"""Where readings are made, in the order in which those of one step come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,16 +42,10 @@ class Metric:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """The metrics that were computed at one place.
+    """The metrics that were computed at one place, in the order of the module's log.
 
-    Attributes:
-        where: one of WHERE.
-        number: the step of a reading in a fit; of a call outside of a fit, how many of its kind came since the last fit
-            began.
-        step: the last training step before it, -1 before the first.
-        epoch: counted from 0.
-        metrics: name -> what was computed, in the order of the module's log.
-        evidence: what explains a difference, compared only then: states of generators, what the data are.
+    ``number`` is the step of a reading in a fit; of a call outside of a fit, how many of its kind came since the last
+    fit began. ``step`` is the last training step before it, or -1. ``evidence`` explains a difference.
     """
 
     where: str
@@ -90,20 +81,13 @@ class Reading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Readings:
-    """The readings of one fit, and of the calls after it; of the first one, also of the calls before it.
-
-    Attributes:
-        by_key: in their order.
-        resumed: steps of which readings may be lacking, see RESUMED.
-    """
+    """The readings of one fit in order, with the calls after it (of the first fit, also before it); see RESUMED."""
 
     by_key: dict[tuple[str, int, bool], Reading] = field(default_factory=dict)
     resumed: set[int] = field(default_factory=set)
 
 
 class _Line(msgspec.Struct):
-    """A reading as it was written, and the digest of that and the run's id."""
-
     digest: str
     reading: msgspec.Raw
 
@@ -123,17 +107,16 @@ def append_reading(path: Path, reading: Reading, *, run_id: str) -> None:
 
 def read_metrics(run: Run, segment: int) -> Readings:
     """Return the readings of a fit: of what several attempts have, the latest one's; of tests after it, the last's."""
-    found = Readings()
+    by_key: dict[tuple[str, int, bool], Reading] = {}
+    resumed: set[int] = set()
     for stream, num_told in run.streams(segment):
-        for key in [key for key, reading in found.by_key.items() if reading.is_after_fit]:
-            del found.by_key[key]
+        by_key = {key: reading for key, reading in by_key.items() if not reading.is_after_fit}
         for reading in _read(metrics_path(stream), run.manifest.run_id, num_told=num_told):
             if reading.where == RESUMED:
-                found.resumed.add(reading.step)
+                resumed.add(reading.step)
             else:
-                found.by_key[reading.key] = reading
-    ordered = sorted(found.by_key.values(), key=lambda reading: reading.order)
-    return Readings(by_key={reading.key: reading for reading in ordered}, resumed=found.resumed)
+                by_key[reading.key] = reading
+    return Readings(by_key=dict(sorted(by_key.items(), key=lambda item: item[1].order)), resumed=resumed)
 
 
 def _read(path: Path, run_id: str, *, num_told: int) -> Iterator[Reading]:

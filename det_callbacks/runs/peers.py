@@ -1,7 +1,4 @@
-"""The processes that write one run together, and who of them writes what they share.
-
-Each process writes its own stream into the one folder that all of them see; ``run.json`` is written by rank 0.
-"""
+"""The processes that write one run together: each its own stream, and rank 0 run.json."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +11,10 @@ END_OF_FIT = "the end of the fit"
 
 
 class Peers:
-    """The processes of a run, as far as they tell each other something: here only this one."""
+    """The processes of a run, as far as they tell each other something: here only this one.
+
+    An action must not talk to other ranks through the same peers: one exchange cannot stand within another.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -25,11 +25,14 @@ class Peers:
 
     def run_on_all(self, action: Callable[[], Value], *, task: str) -> Value:
         """Do something on every rank and return what came out on this one, or raise on every rank."""
-        return action()
+        outcome: list[Value] = []
+        self.gather(lambda: outcome.append(action()), task=task)
+        return outcome[0]
 
     def broadcast(self, action: Callable[[], Value], *, task: str) -> Value:
-        """Do something on rank 0 and return what came out (as JSON holds it) on every rank, or raise on every rank."""
-        return action()
+        """Do something on rank 0 and return what came out on every rank, or raise on every rank."""
+        result: Value = self.gather(lambda: action() if self.rank == 0 else None, task=task)[0]
+        return result
 
     def require_shared(self, folder: Path) -> None:
         """Raise ``RankError`` on all ranks where one of them does not see a folder that rank 0 sees."""

@@ -12,30 +12,23 @@ from det_callbacks.runs.manifest import Purpose, read_manifest
 REPLACEMENT = ".replacement"
 """Folder in a run's folder that holds the recording which is to replace it, until that is whole."""
 
-_REPLACED = ".replaced"
 _OUR_NAME = re.compile(
     rf"{MANIFEST}|{PROGRAMS}|{LAYOUTS}|{SOURCES}|verdict\.json|report\.html|rank-\d{{5}}"
-    rf"|\.(run\.json|verdict\.json|report\.html)\.\d+\.tmp|\{REPLACEMENT}|\{_REPLACED}"
+    rf"|\.(run\.json|verdict\.json|report\.html)\.\d+\.tmp|\{REPLACEMENT}"
 )
 
 
 def make_room(path: Path, *, purpose: Purpose = "record", overwrite: bool = False) -> Path:
-    """Make a folder for a new run, and return where to write it.
+    """Make a folder for a new run, and return where to write it; RunExistsError where something else is in the way.
 
     A run that is there stays: with ``overwrite`` the new one is written beside it, and ``put_in_place`` replaces it.
     A verification takes away what an earlier one left.
-
-    Raises:
-        RunExistsError: there is a run, or something else under our names, or a file.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
-        raise RunExistsError(
-            f"{path} is a file, or one of the folders above it is; a run is a folder. Nothing was changed. Name "
-            "another place to record to.",
-            str(path),
-        ) from error
+        text = f"{path} is a file, or lies below one; a run is a folder. Nothing was changed. Name another place."
+        raise RunExistsError(text, str(path)) from error
     ours = _ours(path)
     if not ours:
         return path
@@ -43,11 +36,9 @@ def make_room(path: Path, *, purpose: Purpose = "record", overwrite: bool = Fals
         _remove(ours)
         return path
     if purpose == "verify" or not overwrite:
-        is_empty = (path / MANIFEST).is_file() and not any((path / PROGRAMS).glob("*.parquet"))
-        no_step = ", of no step so far: its process was killed, or has only begun" if is_empty else ""
         raise RunExistsError(
-            f"{path} holds a run already ({', '.join(child.name for child in ours[:4])}){no_step}. Nothing was "
-            "changed. Record to another folder, replace the run with overwrite=True, or compare with it "
+            f"{path} holds a run already ({', '.join(child.name for child in ours[:4])}). Nothing was changed. "
+            "Record to another folder, replace the run with overwrite=True, or compare with it "
             '(DeterminismCallback: mode="verify"; ObserverContext: reference=...).',
             str(path),
         )
@@ -59,21 +50,12 @@ def make_room(path: Path, *, purpose: Purpose = "record", overwrite: bool = Fals
 
 
 def put_in_place(path: Path) -> None:
-    """Replace the run in a folder, and nothing else there, by the whole one that was written beside it.
-
-    A kill on the way loses neither: each lies in one of two folders of this one, which opening the run names.
-    """
-    replaced, beside = path / _REPLACED, path / REPLACEMENT
-    if replaced.exists():  # of a process that was killed here
-        shutil.rmtree(replaced)
-    replaced.mkdir()
-    for child in _ours(path):
-        if child not in (replaced, beside):
-            child.rename(replaced / child.name)
+    """Replace the run in a folder, and nothing else there, by the whole one beside it; a kill in it leaves no run."""
+    beside = path / REPLACEMENT
+    _remove(child for child in _ours(path) if child != beside)
     for child in reversed(_ours(beside)):
         child.rename(path / child.name)
     beside.rmdir()
-    shutil.rmtree(replaced)
 
 
 def remove_run(path: Path) -> None:
@@ -85,7 +67,7 @@ def remove_run(path: Path) -> None:
 
 def _ours(path: Path) -> list[Path]:
     """Return what may be of a run: run.json first, since what a kill leaves of the others is no run."""
-    ours = [child for child in path.iterdir() if _OUR_NAME.fullmatch(child.name)]
+    ours = (child for child in path.iterdir() if _OUR_NAME.fullmatch(child.name))
     return sorted(ours, key=lambda child: (child.name != MANIFEST, child.name))
 
 

@@ -1,8 +1,7 @@
 """What one step consists of: its ordered sites (the program), their layouts, and the digests found there.
 
-A program is nearly always the same from step to step, so it is stored once and a step refers to it. Layouts (dtype,
-shape, stride) are kept apart from it: a model whose shapes change every step keeps one program and adds only small
-layout tables. Both are identified by their content, so ranks, attempts and runs share them.
+Layouts are kept apart from the program, so that a model whose shapes change every step keeps one program. Both are
+identified by their content, so ranks, attempts and runs share them.
 """
 
 import json
@@ -50,28 +49,15 @@ region_input: digest of a tensor, or the bits of a number, that goes into a comp
 graph_output: digest of memory that a replay of a CUDA graph may have written, at its first read after it.
 """
 
-UNWRITTEN = "written by nothing seen"
-"""Layout detail of the input sites, without bits, that stand for allocated memory which no recorded op has written."""
+# Layout details of sites.
+UNWRITTEN = "written by nothing seen"  # an input without bits: allocated memory which no recorded op has written
+READS = "reads "  # begins that of an op of the forward pass, or an input, that is or reads a part: a view makes no site
+IN_FLIGHT = "in flight"  # without a digest: the tensor was read before the collective was done
+UNREAD = "not looked into"  # an object in a batch that cannot be looked into; the dtype says its type
 
-READS = "reads "
-"""How the layout detail of an op of the forward pass begins that reads parts of tensors, and of an input site that is
-one: a view makes no site of its own."""
-
-REGION = "compiled."
-"""Namespace of the sites of compiled regions: ``compiled.Net_forward.inputs``."""
-
-MISSES_PARAMETERS = "reads_parameters_without_digest"
-"""Argument in the graph's row of a region whose parameters are no sites, so that it cannot be told an origin."""
-
-GRAPH = "cuda_graph"
-"""Stands for the graphs that were replayed, in the coverage."""
-
-IN_FLIGHT = "in flight"
-"""Detail of the layout of a row whose tensor was read before the collective was done: it has no digest."""
-
-UNREAD = "not looked into"
-"""Layout detail of the sites that say, by the dtype, what type of object a batch holds that cannot be looked into."""
-
+REGION = "compiled."  # namespace of the sites of compiled regions: ``compiled.Net_forward.inputs``
+MISSES_PARAMETERS = "reads_parameters_without_digest"  # argument of a region that cannot be told an origin for that
+GRAPH = "cuda_graph"  # stands for the graphs that were replayed, in the coverage
 
 # Compact JSON in UTF-8; a tenth of json.dumps, which was most of what the reading of a program took.
 _to_json = msgspec.json.Encoder().encode
@@ -82,16 +68,13 @@ class Site:
     """One place in a step where 64 bits are recorded.
 
     Attributes:
-        phase: forward, backward, gradient, optimizer, input, state, data, rng or other.
         module: qualified name in the LightningModule; "" outside any module, "?" when unknown.
         op: ``namespace.op.overload``, "" where no op is involved.
         occurrence: how many sites of the same (phase, module, op, output, role) came before it in the step; a label,
             never the key of an alignment.
-        output: index among the tensors that the op wrote, from 0; 0 for roles that have only one.
-        name: parameter, gradient ("grad of net.weight"), optimizer state ("exp_avg of net.weight"), place in the
-            batch ("batch[0]") or generator ("torch.cpu") that the tensor is; None for an ordinary activation.
-        arguments: JSON object of the op's arguments by name, without tensors and ``varying``; "{}" where no op is
-            involved.
+        name: "net.weight", "grad of net.weight", "exp_avg of net.weight", "batch[0]", "torch.cpu"; None for an
+            ordinary activation.
+        arguments: JSON object of the op's arguments by name, without tensors and ``varying``.
         varying: names of the arguments that belong to the step and not to its program: numbers, and lists of numbers.
             Their values are the preceding site of role argument: the 64 bits of a single number, else the digest of
             their canonical form, which stands in the evidence.
@@ -121,14 +104,10 @@ class Site:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorLayout:
-    """How the elements of a tensor lie in memory.
+    """How the elements of a tensor lie in memory; a Python scalar has the dtype "float", "int" or "bool".
 
-    Attributes:
-        dtype: "float32"; for a Python scalar "float", "int" or "bool".
-        stride: in elements, () where there is none (sparse, quantised per component, scalars).
-        detail: placements of a DTensor, "sparse_coo" and the like, or which parts of tensors the op reads ("reads
-            argument 1 from element 8 by [16, 1]": index of the argument, place in its storage, strides); "" for an
-            ordinary strided tensor of an op that reads whole ones.
+    ``stride`` is () where there is none (sparse, quantised per component). ``detail`` holds placements of a DTensor,
+    "sparse_coo" and the like, or which parts of tensors the op reads ("reads argument 1 from element 8 by [16, 1]").
     """
 
     dtype: str
@@ -213,8 +192,7 @@ def entry_digest(entry: TensorLayout | None) -> int:
     """Return the 64-bit digest of one layout entry."""
     if entry is None:
         return digest_bytes(b"null")
-    content = [entry.dtype, list(entry.shape), list(entry.stride), entry.detail]
-    return digest_bytes(_to_json(content))
+    return digest_bytes(_to_json([entry.dtype, list(entry.shape), list(entry.stride), entry.detail]))
 
 
 def layout_id(entry_digests: Sequence[int] | np.ndarray) -> int:
@@ -222,12 +200,9 @@ def layout_id(entry_digests: Sequence[int] | np.ndarray) -> int:
     return digest_bytes(np.asarray(entry_digests, dtype="<u8").tobytes())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class StepRecord:
-    """One recorded step as it lies in the stream: the number of its training batch, epoch and fit, each from 0.
-
-    ``digests`` is a uint64 array with an entry a site; ``chain`` is what ``chain_digest`` gives.
-    """
+    """One recorded step as it lies in the stream; ``digests`` is a uint64 array with an entry a site."""
 
     step: int
     epoch: int
@@ -238,7 +213,7 @@ class StepRecord:
     segment: int = 0
 
 
-def chain_digest(previous: int, *, step: int, epoch: int, program_id: int, layout_id: int, digests: np.ndarray) -> int:
+def chain_digest(previous: int, step: int, epoch: int, program_id: int, layout_id: int, digests: np.ndarray) -> int:
     """Return the chain at a step: the digest of all these numbers in order, 8 bytes each, little-endian."""
     head = struct.pack("<5Q", previous, step, epoch, program_id, layout_id)
     return digest_bytes(head + np.ascontiguousarray(digests, dtype="<u8").tobytes())
@@ -248,9 +223,8 @@ def chain_digest(previous: int, *, step: int, epoch: int, program_id: int, layou
 class StepView:
     """One step opened for comparison: its record with program and layout resolved.
 
-    ``unseen_writes`` holds positions whose inputs were found changed by a writer that the trace did not see, as only a
-    verification can know; no such site is called an origin. ``read_values`` returns the JSON text of arguments by their
-    digest, as far as the run has it.
+    No site of ``unseen_writes`` is called an origin: a writer that the trace did not see had changed its inputs.
+    ``read_values`` returns the JSON text of arguments by their digest, as far as the run has it.
     """
 
     rank: int
@@ -261,10 +235,8 @@ class StepView:
     read_values: Callable[[], Mapping[int, str]] = dict
 
 
-# plain values of Python: the arguments of ops, and numbers that ops return
-
+# Types of torch whose values are arguments of ops; told by name, so that a run is read without torch.
 _TORCH_WORDS = frozenset({"dtype", "layout", "memory_format"})
-"""Types of torch whose values are arguments of ops; told by name, so that a run is read without torch."""
 
 ArgumentTag = Literal["float", "int", "bool", "digest"]
 
@@ -288,8 +260,7 @@ def plain_value(value: Any) -> Any:
 def argument_bits(values: Sequence[Any]) -> tuple[int, ArgumentTag, str | None]:
     """Return the 64 bits of the numbers among a call's arguments, how to read them, and the text that they digest.
 
-    One number is kept as it is (IEEE 754 binary64, or two's complement) and has no text; anything else is kept as the
-    digest of its JSON form.
+    One number is kept as it is and has no text; anything else is kept as the digest of its JSON form.
     """
     if len(values) == 1 and not isinstance(values[0], list | tuple):
         bits, tag = scalar_bits(values[0])

@@ -20,20 +20,10 @@ _LEFT_OUT = "!metric/"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """What is digested; two runs can only be compared when their selections agree.
+    """What is digested, as the arguments of the callback say it; a value that is not allowed is a SelectionError.
 
-    Attributes:
-        level: "op" (every op output), "module" (outputs and output gradients of modules) or "state" (batch, loss,
-            gradients, parameters, buffers, optimizer state); each holds the ones below it.
-        modules: fnmatch patterns over qualified module names; "*" is everything, ops outside any module included. All
-            metrics are recorded but those that a pattern "!metric/val_*" leaves out by their name.
-        phases: among forward, backward and optimizer, for ops and module outputs. A number that Python reads back from
-            a tensor (``item``) is recorded anywhere but in the optimizer, since any op may be called with it.
-        every_n_steps: steps whose number is a multiple of it are recorded.
-        only_steps: the steps that are recorded, by number, ascending; None is all that ``every_n_steps`` selects.
-        compiled: "run" runs what torch.compile compiled, "eager" the code that it was compiled from.
-
-    A value that is not allowed is a SelectionError.
+    Two runs can only be compared when their selections agree. A number that Python reads back from a tensor (``item``)
+    is recorded in any phase but the optimizer, since any op may be called with it.
     """
 
     level: str = "op"

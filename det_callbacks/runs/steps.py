@@ -9,19 +9,13 @@ import numpy as np
 from det_callbacks.errors import TraceError
 from det_callbacks.runs.program import Layout, Program, StepRecord, StepView
 
+# Ops per step whose inputs are digested again because their output differs: the first ones are the origins.
 MAX_INPUT_CHECKS = 32
-"""Ops per step whose inputs are digested again because their output differs: the first ones are the origins."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepTrace:
-    """What one step did.
-
-    Attributes:
-        digests: uint64, one entry a site.
-        unseen_writes: positions whose inputs something untraced had changed (see ``StepView``).
-        values: digest -> JSON text of arguments, of this step and of others.
-    """
+    """What one step did; ``values`` holds the JSON text of arguments, of this step and of others, by digest."""
 
     program: Program
     digests: np.ndarray
@@ -37,15 +31,7 @@ class StepTrace:
 
     def view(self, *, rank: int = 0, step: int = 0, epoch: int = 0, chain: int = 0, segment: int = 0) -> StepView:
         """Return the step opened for a comparison."""
-        record = StepRecord(
-            step=step,
-            epoch=epoch,
-            program_id=self.program.id,
-            layout_id=self.layout_id,
-            digests=self.digests,
-            chain=chain,
-            segment=segment,
-        )
+        record = StepRecord(step, epoch, self.program.id, self.layout_id, self.digests, chain, segment)
         return StepView(
             rank=rank,
             record=record,
@@ -70,8 +56,8 @@ def require_whole(program: Program, digests: "array[int]") -> None:
 class Expectation:
     """The reference's digests of the step under way, by position.
 
-    When an op's output differs from them, its inputs are digested again while they are alive; one that is not what
-    its writer left was written by something the trace did not see.
+    When an op's output differs from them, its inputs are digested again while they are alive: one that is not what its
+    writer left was written by something the trace did not see.
     """
 
     digests: "array[int]"

@@ -4,7 +4,7 @@
     programs/<id>.parquet                       one row a site; shared by all ranks and attempts
     sources/<id>.json                           the text of the source lines that sites name
     layouts/<id>.parquet                        one row a site: dtype, shape and stride
-    rank-00000/attempt-000.arrows               Arrow IPC stream, one record batch a step
+    rank-00000/attempt-000.arrows               the steps (see ``runs/stream.py``)
     rank-00000/attempt-000.segment-001.arrows   the steps of a second ``fit`` of the same process
     rank-00000/attempt-000.evidence.arrows      what explains a difference (see ``runs/evidence.py``)
     rank-00000/attempt-000.metrics.jsonl        what the module logs (see ``runs/metrics.py``), where it logs something
@@ -15,27 +15,15 @@ A step is one ``write`` of 480 bytes and 8 bytes a site, without fsync, so that 
 torn tail. The end-of-stream marker is written when a fit ends as it should; without it the run is incomplete.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
 from det_callbacks.errors import ReferenceNotFoundError
+from det_callbacks.runs import files
 from det_callbacks.runs.evidence import NondeterministicOp, read_unseen_writes, read_values
-from det_callbacks.runs.files import (
-    NONDETERMINISTIC_FILE,
-    damaged,
-    layout_path,
-    program_path,
-    rank_folder,
-    read_json,
-    read_layout,
-    read_program,
-    read_source_text,
-    stream_path,
-)
 from det_callbacks.runs.manifest import Manifest, read_manifest
 from det_callbacks.runs.program import Layout, Program, StepRecord, StepView
 from det_callbacks.runs.stream import Fit, StreamFile, make_fit
@@ -75,7 +63,7 @@ class RankRun:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the files that steps are read from, in bytes."""
+        """Size of the files that steps are read from."""
         return sum(file.num_bytes for file in self._files)
 
     def fit(self, segment: int) -> Fit:
@@ -132,35 +120,28 @@ class RankRun:
 class Run:
     """A recorded run, opened for reading; a damaged, missing or foreign file is a ReferenceFormatError that names it.
 
-    Attributes:
-        path: its folder.
-        manifest: content of run.json.
-        incomplete_reason: None for a run whose last fit ended as it should, on every process; otherwise what is
-            missing, with the file and the last whole step.
+    ``incomplete_reason`` is None where the last fit of every process ended as it should; otherwise it says what is
+    missing, with the file and the last whole step. ``program`` and ``layout`` return one by its id.
     """
 
     def __init__(self, path: Path, manifest: Manifest, ranks: Sequence[int] | None = None) -> None:
         self.path = path
         self.manifest = manifest
         self.incomplete_reason: str | None = None
-        present = range(manifest.world_size)
-        wanted = present if ranks is None else [rank for rank in ranks if rank in present]
+        # one after the other: a number that is nonsense ends at the first file that is not there
+        wanted = (rank for rank in range(manifest.world_size) if ranks is None or rank in ranks)
         self._ranks = {rank: self._open_rank(rank) for rank in wanted}
-        self._program = lru_cache(_CACHED)(read_program)
-        self._layout = lru_cache(_CACHED)(read_layout)
-        self._text = lru_cache(1)(read_source_text)
+        self.program: Callable[[int], Program] = lru_cache(_CACHED)(partial(files.read_program, path))
+        self.layout: Callable[[int], Layout] = lru_cache(_CACHED)(partial(files.read_layout, path))
+        self._text = lru_cache(1)(files.read_source_text)
         self._values = lru_cache(_CACHED)(read_values)
 
     @classmethod
     def open(cls, path: str | Path, *, ranks: Sequence[int] | None = None, check_steps: bool = True) -> "Run":
-        """Open a run; every step is read once and checked against its chain, some 20 microseconds a step.
+        """Open a run, or of it some ``ranks``; raise ReferenceNotFoundError where there is none.
 
-        Without ``check_steps`` that is left to the reading of a step: 5 microseconds a step. Ranks that are not among
-        ``ranks`` (None is all) are not looked at, and do not count in ``is_complete``.
-
-        Raises:
-            ReferenceNotFoundError: there is none.
-            ReferenceFormatError: a file is damaged, missing, or of another format version.
+        Every step is read once and checked against its chain, some 20 microseconds a step; without ``check_steps``
+        that is left to the reading of a step.
         """
         path = Path(path)
         run = cls(path, read_manifest(path), ranks)
@@ -203,40 +184,24 @@ class Run:
         return self._ranks[rank]
 
     def nondeterministic_ops(self, rank: int) -> list[NondeterministicOp]:
-        """Return what ops without a deterministic implementation a process called; [] when none (or not looked for)."""
-        path = self.path / rank_folder(rank) / NONDETERMINISTIC_FILE
-        return read_json(path, list[NondeterministicOp]) if path.exists() else []
-
-    def program(self, identity: int) -> Program:
-        """Return a program; the last 64 are kept."""
-        return self._program(self.path, identity)
-
-    def layout(self, identity: int) -> Layout:
-        """Return a layout; the last 64 are kept."""
-        return self._layout(self.path, identity)
+        """Return what ops without a deterministic implementation a process called."""
+        path = self.path / files.rank_folder(rank) / files.NONDETERMINISTIC_FILE
+        return files.read_json(path, list[NondeterministicOp]) if path.exists() else []
 
     def source_text(self, line: str) -> tuple[tuple[int, str], ...]:
-        """Return the recorded text of a line, "train.py:41 in forward", and of its neighbours.
-
-        That is ((40, "..."), (41, "..."), (42, "...")); () where the run has no text of it.
-        """
+        """Return the lines around "train.py:41 in forward": ((40, "..."), (41, "..."), (42, "...")); () if unknown."""
         place = line.partition(" in ")[0]
-        number = place.rpartition(":")[2]
-        if not number.isdecimal():
-            return ()
-        return tuple(enumerate(self._text(self.path).get(place, ()), start=max(1, int(number) - 1)))
+        lines = self._text(self.path).get(place, ())
+        return tuple(enumerate(lines, start=max(1, int(place.rpartition(":")[2]) - 1))) if lines else ()
 
     def view(self, rank: int, segment: int, step: int) -> StepView:
         """Return a step opened for comparison."""
         record = self.rank(rank).read(segment, step)
-        program = self.program(record.program_id)
-        layout = self.layout(record.layout_id)
+        program, layout = self.program(record.program_id), self.layout(record.layout_id)
         if not len(program) == len(layout) == len(record.digests):
-            raise damaged(
-                program_path(self.path, record.program_id),
-                f"it has {len(program)} sites, its layout {layout_path(self.path, record.layout_id).name} has "
-                f"{len(layout)}, and step {step} has {len(record.digests)} digests",
-            )
+            sizes = f"its layout has {len(layout)}, and step {step} has {len(record.digests)} digests"
+            path = files.table_path(self.path, files.PROGRAMS, program.id)
+            raise files.damaged(path, f"it has {len(program)} sites, {sizes}")
         stream = self.rank(rank).file_of(segment, step).path
         run_id, is_verification = self.manifest.run_id, self.manifest.purpose == "verify"
         return StepView(
@@ -252,21 +217,19 @@ class Run:
         """Yield rank 0's files of a fit, one an attempt, and how many readings of metrics run.json tells of there."""
         for attempt, number, fit in self._places():
             if fit == segment:
-                readings = self.manifest.attempts[attempt].readings
-                yield stream_path(self.path, 0, attempt, number), readings[number] if number < len(readings) else 0
+                told = dict(enumerate(self.manifest.attempts[attempt].readings))
+                yield files.stream_path(self.path, 0, attempt, number), told.get(number, 0)
 
     def _open_rank(self, rank: int) -> RankRun:
-        files: list[StreamFile] = []
-        # one after the other: a number of fits that is nonsense ends at the first file that is not there
-        following = islice(self._places(), 1, None)
+        streams: list[StreamFile] = []
+        *earlier, _ = self.manifest.attempts
         for attempt, number, segment in self._places():
-            later = next(following, None)
-            path = stream_path(self.path, rank, attempt, number)
-            files.append(StreamFile(path, run_id=self.manifest.run_id, rank=rank, attempt=attempt, segment=segment))
-            # only of an attempt that another one went on with the last fit may have no end
-            if later is None or later[0] == attempt:
-                self.incomplete_reason = self.incomplete_reason or files[-1].unfinished
-        return RankRun(rank, files)
+            path = files.stream_path(self.path, rank, attempt, number)
+            streams.append(StreamFile(path, run_id=self.manifest.run_id, rank=rank, attempt=attempt, segment=segment))
+            # only the last fit of an attempt may have no end, where another one went on with it
+            if attempt == len(earlier) or number + 1 < earlier[attempt].segments:
+                self.incomplete_reason = self.incomplete_reason or streams[-1].unfinished
+        return RankRun(rank, streams)
 
     def _places(self) -> Iterator[tuple[int, int, int]]:
         """Yield attempt, number in the attempt and fit of each stream; an attempt goes on with the last fit."""

@@ -38,9 +38,8 @@ _ROW = np.dtype(
 )
 
 Fit: TypeAlias = np.recarray[Any, Any]
-"""What is known of the steps of a fit without their digests: records with the fields ``steps`` (ascending),
-``num_digests``, ``program_ids``, ``layout_ids``, ``chains``, ``files`` (the number of the file that holds a step; where
-several attempts have it, that of the last), ``positions`` (its index in there) and ``starts`` (its first byte)."""
+"""What is known of the steps of a fit, ascending, without their digests: in which file (of several attempts the last)
+each is, at which position there, and where it starts."""
 
 # A message is its length, a FlatBuffer (Arrow columnar format, Message.fbs) and the body. The FlatBuffer holds the
 # length of the body, 14 pairs of offset and length (the buffers of the columns; those of the bitmaps are empty), and 7
@@ -81,17 +80,11 @@ def make_fit(rows: Sequence[tuple[int, ...]] = ()) -> Fit:
 
 
 class StreamFile:
-    """The steps in one file, by position; the fixed fields of each step are kept in memory, 64 bytes a step.
+    """The steps in one file, by position; ``unfinished`` says why the file does not end as it should, or is None.
 
-    Opening it reads these: 5 microseconds a step. Digests are read, and checked against the chains, when asked for. The
-    file is opened for each read and never mapped: mapped pages count as memory of the process, and a mapped file that
-    someone cuts off kills it.
-
-    Attributes:
-        unfinished: None, or why the file does not end as it should.
-
-    Raises:
-        ReferenceFormatError: it is missing, empty, damaged, or of another run or version; also on reading a step.
+    The fixed fields of each step are kept in memory, 64 bytes a step; digests are read, and checked against the chains,
+    when asked for. The file is opened for each read and never mapped: mapped pages count as memory of the process, and
+    a mapped file that someone cuts off kills it. Whatever is not as it was written is a ReferenceFormatError.
     """
 
     def __init__(self, path: Path, *, run_id: str, rank: int, attempt: int, segment: int) -> None:
@@ -134,33 +127,19 @@ class StreamFile:
         step, epoch, program_id, layout_id, chain, *_ = values
         digests = np.frombuffer(message, dtype="<u8", offset=_PREFIX_BYTES)
         previous = self.rows.item(position - 1)[-1] if position else self._chain_start
-        if chain != chain_digest(
-            previous, step=step, epoch=epoch, program_id=program_id, layout_id=layout_id, digests=digests
-        ):
+        if chain != chain_digest(previous, step, epoch, program_id, layout_id, digests):
             raise damaged(self.path, f"step {step} is not what its chain says")
-        return StepRecord(
-            step=step,
-            epoch=epoch,
-            program_id=program_id,
-            layout_id=layout_id,
-            digests=digests,
-            chain=chain,
-            segment=self.segment,
-        )
+        return StepRecord(step, epoch, program_id, layout_id, digests, chain, self.segment)
 
     @contextmanager
     def _opened(self) -> Iterator[BinaryIO]:
         try:
             with self.path.open("rb") as file:
                 yield file
-        except FileNotFoundError as error:
-            raise damaged(self.path, "it is missing, although run.json tells of it") from error
         except OSError as error:
-            raise damaged(self.path, f"it cannot be read ({error})") from error
+            raise damaged(self.path, f"it cannot be read, although run.json tells of it ({error})") from error
 
     def _check_header(self, file: BinaryIO, wanted: Mapping[str, str]) -> None:
-        if self.num_bytes == 0:
-            raise damaged(self.path, "it is empty")
         try:
             schema = pa.ipc.read_schema(pa.ipc.read_message(file))
             found = {key.decode(): value.decode() for key, value in (schema.metadata or {}).items()}
@@ -201,12 +180,10 @@ class StreamFile:
         rest = file.read()
         if rest == END_OF_STREAM:
             return None
-        if rest.startswith(END_OF_STREAM):
-            raise damaged(self.path, "bytes follow its end-of-stream marker")
         # A killed writer leaves the beginning of one message, and all messages of a file begin alike.
         is_beginning = END_OF_STREAM.startswith(rest) or self._is_torn_step(rest)
         if not is_beginning or rest.endswith(END_OF_STREAM):
-            raise damaged(self.path, f"the step at byte {start} cannot be read")
+            raise damaged(self.path, f"what comes at byte {start} cannot be read")
         steps = self.rows.steps
         where = f"{steps[-1]} is the last whole step" if len(steps) else "it holds no whole step"
         torn = "its tail is torn" if rest else "its end-of-stream marker is missing"

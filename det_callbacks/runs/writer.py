@@ -1,6 +1,5 @@
 """Writing a run: what its folder looks like stands in ``runs/store.py``."""
 
-import os
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -12,19 +11,9 @@ import msgspec
 import numpy as np
 
 from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError
+from det_callbacks.runs import files
 from det_callbacks.runs.environment import EnvironmentEntry
 from det_callbacks.runs.evidence import VALUES, EvidenceWriter, NondeterministicOp, Row, evidence_path
-from det_callbacks.runs.files import (
-    LAYOUTS,
-    NONDETERMINISTIC_FILE,
-    PROGRAMS,
-    rank_folder,
-    replace_atomically,
-    stream_path,
-    write_layout,
-    write_program,
-    write_source_text,
-)
 from det_callbacks.runs.manifest import Attempt, Manifest, Purpose, ResumedFit, write_manifest
 from det_callbacks.runs.metrics import Reading, append_reading, metrics_path
 from det_callbacks.runs.peers import ALONE, Peers
@@ -36,16 +25,14 @@ from det_callbacks.runs.stream import END_OF_STREAM, encode_header, encode_step
 
 
 class RunWriter:
-    """Writes the steps of one process; made by ``create`` or ``resume``.
+    """Writes the steps of one process; made by ``create`` or ``resume``, by all processes at the same place.
 
-    Where several processes write a run, all of them make a writer, and start a fit or take an attempt back, at the same
-    place. Rank 0, the leader, writes run.json, after the files of every process that it tells of are there: wherever a
-    kill comes, it tells only of files that are there.
+    Rank 0 writes run.json, after the files of every process that it tells of are there: wherever a kill comes, it tells
+    only of files that are there.
     """
 
     def __init__(self, path: Path, peers: Peers, manifest: Manifest, attempt: int, segment: int) -> None:
         self.path = path
-        self.bytes_written = 0
         self.segment = segment
         """Fit of the run whose steps are appended now, from 0."""
         self._peers = peers
@@ -72,16 +59,10 @@ class RunWriter:
         purpose: Purpose = "record",
         overwrite: bool = False,
     ) -> "RunWriter":
-        """Start a new run.
+        """Start a new run; ``manifest`` holds further entries of run.json.
 
-        ``manifest`` holds further entries of run.json, JSON-able: selection, environment, and the others of
-        ``Manifest``. A run whose purpose is "verify", with the steps that differ, replaces an earlier such one. With
-        ``overwrite`` any run that is there is replaced when this one is closed as complete; until then this one is
-        written in a folder inside, which the attribute ``path`` names.
-
-        Raises:
-            RunExistsError: there is a run, or something else under our names, or a file.
-            RankError: another process could not do it.
+        What is there is left or replaced as ``make_room`` says; with ``overwrite`` it is replaced when this run is
+        closed as complete, and until then ``path`` names a folder inside.
         """
         path = Path(path)
 
@@ -97,9 +78,7 @@ class RunWriter:
     def resume(cls, path: str | Path, *, manifest: Mapping[str, Any], peers: Peers = ALONE) -> "RunWriter":
         """Start the next attempt of a run that is there; steps recorded again count from the later attempt.
 
-        Raises:
-            ReferenceFormatError: the run is damaged, or was recorded with another selection or on other processes.
-            RankError: another process could not do it.
+        A run of another selection, or of another number of processes, is a ReferenceFormatError.
         """
         path = Path(path)
         run = peers.run_on_all(lambda: _open_resumed(path, manifest, peers), task=f"opening the run {path}")
@@ -111,24 +90,32 @@ class RunWriter:
     @property
     def stream(self) -> Path:
         """The file that steps are appended to now."""
-        return stream_path(self.path, self._peers.rank, self._attempt, self.manifest.attempts[-1].segments - 1)
+        return self._streams[-1]
 
-    # what is written
+    @property
+    def bytes_written(self) -> int:
+        """Size of the steps of this attempt on this rank."""
+        return sum(path.stat().st_size for path in self._streams)
+
+    @property
+    def _streams(self) -> list[Path]:
+        numbers = range(self.manifest.attempts[-1].segments)
+        return [files.stream_path(self.path, self._peers.rank, self._attempt, number) for number in numbers]
 
     def put_program(self, program: Program) -> None:
         """Write a program and the text of its source lines, unless they are there."""
         if program.id not in self._programs:
             text = {place: lines for place, lines in program.text.items() if place not in self._places}
             if text:
-                write_source_text(self.path, text)
+                files.write_source_text(self.path, text)
                 self._places |= text.keys()
-            write_program(self.path, program)
+            files.write_program(self.path, program)
             self._programs[program.id] = len(program)
 
     def put_layout(self, layout: Layout) -> None:
         """Write a layout, unless it is there."""
         if layout.id not in self._layouts:
-            write_layout(self.path, layout)
+            files.write_layout(self.path, layout)
             self._layouts[layout.id] = len(layout)
 
     def has_layout(self, identity: int) -> bool:
@@ -143,9 +130,7 @@ class RunWriter:
         if self._chain is None:
             rank = self._peers.rank
             self._chain = Run.open(self.path, ranks=(rank,)).rank(rank).chain_before(self.segment, step)
-        chain = chain_digest(
-            self._chain, step=step, epoch=epoch, program_id=program_id, layout_id=layout_id, digests=digests
-        )
+        chain = chain_digest(self._chain, step, epoch, program_id, layout_id, digests)
         self._write(encode_step(step, epoch, program_id, layout_id, chain, digests))
         self._chain, self._last_step = chain, step
         return chain
@@ -178,16 +163,14 @@ class RunWriter:
 
     def put_nondeterministic_ops(self, ops: Sequence[NondeterministicOp]) -> None:
         """Write the list of ops without a deterministic implementation that this process has called so far."""
-        path = self.path / rank_folder(self._peers.rank) / NONDETERMINISTIC_FILE
-        replace_atomically(path, msgspec.json.encode(list(ops)))
+        path = self.path / files.rank_folder(self._peers.rank) / files.NONDETERMINISTIC_FILE
+        files.replace_atomically(path, msgspec.json.encode(list(ops)))
 
     def note_resumed(self, step: int) -> None:
         """Say in run.json that the fit under way goes on from a checkpoint, and that this is the first step of it."""
         fits = (*self.manifest.attempts[-1].resumed_from, ResumedFit(segment=self.segment, step=step))
         self._change_attempt(resumed_from=fits)
         self._write_manifest()
-
-    # fits and attempts
 
     def reopen(self, manifest: Mapping[str, Any]) -> None:
         """Be ready for the steps of the first fit, also after a test; run.json tells of the fit's environment.
@@ -211,7 +194,7 @@ class RunWriter:
         self._open_stream(is_new=True)
         self._tell_of_files()
         # Last, so that after a kill in between the run is incomplete, and not a whole one with a fit less.
-        self._end(finished, complete=True)
+        _end(finished, complete=True)
 
     def close(self, *, complete: bool) -> None:
         """Close the stream; without ``complete`` it stays marked as incomplete. May be called more than once.
@@ -220,7 +203,7 @@ class RunWriter:
         """
         finished, self._file = self._file, None
         self._end_evidence()
-        self._end(finished, complete=complete)
+        _end(finished, complete=complete)
         if complete and self.path.name == REPLACEMENT:
             self._peers.run_on_all(lambda: None, task=f"closing their streams in {self.path}")
             if self._peers.broadcast(self._replace, task=f"replacing the run {self.path.parent}"):
@@ -238,23 +221,18 @@ class RunWriter:
         return is_whole
 
     def discard(self) -> None:
-        """Take this attempt back, so that the folder is what it was before; its files are deleted.
-
-        A first attempt, which recorded nothing, is taken back by rank 0 alone; of a later one all processes call this.
-        """
+        """Take this attempt back, so that the folder is what it was before; on all ranks, unless it is the first."""
         self.close(complete=False)
         if not self._attempt:
             if self._peers.rank == 0:
                 remove_run(self.path)
             return
-        *earlier, last = self.manifest.attempts
-        self.manifest = replace(self.manifest, attempts=tuple(earlier))
+        streams = self._streams
+        self.manifest = replace(self.manifest, attempts=self.manifest.attempts[:-1])
         # run.json first: what a kill leaves of the files after that is of no attempt, and the next one writes over it
         self._tell_of_files()
-        for number in range(last.segments):
-            stream = stream_path(self.path, self._peers.rank, self._attempt, number)
-            for path in (stream, evidence_path(stream), metrics_path(stream)):
-                path.unlink(missing_ok=True)
+        for path in (place(stream) for stream in streams for place in (Path, evidence_path, metrics_path)):
+            path.unlink(missing_ok=True)
 
     def _change_attempt(self, **changes: Any) -> None:
         *earlier, last = self.manifest.attempts
@@ -272,27 +250,24 @@ class RunWriter:
         header = encode_header(run_id=self.manifest.run_id, rank=rank, attempt=self._attempt, segment=self.segment)
 
         def open_it() -> None:
-            for folder in (PROGRAMS, LAYOUTS, path.parent.name):
+            for folder in (files.PROGRAMS, files.LAYOUTS, path.parent.name):
                 (self.path / folder).mkdir(parents=True, exist_ok=True)
             # files that are there are of an attempt killed before run.json told of it
             if is_new:
                 metrics_path(path).unlink(missing_ok=True)
-            replace_atomically(path, header)
-            self.bytes_written += len(header)
+            files.replace_atomically(path, header)
             self._file = path.open("ab", buffering=0)
 
         self._peers.run_on_all(open_it, task=f"opening its stream in {self.path}")
 
-    def _write(self, content: Any) -> None:
+    def _write(self, content: bytes) -> None:
         if self._file is None:
             raise ValueError(f"{self.path}: the run is closed")
-        view = memoryview(content)
-        written = os.write(self._file.fileno(), view)
-        if written != len(view):
+        written = self._file.write(content)
+        if written != len(content):
             # Nothing may follow half a step: it would be damage, where now it is a torn tail.
             self.close(complete=False)
-            raise OSError(f"{self.path}: only {written} of {len(view)} bytes could be written; is the disk full?")
-        self.bytes_written += written
+            raise OSError(f"{self.path}: only {written} of {len(content)} bytes could be written; is the disk full?")
 
     def _end_evidence(self) -> None:
         evidence, self._evidence = self._evidence, None
@@ -300,10 +275,11 @@ class RunWriter:
         if evidence is not None:
             evidence.close()
 
-    def _end(self, file: BinaryIO | None, *, complete: bool) -> None:
-        if file is not None:
-            with file:
-                self.bytes_written += file.write(END_OF_STREAM) if complete else 0
+
+def _end(file: BinaryIO | None, *, complete: bool) -> None:
+    if file is not None:
+        with file:
+            file.write(END_OF_STREAM if complete else b"")
 
 
 def _open_resumed(path: Path, manifest: Mapping[str, Any], peers: Peers) -> Run:

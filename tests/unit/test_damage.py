@@ -10,18 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from stored_runs import (
-    OneOf,
-    append,
-    create,
-    digests_of,
-    everything_in,
-    join,
-    record,
-    resume,
-    small_layout,
-    small_program,
-)
+from stored_runs import OneOf, append, create, digests_of, join, record, resume, small_layout, small_program
 
 from det_callbacks.cli import main
 from det_callbacks.errors import ReferenceFormatError
@@ -56,9 +45,8 @@ def write(path: Path, seeds: dict[int, int]) -> Path:
 
 
 def flip(content: bytes, other: bytes, chance: random.Random) -> bytes:
-    flipped = bytearray(content)
-    flipped[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
-    return bytes(flipped)
+    at = chance.randrange(len(content))
+    return content[:at] + bytes([content[at] ^ 1 << chance.randrange(8)]) + content[at + 1 :]
 
 
 # what becomes of a file (None: it is removed), from its content and another file's
@@ -123,10 +111,10 @@ def test_no_damage_ends_in_a_match_that_skipped_something(
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"world_size": 10**15}, "is missing, although run.json tells of it"),
+        ({"world_size": 10**15}, "cannot be read, although run.json"),
         ({"run_id": "another"}, "is of another run, place or version"),
-        ({"attempts": (Attempt(segments=10**15),)}, "is missing, although run.json tells of it"),
-        ({"attempts": (Attempt(segments=2), Attempt(), Attempt())}, "is missing, although run.json tells of it"),
+        ({"attempts": (Attempt(segments=10**15),)}, "cannot be read, although run.json"),
+        ({"attempts": (Attempt(segments=2), Attempt(), Attempt())}, "cannot be read, although run.json"),
         ({"attempts": (Attempt(), Attempt())}, "is of another run, place or version"),
     ],
 )
@@ -150,7 +138,7 @@ def test_a_step_whose_program_has_another_length_is_refused(tmp_path):
     writer._layouts[layout.id] = 3
     writer.append(0, 0, program.id, layout.id, digests_of(0))
     writer.close(complete=True)
-    with pytest.raises(ReferenceFormatError, match=r"has 3 sites, its layout .* has 4, and step 0 has 3 digests"):
+    with pytest.raises(ReferenceFormatError, match=r"has 3 sites, its layout has 4, and step 0 has 3 digests"):
         Run.open(path).view(0, 0, 0)
 
 
@@ -163,8 +151,7 @@ def resident_kib() -> int:
 def test_memory_does_not_grow_with_what_is_read_or_written(tmp_path):
     path = tmp_path / "run"
     num_sites, num_steps = 8_000, 400
-    record(tmp_path / "small", range(3))
-    everything_in(tmp_path / "small")
+    Run.open(record(tmp_path / "small", range(3)))
     writer = create(path)
     program, layout = small_program(num_sites), small_layout(num_sites)
     writer.put_program(program)
