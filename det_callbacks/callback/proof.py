@@ -7,22 +7,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-from lightning.pytorch.strategies.launchers.multiprocessing import (
-    _MultiProcessingLauncher,  # looked at in Lightning 2.6.6
-)
 from typing_extensions import override
 
 from det_callbacks.callback.determinism import DeterminismCallback
 from det_callbacks.checkpoint.resume import Resume
-from det_callbacks.errors import DivergenceError, NothingComparedError, NotResumableError, SelectionError
+from det_callbacks.errors import DivergenceError, NothingComparedError, SelectionError
 from det_callbacks.judge import compare_runs
 from det_callbacks.ranks.group import RankGroup
 from det_callbacks.report.console import count
 from det_callbacks.rng import RewindPoint
 from det_callbacks.verdict import Verdict
 from det_callbacks.verification import free_folder
-
-CHECKPOINT = "interrupted.ckpt"
 
 
 def prove_resume(
@@ -65,8 +60,7 @@ def prove_resume(
         verdict on that.
 
     Raises:
-        SelectionError: ``stop_at`` or ``steps`` is out of range, the training ends before, processes are spawned, or
-            a Trainer or a model is not new.
+        SelectionError: ``stop_at`` or ``steps`` is out of range, the training ends before, or processes are spawned.
         NotResumableError: the checkpoint cannot be resumed exactly, with the reasons.
 
     Example:
@@ -79,29 +73,20 @@ def prove_resume(
     """
     if type(stop_at) is not int or type(steps) is not int or not 0 < stop_at < steps:
         raise SelectionError(f"stop_at is at least 1 and less than steps; got stop_at={stop_at!r} and steps={steps!r}.")
-
     place = (free_folder(Path(), kind="resume") if folder is None else Path(folder)).absolute()
+    checkpoint = place / "interrupted.ckpt"
     recorded = partial(DeterminismCallback, mode="record", level=level, resume=resume)
-
-    made: list[object] = []
 
     def train(callback: DeterminismCallback, end: _End, ckpt_path: Path | None = None) -> None:
         generators = RewindPoint()
         trainer = make_trainer()
-        if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
-            raise SelectionError(
-                "The processes of this Trainer are started for each training and give nothing back, so nothing could "
-                'be compared. Use strategy="ddp", or torchrun: then each process runs the whole program.'
-            )
+        if type(trainer.strategy.launcher).__name__ == "_MultiProcessingLauncher":  # looked at in Lightning 2.6.6
+            raise SelectionError('Processes that a Trainer spawns give nothing back: use strategy="ddp", or torchrun.')
         callbacks: list[pl.Callback] = vars(trainer)["callbacks"]
         callbacks[:] = [callback, *callbacks, end]
         model, data = make_model(), make_data()
         training, validation = data if isinstance(data, tuple) and len(data) == 2 else (data, None)
         try:
-            for name, one in (("make_trainer", trainer), ("make_model", model)):
-                if any(one is other for other in made):
-                    raise SelectionError(f"{name} returned the same object again; make a new one in it each time.")
-                made.append(one)
             trainer.fit(model, training, validation, ckpt_path=ckpt_path)
         finally:
             generators.put_back(restarts_new=True)  # also those of devices that it was the first to use
@@ -114,7 +99,7 @@ def prove_resume(
             "(max_epochs, max_steps), or ask for fewer steps."
         )
     with suppress(TrainingInterruptedError):
-        train(recorded(place / "interrupted"), _End(stop_at, place / CHECKPOINT))
+        train(recorded(place / "interrupted"), _End(stop_at, checkpoint))
     with closing(RankGroup().open()) as group:  # all have written what is compared
         group.gather(lambda: None, task="proving a resume")
     before = compare_runs(place / "reference", place / "interrupted", steps="common")
@@ -122,17 +107,13 @@ def prove_resume(
         return before
     resumed = DeterminismCallback(place / "reference", current=place / "resumed", resume=resume)
     try:
-        train(resumed, _End(steps), place / CHECKPOINT)
+        train(resumed, _End(steps), checkpoint)
     except DivergenceError as error:
         if error.verdict is None:
             raise
         return error.verdict
-    verdict = resumed.verdict
-    if verdict is None or verdict.coverage.steps is None:
-        raise NothingComparedError("The resumed training was not verified to its end.")
-    if (first := verdict.coverage.steps[0]) != stop_at:
-        problem = f"step {first}"
-        raise NotResumableError(f"The resumed training began with {problem}, and not with step {stop_at}.", (problem,))
+    if (verdict := resumed.verdict) is None or verdict.coverage.steps is None or verdict.coverage.steps[0] != stop_at:
+        raise NothingComparedError(f"The resumed training was not verified from step {stop_at} to its end.")
     return verdict
 
 
@@ -141,21 +122,11 @@ class TrainingInterruptedError(Exception):
 
 
 class _End(pl.Callback):
-    """Ends a training after so many batches, or saves a checkpoint then and interrupts it at the next batch.
-
-    It stands behind all other callbacks, so that what they did at that moment is in the checkpoint.
-    """
+    """Ends a training after so many batches, or saves a checkpoint then, as the last callback, and interrupts it."""
 
     def __init__(self, num_steps: int, checkpoint: Path | None = None) -> None:
         self._num_steps, self._checkpoint = num_steps, checkpoint
-        self.num_done = 0
-        self._is_saved = False
-
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._checkpoint is None:
-            trainer.fit_loop.min_epochs = 0  # no minimum that the Trainer would go on to
-            trainer.fit_loop.epoch_loop.min_steps = None
+        self.num_done, self._is_saved = 0, False
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:

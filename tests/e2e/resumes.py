@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, Dataset
 from trainers import LIGHTNING_ADVICE, quiet_trainer
 
 from det_callbacks import DeterminismCallback, NotResumableError
-from det_callbacks.checkpoint.files import read_part, read_sidecar
 
 RESUMING = [
     LIGHTNING_ADVICE,
@@ -82,8 +81,16 @@ class Noisy(pl.LightningModule):
         torch.randn(3)
 
     def configure_optimizers(self) -> Any:
+        _ = (
+            self.trainer.estimated_stepping_batches
+        )  # for which Lightning sets up the data before anything else of a fit
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9), "interval": "step"}]
+
+
+def noisy(**methods: Callable[..., Any]) -> type[Noisy]:
+    """Return the same with other methods."""
+    return type("Noisy", (Noisy,), methods)
 
 
 class Manual(Noisy):
@@ -114,7 +121,10 @@ HOOKS = {
 
 
 class SaveAfter(pl.Callback):
-    """Saves ``<n>.ckpt`` when n batches were trained: at the end of the batch, of a validation, or of the epoch."""
+    """Saves ``<n>.ckpt`` when n batches were trained: at the end of the batch, of a validation, or of the epoch.
+
+    Other ranks than the first are told another path, as where a metric in a file's name is another one on each.
+    """
 
     def __init__(self, folder: Path, *after: int, at: str = "batch") -> None:
         self.folder, self.after = folder, after
@@ -123,7 +133,8 @@ class SaveAfter(pl.Callback):
     def save(self, trainer: pl.Trainer, *_: Any) -> None:
         number = trainer.fit_loop.epoch_loop.total_batch_idx + 1
         if number in self.after and not trainer.sanity_checking:
-            trainer.save_checkpoint(self.folder / f"{number}.ckpt")
+            folder = self.folder if trainer.is_global_zero else self.folder / "elsewhere"
+            trainer.save_checkpoint(folder / f"{number}.ckpt")
 
 
 def fit(
@@ -167,9 +178,3 @@ def refused(folder: Path, name: str, *others: pl.Callback, **options: Any) -> st
     assert caught.value.exit_code == 2
     (problem,) = caught.value.problems
     return problem
-
-
-def problems_beside(path: Path) -> tuple[str, ...]:
-    """Return why a checkpoint cannot be resumed, as its save said."""
-    part, _ = read_part(path, read_sidecar(path), 0)
-    return part.problems

@@ -266,29 +266,3 @@ def test_it_is_compared_in_every_stage_and_with_its_own_digests(path: Path, tmp_
     other = fit(tmp_path, every(tmp_path, 2), max_epochs=1).run().trainer.checkpoint_callback.best_model_path
     shutil.copy(f"{other}.digests.json", f"{path}.digests.json")
     refuses("x.ckpt is not what was saved")
-
-
-class Opaque:
-    """What weights_only refuses."""
-
-
-class Holding(Plain):
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["thing"] = Opaque()
-
-
-def test_nothing_is_unpickled_that_was_not_saved(tmp_path: Path) -> None:
-    path = tmp_path / "x.ckpt"
-    fit(tmp_path, model=Holding).run().trainer.save_checkpoint(path)
-    assert check_checkpoint(path).equal
-
-    def resume(**options: Any) -> None:
-        Fit(ours(tmp_path), model=Holding, max_epochs=2).run(ckpt_path=str(path), **options)
-
-    with pytest.raises(Exception, match="Weights only load failed"):
-        resume()
-    resume(weights_only=False)
-    flip(path, path.stat().st_size // 2)
-    for load in (lambda: check_checkpoint(path), lambda: resume(weights_only=False)):  # not even by the user's choice
-        with pytest.raises(CheckpointFormatError):
-            load()

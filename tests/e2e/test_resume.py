@@ -1,7 +1,6 @@
 """A resumed training is the training that was interrupted, or it is refused with the reason."""
 
 import random
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,24 +9,15 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, GradientAccumulationScheduler, LearningRateFinder
-from resumes import RESUMING, Augmented, Manual, Noisy, SaveAfter, fit, loader, problems_beside, record, refused, resume
+from resumes import RESUMING, Augmented, Manual, Noisy, SaveAfter, fit, loader, noisy, record, refused, resume
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from det_callbacks import DeterminismCallback, DivergenceError, NothingComparedError
+from det_callbacks.checkpoint.files import read_part, read_sidecar
 from det_callbacks.runs.store import Run
 
 pytestmark = RESUMING
-
-
-class OneCycle(Noisy):
-    """Asks for the number of steps, for which Lightning sets up the data before anything else of a fit."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-        steps = int(self.trainer.estimated_stepping_batches)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=steps)
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
 class Plateau(Noisy):
@@ -43,6 +33,20 @@ class Plateau(Noisy):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "epoch"}}
 
 
+class Queue(Noisy):
+    """Keeps the last outputs in a buffer, as a part of a larger tensor or with the strides of one."""
+
+    def __init__(self, part: Any) -> None:
+        super().__init__()
+        self.part = part
+        self.register_buffer("queue", torch.zeros(2, 2))
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        loss = super().training_step(batch, index) + (self.queue * 2).sum()
+        self.queue = torch.cat([self.queue, loss.detach().expand(3, 2)])[self.part][-2:]
+        return loss
+
+
 TRAININGS: dict[str, dict[str, Any]] = {
     "shuffled": {"level": "op"},
     "accumulation": {"accumulate_grad_batches": 3},
@@ -50,8 +54,8 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "workers": {"data": lambda: loader(num_workers=2)},
     "plateau": {"model": Plateau, "max_epochs": 3},
     "generators_of_loader_and_data": {"data": lambda: loader("own", generator=torch.Generator().manual_seed(9))},
+    "part_of_a_larger_tensor": {"level": "op", "model": lambda: Queue(slice(1, 4))},
     "averaged": {"others": lambda: [EMAWeightAveraging(decay=0.9)], "validates": True},
-    "one_cycle": {"model": OneCycle},
 }
 
 
@@ -80,28 +84,6 @@ def test_wherever_an_epoch_or_a_fit_ends(limit: dict[str, int], validates: bool,
             assert resume(tmp_path, f"{name}/{steps}.ckpt", validates=validates, **limit) == (steps, 13)
 
 
-class Queue(Noisy):
-    """Keeps the last outputs in a buffer, as a part of a larger tensor or with the strides of one."""
-
-    def __init__(self, part: Any) -> None:
-        super().__init__()
-        self.part = part
-        self.register_buffer("queue", torch.zeros(2, 2))
-
-    def training_step(self, batch: Any, index: int) -> Tensor:
-        loss = super().training_step(batch, index) + (self.queue * 2).sum()
-        self.queue = torch.cat([self.queue, loss.detach().expand(3, 2)])[self.part][-2:]
-        return loss
-
-
-def test_where_a_buffer_lies_in_its_storage_is_no_matter_and_its_strides_are(tmp_path: Path) -> None:
-    record(tmp_path, SaveAfter(tmp_path, 3), level="op", model=lambda: Queue(slice(1, 4)))
-    assert resume(tmp_path, "3.ckpt", model=lambda: Queue(slice(1, 4)))[0] == 3
-    other = tmp_path / "other"
-    record(other, SaveAfter(other, 3), level="op", model=lambda: Queue(slice(0, None, 2)))
-    assert "the layout of queue in memory" in refused(other, "3.ckpt", model=lambda: Queue(slice(0, None, 2)))
-
-
 def test_a_resumed_run_can_be_resumed(tmp_path: Path) -> None:
     record(tmp_path, SaveAfter(tmp_path, 3))
     resume(tmp_path, "3.ckpt", SaveAfter(tmp_path, 5, 12))
@@ -112,18 +94,17 @@ def test_a_resumed_run_can_be_resumed(tmp_path: Path) -> None:
     assert resume(tmp_path, "12.ckpt", seed=99) == (12, 13)
 
 
-class Tuned(Noisy):
-    lr = 1e-2
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=self.lr)
+def with_own_rate(self: Noisy) -> Any:
+    return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
 @pytest.mark.parametrize("order", [1, -1], ids=["first", "last"])
 def test_what_a_tuner_saves_and_loads_is_no_resume(order: int, tmp_path: Path, capsys: Any) -> None:
+    tuned = noisy(configure_optimizers=with_own_rate, lr=1e-2)
+
     def train(callback: DeterminismCallback, *others: Any) -> None:
         finder = LearningRateFinder(num_training_steps=14, early_stop_threshold=None, update_attr=True)
-        trainer = fit(*[callback, finder][::order], *others, model=Tuned, default_root_dir=tmp_path)
+        trainer = fit(*[callback, finder][::order], *others, model=tuned, default_root_dir=tmp_path)
         assert trainer.lightning_module.lr != 1e-2
         assert list(tmp_path.glob(".lr_find*")) == []
         assert "will not be the same run" not in capsys.readouterr().out
@@ -133,7 +114,7 @@ def test_what_a_tuner_saves_and_loads_is_no_resume(order: int, tmp_path: Path, c
     callback = DeterminismCallback(tmp_path / "run", current=tmp_path / "again")
     train(callback)
     assert (callback.verdict.verdict, callback.verdict.coverage.steps) == ("match", (0, 13))
-    assert resume(tmp_path, "4.ckpt", model=Tuned) == (4, 13)
+    assert resume(tmp_path, "4.ckpt", model=tuned) == (4, 13)
 
 
 def test_nothing_else_changes(tmp_path: Path) -> None:
@@ -163,30 +144,15 @@ class Endless(IterableDataset[Tensor]):
         return iter(Augmented("none").rows)
 
 
-class Iterating(Noisy):
-    def training_step(self, dataloader_iter: Any) -> Tensor:  # as Lightning has it
-        batch, _, _ = next(dataloader_iter)
-        return self(batch).pow(2).mean()
+def step_that_draws(self: Noisy, dataloader_iter: Any) -> Tensor:  # as Lightning has it
+    return self(next(dataloader_iter)[0]).pow(2).mean()
 
 
-class Pair(Noisy):
-    def training_step(self, batch: Any, index: int) -> Tensor:
-        return super().training_step(batch["long"] + batch["short"][:1], index)
-
-
-class EndsEpochs(Noisy):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        return -1 if batch_idx == 3 else None
-
-
-class Changing(Noisy):
-    def on_train_epoch_end(self) -> None:
-        self.last.bias.data += 1
-
-
-class Placed(DataLoader[Any]):
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        pass
+DRAWING = noisy(training_step=step_that_draws)
+PAIRED = noisy(training_step=lambda self, batch, index: self(batch["long"]).pow(2).mean())
+ENDING = noisy(on_train_batch_start=lambda self, batch, index: -1 if index == 3 else None)
+CHANGING = noisy(on_train_epoch_end=lambda self: self.last.bias.data.add_(1))
+PLACED = type("Placed", (DataLoader,), {"load_state_dict": lambda self, state: None})
 
 
 class Counting(pl.Callback):
@@ -211,18 +177,18 @@ CHANGED = "(hooks of callbacks, a validation, an end of epoch), which Lightning 
 REASONS: dict[str, tuple[dict[str, Any], int, str, str]] = {  # options, after, at which moment it is saved, why not
     "workers": ({"data": lambda: loader(num_workers=1, persistent_workers=True)}, 4, "batch", "persistent_workers=Fa"),
     "no_length": ({"data": lambda: DataLoader(Endless(), batch_size=2)}, 4, "batch", "give the data set a __len__"),
-    "draws_itself": ({"model": Iterating, "data": lambda: loader("own")}, 4, "batch", DATA),
-    "two_loaders": ({"model": Pair, "data": lambda: TWO}, 4, "batch", DATA),
+    "draws_itself": ({"model": DRAWING, "data": lambda: loader("own")}, 4, "batch", DATA),
+    "two_loaders": ({"model": PAIRED, "data": lambda: TWO}, 4, "batch", DATA),
     "made_again": ({"reload_dataloaders_every_n_epochs": 2}, 4, "batch", DATA),
-    "own_place": ({"data": lambda: Placed(Augmented(), 2)}, 4, "batch", DATA),
+    "own_place": ({"data": lambda: PLACED(Augmented(), 2)}, 4, "batch", DATA),
     "schedule": ({"others": lambda: GradientAccumulationScheduler({0: 3})}, 4, "batch", "use accumulate_grad_batches"),
-    "ended_epoch": ({"model": EndsEpochs, "max_epochs": 2}, 5, "batch", "on_train_batch_start returned -1 before"),
+    "ended_epoch": ({"model": ENDING, "max_epochs": 2}, 5, "batch", "on_train_batch_start returned -1 before"),
     "within_a_step": ({}, 4, "backward", f"in the middle of step 3, {MIDDLE}"),
     "within_a_start": ({"max_epochs": 2}, 7, "start", MIDDLE),
     "within_a_validation": ({"validates": True, "val_check_interval": 2}, 4, "within", MIDDLE),
     "before_validation": ({"validates": True, "val_check_interval": 2, "max_steps": 4}, 4, "batch", MISSED),
-    "hooks_that_change": ({"model": Changing, "max_epochs": 2}, 7, "batch", f"{CHANGED} last.bias"),
-    "at_the_end": ({"model": Changing}, 7, "batch", f"{CHANGED} last.bias"),
+    "hooks_that_change": ({"model": CHANGING, "max_epochs": 2}, 7, "batch", f"{CHANGED} last.bias"),
+    "at_the_end": ({"model": CHANGING}, 7, "batch", f"{CHANGED} last.bias"),
     "callbacks_that_change": ({"others": Counting, "max_epochs": 2}, 7, "batch", f"{CHANGED} state of Counting"),
 }
 
@@ -233,20 +199,9 @@ def test_a_save_that_cannot_be_resumed_says_what_to_change(name: str, tmp_path: 
     options = {"max_epochs": 1, **options}
     others = [options.pop("others")()] if "others" in options else []
     record(tmp_path, *others, SaveAfter(tmp_path, after, at=at), **options)
-    problems = problems_beside(tmp_path / f"{after}.ckpt")
-    assert [reason in problem for problem in problems] == [True], problems
-
-
-def frozen() -> pl.LightningModule:
-    model = Noisy()
-    model.first.requires_grad_(False)
-    return model
-
-
-def without_noise() -> pl.LightningModule:
-    model = Noisy()
-    del model.noise
-    return model
+    path = tmp_path / f"{after}.ckpt"
+    part, _ = read_part(path, read_sidecar(path), 0)
+    assert [reason in problem for problem in part.problems] == [True], part.problems
 
 
 @pytest.fixture(scope="module")
@@ -256,17 +211,34 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"model": frozen}, "Lightning restored it, and the list of frozen parameters is not what it was then"),
-        ({"model": without_noise}, "or are not there: module.noise"),
-        ({"data": lambda: loader("none", shuffle=False)}, "the first 4 batches of the epoch, drawn again, are not"),
-        ({"accumulate_grad_batches": 2}, "and accumulate_grad_batches is not what it was then"),
-    ],
-)
+OTHERS: list[tuple[dict[str, Any], str]] = [
+    ({"model": lambda: Noisy().requires_grad_(False)}, "it, and the list of frozen parameters is not what it was then"),
+    ({"model": noisy(on_fit_start=lambda self: delattr(self, "noise"))}, "or are not there: module.noise"),
+    ({"data": lambda: loader("none", shuffle=False)}, "the first 4 batches of the epoch, drawn again, are not"),
+    ({"accumulate_grad_batches": 2}, "and accumulate_grad_batches is not what it was then"),
+]
+
+
+@pytest.mark.parametrize(("options", "reason"), OTHERS)
 def test_another_training_is_refused(options: dict[str, Any], reason: str, saved: Path) -> None:
     assert reason in refused(saved, "4.ckpt", **{"data": lambda: loader("none"), **options})
+
+
+def test_other_strides_are_refused(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"model": lambda: Queue(slice(0, None, 2))}
+    record(tmp_path, SaveAfter(tmp_path, 3), **options)
+    assert "the layout of queue in memory" in refused(tmp_path, "3.ckpt", **options)
+
+
+def test_missing_state_is_refused_or_said(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (saved / "7.ckpt.resume").rename(saved / "resume")
+    assert refused(saved, "7.ckpt").startswith("the state of rank 0 of 1, which was saved beside it, is missing")
+    (saved / "resume").rename(saved / "7.ckpt.resume")
+    (saved / "7.ckpt.digests.json").unlink()
+    with pytest.raises(DivergenceError):
+        resume(saved, "7.ckpt")
+    said = "7.ckpt is resumed by Lightning alone: no state of generators and data with its digests"
+    assert said in capsys.readouterr().out
 
 
 def test_a_finished_training(tmp_path: Path) -> None:
@@ -278,17 +250,3 @@ def test_a_finished_training(tmp_path: Path) -> None:
     with pytest.raises(NothingComparedError, match=r"so nothing was added to .*, which is as it was"):
         fit(callback, max_epochs=1, ckpt_path=tmp_path / "7.ckpt")
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
-
-
-def test_missing_state_is_refused_or_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record(tmp_path, SaveAfter(tmp_path, 4))
-    shutil.move(tmp_path / "4.ckpt.resume", tmp_path / "resume")
-    assert refused(tmp_path, "4.ckpt").startswith("the state of rank 0 of 1, which was saved beside it, is missing")
-    shutil.move(tmp_path / "resume", tmp_path / "4.ckpt.resume")
-    (tmp_path / "4.ckpt.digests.json").unlink()
-    with pytest.raises(DivergenceError):
-        resume(tmp_path, "4.ckpt")
-    assert (
-        "4.ckpt is resumed by Lightning alone: no state of generators and data with its digests"
-        in capsys.readouterr().out
-    )

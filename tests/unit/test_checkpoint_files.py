@@ -165,11 +165,14 @@ def test_a_part_belongs_to_the_save_that_it_is_of(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
-    torch.save([1], tmp_path / "x.ckpt")
+    torch.save([1], tmp_path / "list.ckpt")
+    torch.save({}, tmp_path / "x.ckpt")
     (tmp_path / "folder").mkdir()
+    torch.save({"thing": Thing()}, tmp_path / "thing.ckpt")
     for paths, message in (
         (("memory://x.ckpt",), r"There is no checkpoint memory://x\.ckpt on this disk"),
-        ((tmp_path / "x.ckpt", tmp_path / "x.ckpt"), "holds a list and not a checkpoint's dictionary"),
+        ((tmp_path / "list.ckpt", tmp_path / "x.ckpt"), "holds a list and not a checkpoint's dictionary"),
+        ((tmp_path / "x.ckpt", tmp_path / "thing.ckpt"), r"thing\.ckpt cannot be read \(UnpicklingError: Weights only"),
         ((tmp_path / "x.ckpt", tmp_path / "folder"), "is a folder, and only files can be compared"),
     ):
         with pytest.raises((CheckpointFormatError, CheckpointNotFoundError), match=message):
