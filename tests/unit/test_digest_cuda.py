@@ -3,7 +3,7 @@
 import device_cases
 import pytest
 import torch
-from test_digest_queue import add
+from test_digest_device import add
 
 from det_callbacks.digest import digest_output, digest_tensor, digest_tensors
 from det_callbacks.digest.device.deferred import DigestQueue

@@ -1,29 +1,183 @@
-"""Digests that are computed where a tensor is: the bits of the host, other threads, and which way is taken."""
+"""Digests that are computed where a tensor is: what waits for a launch, the bits of the host, which way is taken."""
 
 import os
+import random
 import subprocess
 import sys
 import threading
+import weakref
+from collections.abc import Hashable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import device_cases
+import late_device
 import pytest
 import torch
 from late_kernels import late_kernels
-from test_digest_queue import LateDevice
-from test_digest_unobserved import CountingDispatch
+from test_digest import CountingDispatch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from det_callbacks.digest import digest_tensor
 from det_callbacks.digest.device import deferred, triton_digest
 from det_callbacks.digest.device.deferred import DeferredDigests, DigestQueue
-from det_callbacks.digest.device.triton_digest import Choice, device_choice, disagreement
-
-NEEDS_TRITON = "needs Triton, which the dev extra brings on Linux"
+from det_callbacks.digest.device.triton_digest import Choice, Span, device_choice, disagreement
+from det_callbacks.errors import DetCallbacksError
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")  # torch's, of a dtype
+
+
+class LateDevice(late_device.LateDevice):
+    """One with streams, whose launches may fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: list[tuple[int, Hashable]] = []
+        self.current: Hashable = None
+        self.failure: Exception | None = None
+        self.waits: list[tuple[Hashable, Hashable]] = []  # of one stream for another
+
+    def stream(self) -> Hashable:
+        return self.current
+
+    def wait_for(self, stream: Hashable) -> None:
+        self.waits.append((self.current, stream))
+
+    def launch(self, spans: Sequence[Span], stream: Hashable, unheld: Set[int] = frozenset()) -> list[torch.Tensor]:
+        if self.failure is not None:
+            raise self.failure
+        self.launches.append((len(spans), stream))
+        return super().launch(spans, stream, unheld)
+
+
+def add(queue: DigestQueue, value: torch.Tensor) -> int:
+    return queue.add(value.untyped_storage(), value.storage_offset() * value.element_size(), value.nbytes)
+
+
+def filled(value: float, length: int = 4) -> torch.Tensor:
+    return torch.full((length,), float(value))
+
+
+def digests(*values: float, length: int = 4) -> list[int]:
+    return [digest_tensor(filled(value, length)) for value in values]
+
+
+def test_memory_that_waits_is_held_and_then_let_go_and_the_tensor_never() -> None:
+    queue = DigestQueue(LateDevice())
+    value = filled(3)
+    tensor, memory = weakref.ref(value), StorageWeakRef(value.untyped_storage())
+    add(queue, value)
+    del value
+    assert tensor() is None
+    assert not memory.expired()
+    queue.flush()
+    assert memory.expired()
+    assert queue.finish() == digests(3)
+
+
+def test_the_count_and_the_bytes_have_their_budgets() -> None:
+    device = LateDevice()
+    queue = DigestQueue(device, max_tensors=3, max_bytes=100)
+    for value in range(4):
+        add(queue, filled(value))
+    assert device.launches == [(3, None)]
+    add(queue, filled(4, 20))
+    assert device.launches == [(3, None)]
+    add(queue, filled(5, 2))
+    assert device.launches == [(3, None), (2, None)]
+    add(queue, filled(6, 26))
+    assert device.launches[2:] == [(1, None), (1, None)]
+    expected = [*digests(0, 1, 2, 3), *digests(4, length=20), *digests(5, length=2), *digests(6, length=26)]
+    assert queue.finish() == expected
+
+
+def test_a_write_on_another_stream_comes_after_the_reading() -> None:
+    device = LateDevice()
+    queue = DigestQueue(device, max_tensors=1)
+    early, late, other = filled(1), filled(2), filled(3)
+    device.current = "side"
+    for value in (early, other, late):
+        add(queue, value)
+    device.current = "main"
+    queue.before_write(early.untyped_storage())  # launched long ago
+    assert (len(device.launches), device.waits) == (2, [("main", "side")])
+    queue.before_write(late.untyped_storage())  # launched now
+    assert (len(device.launches), device.waits) == (3, [("main", "side")] * 2)
+    queue.before_write(late.untyped_storage())  # ordered already
+    device.current = "side"
+    queue.before_write(other.untyped_storage())  # in the same order anyway
+    assert len(device.waits) == 2
+    assert queue.finish() == digests(1, 3, 2)
+    device.current = "main"
+    queue.before_write(other.untyped_storage())  # it has been fetched
+    assert len(device.waits) == 2
+
+
+def test_a_write_that_may_go_anywhere_comes_after_all_reading() -> None:
+    device = LateDevice()
+    queue = DigestQueue(device)
+    for stream, number in (("side", 1), ("other", 2), ("main", 3)):
+        device.current = stream
+        add(queue, filled(number))
+    queue.before_any_write()
+    assert (len(device.launches), device.waits) == (3, [("main", "side"), ("main", "other")])
+    assert queue.finish() == digests(1, 2, 3)
+
+
+@pytest.mark.parametrize("is_freed", [True, False], ids=["freed", "out of memory"])
+def test_lost_digests_are_an_error_until_the_queue_is_emptied(is_freed: bool) -> None:
+    device = LateDevice()
+    queue, value = DigestQueue(device), filled(2)
+    add(queue, filled(1))
+    queue.flush()
+    add(queue, value)
+    if is_freed:
+        value.untyped_storage().resize_(0)
+    else:
+        device.failure = RuntimeError("out of memory")
+    with pytest.raises(RuntimeError if device.failure else DetCallbacksError, match=r"of memory|16 bytes was freed"):
+        queue.finish()
+    device.failure = None
+    for go_on in (queue.finish, queue.flush, lambda: add(queue, filled(3))):
+        with pytest.raises(DetCallbacksError, match="were lost when an earlier launch failed"):
+            go_on()
+    queue.discard()
+    assert add(queue, filled(4)) == 0
+    assert queue.finish() == digests(4)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_programs_give_the_digests_of_their_moment(seed: int) -> None:
+    draw = random.Random(seed)
+    device = LateDevice()
+    queue = DigestQueue(device, max_tensors=draw.choice([1, 5, 1000]), max_bytes=draw.choice([0, 200, 1 << 20]))
+    values = [torch.arange(12.0)]
+    expected = []
+    for _ in range(150):
+        one = draw.choice(values)
+        action = draw.randrange(6)
+        if action == 0:
+            values.append(one + draw.random())
+        elif action == 1:
+            begin = draw.randrange(one.numel() + 1)
+            values.append(one[begin : begin + draw.randrange(8)])
+        elif action == 2:
+            queue.before_write(one.untyped_storage())
+            one.mul_(draw.random())
+        elif action == 3 and len(values) > 1:
+            values = [value for value in values if value is not one]
+        elif action == 4:
+            device.current = draw.choice(["main", "side"])
+        else:
+            assert add(queue, one) == len(expected)
+            expected.append(digest_tensor(one))
+    assert queue.finish() == expected
+    assert device.num_collected == 1
+
+
+NEEDS_TRITON = "needs Triton, which the dev extra brings on Linux"
 
 
 def run_python(*arguments: str, **variables: str) -> str:
@@ -114,8 +268,7 @@ def test_a_method_gives_the_bits_of_the_host_and_one_that_does_not_is_found() ->
     assert disagreement(device, device_cases.HOST) == said
 
 
-@pytest.mark.parametrize("does_write", [True, False], ids=["writes", "adds"])
-def test_a_thread_that_comes_into_another_one_s_launch_waits_for_it(does_write: bool) -> None:
+def test_a_thread_that_comes_into_another_one_s_launch_waits_for_it() -> None:
     device, has_begun, may_go_on = LateDevice(), threading.Event(), threading.Event()
     launch = device.launch
 
@@ -125,28 +278,23 @@ def test_a_thread_that_comes_into_another_one_s_launch_waits_for_it(does_write: 
         return launch(*work)
 
     device.launch = held
-    queue = DigestQueue(device)
-    value, other = torch.arange(8.0), torch.arange(3.0)
-    expected = [digest_tensor(value)] + [digest_tensor(other)] * (not does_write)
-    queue.add(value.untyped_storage(), 0, value.nbytes)
+    queue, value = DigestQueue(device), filled(1)
+    add(queue, value)
 
-    def come() -> None:
-        if does_write:
-            queue.before_write(value.untyped_storage())
-            value.zero_()
-        else:
-            queue.add(other.untyped_storage(), 0, other.nbytes)
+    def write() -> None:
+        queue.before_write(value.untyped_storage())
+        value.zero_()
 
     with ThreadPoolExecutor(2) as threads:
         launching = threads.submit(queue.flush)
         assert has_begun.wait(30)
-        coming = threads.submit(come)
+        writing = threads.submit(write)
         with pytest.raises(TimeoutError):
-            coming.result(0.2)
+            writing.result(0.2)
         may_go_on.set()
         launching.result(30)
-        coming.result(30)
-    assert queue.finish() == expected
+        writing.result(30)
+    assert queue.finish() == digests(1)
 
 
 @pytest.mark.parametrize(

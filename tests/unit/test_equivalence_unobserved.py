@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from nondeterministic_ops import drawing, noisy
-from test_digest_unobserved import CountingDispatch, CountingFunction
+from test_digest import CountingDispatch, CountingFunction
 from torch import Tensor, library, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh

@@ -1,16 +1,21 @@
-"""Saving tensors and putting them back, on the host and on a device that yields at the step's end."""
+"""Saving tensors to put them back, or to keep them: on the host, and on a device that yields at the step's end."""
 
 import json
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from beta_tensors import BETA_TENSORS
-from device_cases import of_bits
+from compiling import compiling_anew, opaque_backend, twice
+from device_cases import DTYPES, of_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from late_device import LateDevice, as_in_a_step, late_device
@@ -19,14 +24,21 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.flop_counter import FlopCounterMode
+from verdicts import DIVERGED, DIVERGENCE
 
-from det_callbacks import HashMode
-from det_callbacks.digest import digest_tensor
+from det_callbacks.compare.numbers import KeptNumbers, to_keep
+from det_callbacks.digest import digest_tensor, format_digest
 from det_callbacks.errors import DetCallbacksError, ReferenceFormatError, ReplayError
+from det_callbacks.runs.files import stream_path
+from det_callbacks.runs.steps import StepTrace
 from det_callbacks.tensors.copies import TensorBudget
-from det_callbacks.tensors.files import REPLAY, SavedStep, StepPlace, StepWriter, tensor_path
+from det_callbacks.tensors.files import KEPT, REPLAY, SavedStep, StepPlace, StepWriter, tensor_path
+from det_callbacks.tensors.keep import Keeper
+from det_callbacks.tensors.kept import KeptCounts, KeptStep
 from det_callbacks.tensors.replay import Replay
 from det_callbacks.trace.deferred_sites import DeferredSites
+from det_callbacks.trace.hash_mode import HashMode
+from det_callbacks.verdict import Divergence, Numbers
 
 PLACE = StepPlace(run_id="run", rank=0, segment=0, step=12)
 KEY = "forward/net:aten.mm.default#0.0"
@@ -38,44 +50,36 @@ def saver(folder: Path, budget_mib: float = 1024.0) -> Replay:
     return Replay(StepWriter(stream, REPLAY, run_id="run"), TensorBudget(budget_mib))
 
 
-def saved_step(folder: Path, step: int = 12) -> SavedStep:
-    return SavedStep(tensor_path(folder / "rank-00000" / "attempt-000.arrows", REPLAY, step), PLACE)
-
-
 def reader(folder: Path, step: int = 12) -> Replay:
+    path = tensor_path(folder / "rank-00000" / "attempt-000.arrows", REPLAY, step)
     replay = Replay()
-    replay.begin(saved_step(folder, step))
+    replay.begin(SavedStep(path, PLACE))
     return replay
 
 
-def save(folder: Path, *tensors: Tensor) -> None:
-    """Save tensors of the host as step 12, under KEY, "1", "2" and so on."""
+def save(folder: Path, *tensors: Tensor) -> Path:
+    """Save tensors of the host as step 12, under KEY, "1", "2" and so on; return the file."""
     saving = saver(folder)
     for index, tensor in enumerate(tensors):
         saving.exchange_apart(str(index) if index else KEY, tensor, op="op", deferred=None)
     saving.write(12)
+    (path,) = folder.rglob("*.safetensors")
+    return path
 
 
 @contextmanager
 def step_on(device: LateDevice | None) -> Iterator[DeferredSites | None]:
     """Settle at the end what was asked for of a late device; nothing may wait before."""
-    deferred = None if device is None else DeferredSites()
-    with nullcontext() if device is None else as_in_a_step(device):
+    if device is None:
+        yield None
+        return
+    deferred = DeferredSites()
+    with as_in_a_step(device):
         yield deferred
-    if device is not None and deferred is not None:
-        assert device.waits == []
-        deferred.settle(array("Q"))
+    assert device.waits == []
+    deferred.settle(array("Q"))
 
 
-DTYPES = [
-    getattr(torch, name)
-    for names in (
-        "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 uint1 uint4 uint7 int2 int4 bits8 bits16",
-        "float16 bfloat16 float32 float64 complex32 complex64 complex128 float4_e2m1fn_x2",
-        "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu",
-    )
-    for name in names.split()
-]
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda tensor: tensor,
     "transposed": lambda tensor: tensor.transpose(0, -1) if tensor.dim() else tensor,
@@ -94,12 +98,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     seed=st.integers(0, 1000),
 )
 def test_any_bits_come_back(
-    tmp_path_factory: pytest.TempPathFactory,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    layout: str,
-    is_late: bool,
-    seed: int,
+    tmp_path_factory: pytest.TempPathFactory, dtype: torch.dtype, shape: Any, layout: str, is_late: bool, seed: int
 ) -> None:
     folder = tmp_path_factory.mktemp("replay")
     original, live, apart = (LAYOUTS[layout](of_bits(dtype, *shape, seed=seed + more)) for more in (0, 1, 2))
@@ -127,9 +126,8 @@ def test_any_bits_come_back(
     assert saving.counts.to_dict()["op"]["count"] == 1
 
 
-def freed(tensor: Tensor) -> Tensor:
-    tensor.untyped_storage().resize_(0)
-    return tensor
+FREED = torch.ones(8)
+FREED.untyped_storage().resize_(0)
 
 
 @BETA_TENSORS
@@ -146,7 +144,7 @@ def freed(tensor: Tensor) -> Tensor:
         (lambda: torch.ones(2, device="meta"), "holds no data"),
         (lambda: torch.ones(3).expand(2, 3), "share memory .shape .2, 3., strides .0, 1.*clone"),
         (lambda: torch.ones(4).as_strided((2, 2), (1, 1)), "share memory"),
-        (lambda: freed(torch.ones(8)), "needs 32 bytes of storage and 0 are there"),
+        (lambda: FREED, "needs 32 bytes of storage and 0 are there"),
     ],
 )
 @pytest.mark.parametrize("is_late", [False, True], ids=["host", "late"])
@@ -187,18 +185,14 @@ def test_autograd_goes_on_with_the_bits_put_back(tmp_path: Path) -> None:
     assert (out._version, out.grad_fn, out.requires_grad) == before
     out.sum().backward()
     assert torch.equal(weight.grad, torch.tensor([2.0, 3.0, 4.0]))
-    view, address = weight.detach(), weight.data_ptr()
+    view = weight.detach()
     (weight * weight).sum().backward()
     replaying.exchange("1", weight, op="op", deferred=None)  # a leaf that requires grad, where it lies
-    assert weight.data_ptr() == address
-    assert view.tolist() == [5.0] * 3
-    assert weight.is_leaf
+    assert (view.tolist(), weight.is_leaf) == ([5.0] * 3, True)
     with torch.inference_mode():
         live = torch.ones(3)
-        replaying.exchange(KEY, live, op="op", deferred=None)
     replaying.exchange("1", live, op="op", deferred=None)
-    assert live.is_inference()
-    assert live.tolist() == [5.0] * 3
+    assert (live.tolist(), live.is_inference()) == ([5.0] * 3, True)
     live = torch.zeros(2).expand(3, 2)  # a gradient may share memory, and comes back apart
     new = replaying.exchange_apart("2", live, op="op", deferred=None)
     assert (new.tolist(), live.tolist()) == ([[1.0, 2.0]] * 3, [[0.0, 0.0]] * 3)
@@ -237,12 +231,11 @@ def test_what_was_not_saved_or_does_not_fit_is_an_error(tmp_path: Path) -> None:
         reader(tmp_path, step=13).exchange("one", torch.ones(3), op="op", deferred=None)
     for change in ({"step": 13}, {"run_id": "other"}, {"rank": 1}):
         with pytest.raises(ReferenceFormatError, match="another place"):
-            SavedStep(saved_step(tmp_path).path, replace(PLACE, **change)).read("one")
+            SavedStep(next(tmp_path.rglob("*.safetensors")), replace(PLACE, **change)).read("one")
 
 
 def test_every_damaged_byte_is_found(tmp_path: Path) -> None:
-    save(tmp_path, torch.randn(8))
-    path = saved_step(tmp_path).path
+    path = save(tmp_path, torch.randn(8))
     content = path.read_bytes()
     damaged = [content[:at] + bytes([content[at] ^ 0x11]) + content[at + 1 :] for at in range(0, len(content), 3)]
     damaged += [content[:length] for length in (0, 7, 8, len(content) // 2, len(content) - 1)] + [content + b"\0"]
@@ -255,31 +248,15 @@ def test_every_damaged_byte_is_found(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")
 def test_others_can_read_the_file(tmp_path: Path) -> None:
     tensors = [of_bits(dtype, 3, 2, seed=1) for dtype in DTYPES]
-    save(tmp_path, *tensors)
-    with safe_open(saved_step(tmp_path).path, framework="pt") as file:
+    with safe_open(save(tmp_path, *tensors), framework="pt") as file:
         found = [file.get_tensor(str(index) if index else KEY) for index in range(len(tensors))]
         header = json.loads(file.metadata()["det_callbacks"])
-    native = sum(one.dtype is other.dtype for one, other in zip(found, tensors, strict=True))
-    assert native == 10
+    assert sum(one.dtype is other.dtype for one, other in zip(found, tensors, strict=True)) == 10
     for one, other in zip(found, tensors, strict=True):
         assert one.dtype in (other.dtype, torch.uint8)
         assert digest_tensor(one) == digest_tensor(other)
     assert (header["format_version"], header["run_id"], header["step"]) == (1, "run", 12)
     assert header["entries"][KEY]["dtype"] == str(DTYPES[0]).removeprefix("torch.")
-
-
-def test_the_budget_of_a_step(tmp_path: Path) -> None:
-    mib = torch.zeros(2**18)
-    saving = saver(tmp_path, budget_mib=2)
-    for key, op in (("a", "aten.one"), ("b", "aten.two")):
-        saving.exchange(key, mib, op=op, deferred=None)
-    with pytest.raises(ReplayError, match=r"would save 3 MiB with aten.two, and tensor_budget_mib is 2\."):
-        saving.exchange("c", mib, op="aten.two", deferred=None)
-    assert not list(tmp_path.rglob("*.safetensors"))
-    saving.write(0)
-    saving.exchange("d", mib, op="aten.one", deferred=None)  # each step has it for itself
-    counts = {"count": 1, "differing": 0, "mib_per_step": 1.0}
-    assert saving.counts.to_dict() == {"aten.one": counts, "aten.two": counts}
 
 
 def test_a_step_recorded_again_replaces_what_it_saved(tmp_path: Path) -> None:
@@ -290,5 +267,115 @@ def test_a_step_recorded_again_replaces_what_it_saved(tmp_path: Path) -> None:
     live = torch.zeros(1)
     reader(tmp_path).exchange("a", live, op="op", deferred=None)
     assert live.item() == 1.0
+    counts = {"count": 2, "differing": 0, "mib_per_step": round(4 / 2**20, 6)}
+    assert saving.counts.to_dict() == {"op": counts}
     saving.write(12)  # and one that saves nothing any more leaves no file
     assert not list(tmp_path.rglob("*.safetensors"))
+
+
+# Keeping what ops wrote.
+
+ADD = replace(DIVERGENCE, step=0, module="", op="aten.add.Tensor", shape=(2,))
+
+
+def keeper(folder: Path, *patterns: str, budget: TensorBudget | None = None) -> Keeper:
+    stream = stream_path(folder, 0, 0, 0)
+    stream.parent.mkdir(parents=True, exist_ok=True)
+    return Keeper(patterns, StepWriter(stream, KEPT, run_id=folder.name), budget or TensorBudget(8.0))
+
+
+def trace(keeping: Keeper, body: Callable[[], Any], step: int = 0) -> StepTrace:
+    with HashMode() as mode:
+        mode.recorder.output_hooks = (keeping,)
+        keeping.begin()
+        body()
+    keeping.write(mode.trace, step)
+    return mode.trace
+
+
+def assert_kept(folder: Path, place: Divergence, output: Tensor, step: int = 0) -> None:
+    """Check that what an op wrote can be found by its digest."""
+    path = tensor_path(stream_path(folder, 0, 0, 0), KEPT, step)
+    saved = SavedStep(path, StepPlace(run_id=folder.name, rank=0, segment=0, step=step))
+    kept = KeptStep(saved).find(place, format_digest(digest_tensor(output)))
+    assert kept is not None
+    assert kept.bits.view("float32").tolist() == output.flatten().tolist()
+
+
+def test_an_argument_that_varies_does_not_shift_what_is_kept(tmp_path: Path) -> None:
+    """Its site stands before those of the outputs."""
+    keeping = keeper(tmp_path / "run", "aten.add.Tensor")
+    for step, alpha in enumerate((2.0, 3.0)):
+        found = trace(keeping, partial(torch.add, torch.ones(2), torch.ones(2), alpha=alpha), step)
+        assert "argument" in [site.role for site in found.program.sites]
+        assert_kept(tmp_path / "run", ADD, torch.full((2,), 1 + alpha), step)
+
+
+def test_what_cannot_be_copied_is_left_out_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keeping = keeper(tmp_path / "run", "aten._to_sparse.default", "aten.ones.default")
+    trace(keeping, lambda: torch.ones(3, 3).to_sparse())
+    assert (keeping.counts.num_tensors, keeping.counts.num_missing) == (1, 1)
+    assert "has the layout sparse_coo, so its bits cannot be saved" in keeping.counts.reason
+    out_of_memory = mock.Mock(side_effect=torch.OutOfMemoryError("out of memory"))
+    monkeypatch.setattr("det_callbacks.tensors.copies.copy_bits", out_of_memory)
+    trace(keeping, lambda: torch.ones(2))
+    assert (keeping.counts.num_tensors, keeping.counts.num_missing) == (1, 2)
+
+
+def test_one_budget_serves_what_a_step_keeps_and_saves(tmp_path: Path) -> None:
+    budget = TensorBudget(0.002)
+    keeping = keeper(tmp_path / "run", "aten.mm.default", budget=budget)
+    replay = Replay(StepWriter(stream_path(tmp_path / "run", 0, 0, 0), REPLAY, run_id="run"), budget)
+
+    def body() -> None:
+        replay.exchange("key", torch.ones(256), op="op", deferred=None)  # a half of the budget
+        torch.mm(torch.ones(16, 8), torch.ones(8, 32))  # does not fit
+        torch.mm(torch.ones(8, 8), torch.ones(8, 8))
+        with pytest.raises(RuntimeError, match="mat1 and mat2"):
+            torch.mm(torch.ones(2, 2), torch.ones(3, 3))
+        with pytest.raises(ReplayError, match=r"save 0\.00362 MiB with op, and tensor_budget_mib is 0\.002\."):
+            replay.exchange("more", torch.ones(629), op="op", deferred=None)
+
+    trace(keeping, body)
+    assert (keeping.counts.num_tensors, keeping.counts.num_missing) == (1, 1)
+    replay.exchange("each step has it for itself", torch.ones(512), op="op", deferred=None)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it compiles
+def test_an_op_inside_a_compiled_region_is_kept_too(tmp_path: Path) -> None:
+    with compiling_anew():
+        compiled = torch.compile(lambda values: twice(values) + 1, backend=opaque_backend())
+        with HashMode():
+            compiled(torch.ones(2, 4))  # compiled before what is kept
+        trace(keeper(tmp_path / "run", "det_tests.twice.default"), lambda: compiled(torch.ones(2, 4)))
+    assert_kept(tmp_path / "run", replace(ADD, op="det_tests.twice.default"), torch.full((2, 4), 2.0))
+
+
+def test_the_counts_of_two_ranks_are_added_and_the_first_gap_is_the_first_ranks() -> None:
+    one, other = KeptCounts(num_tensors=2, num_steps=1), KeptCounts(num_tensors=1).with_missing(3, 2, "no room")
+    expected = KeptCounts(num_tensors=3, num_steps=1, num_missing=2, first_missing=3, reason="no room")
+    assert one.with_rank(other) == other.with_rank(one) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "advised"),
+    [
+        ({"op": "aten.mm.default"}, "forward/:aten.mm.default"),
+        ({"op": "compiled.Net_forward.outputs"}, None),  # the end of a compiled region is no output of an op
+        ({"op": "c10d.allreduce_.default"}, None),
+        ({"op": ""}, None),
+        ({"numbers": Numbers()}, None),  # they are known
+        ({"numbers": Numbers(problem="the reference did not keep it")}, "forward/:aten.add.Tensor"),
+    ],
+)
+def test_only_what_can_be_kept_is_advised(fields: dict[str, Any], advised: str | None) -> None:
+    found = replace(ADD, **fields)
+    wanted = to_keep(replace(DIVERGED, first_divergence=found, origins=(found,)))
+    assert (None if wanted is None else wanted[1]) == advised
+
+
+def test_patterns_that_nobody_could_have_asked_for_are_damage(tmp_path: Path) -> None:
+    manifest = SimpleNamespace(keep_tensors=["forward/aten.add.Tensor:a:b"])
+    run: Any = SimpleNamespace(path=tmp_path, manifest=manifest)
+    with pytest.raises(ReferenceFormatError, match=r"run\.json is damaged: keep_tensors"):
+        KeptNumbers(run, run)

@@ -1,0 +1,307 @@
+"""Digests of tensors: every dtype, layout and kind, what has no data, and that nothing notices that one was taken."""
+
+import random
+import struct
+from collections.abc import Callable
+
+import digest_reference
+import numpy as np
+import pytest
+import torch
+from beta_tensors import BETA_TENSORS
+from device_cases import DTYPES, of_bits
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.two_tensor import TwoTensor  # looked at in torch 2.13
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from det_callbacks.digest import components, digest_bytes, digest_output, digest_tensor, digest_tensors
+from det_callbacks.errors import DetCallbacksError
+
+pytestmark = [
+    BETA_TENSORS,
+    # torch says this once per process when a complex32 tensor is made, digested or not
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),
+]
+
+SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def digest_every_way(tensor: Tensor) -> list[int]:
+    return [digest_tensor(tensor), digest_output(tensor), *digest_tensors([tensor, tensor])]
+
+
+def refuse_every_way(tensor: object, error: type[Exception], message: str) -> None:
+    for digest in (digest_tensor, digest_output, lambda value: digest_tensors([torch.ones(1), value])):
+        with pytest.raises(error, match=message):
+            digest(tensor)
+
+
+def stored_bytes(tensor: Tensor) -> bytes:
+    """Return the bytes in row-major order, element by element, without any code of the package."""
+    integers = tensor.detach().view(SAME_SIZE[tensor.element_size()])
+    return b"".join(integers[tuple(index)].numpy().tobytes() for index in np.ndindex(*tensor.shape))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_is_its_stored_bytes_in_row_major_order(dtype: torch.dtype) -> None:
+    tensor = of_bits(dtype, 6, 5)
+    assert digest_output(tensor) == digest_reference.digest(stored_bytes(tensor))
+    base = of_bits(dtype, 6, 10)
+    views = [base.t(), base[:, ::2], base[1:, 3:], base[:1].expand(4, 10), base[2], base.t()[3:, ::2], base[0, 1]]
+    for view in (tensor, *views):
+        expected = digest_reference.digest(stored_bytes(view))
+        assert digest_tensor(view) == expected
+        assert digest_tensors([view, view]) == [expected] * 2
+    for empty in (of_bits(dtype, 0), of_bits(dtype, 3, 0, 2), of_bits(dtype, 4, 4)[:, 4:], of_bits(dtype, 2, 0).t()):
+        assert {*digest_every_way(empty)} == {digest_bytes(b"")}
+
+
+@pytest.mark.parametrize("dtype", [torch.complex32, torch.complex64, torch.complex128], ids=str)
+def test_conjugate_and_negative_views_are_what_they_mean(dtype: torch.dtype) -> None:
+    tensor = torch.complex(torch.arange(6.0), torch.arange(1.0, 7.0)).to(dtype).reshape(2, 3)
+    conjugate, numbers = tensor.conj(), torch.arange(1.0, 7.0)
+    for view, meant in (
+        (conjugate, conjugate.resolve_conj()),
+        (conjugate.t(), conjugate.resolve_conj().t().contiguous()),
+        (conjugate.imag, (-tensor.imag).contiguous()),
+        (torch._neg_view(numbers), -numbers),
+        (torch._neg_view(conjugate), torch.complex(-tensor.real.float(), tensor.imag.float()).to(dtype)),
+    ):
+        assert view.is_conj() or view.is_neg()
+        assert digest_tensor(view) == digest_tensor(meant)
+        in_memory_order = conjugate.resolve_conj() if view.shape == (3, 2) else meant
+        assert digest_output(view) == digest_tensor(in_memory_order)
+
+
+def test_outputs_are_read_in_memory_order_where_they_are_dense_and_else_in_row_major_order() -> None:
+    tensor = torch.randn(2, 3, 4, 5)
+    for order in ((0, 2, 3, 1), (3, 2, 1, 0), (1, 0, 2, 3)):
+        permuted = tensor.permute(order)
+        assert digest_output(permuted) == digest_tensor(tensor)
+        assert digest_tensor(permuted) == digest_tensor(permuted.contiguous()) != digest_tensor(tensor)
+    memory = torch.randn(12)
+    size_of_one = memory.as_strided((3, 1, 4), (1, 99, 3))
+    assert digest_output(size_of_one) == digest_tensor(memory) != digest_tensor(size_of_one)
+    gaps = torch.randn(6, 10)
+    for view in (gaps[:, ::2], gaps.t()[::2], gaps[:1].expand(4, 10), gaps.as_strided((3, 3), (1, 1))):
+        assert digest_output(view) == digest_tensor(view.contiguous())
+
+
+def test_what_lies_in_order_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(components, "_digest", lambda tensor, memory_order: pytest.fail("took the way of copies"))
+    tensor = torch.randn(2, 3, 4, 5)
+    for plain in (tensor, tensor[1], torch.nn.Parameter(tensor), torch.tensor(1.0), torch.empty(0, 3)):
+        digest_every_way(plain)
+    for dense in (tensor.permute(3, 0, 2, 1), tensor[1].mT):
+        digest_output(dense)
+
+
+def test_tensors_that_share_memory_or_have_none_are_their_elements() -> None:
+    tensor = torch.randn(4)
+    lazy = torch._lazy_clone(tensor)
+    assert digest_tensor(lazy) == digest_tensor(tensor)
+    assert torch._C._is_cow_tensor(lazy), "it was not copied for that"
+    zeros = torch._efficientzerotensor(5)
+    for zero in (zeros, zeros[1:], torch._efficientzerotensor(4, 5).t(), torch._neg_view(torch.empty(0))):
+        assert {*digest_every_way(zero)} == {digest_tensor(torch.zeros(zero.shape))}
+
+
+def test_a_storage_that_is_freed_or_too_short_is_an_error_and_no_crash() -> None:
+    for tensor in (torch.randn(1000), torch.randn(1000)[500:], torch.randn(40, 25).t(), torch.randn(100, 10)[:, ::3]):
+        for num_bytes in (3995, 0):
+            tensor.untyped_storage().resize_(num_bytes)
+            refuse_every_way(tensor, DetCallbacksError, rf"\d+ bytes of storage and {num_bytes} are there")
+
+
+# Tensors that are made of other tensors.
+
+
+def combined(*components: Tensor | bytes) -> int:
+    """Return what the specification says of these components, by the other implementation."""
+    digests = [
+        digest_reference.digest(part if isinstance(part, bytes) else part.contiguous().numpy().tobytes())
+        for part in components
+    ]
+    return digest_reference.digest(struct.pack(f"<{len(digests) + 1}Q", len(digests), *digests))
+
+
+def assert_digest(tensor: Tensor, expected: int) -> None:
+    assert digest_every_way(tensor) == [expected] * 4
+
+
+def test_mkldnn_and_nested_tensors_are_what_they_are_made_of() -> None:
+    parts = [torch.randn(2, 3), torch.randn(4, 3)]
+    assert_digest(parts[0].to_mkldnn(), digest_tensor(parts[0]))
+    tensor = torch.nested.nested_tensor(parts, requires_grad=True)
+    assert_digest(tensor, combined(*parts))
+    assert_digest(tensor.transpose(1, 2), combined(*(part.t() for part in parts)))
+    assert digest_tensor(torch.nested.nested_tensor(parts[:1])) == digest_tensor(parts[0]), "one stands for itself"
+    assert digest_tensor(torch.nested.nested_tensor([])) == digest_bytes(bytes(8)), "none is not nothing"
+    values, offsets, lengths = torch.randn(6, 3), torch.tensor([0, 2, 6]), torch.tensor([1, 3])
+    cached = torch.nested.nested_tensor_from_jagged(values, offsets, min_seqlen=2, max_seqlen=4)
+    assert len(cached.__tensor_flatten__()[0]) == 4
+    assert_digest(cached, combined(values, offsets))
+    assert_digest(torch.nested.nested_tensor_from_jagged(values, offsets, lengths), combined(values, offsets, lengths))
+
+
+def test_a_wrapper_subclass_is_its_inner_tensors_recursively() -> None:
+    left, right = torch.randn(3, 4), torch.randn(3, 4)
+    pair = TwoTensor(left, right)
+    assert_digest(pair, combined(left, right))
+    outer = digest_reference.digest(struct.pack("<3Q", 2, combined(left, right), combined(right, left)))
+    assert_digest(TwoTensor(pair, TwoTensor(right, left)), outer)
+    assert_digest(pair.t(), combined(left.t(), right.t()))
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
+def test_what_a_collective_has_not_delivered_yet_is_waited_for() -> None:
+    from torch.distributed import _functional_collectives as collectives
+
+    class LateWork(torch.distributed.Work):
+        def wait(self, timeout: object = None) -> bool:
+            buffer.fill_(7)
+            return True
+
+    for digest in (digest_tensor, digest_output, lambda value: digest_tensors([value])[0]):
+        buffer = torch.zeros(5)
+        torch._C._distributed_c10d._register_work(buffer, LateWork())
+        assert digest(collectives.AsyncCollectiveTensor(buffer)) == digest_tensor(torch.full((5,), 7.0))
+
+
+class Silent(torch.Tensor):
+    """A wrapper subclass without ``__tensor_flatten__``."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> "Silent":
+        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> None:
+        raise AssertionError(f"{func} was called")
+
+
+def hollow() -> Tensor:
+    kind = type("Hollow", (TwoTensor,), {"__tensor_flatten__": lambda self: (["shape"], None)})
+    return kind(torch.ones(1), torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: torch.nn.Linear(2, 2, device="meta").weight, "a meta tensor is not data"),
+        (lambda: FakeTensorMode().from_tensor(torch.empty(3)), "a fake tensor is not data"),
+        (lambda: torch._to_functional_tensor(torch.randn(3)), "a functional tensor is not data"),
+        (lambda: torch.nn.LazyLinear(3).weight, "a uninitialised tensor is not data"),
+        (lambda: Silent(torch.randn(3)), "cannot digest a Silent: it has no memory of its own.*__tensor_flatten__"),
+        (hollow, "cannot digest a Hollow: its __tensor_flatten__ names no tensor"),
+        (lambda: None, "not of a NoneType"),
+        (lambda: [torch.ones(1)], "not of a list"),
+    ],
+)
+def test_what_has_no_data_and_what_is_no_tensor_are_refused(make: Callable[[], Tensor], message: str) -> None:
+    refuse_every_way(make(), TypeError, message)
+
+
+def test_in_a_gradient_transform_the_data_is_digested_and_a_batched_tensor_is_refused() -> None:
+    data = torch.randn(3, 4)
+    seen = []
+
+    def loss(value: Tensor) -> Tensor:
+        seen.append((digest_tensor(value), digest_tensor(value.t()), digest_output(value.t())))
+        return (value * value).sum()
+
+    def batched(value: Tensor) -> Tensor:
+        refuse_every_way(value, TypeError, r"a batched \(vmap\) tensor is not data")
+        return value
+
+    gradient = torch.func.grad(loss)(data)
+    torch.func.grad(lambda value: torch.func.grad(loss)(value).sum())(data)
+    assert torch.equal(gradient, 2 * data)
+    assert seen == [(digest_tensor(data), digest_tensor(data.t()), digest_tensor(data))] * 2
+    torch.vmap(batched)(data)
+
+
+# Taking a digest has no effect: nothing is dispatched, recorded, drawn or left behind.
+
+
+class CountingDispatch(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[object] = []
+
+    def __torch_dispatch__(self, func: object, types: object, args: object = (), kwargs: object = None) -> object:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+class CountingFunction(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[object] = []
+
+    def __torch_function__(self, func: object, types: object, args: object = (), kwargs: object = None) -> object:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def tensors_of_every_kind() -> dict[str, Tensor]:
+    dense = torch.randn(4, 6)
+    leaf = torch.randn(4, 6, requires_grad=True)
+    return {
+        "contiguous": dense,
+        "transposed": dense.t(),
+        "strided": dense[:, ::2],
+        "expanded": dense[:1].expand(5, 6),
+        "leaf": leaf,
+        "non-leaf": (leaf * 2).t(),
+        "conjugate": torch.randn(3, 2, dtype=torch.complex64).t().conj(),
+        "negative": torch.randn(3, dtype=torch.complex64).conj().imag,
+        "zero": torch._efficientzerotensor(3),
+        "coo": dense.relu().to_sparse().requires_grad_(),
+        "csr": dense.relu().to_sparse_csr(),
+        "mkldnn": dense.to_mkldnn(),
+        "quantised": torch.quantize_per_tensor(dense, 0.1, 0, torch.qint8).t(),
+        "nested": torch.nested.nested_tensor([dense, dense[:2]], requires_grad=True),
+        "jagged": torch.nested.nested_tensor([dense, dense[:2]], layout=torch.jagged, requires_grad=True),
+        "wrapper": TwoTensor(dense, dense.clone()),
+        "large": torch.ones(300_000),
+    }
+
+
+def next_sequence_number() -> int:
+    """Return the number that autograd gives to the next node, which every node that is made increases."""
+    return (torch.ones(1, requires_grad=True) * 1).grad_fn._sequence_nr()
+
+
+def test_no_mode_no_autograd_and_no_generator_notices_anything() -> None:
+    tensors, saved = tensors_of_every_kind(), []
+    states = (torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate())
+    for kind, tensor in tensors.items():
+        is_plain = tensor.layout is torch.strided and not tensor.is_nested and kind not in ("zero", "wrapper")
+        bits = tensor.detach().clone() if is_plain else None
+        facts = (tensor.stride(), tensor.storage_offset(), tensor.data_ptr()) if is_plain else ()
+        expected = digest_every_way(tensor)
+        node, version, sequence = tensor.grad_fn, tensor._version, next_sequence_number()
+        with (
+            CountingDispatch() as below,
+            CountingFunction() as function,
+            CountingDispatch() as above,
+            torch.autograd.graph.saved_tensors_hooks(saved.append, lambda packed: packed),
+        ):
+            torch.ones(1)
+            digests = digest_every_way(tensor)
+            torch.ones(1)
+        assert [len(mode.seen) for mode in (below, function, above)] == [2, 2, 2], kind
+        assert digests == expected, kind
+        assert tensor.grad_fn is node, kind
+        assert (tensor._version, next_sequence_number()) == (version, sequence + 1), kind
+        if bits is not None:
+            assert (tensor.stride(), tensor.storage_offset(), tensor.data_ptr()) == facts, kind
+            assert torch.equal(bits, tensor), kind
+    assert not saved
+    assert (torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()) == states
+    leaf, product = tensors["leaf"], tensors["non-leaf"]
+    product.sum().backward()
+    assert torch.equal(leaf.grad, torch.full_like(leaf, 2))
