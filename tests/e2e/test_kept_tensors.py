@@ -16,7 +16,6 @@ from fits import Classifier
 from judged import require_one_verdict
 from processes import run_ranks, verdict_in
 from processes import train as train_ranks
-from torch import nn
 from trainers import LIGHTNING_ADVICE, has_same_weights
 from verdicts import DIVERGED, DIVERGENCE
 
@@ -95,13 +94,6 @@ def test_a_nan_on_one_side_is_apart() -> None:
     text = unwrapped(verdict_lines(verdict))
     for words in ("by up to 6 ULPs", "1 with a NaN, 1 with an infinity"):
         assert words in text
-
-
-def test_what_an_op_writes_in_place_is_kept_as_it_left_it(references: References, tmp_path: Path) -> None:
-    model = partial(Deep, middle=partial(nn.ReLU, inplace=True))
-    training = Training(model=model, around=below(op="aten.relu_", module="middle", step=1, is_gross=True))
-    verdict = verify(references(model, keep_tensors=("aten.relu_.default",)), training, tmp_path / "current")
-    assert output_of(verdict).num_differing == SIZE
 
 
 def test_one_tensor_of_a_list_that_the_optimizer_changes(references: References, tmp_path: Path) -> None:
