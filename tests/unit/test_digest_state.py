@@ -26,9 +26,8 @@ def test_a_module_has_its_state_dicts_names_and_what_is_not_persistent():
     net = Net()
     found = digest_state(net)
     assert set(found.tensors) == {*net.state_dict(), "mask"}
-    assert (
-        found.tensors["first.weight"] == found.tensors["again.weight"] == format_digest(digest_tensor(net.first.weight))
-    )
+    weight = format_digest(digest_tensor(net.first.weight))
+    assert found.tensors["first.weight"] == found.tensors["again.weight"] == weight
     assert found.layouts["first.weight"] == "float32 [4, 3]"
     assert found.differing(digest_state(net.state_dict())) == ("mask",)
     net.mask = None
@@ -42,7 +41,6 @@ def test_one_flipped_bit_is_named():
     assert pickle.loads(pickle.dumps(found)) == found == digest_state(other) != digest_state({})
     other.second.weight.data.view(torch.int32)[1, 2] ^= 1
     changed = digest_state(other)
-    assert found != changed
     assert found.digest != changed.digest
     assert found.differing(changed) == changed.differing(found) == ("second.weight",)
 
@@ -70,19 +68,20 @@ def test_an_optimizers_state_has_names_and_numbers():
     assert digest_state(optimizer.state_dict()).differing(before) == ("state.1.exp_avg", "param_groups.0.lr")
 
 
-def test_what_cannot_be_digested_is_named():
-    with pytest.raises(TypeError, match=r"net\.weight: "):
-        digest_state({"net.weight": torch.empty(2, device="meta")})
-    with pytest.raises(TypeError, match=r"first\.weight|weight"):
-        digest_state(nn.LazyLinear(3))
-    with pytest.raises(TypeError, match="takes a module or a mapping such as a state_dict; got Tensor"):
-        digest_state(torch.ones(2))
-    with pytest.raises(DetCallbacksError, match=r"'a\.b'"):
-        digest_state({"a": {"b": 1}, "a.b": 2})
-    deep: dict[str, object] = {}
-    inner = deep
-    for _ in range(30):
-        inner["a"] = inner = {}
-    inner["x"] = torch.ones(1)
-    with pytest.raises(DetCallbacksError, match="more than 20 levels"):
-        digest_state(deep)
+DEEP: dict[str, object] = {"x": torch.ones(1)}
+for _ in range(30):
+    DEEP = {"a": DEEP}
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "message"),
+    [
+        ({"net.weight": torch.empty(2, device="meta")}, TypeError, r"net\.weight: "),
+        (torch.ones(2), TypeError, "takes a module or a mapping such as a state_dict; got Tensor"),
+        ({"a": {"b": 1}, "a.b": 2}, DetCallbacksError, r"'a\.b'"),
+        (DEEP, DetCallbacksError, "more than 20 levels"),
+    ],
+)
+def test_what_cannot_be_digested_is_named(state, error, message):
+    with pytest.raises(error, match=message):
+        digest_state(state)
