@@ -61,14 +61,6 @@ TEMPLATE = {
     "src/train.py": """
         import hydra
         import lightning as L
-        from omegaconf import DictConfig
-
-        def instantiate_callbacks(callbacks_cfg):
-            callbacks = []
-            for _, cb_conf in callbacks_cfg.items():
-                if isinstance(cb_conf, DictConfig) and "_target_" in cb_conf:
-                    callbacks.append(hydra.utils.instantiate(cb_conf))
-            return callbacks
 
         @hydra.main(version_base="1.3", config_path="../configs", config_name="train.yaml")
         def main(cfg):
@@ -76,7 +68,7 @@ TEMPLATE = {
                 L.seed_everything(cfg.seed, workers=True)
             datamodule = hydra.utils.instantiate(cfg.data)
             model = hydra.utils.instantiate(cfg.model)
-            callbacks = instantiate_callbacks(cfg.get("callbacks"))
+            callbacks = [hydra.utils.instantiate(conf) for _, conf in cfg.callbacks.items() if "_target_" in conf]
             trainer = hydra.utils.instantiate(cfg.trainer, callbacks=callbacks, logger=[])
             trainer.fit(model=model, datamodule=datamodule, ckpt_path=cfg.get("ckpt_path"))
             trainer.test(model=model, datamodule=datamodule, ckpt_path=trainer.checkpoint_callback.best_model_path)
@@ -86,7 +78,8 @@ TEMPLATE = {
         """,
     "src/module.py": """
         import torch
-        from lightning import LightningModule
+        from lightning import LightningDataModule, LightningModule
+        from torch.utils.data import DataLoader, TensorDataset, random_split
         from torchmetrics import MeanMetric
 
         class MNISTLitModule(LightningModule):
@@ -95,43 +88,35 @@ TEMPLATE = {
                 # the template saves its arguments; Lightning 2.6 loads no checkpoint with pickled modules any more
                 self.net, self.make_optimizer, self.make_scheduler = net, optimizer, scheduler
                 self.val_loss = MeanMetric()
-            def loss(self, batch):
-                return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
             def training_step(self, batch, batch_idx):
-                return self.loss(batch)
+                return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
             def validation_step(self, batch, batch_idx):
-                self.val_loss(self.loss(batch))
+                self.val_loss(self.training_step(batch, batch_idx))
                 self.log("val/loss", self.val_loss, on_step=False, on_epoch=True, prog_bar=True)
             def test_step(self, batch, batch_idx):
-                self.log("test/loss", self.loss(batch), on_epoch=True)
+                self.log("test/loss", self.training_step(batch, batch_idx), on_epoch=True)
             def configure_optimizers(self):
                 optimizer = self.make_optimizer(params=self.trainer.model.parameters())
                 scheduler = {"scheduler": self.make_scheduler(optimizer=optimizer), "monitor": "val/loss"}
                 return {"optimizer": optimizer, "lr_scheduler": scheduler}
-        """,
-    "src/data.py": """
-        import torch
-        from lightning import LightningDataModule
-        from torch.utils.data import DataLoader, TensorDataset, random_split
 
         class MNISTDataModule(LightningDataModule):
             def setup(self, stage=None):
                 data = TensorDataset(torch.linspace(0, 1, 40 * 6).view(40, 6), torch.arange(40) % 3)
-                generator = torch.Generator().manual_seed(42)
-                self.data_train, self.data_val, self.data_test = random_split(data, [24, 8, 8], generator=generator)
+                self.parts = random_split(data, [24, 8, 8], generator=torch.Generator().manual_seed(42))
             def train_dataloader(self):
-                return DataLoader(self.data_train, batch_size=8, shuffle=True)
+                return DataLoader(self.parts[0], batch_size=8, shuffle=True)
             def val_dataloader(self):
-                return DataLoader(self.data_val, batch_size=8)
+                return DataLoader(self.parts[1], batch_size=8)
             def test_dataloader(self):
-                return DataLoader(self.data_test, batch_size=8)
+                return DataLoader(self.parts[2], batch_size=8)
         """,
     "configs/train.yaml": """
-        defaults: [_self_, data: mnist, model: mnist, callbacks: default, trainer: default, hydra: default]
+        defaults: [_self_, model: mnist, callbacks: default, trainer: default, hydra: default]
+        data: {_target_: module.MNISTDataModule}
         ckpt_path: null
         seed: null
         """,
-    "configs/data/mnist.yaml": "_target_: data.MNISTDataModule\n",
     "configs/model/mnist.yaml": """
         _target_: module.MNISTLitModule
         optimizer: {_target_: torch.optim.Adam, _partial_: true, lr: 0.001, weight_decay: 0.0}
@@ -169,14 +154,15 @@ def test_an_untouched_template_records_verifies_and_finds(seed: str, tmp_path: P
         ours = ("hydra.searchpath=[pkg://det_callbacks.conf]", "determinism.reference=../refs/run", seed)
         return run(tmp_path / "src" / "train.py", *ours, *arguments)
 
-    status, printed = train("+determinism=record")
-    assert status == 0, printed
-    assert "recorded 6 steps" in printed
-    assert "of trainer.test" in printed
-    status, printed = train("+determinism=verify")
-    assert status == 0, printed
-    assert "match: verified 6 steps" in printed
-    status, printed = train("+determinism=verify", "model.optimizer.lr=0.002")
-    assert status == 1, printed
-    assert "cause      settings" in printed
-    assert "optimizer.Adam.lr: 0.001 in the reference, 0.002 now" in printed
+    for words, wanted, said in (
+        (["+determinism=record"], 0, ["recorded 6 steps", "of trainer.test"]),
+        (["+determinism=verify"], 0, ["match: verified 6 steps"]),
+        (
+            ["+determinism=verify", "model.optimizer.lr=0.002"],
+            1,
+            ["cause      settings", "optimizer.Adam.lr: 0.001 in the reference, 0.002 now"],
+        ),
+    ):
+        status, printed = train(*words)
+        assert status == wanted, printed
+        assert all(one in printed for one in said), printed

@@ -1,25 +1,39 @@
-"""A training on a GPU: level op waits for nothing inside a step and takes little memory; a run repeats."""
+"""A training on a GPU: level op waits for nothing inside a step and takes little memory; a run repeats.
 
+Also a program, which records or verifies a fit under the default settings: MODE PATH STRATEGY [FAULT_AT].
+"""
+
+import gc
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
-from gpu_fits import MIB, ImageModel, fit_without_waits, peak_of_fit, within_steps
 from late_device import forbid_waiting
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.data import DataLoader, TensorDataset
 from trainers import LIGHTNING_ADVICE, has_same_weights, quiet_trainer
 
-from det_callbacks import DeterminismCallback, DivergenceError, DivergenceWarning
+from det_callbacks import (
+    DeterminismCallback,
+    DeterminismSettings,
+    DivergenceError,
+    DivergenceWarning,
+    enforce_determinism,
+)
 from det_callbacks.runs.store import Run
 
-PROGRAM = Path(__file__).with_name("gpu_fits.py")
 pytestmark = [
     LIGHTNING_ADVICE,
     pytest.mark.gpu,
@@ -27,12 +41,90 @@ pytestmark = [
 ]
 
 
+MIB = 1024 * 1024
+
+STRATEGIES: dict[str, tuple[Callable[[], Any], str]] = {
+    "auto": (lambda: "auto", "bf16-mixed"),
+    "ddp": (DDPStrategy, "bf16-mixed"),
+    "fsdp2": (lambda: ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1), "32-true"),
+}
+"""Name -> strategy and precision; of one process, so that on one GPU NCCL is what runs."""
+
+
+class ImageModel(LightningModule):
+    """Classifies images of 3 x 32 x 32, of which 64 patches are taken; a step may wait for the device, or be faulty."""
+
+    def __init__(self, width: int = 64, *, does_wait: bool = False, fault_at: int | None = None) -> None:
+        super().__init__()
+        self.does_wait, self.fault_at = does_wait, fault_at
+        self.patches = nn.Sequential(nn.Conv2d(3, width, 4, 4), nn.BatchNorm2d(width), nn.ReLU(inplace=True))
+        options = {"dropout": 0.0, "activation": "gelu", "batch_first": True}
+        self.blocks = nn.Sequential(*(nn.TransformerEncoderLayer(width, 4, width, **options) for _ in range(2)))
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.blocks(self.patches(images).flatten(2).transpose(1, 2))
+        if self.global_step == self.fault_at:
+            x = x * 1.5
+        return self.head(x.mean(1))
+
+    def training_step(self, batch: list[Tensor], _index: int) -> Tensor:
+        loss = cross_entropy(self(batch[0]), batch[1])
+        if self.does_wait:
+            loss.item()
+        return loss
+
+    def configure_model(self) -> None:
+        if self.device_mesh is not None:
+            for part in (*self.blocks, self.head, self):
+                fully_shard(part, mesh=self.device_mesh["data_parallel"])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def fit(model: LightningModule, *callbacks: Callback, batch_size: int = 16, strategy: str = "auto") -> pl.Trainer:
+    """Train a model for four steps in mixed precision, on batches that are the same in every fit."""
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(4 * batch_size, 3, 32, 32, generator=generator)
+    classes = torch.randint(10, (4 * batch_size,), generator=generator)
+    made, precision = STRATEGIES[strategy]
+    trainer = quiet_trainer(*callbacks, accelerator="gpu", devices=1, precision=precision, strategy=made())
+    trainer.fit(model, DataLoader(TensorDataset(images, classes), batch_size=batch_size))
+    return trainer
+
+
+def within_steps(switch: Callable[[bool], None], *callbacks: Callback, first_step: int = 0) -> list[Callback]:
+    """Return callbacks with a switch that is on after all of them began a step and off before any of them ends it."""
+    off = LambdaCallback(on_train_batch_end=lambda *_: switch(False))
+    on = LambdaCallback(on_train_batch_start=lambda *given: switch(True) if given[-1] >= first_step else None)
+    return [off, *callbacks, on]
+
+
+def fit_without_waits(model: LightningModule, *callbacks: Callback) -> None:
+    """Train; from the second step on (in the first kernels are compiled, and tried) nothing may wait for the device."""
+    try:
+        fit(model, *within_steps(forbid_waiting, *callbacks, first_step=1))
+    finally:
+        forbid_waiting(False)
+
+
+def peak_of_fit(*callbacks: Callback, width: int, batch_size: int) -> int:
+    """Return the bytes by which the device's peak of a fit lies above what was allocated before it."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    fit(ImageModel(width), *callbacks, batch_size=batch_size)
+    return torch.cuda.max_memory_allocated() - before
+
+
 def run(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     """Run the program in a process of its own: CUBLAS_WORKSPACE_CONFIG is read once, by the first context."""
     variables = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
-    path = os.pathsep.join([str(PROGRAM.parents[1]), str(PROGRAM.parents[2])])
+    path = os.pathsep.join(str(folder) for folder in Path(__file__).parents[1:3])
     return subprocess.run(
-        [sys.executable, str(PROGRAM), *map(str, arguments)],
+        [sys.executable, __file__, *map(str, arguments)],
         capture_output=True,
         text=True,
         check=False,
@@ -138,3 +230,20 @@ def test_what_the_audit_names_is_replayed_without_a_wait(tmp_path: Path) -> None
     fit_scattered(DeterminismCallback(tmp_path / "unreplayed", mode="record"))
     with pytest.raises(DivergenceError):
         fit_scattered(DeterminismCallback(tmp_path / "unreplayed", current=tmp_path / "other"))
+
+
+def main(mode: str, path: str, strategy: str, fault_at: str | None = None) -> int:
+    settings = DeterminismSettings(seed=0)
+    enforce_determinism(settings)
+    callback = DeterminismCallback(path, mode=mode, settings=settings)
+    try:
+        fit(ImageModel(fault_at=None if fault_at is None else int(fault_at)), callback, strategy=strategy)
+    except DivergenceError as error:
+        print(error)
+        return error.exit_code
+    print(mode if callback.verdict is None else callback.verdict.verdict)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
