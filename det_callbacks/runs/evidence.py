@@ -1,9 +1,6 @@
-"""The evidence of a process: what explains a difference, kept beside the steps and not compared with them.
+"""The evidence of a process: what explains a difference, in a file beside the steps, and not compared with them.
 
-    rank-00000/attempt-000.evidence.arrows      Arrow IPC stream, zstd, one record batch for some steps
-
-Rows between two steps belong to the one that comes. A kill loses what was gathered since the last record batch, and
-with it a part of an explanation only.
+Rows between two steps belong to the one that comes. A kill loses what was gathered since the last record batch.
 """
 
 import json
@@ -20,13 +17,11 @@ from det_callbacks.host_digest import digest_bytes, format_digest
 from det_callbacks.runs.files import FORMAT_VERSION, damaged
 
 EVIDENCE_SCHEMA = pa.schema(
-    [
-        ("step", pa.int64()),
-        ("point", pa.string()),
-        ("name", pa.string()),
-        ("value", pa.uint64()),
-        ("text", pa.string()),
-    ]
+    {
+        "step": pa.int64(),
+        **dict.fromkeys(("point", "name"), pa.string()),
+        **{"value": pa.uint64(), "text": pa.string()},
+    }
 )
 
 # Names of rows, or what they begin with.

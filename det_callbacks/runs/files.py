@@ -29,30 +29,21 @@ SOURCES = "sources"
 NONDETERMINISTIC_FILE = "nondeterministic_ops.json"
 
 PROGRAM_SCHEMA = pa.schema(
-    [
-        ("position", pa.int32()),
-        ("phase", pa.string()),
-        ("module", pa.string()),
-        ("op", pa.string()),
-        ("occurrence", pa.int32()),
-        ("output", pa.int32()),
-        ("role", pa.string()),
-        ("name", pa.string()),
-        ("arguments", pa.string()),
-        ("varying", pa.list_(pa.string())),
-        ("inputs", pa.list_(pa.int32())),
-        ("recomputed", pa.bool_()),
-        ("source", pa.list_(pa.string())),
-    ]
+    {
+        "position": pa.int32(),
+        **dict.fromkeys(("phase", "module", "op"), pa.string()),
+        **dict.fromkeys(("occurrence", "output"), pa.int32()),
+        **dict.fromkeys(("role", "name", "arguments"), pa.string()),
+        **{"varying": pa.list_(pa.string()), "inputs": pa.list_(pa.int32())},
+        **{"recomputed": pa.bool_(), "source": pa.list_(pa.string())},
+    }
 )
 LAYOUT_SCHEMA = pa.schema(
-    [
-        ("position", pa.int32()),
-        ("dtype", pa.string()),
-        ("shape", pa.list_(pa.int64())),
-        ("stride", pa.list_(pa.int64())),
-        ("detail", pa.string()),
-    ]
+    {
+        **{"position": pa.int32(), "dtype": pa.string()},
+        **dict.fromkeys(("shape", "stride"), pa.list_(pa.int64())),
+        "detail": pa.string(),
+    }
 )
 
 # What is kept of a program beside its sites.

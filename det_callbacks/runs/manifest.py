@@ -71,8 +71,6 @@ def read_manifest(folder: Path) -> Manifest:
         hint = f"but these folders in it are runs: {', '.join(inside)}" if inside else "record one there first"
         raise ReferenceNotFoundError(f"There is no run at {folder}: it has no {MANIFEST}; {hint}.", str(folder))
     content = read_json(path, dict[str, Any])
-    if "format_version" not in content:
-        raise damaged(path, "it is not the run.json of a recorded run")
     for name, known in (("format_version", FORMAT_VERSION), ("digest_version", DIGEST_VERSION)):
         if content.get(name) != known:
             raise ReferenceFormatError(

@@ -1,9 +1,4 @@
-"""What a module logs, as Lightning computed it: at the end of validations, epochs and tests, the values of rank 0.
-
-    rank-00000/attempt-000.metrics.jsonl      one line a reading, beside the stream of the fit
-
-A reading is written whole when its validation, epoch or test has ended; a kill loses at most the one under way.
-"""
+"""What a module logs, as Lightning computed it: at the end of validations, epochs and tests, the values of rank 0."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

@@ -118,11 +118,10 @@ class TensorLayout:
 
 @dataclass(frozen=True)
 class Program:
-    """The ordered sites of one step.
+    """The ordered sites of one step; the counts of its ops, for the coverage, are not part of the identity.
 
-    ``ops_seen``, ``ops_digested`` and ``ops_skipped`` count the ops of one step, for the coverage; like source lines
-    they are not part of the identity. ``text`` is what stood in those lines when they were traced: "train.py:41" -> the
-    lines 40 to 42. A program that was read has none: a run has it once for all programs (``Run.source_text``).
+    ``text`` is what stood in source lines when they were traced: "train.py:41" -> the lines 40 to 42. A program that
+    was read has none: a run has it once for all programs (``Run.source_text``).
     """
 
     sites: tuple[Site, ...]

@@ -38,7 +38,6 @@ class Selection:
             if getattr(self, name) not in allowed:
                 raise SelectionError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}.")
         object.__setattr__(self, "modules", as_names("modules", self.modules))
-        object.__setattr__(self, "phases", as_names("phases", self.phases))
         if not self._module_patterns:
             raise SelectionError('modules must hold at least one pattern; ("*",) selects everything.')
         for pattern in self.modules:
@@ -46,19 +45,16 @@ class Selection:
                 raise SelectionError(
                     f'modules: {pattern!r} chooses no modules; a metric is left out by "{_LEFT_OUT}NAME" beside them.'
                 )
-        unknown = [phase for phase in self.phases if phase not in PHASES]
-        if unknown or not self.phases:
-            raise SelectionError(f"phases must be chosen among {', '.join(PHASES)}; got {list(self.phases)!r}.")
-        object.__setattr__(self, "phases", tuple(phase for phase in PHASES if phase in self.phases))
-        if isinstance(self.every_n_steps, bool) or not isinstance(self.every_n_steps, int) or self.every_n_steps < 1:
+        phases = as_names("phases", self.phases)
+        if not phases or not {*phases} <= {*PHASES}:
+            raise SelectionError(f"phases must be chosen among {', '.join(PHASES)}; got {list(phases)!r}.")
+        object.__setattr__(self, "phases", tuple(phase for phase in PHASES if phase in phases))
+        if type(self.every_n_steps) is not int or self.every_n_steps < 1:
             raise SelectionError(f"every_n_steps must be a whole number from 1 on; got {self.every_n_steps!r}.")
         if self.only_steps is not None:
             object.__setattr__(self, "only_steps", _as_steps(self.only_steps))
             if self.every_n_steps != 1:
-                raise SelectionError(
-                    f"only_steps={list(self.only_steps)!r} and every_n_steps={self.every_n_steps} both choose the "
-                    "steps to record: give one of them."
-                )
+                raise SelectionError(f"only_steps and every_n_steps={self.every_n_steps} both choose steps: give one.")
 
     @property
     def is_every_step(self) -> bool:

@@ -1,15 +1,4 @@
-"""The run folder: what a run leaves on disk, and how it is opened again.
-
-    run.json                                    versions, selection, settings, environment, attempts
-    programs/<id>.parquet                       one row a site; shared by all ranks and attempts
-    sources/<id>.json                           the text of the source lines that sites name
-    layouts/<id>.parquet                        one row a site: dtype, shape and stride
-    rank-00000/attempt-000.arrows               the steps (see ``runs/stream.py``)
-    rank-00000/attempt-000.segment-001.arrows   the steps of a second ``fit`` of the same process
-    rank-00000/attempt-000.evidence.arrows      what explains a difference (see ``runs/evidence.py``)
-    rank-00000/attempt-000.metrics.jsonl        what the module logs (see ``runs/metrics.py``), where it logs something
-    rank-00000/replay/..., rank-00000/kept/...  saved tensors, where there are any
-    rank-00000/nondeterministic_ops.json        ops without a deterministic implementation, where any were called
+"""The run folder, opened again; docs/reference/run-folder.md says what is in it.
 
 A step is one ``write`` of 480 bytes and 8 bytes a site, without fsync, so that a kill leaves whole steps and at most a
 torn tail. The end-of-stream marker is written when a fit ends as it should; without it the run is incomplete.
@@ -179,8 +168,7 @@ class Run:
         """Return the steps of a process; raise ReferenceNotFoundError when there is no such one."""
         if rank not in self._ranks:
             num = self.manifest.world_size
-            here = "" if len(self._ranks) == num else f", of which {list(self._ranks)} were opened here"
-            raise ReferenceNotFoundError(f"{self.path} has no rank {rank}; it has {num}, from 0{here}.", str(self.path))
+            raise ReferenceNotFoundError(f"{self.path} has no rank {rank}; it has {num}, from 0.", str(self.path))
         return self._ranks[rank]
 
     def nondeterministic_ops(self, rank: int) -> list[NondeterministicOp]:

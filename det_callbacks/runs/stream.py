@@ -20,14 +20,11 @@ from det_callbacks.runs.files import FORMAT_VERSION, damaged
 from det_callbacks.runs.program import StepRecord, chain_digest
 
 STREAM_SCHEMA = pa.schema(
-    [
-        ("step", pa.int64()),
-        ("epoch", pa.int32()),
-        ("program_id", pa.uint64()),
-        ("layout_id", pa.uint64()),
-        ("chain", pa.uint64()),
-        ("digests", pa.list_(pa.field("item", pa.uint64(), nullable=False))),
-    ]
+    {
+        **{"step": pa.int64(), "epoch": pa.int32()},
+        **dict.fromkeys(("program_id", "layout_id", "chain"), pa.uint64()),
+        "digests": pa.list_(pa.field("item", pa.uint64(), nullable=False)),
+    }
 )
 
 END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
@@ -137,7 +134,7 @@ class StreamFile:
             with self.path.open("rb") as file:
                 yield file
         except OSError as error:
-            raise damaged(self.path, f"it cannot be read, although run.json tells of it ({error})") from error
+            raise damaged(self.path, f"it cannot be read, or is missing, though run.json has it ({error})") from error
 
     def _check_header(self, file: BinaryIO, wanted: Mapping[str, str]) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Writing a run: what its folder looks like stands in ``runs/store.py``."""
+"""Writing a run: docs/reference/run-folder.md says what its folder looks like."""
 
 import uuid
 from collections.abc import Mapping, Sequence
@@ -285,17 +285,12 @@ def _end(file: BinaryIO | None, *, complete: bool) -> None:
 def _open_resumed(path: Path, manifest: Mapping[str, Any], peers: Peers) -> Run:
     """Return the run as far as it is of this process; all processes do it before one changes run.json."""
     run = Run.open(path, ranks=(peers.rank,))
-    selection = msgspec.convert(manifest["selection"], Selection)
-    if run.manifest.selection != selection:
+    selection, recorded = msgspec.convert(manifest["selection"], Selection), run.manifest
+    if (recorded.selection, recorded.world_size) != (selection, peers.world_size):
         raise ReferenceFormatError(
-            f"{path} was recorded with the selection {run.manifest.selection.to_dict()}, and this attempt has "
-            f"{selection.to_dict()}. Resume with the same arguments.",
-            str(path),
-        )
-    if run.manifest.world_size != peers.world_size:
-        raise ReferenceFormatError(
-            f"{path} was recorded with a world size of {run.manifest.world_size}, and this attempt has one of "
-            f"{peers.world_size}. Nothing was changed. Resume with as many, or record to another folder.",
+            f"{path} was recorded with the selection {recorded.selection.to_dict()} on {recorded.world_size} "
+            f"process(es), and this attempt has {selection.to_dict()} on {peers.world_size}. Nothing was changed. "
+            "Resume with the same arguments and as many processes, or record to another folder.",
             str(path),
         )
     return run

@@ -111,10 +111,10 @@ def test_no_damage_ends_in_a_match_that_skipped_something(
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"world_size": 10**15}, "cannot be read, although run.json"),
+        ({"world_size": 10**15}, "or is missing, though run.json"),
         ({"run_id": "another"}, "is of another run, place or version"),
-        ({"attempts": (Attempt(segments=10**15),)}, "cannot be read, although run.json"),
-        ({"attempts": (Attempt(segments=2), Attempt(), Attempt())}, "cannot be read, although run.json"),
+        ({"attempts": (Attempt(segments=10**15),)}, "or is missing, though run.json"),
+        ({"attempts": (Attempt(segments=2), Attempt(), Attempt())}, "or is missing, though run.json"),
         ({"attempts": (Attempt(), Attempt())}, "is of another run, place or version"),
     ],
 )
