@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # looked at in torch 2.13
 
 from det_callbacks.runs.program import IN_FLIGHT, Site, plain_value
-from det_callbacks.trace.components import has_parts, holds_data, parts_of
+from det_callbacks.trace.components import STRIDED, has_parts, holds_data, parts_of
 from det_callbacks.trace.layouts import LayoutSlot
 from det_callbacks.trace.overloads import OpPlan, tensors_in
 from det_callbacks.trace.program_trie import NOWHERE, CallNode, OpScope
@@ -294,6 +294,10 @@ class Collectives:
             if delivery.work is not None:
                 delivery.has_arrived()  # lets go of the tensors of what is done
         for index, tensor in enumerate(_received_tensors(plan.base, given, out)):
+            if tensor.layout is not STRIDED:  # gloo's own thread gives it other indices and values, at any time
+                for part in _parts(tensor):
+                    self._recorder.ledger.forget(part)
+                continue
             site = Site(
                 phase=node.phase,
                 module=node.module,

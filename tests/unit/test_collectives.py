@@ -1,5 +1,6 @@
 """Collectives in a trace, in a world of one process on gloo: the ops really run."""
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -14,7 +15,7 @@ from tracing import position_of, site_of, step_of, traced
 from det_callbacks import HashMode, digest_tensor
 from det_callbacks.runs.program import Site
 from det_callbacks.runs.steps import StepTrace
-from det_callbacks.trace.collectives import Delivery, shown_ranks
+from det_callbacks.trace.collectives import Collectives, Delivery, shown_ranks
 
 # torch 2.13 renames some of them
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # torch's own functions
@@ -188,3 +189,23 @@ def test_on_a_device_ops_wait_and_other_collectives_may_not() -> None:
     assert found.has_arrived()
     assert not found.has_arrived(for_collective=True)
     assert delivery(None).has_arrived(for_collective=True)
+
+
+def test_what_a_sparse_tensor_gets_is_no_delivery() -> None:
+    """Gloo gives it other indices and values in a thread of its own, here before the call has returned."""
+    deliver = Collectives._deliver
+
+    def deliver_late(*args: Any) -> None:
+        time.sleep(0.2)
+        deliver(*args)
+
+    def step() -> None:
+        x = torch.eye(4).to_sparse()
+        dist.all_reduce(x, async_op=True).wait()
+        x.to_dense()
+
+    with mock.patch.object(Collectives, "_deliver", deliver_late):
+        trace = traced(step)
+    assert len(rows(trace, "sent")) == 1
+    assert not rows(trace, "delivered")
+    assert len(site_of(trace, "_to_dense.default").inputs) == 2
