@@ -1,7 +1,6 @@
 """The guards of conftest.py: what a test leaves behind is seen, named and put back."""
 
 import os
-import random
 import sys
 import warnings
 from collections.abc import Callable
@@ -9,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import guards
-import numpy as np
 import pytest
 import torch
 from forks import fork_process
@@ -78,21 +76,15 @@ def test_every_leak_is_named_and_put_back(tmp_path: Path, monkeypatch: pytest.Mo
     assert (tmp_path / "lightning_logs").is_dir(), "it may be someone's work"
 
 
-@pytest.mark.parametrize("turn", range(2))
-def test_seeds_are_the_same_in_each_test(turn: int) -> None:
-    drawn = random.random(), np.random.random(), torch.rand(())
-    for seed in (random.seed, np.random.seed, torch.manual_seed):
-        seed(0)
-    assert drawn == (random.random(), np.random.random(), torch.rand(())), f"in turn {turn}"
-
-
-def test_the_fixture_fails_the_test_that_leaks_and_no_other(tmp_path: Path) -> None:
+def test_the_fixture_fails_the_test_that_leaks_and_no_other_and_seeds_each_alike(tmp_path: Path) -> None:
     for name in ("conftest.py", "guards.py"):
         (tmp_path / name).write_text((TESTS / name).read_text())
     (tmp_path / "test_leaks.py").write_text(
-        "import os\n"
-        "def test_leaks():\n    os.environ['LEAKED_BY_A_TEST'] = '1'\n"
-        "def test_does_not():\n    assert 'LEAKED_BY_A_TEST' not in os.environ\n"
+        "import os, random\nimport numpy, torch\ndrawn = set()\n"
+        "def draw():\n    drawn.add((random.random(), numpy.random.rand(), torch.rand(()).item()))\n"
+        "def test_leaks():\n    draw()\n    os.environ['LEAKED_BY_A_TEST'] = '1'\n"
+        "def test_does_not():\n    draw()\n    assert 'LEAKED_BY_A_TEST' not in os.environ\n"
+        "    assert len(drawn) == 1\n"
     )
     options = ["-rA", "-n0", "-p", "no:cacheprovider", str(tmp_path)]
     (tmp_path / "run.py").write_text(f"import sys, pytest\nsys.exit(int(pytest.main({options})))\n")

@@ -23,42 +23,43 @@ def two_fits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture
+def current(tmp_path: Path) -> Path:
+    return tmp_path / "current"
+
+
 def test_two_fits_are_two_segments_and_verified_together(
-    two_fits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    two_fits: Path, current: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Run.open(two_fits)
     assert run.is_complete
     assert [run.rank(0).steps(segment).tolist() for segment in run.rank(0).segments] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    callback = DeterminismCallback(two_fits, current=tmp_path / "current")
+    callback = DeterminismCallback(two_fits, current=current)
     fit = Fit(callback).run()
     assert callback.verdict is None
-    assert not (tmp_path / "current" / "verdict.json").exists()
+    assert not (current / "verdict.json").exists()
     assert "part 1 (fit) of 2 agrees: verified 4 steps" in (printed := capsys.readouterr().out)
     assert "diverged" not in printed
     fit.again(epochs=2)
     assert (callback.verdict.verdict, callback.verdict.counts.steps_compared) == ("match", 8)
-    require_one_verdict(callback.verdict, two_fits, tmp_path / "current")
+    require_one_verdict(callback.verdict, two_fits, current)
 
 
-def test_a_fit_too_many_diverges(reference: Path, tmp_path: Path) -> None:
-    callback = DeterminismCallback(reference, current=tmp_path / "current")
+def test_a_fit_too_many_diverges_and_takes_the_verdict_back_where_it_stops(reference: Path, current: Path) -> None:
+    callback = DeterminismCallback(reference, current=current)
     fit = Fit(callback).run().run()  # fit 1 has nothing left to do
     assert callback.verdict.verdict == "match"
     with pytest.raises(DivergenceError, match="Step 4 of segment 2 is only in the current run"):
         fit.again(epochs=2)
-    assert callback.verdict.verdict == "diverged"
-    assert next_lines(callback.verdict) == [f"det-callbacks show {tmp_path / 'current'} --step 4 --segment 2"]
+    assert next_lines(callback.verdict) == [f"det-callbacks show {current} --step 4 --segment 2"]
 
-
-def test_a_second_fit_that_stops_takes_the_verdict_back(reference: Path, tmp_path: Path) -> None:
-    other = RaiseAt("on_train_batch_start", StopError(), call=5)
-    callback = DeterminismCallback(reference, current=tmp_path / "current")
-    fit = Fit(other, callback).run()
-    assert (tmp_path / "current" / "verdict.json").exists()
+    callback = DeterminismCallback(reference, current=current)
+    fit = Fit(RaiseAt("on_train_batch_start", StopError(), call=5), callback).run()
+    assert (current / "verdict.json").exists()
     with pytest.raises(StopError):
         fit.again(epochs=2)
     assert callback.verdict is None
-    assert not (tmp_path / "current" / "verdict.json").exists()
+    assert not (current / "verdict.json").exists()
 
 
 def test_a_process_that_ends_before_the_last_fit_has_an_error(two_fits: Path, tmp_path: Path) -> None:
@@ -78,8 +79,7 @@ def test_a_process_that_ends_before_the_last_fit_has_an_error(two_fits: Path, tm
     assert (callback.verdict.verdict, take_unfinished()) == ("match", None)
 
 
-def test_a_difference_in_a_later_fit_is_shown_there(two_fits: Path, tmp_path: Path) -> None:
-    current = tmp_path / "current"
+def test_a_difference_is_shown_in_its_fit_and_not_waited_with(two_fits: Path, current: Path) -> None:
     fit = Fit(DeterminismCallback(two_fits, current=current)).run()
     fit.model.first.weight.data.add_(1)
     with pytest.raises(DivergenceError, match=r"Step 4 of segment 1: the initial state first\.weight ") as caught:
@@ -90,9 +90,7 @@ def test_a_difference_in_a_later_fit_is_shown_there(two_fits: Path, tmp_path: Pa
     assert shown == f"det-callbacks show {current} --step 4 --segment 1"
     assert cli.main(shown.split()[1:]) == 0
 
-
-def test_a_difference_in_the_first_fit_is_not_waited_with(two_fits: Path, tmp_path: Path) -> None:
-    fit = Fit(DeterminismCallback(two_fits, current=tmp_path / "current", on_divergence="collect"))
+    fit = Fit(DeterminismCallback(two_fits, current=current, on_divergence="collect"))
     fit.model.first.weight.data.add_(1)
     with pytest.raises(DivergenceError, match=r"first\.weight differs"):
         fit.run()
