@@ -50,22 +50,12 @@ def planted(cause: str, *says: str, base: Any = None, **change: Any) -> tuple[st
 
 
 FAULTS = {
-    "another seed": planted(
-        "initial_weights",
-        "Set the same seed before the model is built",
-        "seeded with 0 in the reference, 77 now",
-        seed=77,
-    ),
-    "seed set late": planted("initial_weights", "all that hold more than one value", is_seeded_late=True),
-    "one weight": planted("initial_weights", "how net.5.bias is initialised", "1 of ", change_weight="net.5.bias"),
+    "another seed": planted("initial_weights", "seeded with 0 in the reference, 77 now", "Set the same seed", seed=77),
     "weights loaded by a callback": planted(
         "initial_weights", "the weights that were loaded", callbacks=(LoadsWeights,)
     ),
     "shuffle with another seed": planted(
-        "data_order",
-        "Give the shuffle the same seed",
-        "seeded with 1 in the reference, 2 now",
-        shuffle_seed=2,
+        "data_order", "Give the shuffle the same seed", "seeded with 1 in the reference, 2 now", shuffle_seed=2
     ),
     "unsorted listing": planted("data_order", "Sort what the data set lists", "the same indices", listing="unsorted"),
     "epochs of another length": planted(
@@ -74,19 +64,6 @@ FAULTS = {
         "!etric",
         base={"shuffle_seed": None, "logs": True},
         trainer={"limit_train_batches": 5},
-    ),
-    "unseeded augmentation in workers": planted(
-        "data_content",
-        "worker seeds",
-        "the sampler drew the same indices",
-        "nowhere in what the reference recorded",
-        base={"augment": "unseeded", "num_workers": 1},
-    ),
-    "another number of workers": planted(
-        "data_content",
-        "num_workers of train_dataloader is 0 in the reference, 2 now",
-        base={"augment": "seeded"},
-        num_workers=2,
     ),
     "a data set without one sample": planted("data_content", "96 in the reference, 95 now", num_samples=95),
     "another batch size": planted(
@@ -108,6 +85,20 @@ FAULTS = {
         "rng", "on_train_batch_end of DrawsAtBatchEnd", "equal at the batch end of step 0", callbacks=(DrawsAtBatchEnd,)
     ),
     "callback before ours draws": planted("rng", "equal after backward of step 0", first_callbacks=(DrawsAtBatchEnd,)),
+    "a step without a loss": planted("forward", "Step 2, forward: ", " is only in the reference", skips=True),
+    # up to here at level "op" every day
+    "seed set late": planted("initial_weights", "all that hold more than one value", is_seeded_late=True),
+    "one weight": planted("initial_weights", "how net.5.bias is initialised", "1 of ", change_weight="net.5.bias"),
+    "unseeded augmentation in workers": planted(
+        "data_content",
+        "worker seeds",
+        "the sampler drew the same indices",
+        "nowhere in what the reference recorded",
+        base={"augment": "unseeded", "num_workers": 1},
+    ),
+    "another number of workers": planted(
+        "data_content", "num_workers of train_dataloader is 0", base={"augment": "seeded"}, num_workers=2
+    ),
     "callback draws at the epoch's end": planted(
         "rng",
         "on_train_epoch_end of DrawsAtEpochEnd",
@@ -117,7 +108,6 @@ FAULTS = {
     ),
     "callback seeds anew": planted("rng", "seeded anew in between (0 in the reference, 9 now)", callbacks=(SeedsAnew,)),
     "dropout with another seed": planted("rng", "torch.cpu", "equal at the batch start of step 2", dropout_seed=5),
-    "a step without a loss": planted("forward", "Step 2, forward: ", " is only in the reference", skips=True),
     "a weight changed in a step that was not recorded": planted(
         "unknown", "before step 6, and steps before it were not recorded", base={"every_n_steps": 3}, changes_in_step=4
     ),
@@ -126,19 +116,7 @@ FAULTS = {
     "another precision": planted("settings", "32-true in the reference, 64-true", trainer={"precision": "64-true"}),
     "accumulation": planted("settings", "accumulate_grad_batches: 1", trainer={"accumulate_grad_batches": 2}),
 }
-EVERYDAY = (
-    "epochs of another length",
-    "another seed",
-    "shuffle with another seed",
-    "unsorted listing",
-    "validation draws",
-    "callback draws",
-    "callback before ours draws",
-    "a step without a loss",
-    "weights loaded by a callback",
-    "another batch size",
-    "a data set without one sample",
-)
+EVERYDAY = [*FAULTS][:11]
 
 Record = Callable[[Training], Path]
 
@@ -172,21 +150,3 @@ def test_the_cause_of_a_planted_fault_is_named(name: str, level: str, record: Re
     assert (verdict.verdict, verdict.cause) == ("diverged", cause), verdict.explanation
     said = "\n".join((verdict.explanation, *verdict.evidence))
     assert not [part for part in says if (part.removeprefix("!") in said) is part.startswith("!")]
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(
-    "base",
-    [
-        {"shuffle_seed": None},
-        {"augment": "seeded", "num_workers": 2},
-        {"draws_in_validation": True, "callbacks": (DrawsAtBatchEnd,)},
-        {"trainer": {"accumulate_grad_batches": 2, "precision": "bf16-mixed"}},
-        {"level": "state", "dropout_seed": 3},
-    ],
-    ids=str,
-)
-def test_a_clean_pair_matches(base: dict[str, Any], record: Record) -> None:
-    training = Training(**base)
-    verdict = training.verify(record(training))
-    assert (verdict.verdict, verdict.evidence) == ("match", ())

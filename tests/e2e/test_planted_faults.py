@@ -1,6 +1,6 @@
 """Faults planted in a training of more than fifty modules: the culprit is named, and nobody who passes it on.
 
-What Python may have passed on, past every edge, is in tests/unit/test_origin_values.py.
+What Python may have passed on, past every edge, is in tests/unit/test_origin.py.
 """
 
 from collections.abc import Callable
