@@ -22,32 +22,6 @@ CPUS = replace(choice("cpu.count", 2, 4), is_machine=True, changes_bits=False)
 STATE = Selection(level="state")
 
 
-def require_words(verdict, *said):
-    """Fail unless the verdict says all that, and nothing of what begins with "!"."""
-    told = "\n".join((verdict.explanation, *verdict.evidence))
-    assert not [part for part in said if (part.removeprefix("!") in told) is part.startswith("!")], told
-
-
-@pytest.mark.parametrize(
-    ("is_resumed", "change", "cause", "said"),
-    [
-        (False, {"insert_at": 10, "factor": 3.0}, "forward", ["only in the current run", "train.py:50", "starts here"]),
-        (False, {"weight": 3, "rows": (2, 1, 3, 4), "seed": 1}, "initial_weights", ["net.weight"]),
-        (False, {"rows": (2, 1, 3, 4), "seed": 1}, "data_order", ["batch[0] holds the same samples in another order"]),
-        (True, {"weight": 3}, "checkpoint", ["loaded, net.weight differs", "no op is to blame"]),
-        (True, {"weight": 3, "rows": (2, 1, 3, 4)}, "checkpoint", ["net.weight", "(the batch differs too)"]),
-        (True, {"rows": (2, 1, 3, 4), "seed": 1}, "data_order", ["the batch batch[0]"]),
-        (True, {"seed": 3}, "rng", ["the state of the generator torch.cpu differs"]),
-        (True, {"noise_at": 5}, "forward", ["starts here"]),
-    ],
-)
-def test_planted_difference_has_its_cause_and_says_so(is_resumed, change, cause, said, tmp_path):
-    verdict = judge(tmp_path, (training_step(), training_step(**change)), is_resumed=is_resumed)
-    assert (verdict.verdict, verdict.cause) == ("diverged", cause)
-    assert ("Step 7, the first after resuming" in verdict.explanation) is is_resumed
-    require_words(verdict, *said)
-
-
 def of_dtype(step, now):
     dtype = "float64" if now else "float32"
     step.named("net.weight", 1 + now, entry=TensorLayout(dtype=dtype, shape=(2,), stride=(1,)))
@@ -142,8 +116,9 @@ def start_of_backward(phase, reader):
     return fill
 
 
-def case(fill, cause, *said, **options):
-    return pytest.param(fill, cause, said, options)
+def case(planted, cause, *said, **options):
+    """A function that fills both steps, or what the current one has other than ``base``; what is said ("!": is not)."""
+    return pytest.param(planted, cause, said, options)
 
 
 OUTSIDE = (
@@ -153,7 +128,21 @@ UNRECORDED = ("net.weight differs", "since before step 7, and steps before it we
 LOST = "look for a Python value that the checkpoint does not hold"
 PRECISION = choice("trainer.precision")
 PRECISION_FIRST = "trainer.precision: a in the reference, b now, and that is what differs first: "
+AFTER_RESUME = {"is_resumed": True, "base": {"insert_at": 3}}
 CASES = [
+    case({"insert_at": 10, "factor": 3.0}, "forward", "only in the current run", "train.py:50", "starts here"),
+    case({"weight": 3, "rows": (2, 1, 3, 4), "seed": 1}, "initial_weights", "net.weight"),
+    case({"rows": (2, 1, 3, 4), "seed": 1}, "data_order", "batch[0] holds the same samples in another order"),
+    case({"weight": 3}, "checkpoint", "loaded, net.weight differs", "no op is to blame", is_resumed=True),
+    case({"weight": 3, "rows": (2, 1, 3, 4)}, "checkpoint", "(the batch differs too)", is_resumed=True),
+    case({"rows": (2, 1, 3, 4), "seed": 1}, "data_order", "the batch batch[0]", is_resumed=True),
+    case({"seed": 3}, "rng", "the state of the generator torch.cpu differs", is_resumed=True),
+    case({"noise_at": 5}, "forward", "starts here", f"!{LOST}", **AFTER_RESUME),
+    case({"factor": 3.0}, "forward", LOST, **AFTER_RESUME),
+    case({"factor": 3.0}, "forward", f"!{LOST}", base={"insert_at": 3}),
+    case({"factor": 3.0}, "forward", f"!{LOST}", environment=[SEED], **AFTER_RESUME),
+    case({"factor": 3.0, "rows": (2, 1, 3, 4)}, "data_order", f"!{LOST}", **AFTER_RESUME),
+    case({"factor": 3.0, "weight": 3}, "checkpoint", f"!{LOST}", **AFTER_RESUME),
     case(of_other_layout, "structure", "gave another structure"),
     case(of_another_batch_size, "data_content"),
     case(with_another_label, "data_content"),
@@ -203,11 +192,15 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("fill", "cause", "said", "options"), CASES)
-def test_cause_and_words_of_one_thing_that_differs(fill, cause, said, options, tmp_path):
-    verdict = judge(tmp_path, both(fill), **options)
+@pytest.mark.parametrize(("planted", "cause", "said", "options"), CASES)
+def test_cause_and_words_of_one_thing_that_differs(planted, cause, said, options, tmp_path):
+    base = options.get("base", {})
+    steps = both(planted) if callable(planted) else (training_step(**base), training_step(**base, **planted))
+    verdict = judge(tmp_path, steps, **{name: value for name, value in options.items() if name != "base"})
     assert (verdict.verdict, verdict.cause) == ("diverged", cause), verdict.explanation
-    require_words(verdict, *said)
+    assert ("Step 7, the first after resuming" in verdict.explanation) is options.get("is_resumed", False)
+    told = "\n".join((verdict.explanation, *verdict.evidence))
+    assert not [part for part in said if (part.removeprefix("!") in told) is part.startswith("!")], told
 
 
 @pytest.mark.parametrize(
@@ -249,25 +242,6 @@ def test_a_choice_never_excuses_and_a_machine_only_bits_that_it_can_change(
     assert said in verdict.explanation
     assert {*verdict.environment} == {*environment}
     assert len(verdict.origins) == ("noise_at" in change)
-
-
-@pytest.mark.parametrize(
-    ("change", "is_resumed", "environment", "is_said"),
-    [
-        ({"factor": 3.0}, True, (), True),
-        ({"factor": 3.0}, False, (), False),
-        ({"factor": 3.0}, True, (SEED,), False),
-        ({"noise_at": 5}, True, (), False),
-        ({"factor": 3.0, "rows": (2, 1, 3, 4)}, True, (), False),
-        ({"factor": 3.0, "weight": 3}, True, (), False),
-    ],
-)
-def test_a_lost_value_is_said_where_all_that_a_resume_restores_agrees(
-    change, is_resumed, environment, is_said, tmp_path
-):
-    steps = training_step(insert_at=3), training_step(**{"insert_at": 3, **change})
-    verdict = judge(tmp_path, steps, environment=environment, is_resumed=is_resumed)
-    assert (LOST in verdict.explanation) == is_said
 
 
 # over several steps, fits and ranks
