@@ -336,7 +336,7 @@ def _copied_twice(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     try:
         with _no_modes_below(), _DisableTorchFunction():
             calls = [copied_call((args, kwargs), written) for _ in range(2)]
-    except Exception:  # whatever a tensor class cannot do; the op runs once, and is counted as not compared
+    except Exception:  # noqa: BLE001  # what a tensor class cannot do; the op runs once, and is not compared
         return []
     return [call for call in calls if call is not None]
 
@@ -353,7 +353,7 @@ def _run_again(plan: OpPlan, before: RewindPoint | None, after: RewindPoint | No
         before.put_back()
     try:
         out = plan.call(*args, **kwargs)
-    except Exception:  # whatever an op raises; the first run stands
+    except Exception:  # noqa: BLE001  # whatever an op raises; the first run stands
         return None
     finally:
         if after is not None:

@@ -164,6 +164,6 @@ class Verifying(TracedSession):
             return None
         try:
             return write_report(self.run.current / REPORT_FILE, verdict, reference=self.path, current=self.run.current)
-        except Exception as error:  # the divergence is raised next: no fault of a page may come before it
+        except Exception as error:  # noqa: BLE001  # no fault of a page may come before the divergence
             closing.print_closing_line(f"det_callbacks: no report was written ({type(error).__name__}: {error})")
             return None

@@ -112,7 +112,7 @@ class RankGroup(Peers):
         error, failure = None, ""
         try:
             value = action()
-        except Exception as caught:  # whatever it is, the others have to hear of it before it goes on its way
+        except Exception as caught:  # noqa: BLE001  # the others have to hear of it before it goes on its way
             error, failure = caught, f"{type(caught).__name__}: {caught}"
         if self._group is None:
             raise RankError(f"The {self.world_size} processes have parted already, so nothing can be agreed in {task}.")
