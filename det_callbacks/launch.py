@@ -23,7 +23,7 @@ def callbacks() -> list[Any]:
     """Return the callback of this process where a command asks for one; else nothing, and nothing is imported."""
     if LAUNCH not in os.environ:
         return []
-    from det_callbacks.callback.launched import launched_callback
+    from det_callbacks.callback.launched import launched_callback  # noqa: PLC0415  # loads Lightning
 
     return [launched_callback(os.environ[LAUNCH])]
 
@@ -70,8 +70,8 @@ class AfterImport:
 
 def _enforce(settings: dict[str, Any]) -> None:
     """Put settings in force; the process ends with status 2 where that is not possible."""
-    from det_callbacks.errors import DetCallbacksError
-    from det_callbacks.settings import DeterminismSettings, enforce_determinism
+    from det_callbacks.errors import DetCallbacksError  # noqa: PLC0415  # only where it is asked for
+    from det_callbacks.settings import DeterminismSettings, enforce_determinism  # noqa: PLC0415  # likewise
 
     try:
         enforce_determinism(DeterminismSettings.choose(**settings))

@@ -69,7 +69,7 @@ class OpFact:
 
 def read_op_facts() -> tuple[OpFact, ...]:
     """Return what the installed torch says of its ops, by behaviour, name and condition; takes some 0.2 s."""
-    import torch
+    import torch  # noqa: PLC0415  # for the command ops; facts are plain data
 
     # looked at in torch 2.13; no public function lists the ops: dir(torch.ops.aten) has only those used so far
     all_names = torch._C._dispatch_get_all_op_names()

@@ -66,7 +66,7 @@ def training_reference(
     It takes any argument of DeterminismCallback but reference, mode and current, and ``name`` where a test trains
     several times. Call it before the model is built. All generators are seeded with 0, and put back after the test.
     """
-    from det_callbacks.pytest_runs import TrainingRuns
+    from det_callbacks.pytest_runs import TrainingRuns  # noqa: PLC0415  # loads torch and Lightning
 
     record = request.config.getoption("determinism_record")
     item = request.node
@@ -88,7 +88,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     runs = item.stash.get(_RUNS, None)
     if runs is None:
         return (yield)
-    from det_callbacks.errors import DetCallbacksError
+    from det_callbacks.errors import DetCallbacksError  # noqa: PLC0415  # only where it is asked for
 
     failure = None
     try:

@@ -39,14 +39,14 @@ def show(options: argparse.Namespace) -> int:
 
 def diff(options: argparse.Namespace) -> int:
     """Compare two runs."""
-    from det_callbacks.judge import compare_runs
+    from det_callbacks.judge import compare_runs  # noqa: PLC0415  # takes longer to load than a run to show
 
     console = make_console(stderr=True)
     with console.status("comparing steps") if console.is_terminal else nullcontext():
         verdict = compare_runs(options.reference, options.current, steps=options.steps or "all")
     _print(options, verdict.to_dict, lambda: verdict_report(verdict))
     if options.html is not None:
-        from det_callbacks.report.html import write_report
+        from det_callbacks.report.html import write_report  # noqa: PLC0415  # loads jinja2, for a page alone
 
         path = write_report(options.html, verdict, reference=options.reference, current=options.current)
         print_line(console, f"det-callbacks: wrote {path}")
@@ -72,7 +72,7 @@ def ops(options: argparse.Namespace) -> int:
 
 def doctor(options: argparse.Namespace) -> int:
     """Show which settings are in force."""
-    from det_callbacks.doctor import diagnose
+    from det_callbacks.doctor import diagnose  # noqa: PLC0415  # loads torch
 
     diagnosis = diagnose(against=None if options.against is None else Run.open(options.against))
     return _print(options, diagnosis.to_dict, lambda: doctor_report(diagnosis), status=int(bool(diagnosis.missing)))
@@ -80,7 +80,7 @@ def doctor(options: argparse.Namespace) -> int:
 
 def check_checkpoint(options: argparse.Namespace) -> int:
     """Compare a checkpoint with its digests or with another one."""
-    from det_callbacks.checkpoint import check_checkpoint
+    from det_callbacks.checkpoint import check_checkpoint  # noqa: PLC0415  # loads torch
 
     found = check_checkpoint(options.checkpoint, options.other)
     return _print(options, found.to_dict, lambda: checkpoint_report(found), status=found.exit_code)

@@ -251,7 +251,7 @@ def device_choice(device: torch.device) -> Choice:
     if device.type != "cuda":
         return Choice(method=None)
     try:
-        import det_callbacks.digest.device.triton_kernels as kernels
+        import det_callbacks.digest.device.triton_kernels as kernels  # noqa: PLC0415  # needs Triton
     except _FAILURES as error:
         return Choice(method=None, reason=f"{type(error).__name__}: {error}")
     if kernels.IS_INTERPRETED:
