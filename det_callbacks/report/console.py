@@ -83,13 +83,8 @@ class Table:
 class Section:
     """One part of a report, as it is printed and as a page has it; each of what it is made of may be missing.
 
-    Attributes:
-        title: one line, printed in ``style``.
-        lines: sentences.
-        items: entries of a list.
-        facts: what is known, each with its name; "" for the name of the one before.
-        code: lines that are not wrapped, since they are copied, or align by themselves.
-        table: rows.
+    ``title`` is one line, printed in ``style``. ``lines`` are sentences, ``items`` entries of a list, ``facts`` what is
+    known, each with its name, and ``code`` lines that are not wrapped, since they are copied, or align by themselves.
     """
 
     title: str = ""
@@ -118,23 +113,20 @@ def to_text(report: Report) -> str:
 
 
 def print_report(report: Report, console: Console | None = None) -> None:
-    """Print a report, to standard output by default, with an empty line between its parts.
-
-    A long sentence goes on below its beginning; no word of it is cut.
-    """
+    """Print a report with an empty line between its parts; a long sentence goes on below its beginning, in words."""
     console = make_console() if console is None else console
     for index, section in enumerate(report):
+        indent = "  " if section.title else ""
+        width = max((len(name) for name, _ in section.facts), default=0)
+        facts = (f"{indent}{name:<{width}}  {fact}" for name, fact in section.facts)
         if index:
             print_line(console)
         if section.title:
             print_line(console, section.title, section.style)
-        indent = "  " if section.title else ""
-        width = max((len(name) for name, _ in section.facts), default=0)
-        facts = [f"{indent}{name:<{width}}  {fact}" for name, fact in section.facts]
         for line in (*section.lines, *(f"  {item}" for item in section.items), *facts):
             wrapper = textwrap.TextWrapper(console.width, subsequent_indent=line[: len(line) - len(line.lstrip())])
             wrapper.break_long_words = wrapper.break_on_hyphens = False
-            print_line(console, "\n".join(wrapper.wrap(line)))
+            print_line(console, wrapper.fill(line))
         for line in section.code:
             print_line(console, indent + line)
         if section.table is not None:
@@ -155,13 +147,11 @@ def _print_table(console: Console, table: Table) -> None:
     room = sys.maxsize if table.is_wide and not console.is_terminal else console.width - 2 * (len(widths) - 1)
     while sum(widths) > room and max(widths) > 1:
         between = [column for column, width in enumerate(widths) if width > words[column]]
-        widths[max(between or range(len(widths)), key=lambda column: widths[column])] -= 1
+        widths[max(between or range(len(widths)), key=widths.__getitem__)] -= 1
     signs = [">" if table.is_number(column) else "<" for column in range(len(widths))]
     for number, row in enumerate(rows):
-        folded = (
-            [cell] if len(cell) <= width else textwrap.wrap(cell, width)
-            for cell, width in zip(row, widths, strict=True)
-        )
+        pairs = zip(row, widths, strict=True)
+        folded = [[cell] if len(cell) <= width else textwrap.wrap(cell, width) for cell, width in pairs]
         for cells in zip_longest(*folded, fillvalue=""):
             padded = (f"{cell:{sign}{width}}" for cell, sign, width in zip(cells, signs, widths, strict=True))
             print_line(console, "  ".join(padded).rstrip(), "" if number else "bold")
@@ -181,8 +171,7 @@ def print_error(error: Exception, *, name: str = "") -> None:
 def end_process(status: int) -> NoReturn:
     """End the process with this status, from one of its exit handlers or from another thread than the main one.
 
-    Nothing raised by an exit handler changes the status, so the process ends here: what was written is flushed first;
-    exit handlers registered earlier do not run.
+    Nothing raised by an exit handler changes the status, so the process ends here; earlier exit handlers do not run.
     """
     logging.shutdown()
     sys.stdout.flush()

@@ -1,7 +1,6 @@
 """The sentences of a verdict: what differs, where it starts, and why there; ``advice.py`` says what can be done."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
 from det_callbacks.compare.cause import CHOSEN, Facts
 from det_callbacks.compare.collectives import Classification, CollectiveCall
@@ -57,14 +56,12 @@ def _what_differs(finding: Finding) -> str:
     divergence = finding.divergence
     if divergence.kind == "argument" and finding.arguments is not None:
         shown = [f"{name}: {ours} -> {theirs}" for name, (ours, theirs) in finding.arguments.values.items()]
-        layouts = f" and gave {_layouts(finding.layouts)}" if finding.layouts else ""
+        layouts = f" and {_structure(finding.layouts, verbs=('gave', 'read'))}" if finding.layouts else ""
         return f"was called with other arguments ({listed(shown, '; ')}){layouts}"
     if divergence.kind == "structure" and finding.role == "graph":
         return "is another graph, by a recompilation, a graph break or other code"
     if divergence.kind == "structure" and finding.layouts is not None:
-        if parts := _parts(finding.layouts):
-            return f"read another part of what it was given: {parts}"
-        return f"gave another structure: {_layouts(finding.layouts)}"
+        return _structure(finding.layouts, verbs=("gave another structure", "read another part of what it was given"))
     if divergence.kind in ("missing", "extra"):
         return f"is only in the {_side(divergence)}"
     verbs = {"region_input": "is given", "graph_output": "holds", "sent": "was given", "delivered": "delivered"}
@@ -103,25 +100,17 @@ def source_name(finding: Finding) -> str:
     return f"a tensor read {where}{_source(divergence.source)}"
 
 
-def _layouts(layouts: tuple[TensorLayout | None, TensorLayout | None]) -> str:
+def _structure(layouts: tuple[TensorLayout | None, TensorLayout | None], *, verbs: tuple[str, str]) -> str:
+    """Return that a tensor was read in another part (the second verb), or how else its layout differs."""
     ours, theirs = layouts
-    is_alike = ours is not None and theirs is not None and (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
-    shown = [
-        "no tensor" if one is None else describe_tensor(one) + f" with strides {list(one.stride)}" * is_alike
-        for one in layouts
-    ]
-    return f"{shown[0]} in the reference, {shown[1]} now"
-
-
-def _parts(layouts: tuple[TensorLayout | None, TensorLayout | None]) -> str:
-    """Return which parts of tensors were read, where layouts differ in nothing else; "" where they do."""
-    ours, theirs = layouts
-    if ours is None or theirs is None or replace(ours, detail=theirs.detail) != theirs:
-        return ""
-    if not any(one.detail.startswith(READS) for one in (ours, theirs)):
-        return ""
-    shown = [one.detail.removeprefix(READS) or "in order from element 0" for one in (ours, theirs)]
-    return f"{shown[0]} in the reference, {shown[1]} now"
+    verb, shown = verbs[0], ["no tensor" if one is None else describe_tensor(one) for one in layouts]
+    if ours is not None and theirs is not None and (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape):
+        if ours.detail != theirs.detail and f"{ours.detail}{theirs.detail}".startswith(READS):
+            verb = verbs[1]
+            shown = [one.detail.removeprefix(READS) or "in order from element 0" for one in (ours, theirs)]
+        else:
+            shown = [f"{describe_tensor(one)} with strides {list(one.stride)}" for one in (ours, theirs)]
+    return f"{verb}: {shown[0]} in the reference, {shown[1]} now"
 
 
 def _side(only: Divergence | WholeSteps) -> str:
@@ -180,8 +169,7 @@ def _explain_sources(facts: Facts, sources: Sequence[Finding], phase: str) -> st
     if phase == "data" and facts.has_equal_samples:
         what = "holds the same samples in another order"
     elif "structure" in kinds and layouts:
-        parts = _parts(layouts[0])
-        what = f"was read in another part: {parts}" if parts else f"has another structure: {_layouts(layouts[0])}"
+        what = _structure(layouts[0], verbs=("has another structure", "was read in another part"))
     elif len(kinds) == 1 and not kinds.isdisjoint(("missing", "extra")):
         what = f"is only in the {_side(alike[0].divergence)}"
     elif not sources:

@@ -12,8 +12,6 @@ from det_callbacks.runs.store import Run
 from det_callbacks.verdict import MAX_ORIGINS, Divergence, EnvironmentDifference, TensorNumbers, Verdict
 
 PRINTED_ORIGINS = 20
-MAX_NUMBERS = 5
-"""Divergences with numbers that are shown: the first one and origins."""
 
 _STYLES = {"match": "bold green", "diverged": "bold red", "not_comparable": "bold yellow"}
 _KINDS = {
@@ -48,22 +46,19 @@ def disagreement_text(verdict: Verdict, *, path: Path, num_agreed: int, num_drop
 
     ``num_agreed`` steps agreed before; ``num_dropped`` new ones are taken back. All but rank 0 say it in short.
     """
-    text = (
+    said = f" (said on rank {rank}; rank 0 prints the whole verdict)" if rank else ""
+    return (
         f"The resumed run is not the run in {path}: a step that is there already came out otherwise "
         f"({count(num_agreed, 'step')} before it agreed). The run keeps its steps and is as it was before; "
-        f"{count(num_dropped, 'new step')} of this attempt went with it."
-    )
-    if rank:
-        return f"{text} (said on rank {rank}; rank 0 prints the whole verdict): {verdict.explanation}"
-    return (
-        f"{text}\n\n{verdict_lines(verdict)}\nFind out what the checkpoint did not bring back, or record this training "
-        "as another run: into another folder, or over this one with overwrite=True."
+        f"{count(num_dropped, 'new step')} of this attempt went with it{said}.\n\n"
+        f"{verdict.explanation if rank else verdict_lines(verdict)}\nFind out what the checkpoint did not bring back, "
+        "or record this training as another run: into another folder, or over this one with overwrite=True."
     )
 
 
 def verdict_report(verdict: Verdict) -> list[Section]:
     """Return the word, the sentence, where it began, what was covered, and what to do next."""
-    return [*head_report(verdict), *difference_report(verdict), *coverage_report(verdict)]
+    return [*head_report(verdict), *details_report(verdict)]
 
 
 def head_report(verdict: Verdict) -> list[Section]:
@@ -74,29 +69,26 @@ def head_report(verdict: Verdict) -> list[Section]:
     return [*report, Section(title="Evidence", items=verdict.evidence)] if verdict.evidence else report
 
 
-def difference_report(verdict: Verdict) -> list[Section]:
-    """Return the first divergence with its source text, by how much it and origins differ, and all origins."""
+def details_report(verdict: Verdict) -> list[Section]:
+    """Return the first divergence, by how much it differs, all origins, what was compared, and what to do next."""
     first, origins, report = verdict.first_divergence, verdict.origins, list[Section]()
     if first is not None:
         report.append(Section(title="First divergence", facts=_facts(first), code=_source_text(verdict)))
-    known = [one for one in dict.fromkeys((*([] if first is None else [first]), *origins)) if one.numbers is not None]
-    report += [_by_how_much(one, is_first=one == first) for one in known[:MAX_NUMBERS]]
+    measured = next((one for one in (first, *origins) if one is not None and one.numbers is not None), None)
+    if measured is not None and measured.numbers is not None:
+        facts = [] if measured == first else [("op", f"{_call(measured)} in {measured.module or 'no module'}")]
+        facts += [("", f"cannot be told: {measured.numbers.problem}")] if measured.numbers.problem else []
+        facts += [(tensor.tensor, _how_much(tensor)) for tensor in measured.numbers.output]
+        report.append(Section(title="By how much", facts=facts))
     if origins:
         which = f"the first {MAX_ORIGINS}, " if len(origins) >= MAX_ORIGINS else ""
         title = f"Origins ({which}differing, though nothing they read differs)"
         report.append(Section(title=title, table=_origin_table(verdict)))
-    return report
-
-
-def coverage_report(verdict: Verdict) -> list[Section]:
-    """Return in which environments how much was compared, and what to do next."""
-    report = list[Section]()
     if verdict.environment:
         report.append(Section(title="Environment differences", table=environment_table(verdict.environment)))
     report.append(Section(title="Compared", items=_coverage(verdict)))
-    if lines := next_lines(verdict):
-        report.append(Section(title="Next", code=lines))
-    return report
+    lines = next_lines(verdict)
+    return [*report, Section(title="Next", code=lines)] if lines else report
 
 
 def environment_table(differences: Sequence[EnvironmentDifference]) -> Table:
@@ -165,20 +157,6 @@ def _origin_table(verdict: Verdict) -> Table:
     return Table(columns=columns[start:], rows=rows, limit=PRINTED_ORIGINS)
 
 
-# by how much
-
-
-def _by_how_much(one: Divergence, *, is_first: bool) -> Section:
-    numbers, title = one.numbers, "By how much"
-    assert numbers is not None, "it was chosen by them"
-    if not is_first:
-        module, rank = one.module and f" in {one.module}", f", rank {one.rank}" if one.rank else ""
-        title += f", {one.phase}: {_call(one)}{module}{rank}"
-    if numbers.problem:
-        return Section(title=title, items=[f"cannot be told: {numbers.problem}"])
-    return Section(title=title, facts=[(tensor.tensor, _how_much(tensor)) for tensor in numbers.output])
-
-
 def _how_much(tensor: TensorNumbers) -> str:
     """Return by how much a tensor differs: "1 of 320 elements differ, by 1 ULP, first at [3, 7]: ..."."""
     if tensor.problem:
@@ -227,14 +205,12 @@ def next_lines(verdict: Verdict) -> Sequence[str]:
     first = verdict.first_divergence
     if verdict.verdict == "match" or first is None:
         return ()
-    step = f" --step {first.step}" + "".join(
-        f" --{name} {number}" for name, number in (("rank", first.rank), ("segment", first.segment)) if number
-    )
-    step = "" if first.phase == "metric" else step  # no step has it
-    paths = [verdict.reference, verdict.current]
+    places = [f"--{name} {number}" for name, number in (("rank", first.rank), ("segment", first.segment)) if number]
+    step = [] if first.phase == "metric" else [f"--step {first.step}", *places]  # of a metric no step has it
+    paths = dict.fromkeys((verdict.reference, verdict.current))
     if first.phase == "other" and not first.op:  # a step that only one run has
-        paths = paths[:1] if first.kind == "missing" else paths[1:]
-    shown = [f"det-callbacks show {path}{step}" for path in dict.fromkeys(paths)]
+        paths = dict.fromkeys([verdict.reference if first.kind == "missing" else verdict.current])
+    shown = [" ".join(["det-callbacks show", path, *step]) for path in paths]
     return [*shown, *([] if verdict.record_next is None else _record_next(verdict.record_next))]
 
 
@@ -243,13 +219,10 @@ def _record_next(arguments: Mapping[str, Any]) -> list[str]:
     steps = arguments.get("only_steps")
     which = f"step {listed(map(str, steps), limit=10)}" if steps else "the training"
     why = "to see by how much it differs" if "keep_tensors" in arguments else "to see where it starts"
-    python = ", ".join(f"{name}={json.dumps(value)}" for name, value in arguments.items())
-    words = (
-        f"determinism.{name}={value if isinstance(value, str) else json.dumps(value, separators=(',', ':'))}"
-        for name, value in arguments.items()
-    )
+    python = [f"{name}={json.dumps(value)}" for name, value in arguments.items()]
+    compact = {name: json.dumps(value, separators=(",", ":")).strip('"') for name, value in arguments.items()}
     return [
         f"{why}, record {which} again on both sides and compare the two recordings (det-callbacks diff):",
-        f"    in Python  {python}",
-        f"    in Hydra   {shlex.join(words)}",
+        f"    in Python  {', '.join(python)}",
+        f"    in Hydra   {shlex.join(f'determinism.{name}={value}' for name, value in compact.items())}",
     ]

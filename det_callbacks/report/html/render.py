@@ -8,7 +8,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.report.console import count
 from det_callbacks.report.html.model import build_maps
-from det_callbacks.report.verdict import coverage_report, difference_report, head_report
+from det_callbacks.report.verdict import details_report, head_report
 from det_callbacks.runs.files import replace_atomically
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import Verdict
@@ -32,7 +32,7 @@ def write_report(path: str | Path, verdict: Verdict, *, reference: str | Path, c
     content = environment.get_template("report.html.j2").render(
         verdict=verdict,
         head=head_report(verdict)[1:],
-        sections=[*difference_report(verdict), *coverage_report(verdict)],
+        sections=details_report(verdict),
         maps=maps,
         num_left_out=num_left_out,
         version=version("det_callbacks"),
