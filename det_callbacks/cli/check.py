@@ -11,7 +11,7 @@ from det_callbacks.cli.parser import INTERRUPTED, SCRIPT_OPTIONS
 from det_callbacks.compare.record import REPORT_FILE
 from det_callbacks.errors import CheckError
 from det_callbacks.patterns import as_patterns
-from det_callbacks.report.console import Report, Section, Table, make_console, print_line, print_report
+from det_callbacks.report.console import Section, Table, make_console, print_line, print_report
 from det_callbacks.report.verdict import verdict_report
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.store import Run
@@ -49,39 +49,32 @@ def verify(options: argparse.Namespace) -> int:
 
 
 def check(options: argparse.Namespace) -> int:
-    """Run a script twice and say what differs."""
+    """Run a script twice and say what differs: verdicts that are no match, and a table of what was varied."""
     script, vary = _script(options), options.vary.split(",") if options.vary else []
     if unknown := [factor for factor in vary if factor not in FACTORS]:
         raise CheckError(f"There is no {unknown[0]!r} to vary; there are {', '.join(FACTORS)}.")
     home = new_folder(options.to, "determinism-check")
     runs = check_script(script, home, vary=vary)
+    is_varied, sections = len(runs) > 2, [Section()]
     for run in runs:
         if run.output is not None and (options.verbose or run.outcome == "failed"):
             print_line(make_console(), f"{run.name} printed:", "bold")
             sys.stdout.write(run.output.read_text(encoding="utf-8", errors="replace"))
-    print_report(check_report(runs))
+        if run.verdict is not None and (run.outcome in ("diverged", "not_comparable") or not is_varied):
+            sections += [Section(title=f"{run.name}: {run.change}")] * is_varied + verdict_report(run.verdict)
+    if is_varied:
+        columns = ("run", "changed", "outcome", "first divergence", "cause")
+        sections.append(Section(table=Table(columns=columns, rows=[_row(run) for run in runs[1:]])))
+    print_report([*sections, Section()])
     facts = _OF_SCRIPT[{run.name: run.outcome for run in runs}.get(PLAIN, "failed")]
     if names := [run.name for run in runs[2:] if run.outcome == "diverged"]:
         facts += f"; its bits depend on {', '.join(names)}"
     return _end("check", runs, f"; {facts}; kept in {home}")
 
 
-def check_report(runs: Sequence[CheckedRun]) -> Report:
-    """Return the verdicts of the runs that are no match, and a table where something was varied."""
-    is_varied, sections = len(runs) > 2, [Section()]
-    for run in runs:
-        if run.verdict is not None and (run.outcome in ("diverged", "not_comparable") or not is_varied):
-            sections += [Section(title=f"{run.name}: {run.change}")] * is_varied + verdict_report(run.verdict)
-    if is_varied:
-        columns = ("run", "changed", "outcome", "first divergence", "cause")
-        sections.append(Section(table=Table(columns=columns, rows=[_row(run) for run in runs[1:]])))
-    return [*sections, Section()]
-
-
 def _row(run: CheckedRun) -> tuple[str, ...]:
-    first = None if run.verdict is None else run.verdict.first_divergence
+    first, cause = (run.verdict.first_divergence, run.verdict.cause) if run.verdict is not None else (None, None)
     place = "-" if first is None else f"step {first.step}, {first.phase}: {first.name or first.op or first.kind}"
-    cause = None if run.verdict is None else run.verdict.cause
     return (run.name, run.change, run.outcome.replace("_", " "), place, cause or "-")
 
 
@@ -97,13 +90,13 @@ def _end(command: str, runs: Sequence[CheckedRun], facts: str) -> int:
 
 
 def _script(options: argparse.Namespace) -> Script:
-    given = {name: value for name, value in vars(options).items() if value is not None and value is not False}
+    """Return the script with its arguments; a wrong one is an error now, and not only when the script trains."""
     names = [option.removeprefix("--").replace("-", "_") for option in SCRIPT_OPTIONS]
-    arguments = {name: given[name] for name in names if name in given}
+    given = {name: getattr(options, name) for name in names}
+    arguments = {name: value for name, value in given.items() if value is not None and value is not False}
     settings: dict[str, Any] = {name: arguments.pop(name) for name in ("seed", "deterministic") if name in arguments}
     if "keep" in arguments:
         arguments["keep_tensors"] = arguments.pop("keep")
-    # a wrong one is an error now, and not only when the script trains
     for name in ("replay", "keep_tensors"):
         if isinstance(patterns := arguments.get(name), list):
             as_patterns(name, patterns)

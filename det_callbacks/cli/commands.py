@@ -23,16 +23,13 @@ def show(options: argparse.Namespace) -> int:
     """Show a run, or a step of it."""
     run = Run.open(options.run_folder)
     rank = run.rank(options.rank)
-    if options.step is None:
-        if options.segment not in (0, *run.segments):
-            num_held = count(len(run.segments), "segment")
-            raise SelectionError(f"{run.path} holds no segment {options.segment}; it holds {num_held}, from 0.")
+    if options.step is None and options.segment in (0, *run.segments):
         return _print(options, lambda: run_to_dict(run, rank), lambda: run_report(run, rank))
     steps = rank.steps(options.segment)
-    if options.step not in steps:
+    if options.step is None or options.step not in steps:
         held = f"{count(len(steps), 'step')} from {steps[0]} to {steps[-1]}" if len(steps) else "no steps"
-        place = f"step {options.step} of segment {options.segment}, rank {rank.rank}"
-        raise SelectionError(f"{run.path} holds no {place}; it holds {held}.")
+        place = f"{'' if options.step is None else f'step {options.step} of '}segment {options.segment}"
+        raise SelectionError(f"{run.path} holds no {place}, rank {rank.rank}; it holds {held} there.")
     view = run.view(rank.rank, options.segment, options.step)
     return _print(options, lambda: step_to_dict(view), lambda: step_report(view))
 
@@ -56,10 +53,9 @@ def diff(options: argparse.Namespace) -> int:
 def export(options: argparse.Namespace) -> int:
     """Write a run as a Parquet data set."""
     done = export_run(options.run_folder, options.to)
-    console = make_console()
-    print_line(console, f"{done.path}: {count(done.num_rows, 'row')}, {size(done.num_bytes)}")
-    if done.incomplete_reason is not None:
-        print_line(console, f"The run is incomplete; its whole steps are there: {done.incomplete_reason}")
+    reason = done.incomplete_reason
+    note = "" if reason is None else f"\nThe run is incomplete; its whole steps are there: {reason}"
+    print_line(make_console(), f"{done.path}: {count(done.num_rows, 'row')}, {size(done.num_bytes)}{note}")
     return 0
 
 
@@ -90,13 +86,11 @@ def _print(
     options: argparse.Namespace, to_dict: Callable[[], dict[str, Any]], report: Callable[[], Report], *, status: int = 0
 ) -> int:
     """Print what was found, in words or as JSON; return the status, which a reader who has gone does not change."""
-    text = json.dumps(to_dict(), indent=1) + "\n" if options.json else None
-    sections = report() if text is None else ()
     try:
-        if text is None:
-            print_report(sections)
+        if options.json:
+            sys.stdout.write(json.dumps(to_dict(), indent=1) + "\n")
         else:
-            sys.stdout.write(text)
+            print_report(report())
         sys.stdout.flush()
     except (BrokenPipeError, SystemExit):  # rich makes the one into the other
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains at its end

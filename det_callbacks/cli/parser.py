@@ -1,7 +1,6 @@
-"""The command line: what each command is given, and how one is started and ends.
+"""The command line: what each command is given, and how one is started and ends; what it needs is loaded when it runs.
 
-Exit status: 0 match or fine, 1 diverged, 2 could not do it (usage, unreadable), 3 not comparable. What a command needs
-is loaded when it runs.
+Exit status: 0 match or fine, 1 diverged, 2 could not do it (usage, unreadable), 3 not comparable.
 """
 
 import argparse
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from det_callbacks.errors import CheckError, DetCallbacksError
-from det_callbacks.report.console import make_console, print_error, print_line
+from det_callbacks.report.console import print_error
 
 INTERRUPTED = 130
 SCRIPT_COMMANDS = ("record", "verify", "check")
@@ -23,16 +22,14 @@ SCRIPT_COMMANDS = ("record", "verify", "check")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status.
-
-    Args:
-        argv: arguments; None takes those of the process.
-    """
+    """Run a command, with these arguments or those of the process, and return its exit status."""
     given = list(sys.argv[1:] if argv is None else argv)
     has_script = given[:1] and given[0] in SCRIPT_COMMANDS and "--" in given
     end = given.index("--") if has_script else len(given)
     try:
-        options = _parse(given[:end], _project_words() if has_script else [])
+        project = _project_words() if has_script else []
+        parser = _parser(f"[tool.det_callbacks] of pyproject.toml adds {shlex.join(project)}" if project else "")
+        options = parser.parse_args([*given[:1], *project, *given[1:end]])  # the command line wins
         options.words = given[end + 1 :]
         module = import_module("det_callbacks.cli." + ("check" if options.command in SCRIPT_COMMANDS else "commands"))
         return int(getattr(module, options.command.replace("-", "_"))(options))
@@ -43,41 +40,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def _parse(given: Sequence[str], project: Sequence[str]) -> argparse.Namespace:
-    """Return the options: those of the project stand before those of the command line, which win."""
-    try:
-        return _parser().parse_args([*given[:1], *project, *given[1:]])
-    except SystemExit as ended:
-        if ended.code and project:
-            text = f"[tool.det_callbacks] of pyproject.toml adds {shlex.join(project)}"
-            print_line(make_console(stderr=True), f"det-callbacks: {text}")
-        raise
-
-
 def _project_words() -> list[str]:
-    """Return ``[tool.det_callbacks]`` of the pyproject.toml that the working directory belongs to, as words.
-
-    Raises:
-        CheckError: it is no TOML, or has an option that there is not.
-    """
-    folder = Path.cwd()
-    file = next((path for path in (it / "pyproject.toml" for it in (folder, *folder.parents)) if path.is_file()), None)
-    if file is None:
-        return []
+    """Return ``[tool.det_callbacks]`` of the pyproject.toml that the working directory belongs to, as words."""
+    folders, words = [Path.cwd(), *Path.cwd().parents], []
+    file = next((path for folder in folders if (path := folder / "pyproject.toml").is_file()), None)
     try:
-        table = tomllib.loads(file.read_text(encoding="utf-8")).get("tool", {}).get("det_callbacks", {})
+        table = {} if file is None else tomllib.loads(file.read_text(encoding="utf-8")).get("tool", {})
     except ValueError as error:
         raise CheckError(f"{file} cannot be read: {error}") from error
-    words = []
-    for key, value in table.items():
-        name, text = key.replace("_", "-"), ",".join(map(str, value)) if isinstance(value, list) else str(value)
-        known = [option.removeprefix("--") for option in SCRIPT_OPTIONS]
-        if name not in known:
-            raise CheckError(f"[tool.det_callbacks] of {file} has no option {name}; there are {', '.join(known)}.")
-        if isinstance(value, bool):
-            words.append(f"--{name}" if value else f"--no-{name}")
-        else:
-            words.append(f"--{name}={text}")
+    for key, value in table.get("det_callbacks", {}).items():
+        option = f"--{key.replace('_', '-')}"
+        if option not in SCRIPT_OPTIONS:
+            raise CheckError(
+                f"[tool.det_callbacks] of {file} has no option {key}; there are {', '.join(SCRIPT_OPTIONS)}."
+            )
+        text = ",".join(map(str, value)) if isinstance(value, list) else value
+        flag = option if value else f"--no-{option.removeprefix('--')}"
+        words.append(flag if isinstance(value, bool) else f"{option}={text}")
     return words
 
 
@@ -96,9 +75,8 @@ def _numbers(text: str) -> list[int]:
 
 
 def _ops(text: str) -> str | list[str]:
-    if text.endswith((".yaml", ".yml")):
-        return str(Path(text).absolute())  # the script may go elsewhere
-    return _names(text)
+    is_file = text.endswith((".yaml", ".yml"))
+    return str(Path(text).absolute()) if is_file else _names(text)  # the script may go elsewhere
 
 
 _ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
@@ -119,7 +97,7 @@ _ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
     "--overwrite": {"action": "store_true", "help": "replace a run that is there"},
     "--current": {"metavar": "DIR", "help": "folder for all that is kept (default: a new one in determinism-verify)"},
     "--vary": {"metavar": "FACTORS", "help": "any of workers,threads,hash-seed: changed in one further run each"},
-    "--verbose": {"action": "store_true", "help": "print what the script prints, also on success"},
+    "-v/--verbose": {"action": "store_true", "help": "print what the script prints, also on success"},
     "--level": {"choices": ("op", "module", "state"), "help": "op is the default"},
     "--modules": {"type": _names, "metavar": "PATTERNS", "help": "fnmatch patterns of modules, separated by commas"},
     "--every-n-steps": {"type": _number, "metavar": "N", "help": "record every n-th batch"},
@@ -145,7 +123,7 @@ _COMMANDS: Mapping[str, tuple[str, str]] = {
     "diff": ("Compare a run with its reference.", "reference current --json --steps --html"),
     "record": ("Run a script that trains with a Lightning Trainer, and record its training.", "run_folder --overwrite"),
     "verify": ("Run a script, and verify its training against a recorded one.", "run_folder --current"),
-    "check": ("Run a script twice, recording and then verifying, and say what differs.", "--vary --to --verbose"),
+    "check": ("Run a script twice, recording and then verifying, and say what differs.", "--vary --to -v/--verbose"),
     "doctor": (
         "Show which determinism settings are in force in a new process here. What is not has the line to add. Exit 1 "
         "when something asked for is not in force.",
@@ -163,8 +141,15 @@ _COMMANDS: Mapping[str, tuple[str, str]] = {
     ),
 }
 
+_OF_SCRIPTS = (
+    "Options may also stand in [tool.det_callbacks] of pyproject.toml, by the same names; the command line wins. "
+    "Without --seed and --deterministic no setting is changed. Exit status: 0 match or recorded, 1 diverged, "
+    "2 it could not be done, 3 not comparable."
+)
 
-def _parser() -> argparse.ArgumentParser:
+
+def _parser(more: str) -> argparse.ArgumentParser:
+    """Return the parser; ``more`` ends the usage, which stands above an error."""
     parser = argparse.ArgumentParser(
         prog="det-callbacks",
         description="Look into recorded training runs and compare them, bit for bit.",
@@ -175,17 +160,12 @@ def _parser() -> argparse.ArgumentParser:
     for name, (says, arguments) in _COMMANDS.items():
         names, of_script = arguments.split(), dict[str, Any]()
         if name in SCRIPT_COMMANDS:
-            names += SCRIPT_OPTIONS
             folder = " RUN" if "run_folder" in names else ""
-            of_script["usage"] = f"det-callbacks {name}{folder} [OPTIONS] -- PROGRAM ARGUMENT ..."
-            of_script["epilog"] = (
-                "Options may also stand in [tool.det_callbacks] of pyproject.toml, by the same names; the command line "
-                "wins. Without --seed and --deterministic no setting is changed. Exit status: 0 match or recorded, "
-                "1 diverged, 2 it could not be done, 3 not comparable."
-            )
+            names += SCRIPT_OPTIONS
+            usage = f"det-callbacks {name}{folder} [OPTIONS] -- PROGRAM ARGUMENT ..."
+            of_script = {"usage": "\n".join([usage, more]).strip().replace("%", "%%"), "epilog": _OF_SCRIPTS}
         command = commands.add_parser(name, help=says.partition(". ")[0].rstrip("."), description=says, **of_script)
         for argument in names:
-            also = ["-v"] if argument == "--verbose" else []
             needed: dict[str, Any] = {"required": True} if (name, argument) == ("export", "--to") else {}
-            command.add_argument(*also, argument, **_ARGUMENTS[argument], **needed)
+            command.add_argument(*argument.split("/"), **_ARGUMENTS[argument], **needed)
     return parser

@@ -218,9 +218,9 @@ def test_ops_used_by_a_run_have_their_modules_and_counts(runs: Path, command: Co
         ("show nowhere --json", "There is no run at "),
         ("ops --used-by nowhere --json", "There is no run at "),
         ("diff reference state", "did not record the same: level: 'op' and 'state'"),
-        ("show reference --step 4", "holds no step 4 of segment 0, rank 0; it holds 4 steps from 0 to 3."),
-        ("show reference --segment 1 --step 0", "holds no step 0 of segment 1, rank 0; it holds no steps."),
-        ("show reference --segment 4", "holds no segment 4; it holds 1 segment, from 0."),
+        ("show reference --step 4", "holds no step 4 of segment 0, rank 0; it holds 4 steps from 0 to 3 there."),
+        ("show reference --segment 1 --step 0", "holds no step 0 of segment 1, rank 0; it holds no steps there."),
+        ("show reference --segment 4", "holds no segment 4, rank 0; it holds no steps there."),
         ("show reference --rank 1", "has no rank 1; it has 1, from 0."),
         # a run that holds no ops is no run that uses none
         ("ops --used-by state", "state holds no ops (level state, 4 steps of rank 0)"),

@@ -81,7 +81,7 @@ def test_what_goes_wrong_has_a_status_and_is_said_once(run_command: Run) -> None
         assert (done.status, done.text) == (2, "")
         assert says in done.errors
     for table, says in (
-        ("levels = 1", "has no option levels; there are level, modules, "),
+        ("levels = 1", "has no option levels; there are --level, --modules, "),
         ("only_steps = [1, true]", "[tool.det_callbacks] of pyproject.toml adds --only-steps=1,True"),
         ("level = ", "pyproject.toml cannot be read: "),
     ):
