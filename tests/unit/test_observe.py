@@ -49,19 +49,15 @@ def names(folder: Path, step: int = 0) -> list[str]:
     return [site.name or site.op for site in sites(folder, step)]
 
 
-def record(folder: Path, *values: tuple[str, Any], name: str = "reference") -> Path:
-    with ObserverContext(folder, name):
-        for key, value in values:
+def watch(folder: Path, name: str, reference: Path | None = None, /, **values: Any) -> ObserverContext:
+    with ObserverContext(folder, name, reference) as observer:
+        for key, value in values.items():
             observe(key, value)
-    return folder / name
+    return observer
 
 
-def mismatches(folder: Path, reference: Path, *values: tuple[str, Any]) -> list[tuple[str | None, str]]:
-    """Return name and kind of what differs when these values are observed."""
-    with ObserverContext(folder, "current", reference) as observer:
-        for key, value in values:
-            observe(key, value)
-    assert observer.verdict is not None
+def kinds(observer: ObserverContext) -> list[tuple[str | None, str]]:
+    """Return name and kind of what differs."""
     return [(found.name, found.kind) for found in observer.mismatches]
 
 
@@ -80,30 +76,29 @@ def test_without_an_observer_it_calls_nothing(function: Callable[[str, Tensor], 
 @pytest.mark.parametrize(
     ("values", "found"),
     [
-        ([("x", 1.0), ("y", 2.0)], [("z", "missing")]),
-        ([("x", 1.0), ("z", 3.0)], [("y", "missing")]),
-        ([("x", 1.0), ("new", 9.0), ("y", 2.0), ("z", 3.0)], [("new", "extra")]),
-        ([("x", 1), ("y", 2.0), ("z", 3.0)], [("x", "structure")]),
-        ([("x", -0.0), ("y", 2.0), ("z", 3.0)], [("x", "content")]),
+        ({"x": 1.0, "y": 2.0}, [("z", "missing")]),
+        ({"x": 1.0, "z": 3.0}, [("y", "missing")]),
+        ({"x": 1.0, "new": 9.0, "y": 2.0, "z": 3.0}, [("new", "extra")]),
+        ({"x": 1, "y": 2.0, "z": 3.0}, [("x", "structure")]),
+        ({"x": -0.0, "y": 2.0, "z": 3.0}, [("x", "content")]),
     ],
 )
-def test_shorter_longer_and_otherwise(tmp_path: Path, values: list[Any], found: list[Any]) -> None:
-    reference = record(tmp_path, ("x", 1.0), ("y", 2.0), ("z", 3.0))
+def test_shorter_longer_and_otherwise(tmp_path: Path, values: dict[str, Any], found: list[Any]) -> None:
+    reference = watch(tmp_path, "reference", x=1.0, y=2.0, z=3.0).path
     with pytest.warns(DivergenceWarning):
-        assert mismatches(tmp_path, reference, *values) == found
+        assert kinds(watch(tmp_path, "current", reference, **values)) == found
 
 
 def test_the_paths_of_nested_values(tmp_path: Path) -> None:
     point = namedtuple("point", "x y")
     pair = dataclasses.make_dataclass("Pair", ["left", "right"])
     tree = {"k": [torch.ones(1), None], 3: point(1, 2.0), "d": pair(torch.ones(1), "text"), "c": 1j}
-    with ObserverContext(tmp_path, "run"):
-        assert observe("name", tree) is tree
+    run = watch(tmp_path, "run", name=tree).path
     paths = ("['k'][0]", "['k'][1]", "[3].x", "[3].y", "['d'].left", "['d'].right", "['c']")
-    assert names(tmp_path / "run") == [f"name{path}" for path in paths]
+    assert names(run) == [f"name{path}" for path in paths]
     changed = {**tree, "d": pair(torch.ones(1), "other")}
     with pytest.warns(DivergenceWarning):
-        assert mismatches(tmp_path, tmp_path / "run", ("name", changed)) == [("name['d'].right", "content")]
+        assert kinds(watch(tmp_path, "current", run, name=changed)) == [("name['d'].right", "content")]
 
 
 def test_what_is_a_name_and_what_cannot_be_a_name_or_an_observation(tmp_path: Path) -> None:
@@ -230,6 +225,7 @@ def test_modules_of_earlier_steps_are_not_kept(tmp_path: Path) -> None:
     assert [site.module for site in sites(tmp_path / "run", 2)] == [""]
 
 
+@pytest.mark.filterwarnings("ignore::det_callbacks.DivergenceWarning")
 def test_a_gradient_that_never_comes_is_reported(tmp_path: Path) -> None:
     def run(name: str, reference: Path | None, *, goes_back: bool) -> ObserverContext:
         x = torch.ones(2, requires_grad=True)
@@ -243,19 +239,14 @@ def test_a_gradient_that_never_comes_is_reported(tmp_path: Path) -> None:
                 x.sum().backward()
         return observer
 
-    with (
-        pytest.warns(CoverageWarning, match="grad of never was observed, and no backward"),
-        pytest.warns(CoverageWarning, match="grad of undefined was observed, and no backward"),
-    ):
-        run("r", None, goes_back=True)
-    assert sorted(names(tmp_path / "r")) == ["grad of never", "grad of undefined", "grad of x"]
-    with (
-        pytest.warns(CoverageWarning, match="grad of x was observed"),
-        pytest.warns(CoverageWarning, match="grad of (never|undefined)"),
-        pytest.warns(DivergenceWarning),
-    ):
-        found = run("c", tmp_path / "r", goes_back=False).mismatches
-    assert ("grad of x", "structure") in [(one.name, one.kind) for one in found]
+    with pytest.warns(CoverageWarning, match="was observed, and no backward") as said:
+        reference = run("r", None, goes_back=True)
+    assert [str(one.message).split()[2] for one in said] == ["never", "undefined"]
+    assert sorted(names(reference.path)) == ["grad of never", "grad of undefined", "grad of x"]
+    with pytest.warns(CoverageWarning, match="was observed, and no backward") as said:
+        current = run("c", reference.path, goes_back=False)
+    assert str(said[0].message).startswith("grad of x was observed")
+    assert ("grad of x", "structure") in kinds(current)
 
 
 def test_a_gradient_of_another_branch_is_left_alone(tmp_path: Path) -> None:
@@ -272,10 +263,10 @@ def test_a_gradient_of_another_branch_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_steps_are_marked_at_either_end_of_a_loop_and_another_number_of_them_differs(tmp_path: Path) -> None:
-    def run(name: str, *steps: bool, reference: Path | None = None) -> ObserverContext:
-        """Observe a value in each step; true is one that is marked where it begins."""
+    def run(num_steps: int, *, is_marked_first: bool = False, reference: Path | None = None) -> ObserverContext:
+        name = f"{num_steps} steps, {is_marked_first}"
         with ObserverContext(tmp_path, name, reference) as observer:
-            for value, is_marked_first in enumerate(steps):
+            for value in range(num_steps):
                 if is_marked_first:
                     observer.next_step()
                 observe("x", value)
@@ -283,21 +274,20 @@ def test_steps_are_marked_at_either_end_of_a_loop_and_another_number_of_them_dif
                     observer.next_step()
         return observer
 
-    reference = run("reference", True, True, True).path
-    same = run("same", False, False, False, reference=reference)
-    assert (same.verdict.verdict, same.verdict.coverage.steps) == ("match", (0, 2))
+    reference = run(3, is_marked_first=True).path
+    same = run(3, reference=reference).verdict
+    assert (same.verdict, same.coverage.steps) == ("match", (0, 2))
     for count, kind in ((2, "missing"), (4, "extra")):
         with pytest.warns(DivergenceWarning):
-            other = run(kind, *[False] * count, reference=reference)
-        assert {found.kind for found in other.mismatches} == {kind}
-        assert other.verdict.first_divergence.kind == kind
+            other = run(count, reference=reference)
+        assert [*kinds(other), other.verdict.first_divergence.kind] == [(None, kind), kind]
 
 
 @pytest.mark.parametrize("is_caught", [False, True], ids=["leaves the block", "is caught in it"])
 def test_raising_at_the_observation_that_differs_and_again_at_the_end(tmp_path: Path, is_caught: bool) -> None:
-    reference = record(tmp_path, ("a", 1), ("b", 2), ("c", 3))
+    reference = watch(tmp_path, "reference", a=1, b=2, c=3).path
     observer = ObserverContext(tmp_path, "current", reference, raise_on_mismatch=True)
-    raised: list[DivergenceError] = []
+    caught = []
 
     def run() -> None:
         with observer:
@@ -305,17 +295,16 @@ def test_raising_at_the_observation_that_differs_and_again_at_the_end(tmp_path: 
             try:
                 observe("b", 9)
             except DivergenceError as error:
-                raised.append(error)
+                caught.append(error)
                 if not is_caught:
                     raise
             observe("c", 3)
 
-    with pytest.raises(DivergenceError, match="b holds other bits") as error:
+    with pytest.raises(DivergenceError, match="b holds other bits") as raised:
         run()
-    assert raised == [error.value]
-    assert error.value.verdict is observer.verdict
-    assert [(found.name, found.kind) for found in observer.mismatches] == [("b", "content")]
-    assert observer.verdict.counts.sites_differing == 1
+    assert caught == [raised.value]
+    assert raised.value.verdict is observer.verdict
+    assert (kinds(observer), observer.verdict.counts.sites_differing) == ([("b", "content")], 1)
     assert (tmp_path / "current" / "verdict.json").is_file()
 
 
@@ -336,18 +325,6 @@ def test_a_context_is_used_once_and_only_one_at_a_time(tmp_path: Path) -> None:
         observer.next_step()
 
 
-def test_an_existing_run_is_kept(tmp_path: Path) -> None:
-    reference = record(tmp_path, ("x", 1))
-    with pytest.raises(RunExistsError), ObserverContext(tmp_path, "reference"):
-        pass
-    with pytest.raises(RunExistsError), ObserverContext(tmp_path, "reference", reference):
-        pass
-    assert names(reference) == ["x"]
-    with ObserverContext(tmp_path, "reference", overwrite=True):
-        observe("y", 1)
-    assert names(reference) == ["y"]
-
-
 def test_what_is_no_reference_no_folder_or_becomes_no_run(tmp_path: Path) -> None:
     for name in ("", ".", "..", "a/b", "/etc", "a\\b", "a\0b", 3):
         with pytest.raises(ValueError, match="name of a run"):
@@ -362,19 +339,23 @@ def test_what_is_no_reference_no_folder_or_becomes_no_run(tmp_path: Path) -> Non
     refused(ValueError, "name", "broken", None, "")
     refused(NothingComparedError, "Nothing was observed", "silent", None)
     assert not list(tmp_path.rglob("run.json")), "nothing was recorded"
-    reference = record(tmp_path, ("x", 1))
+    reference = watch(tmp_path, "reference", x=1).path
     for _ in range(2):  # its own folder is replaced
-        with ObserverContext(tmp_path, "current", reference):
-            observe("x", 1)
+        watch(tmp_path, "current", reference, x=1)
+    refused(RunExistsError, "reference", "reference", None, "y")
+    refused(RunExistsError, "reference", "reference", reference, "y")
     refused(ReferenceFormatError, "is no reference", "next", tmp_path / "current", "x")
     write_manifest(reference, replace(read_manifest(reference), recorded_by=""))
     refused(ReferenceFormatError, "DeterminismCallback", "next", reference, "x")
-    damaged = record(tmp_path, ("x", torch.ones(1)), name="damaged")
-    stream = next(damaged.rglob("*.arrows"))
+    assert names(reference) == ["x"]
+    with ObserverContext(tmp_path, "reference", overwrite=True):
+        observe("y", 1)
+    assert names(reference) == ["y"]
+    stream = next(reference.rglob("*.arrows"))
     content = bytearray(stream.read_bytes())
     content[-20] ^= 1
     stream.write_bytes(content)
-    refused(ReferenceFormatError, "damaged", "next", damaged, "x")
+    refused(ReferenceFormatError, "damaged", "next", reference, "x")
     assert not {"run", "next"} & {path.name for path in tmp_path.iterdir()}
 
 
