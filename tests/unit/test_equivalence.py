@@ -235,18 +235,6 @@ def test_what_cannot_be_copied_runs_once() -> None:
     assert mode.skipped["not_copied"] == 2
 
 
-def test_out_variants_grow_what_they_are_given():
-    out, rows = torch.empty(0), torch.zeros(4, 3)
-    with BitwiseEquivalenceMode() as mode:
-        torch.add(torch.ones(2, 3), 1, out=out)
-        torch.mm(torch.ones(2, 3), torch.ones(3, 3), out=rows[1:3])
-        torch.cat([torch.ones(2, 3), rows[:1]], out=rows[1:])
-    assert out.tolist() == [[2.0] * 3] * 2
-    assert rows.tolist() == [[0.0] * 3, [1.0] * 3, [1.0] * 3, [0.0] * 3]
-    assert mode.get_mismatches() == []
-    assert set(mode.skipped) <= {"view", "uninitialised"}
-
-
 # It has no effect on what runs under it, nor on modes beside it, nor on the process.
 
 
@@ -321,8 +309,7 @@ def test_fake_and_meta_tensors_are_passed_through():
             torch.ones(3).add_(1).sum()
     with FakeTensorMode(), mode:
         torch.ones(3).add_(1).sum()
-    assert mode.num_compared == 0
-    assert mode.skipped["no_data"] >= 4
+    assert (mode.num_compared, mode.skipped["no_data"] >= 4) == (0, True)
 
 
 class PlantedError(Exception):
@@ -354,20 +341,6 @@ def test_what_a_run_raises_is_counted_and_goes_through_where_it_is_the_program_s
     with BitwiseEquivalenceMode() as mode:
         assert run() == plain
     assert mode.skipped == {reason: 1}
-
-
-@pytest.mark.filterwarnings("ignore")  # of Dynamo while it compiles: not what is tried
-def test_compiled_functions():
-    layer = nn.Linear(4, 4)
-
-    def function(x: Tensor) -> Tensor:
-        return noisy(layer(x).relu() @ layer.weight)
-
-    compiled = torch.compile(function, backend="aot_eager")
-    with BitwiseEquivalenceMode(model=layer) as mode:
-        for _ in range(2):
-            compiled(torch.ones(2, 4)).sum().backward()
-    assert [found.op for found in mode.get_mismatches()] == ["planted.noisy.default"] * 2
 
 
 # Tensors beside the ordinary: nothing is reported, nothing fails.

@@ -23,7 +23,6 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils.flop_counter import FlopCounterMode
 from verdicts import DIVERGED, DIVERGENCE
 
 from det_callbacks.compare.numbers import KeptNumbers, to_keep
@@ -200,12 +199,11 @@ def test_autograd_goes_on_with_the_bits_put_back(tmp_path: Path) -> None:
 
 def test_no_mode_sees_it(tmp_path: Path) -> None:
     live, original, apart = torch.randn(4, 4).t(), torch.randn(4, 4), torch.zeros(4, 4)
-    with HashMode() as mode, FlopCounterMode(display=False) as flops:
+    with HashMode() as mode:
         save(tmp_path, original)
         reader(tmp_path).exchange(KEY, live, op="op", deferred=None)
         reader(tmp_path).exchange_apart(KEY, apart, op="op", deferred=None)
     assert [site.op for site in mode.trace.program.sites if site.op] == []
-    assert flops.get_total_flops() == 0
 
 
 def test_what_was_not_saved_or_does_not_fit_is_an_error(tmp_path: Path) -> None:
