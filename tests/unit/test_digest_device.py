@@ -16,8 +16,8 @@ import device_cases
 import late_device
 import pytest
 import torch
-from late_kernels import late_kernels
 from test_digest import CountingDispatch
+from test_triton_digest import late_kernels
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from det_callbacks.digest import digest_tensor
@@ -302,9 +302,8 @@ def test_without_triton_or_with_an_odd_one_each_tensor_is_copied_and_it_says_why
         monkeypatch.setitem(sys.modules, "triton", None)
         monkeypatch.delitem(sys.modules, name, raising=False)
     else:
-        kernels = late_kernels()
-        kernels.IS_INTERPRETED, kernels.TritonError = is_interpreted, ValueError
-        kernels.Launchers = mock.Mock(side_effect=error)
+        launchers = mock.Mock(side_effect=error)
+        kernels = late_kernels(IS_INTERPRETED=is_interpreted, TritonError=ValueError, Launchers=launchers)
         monkeypatch.setattr(triton_digest.TritonDigest, "stream", lambda _: None)
         monkeypatch.setitem(sys.modules, name, kernels)
     said = str(device_choice.__wrapped__(torch.device("cuda", 0)))

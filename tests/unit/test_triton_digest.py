@@ -1,19 +1,73 @@
 """What is launched for spans of a device's memory, when, and on which stream."""
 
+import ctypes
 import random
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from late_kernels import LateLaunchers, late_kernels
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from det_callbacks.digest import digest_tensor
+from det_callbacks.digest import digest_bytes, digest_tensor
 from det_callbacks.digest.device import triton_digest
-from det_callbacks.digest.device.triton_digest import Span, TritonDigest
+from det_callbacks.digest.device.triton_digest import TritonDigest
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.host_digest import LEAF_BYTES
+
+TILE_BYTES = 32 * 1024
+SUM_BYTES_PER_TILE = 2048
+SPANS_PER_LAUNCH = 16
+
+
+def words_at(address: int, count: int) -> list[int]:
+    return list((ctypes.c_uint64 * count).from_address(address))
+
+
+class LateLaunchers:
+    """Takes what the compiled kernels take, and keeps what they leave behind by address: a wrong plan gives wrong bits.
+
+    ``sum_blocks`` reads the spans when it is launched, as a device in stream order does; nothing else ever reads them.
+    """
+
+    def __init__(self) -> None:
+        self.launched: list[str] = []
+        self.tiles: dict[int, bytes] = {}
+
+    def sum_blocks(self, num_programs: int, stream: int, constants: int, sums: int, *spans: int) -> None:
+        self.launched.append("sum_blocks")
+        assert len(spans) == 2 * SPANS_PER_LAUNCH
+        assert words_at(constants, 1) == [17]
+        program = 0
+        for address, size in zip(spans[::2], spans[1::2], strict=True):
+            for begin in range(0, size, TILE_BYTES):
+                content = ctypes.string_at(address + begin, min(TILE_BYTES, size - begin))
+                self.tiles[sums + program * SUM_BYTES_PER_TILE] = content
+                program += 1
+        assert 0 < program == num_programs
+
+    def hash_leaves(self, num_programs: int, stream: int, constants: int, rows: int, num_rows: int) -> None:
+        self.launched.append("hash_leaves")
+        leaf = 0
+        for number in range(num_rows):
+            first, sums, size, target = words_at(rows + 32 * number, 4)
+            assert first == leaf
+            # what was never summed, as after a launch that failed, is hashed all the same
+            tiles = (self.tiles.get(sums + SUM_BYTES_PER_TILE * tile, b"") for tile in range(-(-size // TILE_BYTES)))
+            content = b"".join(tiles).ljust(size, b"?")
+            for begin in range(0, size, LEAF_BYTES):
+                ctypes.c_uint64.from_address(target).value = digest_bytes(content[begin : begin + LEAF_BYTES])
+                target += 8
+                leaf += 1
+        assert 0 < leaf == num_programs
+
+
+def late_kernels(**others: Any) -> SimpleNamespace:
+    """Return what stands for the module of the kernels."""
+    names = {"VERSION": "0", "TILE_BYTES": TILE_BYTES, "SPANS_PER_LAUNCH": SPANS_PER_LAUNCH, "CONSTANTS": (17,)}
+    return SimpleNamespace(**{**names, "Launchers": LateLaunchers, **others})
 
 
 class StreamedDigest(TritonDigest):
@@ -21,30 +75,24 @@ class StreamedDigest(TritonDigest):
 
     def __init__(self) -> None:
         self.current: Hashable = "main"
-        self.notes: list[tuple[Hashable, ...]] = []
-        super().__init__(late_kernels(), torch.device("cpu"))
-
-    @property
-    def late(self) -> LateLaunchers:
-        return self._launchers
+        self.waits: list[tuple[Hashable, Hashable]] = []  # of one stream for another
+        self.uses: list[tuple[Hashable, int]] = []
+        with torch.inference_mode():  # its memory serves outside of it all the same
+            super().__init__(late_kernels(), torch.device("cpu"))
 
     def names(self) -> list[str]:
         """Return the kernels that were launched since the last time."""
-        found = [name for name, _, _ in self.late.launched]
-        self.late.launched.clear()
+        found, self._launchers.launched = self._launchers.launched, []
         return found
 
     def stream(self) -> Hashable:
         return self.current
 
     def wait_for(self, stream: Hashable) -> None:
-        self.notes.append((self.current, "waits for", stream))
+        self.waits.append((self.current, stream))
 
     def _tell_allocator(self, tensor: torch.Tensor, stream: Hashable) -> None:
-        self.notes.append((stream, "uses", tensor.data_ptr()))
-
-    def waits(self) -> list[tuple[Hashable, ...]]:
-        return [note for note in self.notes if note[1] == "waits for"]
+        self.uses.append((stream, tensor.data_ptr()))
 
     @contextmanager
     def _on(self, stream: Hashable) -> Iterator[None]:
@@ -52,20 +100,18 @@ class StreamedDigest(TritonDigest):
         yield
         self.current = former
 
+    def start(self, values: list[torch.Tensor], stream: Hashable = "main") -> Any:
+        return self.launch([(value.untyped_storage(), 0, value.nbytes) for value in values], stream)
+
 
 @pytest.fixture
 def method() -> StreamedDigest:
-    with torch.inference_mode():  # its memory serves outside of it all the same
-        return StreamedDigest()
+    return StreamedDigest()
 
 
 def random_bytes(*sizes: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(sum(sizes))
     return [torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator) for size in sizes]
-
-
-def spans(values: list[torch.Tensor]) -> list[Span]:
-    return [(value.untyped_storage(), 0, value.nbytes) for value in values]
 
 
 def digests(values: list[torch.Tensor]) -> list[int]:
@@ -74,11 +120,11 @@ def digests(values: list[torch.Tensor]) -> list[int]:
 
 def test_a_flush_is_one_launch_and_a_step_one_more(method: StreamedDigest) -> None:
     values = random_bytes(5, 3 * LEAF_BYTES, 70_000)
-    launched = [method.launch(spans(values), "main") for _ in range(40)]
+    launched = [method.start(values) for _ in range(40)]
     assert method.names() == ["sum_blocks"] * 40
     assert method.collect(launched) == digests(values) * 40
     assert method.names() == ["hash_leaves"]
-    assert method.collect([method.launch(spans(values[:1]), "main")]) == digests(values[:1])
+    assert method.collect([method.start(values[:1])]) == digests(values[:1])
     assert method.names() == ["sum_blocks", "hash_leaves"]
 
 
@@ -86,16 +132,16 @@ def test_a_flush_is_one_launch_and_a_step_one_more(method: StreamedDigest) -> No
 def test_random_launches_give_the_digests_of_their_moment(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two queues on several streams, and with room for so few sums that they are hashed now and then."""
     monkeypatch.setattr(triton_digest, "MAX_SUM_BYTES", 80 * 1024)
-    method = StreamedDigest()
-    draw = random.Random(seed)
-    waiting: dict[int, list] = {0: [], 1: []}
-    expected: dict[int, list[int]] = {0: [], 1: []}
+    method, draw = StreamedDigest(), random.Random(seed)
+    waiting: tuple[list[Any], list[Any]] = ([], [])
+    expected: tuple[list[int], list[int]] = ([], [])
     base = random_bytes(6 * LEAF_BYTES)[0]
     for _ in range(60):
         queue = draw.randrange(2)
         if waiting[queue] and draw.random() < 0.15:
             assert method.collect(waiting[queue]) == expected[queue]
-            waiting[queue], expected[queue] = [], []
+            waiting[queue].clear()
+            expected[queue].clear()
         parts = []
         for _ in range(draw.randrange(1, 30)):
             size = draw.choice([1, draw.randrange(1, 5000), draw.randrange(1, 5000), draw.randrange(1, 100_000)])
@@ -111,43 +157,41 @@ def test_random_launches_give_the_digests_of_their_moment(seed: int, monkeypatch
 
 def test_streams_have_their_own_launches_and_the_end_waits_for_those_that_are_asked_for(method: StreamedDigest) -> None:
     values = random_bytes(100, 2 * LEAF_BYTES)
-    launched = [method.launch(spans(values), stream) for stream in ("main", "side", "main")]
-    other = method.launch(spans(values), "other")  # of another queue
-    assert method.waits() == []
+    launched = [method.start(values, stream) for stream in ("main", "side", "main")]
+    other = method.start(values, "other")  # of another queue
+    assert method.waits == []
     assert method.collect(launched) == digests(values) * 3
-    assert method.waits() == [("main", "waits for", "side")]
     assert method.names() == ["sum_blocks"] * 4 + ["hash_leaves"] * 2
-    method.notes.clear()
     # a stream of an earlier step may be gone: a library's own one is destroyed with the library's objects
-    assert method.collect([method.launch(spans(values), "main")]) == digests(values)
-    assert method.waits() == []
+    assert method.collect([method.start(values)]) == digests(values)
+    assert method.waits == [("main", "side")]
     assert method.collect([other]) == digests(values)
 
 
 def test_the_allocator_is_told_of_every_storage_that_is_read(method: StreamedDigest) -> None:
     first, second = random_bytes(100, 50)
-    method.launch([*spans([first]), (second.untyped_storage(), 7, 9)], "side")
-    assert method.notes == [("side", "uses", first.data_ptr()), ("side", "uses", second.data_ptr())]
+    method.launch([(first.untyped_storage(), 0, 100), (second.untyped_storage(), 7, 9)], "side")
+    assert method.uses == [("side", first.data_ptr()), ("side", second.data_ptr())]
     memories = [StorageWeakRef(value.untyped_storage()) for value in (first, second)]
     del first, second
     assert [memory.expired() for memory in memories] == [True, True], "and the memory is let go"
 
 
 def test_nothing_is_done_in_a_capture(method: StreamedDigest, monkeypatch: pytest.MonkeyPatch) -> None:
-    values = random_bytes(100)
-    saved = method.launch(spans(values), "main")
+    (value,) = random_bytes(100)
+    saved = method.start([value])
     plain = TritonDigest(late_kernels(), torch.device("cpu"))  # its streams are not the test's
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_initialized", lambda: True)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         for attempt in (
-            lambda: plain.launch(spans(values), None),
+            lambda: plain.launch([(value.untyped_storage(), 0, 100)], None),
             lambda: TritonDigest.collect(method, [saved]),
             lambda: TritonDigest(late_kernels(), torch.device("cpu")),
         ):
             with pytest.raises(DetCallbacksError, match="captures a CUDA graph"):
                 attempt()
-    assert method.collect([saved]) == digests(values)
+    assert method.collect([saved]) == digests([value])
 
 
 @pytest.mark.parametrize("kernel", ["sum_blocks", "hash_leaves"])
@@ -155,15 +199,15 @@ def test_what_raises_loses_the_digests_of_its_stream_at_most(
     kernel: str, method: StreamedDigest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C too; never with wrong bits."""
-    values = random_bytes(100, 2 * LEAF_BYTES)
-    before, other = (method.launch(spans(random_bytes(70)), stream) for stream in ("main", "side"))
+    values, earlier = random_bytes(100, 2 * LEAF_BYTES), random_bytes(70)
+    before, other = (method.start(earlier, stream) for stream in ("main", "side"))
     with monkeypatch.context() as patch:
-        patch.setattr(method.late, kernel, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(method._launchers, kernel, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            method.collect([method.launch(spans(values), "main")])
+            method.collect([method.start(values)])
     if kernel == "sum_blocks":
-        assert method.collect([before]) == digests(random_bytes(70))
+        assert method.collect([before]) == digests(earlier)
     else:
         with pytest.raises(DetCallbacksError, match="were lost when an earlier launch failed"):
             method.collect([before])
-    assert method.collect([other, method.launch(spans(values), "main")]) == digests([*random_bytes(70), *values])
+    assert method.collect([other, method.start(values)]) == digests([*earlier, *values])
