@@ -301,14 +301,20 @@ def _run_twice(
     if plan.writes and not (calls := _copied_twice(plan, args, kwargs)):
         return plan.call(*args, **kwargs), "not_copied", [], False
     passed = [value for value in (*args, *kwargs.values()) if isinstance(value, Generator)]
-    draws = plan.draws_random or check.is_foreign
-    before = _generators(passed, check) if draws else None
+
+    def generators() -> RewindPoint | None:
+        if not (plan.draws_random or check.is_foreign):
+            return None
+        with _no_modes_below():
+            return RewindPoint(passed, with_python=check.is_foreign)
+
+    before = generators()
     try:
         out = plan.call(*args, **kwargs)
     except BaseException:  # Ctrl-C too: raised again
         skipped["raised"] += 1
         raise
-    after = _generators(passed, check) if draws else None
+    after = generators()
     first = written_by_call(plan, out, args, kwargs)
     if not first:
         return out, "no_output", [], False
@@ -339,11 +345,6 @@ def _copied_twice(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     except Exception:  # noqa: BLE001  # what a tensor class cannot do; the op runs once, and is not compared
         return []
     return [call for call in calls if call is not None]
-
-
-def _generators(passed: Sequence[Generator], check: CheckPlan) -> RewindPoint:
-    with _no_modes_below():
-        return RewindPoint(passed, with_python=check.is_foreign)
 
 
 def _run_again(plan: OpPlan, before: RewindPoint | None, after: RewindPoint | None, call: Call) -> Sequence[Any] | None:

@@ -1,27 +1,7 @@
 """Tensor -> 64 bits: finds the memory that holds a tensor's elements, whatever the tensor is made of.
 
-A strided tensor is its elements as stored, little-endian (torch runs training on little-endian hosts only), not
-converted to another dtype: bool, sub-byte dtypes and packed pairs by the whole bytes they occupy. Conjugation and
-negation bits are resolved. Order: row-major; ``digest_output`` takes memory order where the tensor is dense and does
-not overlap. Shape, dtype, stride, layout and device are not part of a digest.
-
-A tensor that is made of other tensors is a list of component digests, in this order, each taken in row-major order:
-
-* sparse COO: indices, values, the coalesced flag (one byte, 0 or 1). Components count as they are stored: coalescing a
-  tensor changes its digest even where its meaning stays the same.
-* sparse CSR and BSR: crow indices, column indices, values; CSC and BSC: ccol indices, row indices, values.
-* quantised per tensor: stored integers, then scale (float64) and zero point (int64) together in 16 bytes.
-* quantised per channel: stored integers, scales, zero points, axis (int64).
-* nested, strided: its tensors one by one.
-* nested, jagged: values, offsets, and lengths where it has them; not the lengths that it caches.
-* a wrapper subclass with ``__tensor_flatten__``: the tensors that it lists, recursively. A DTensor so is its local
-  shard; what an asynchronous collective has promised is waited for first.
-* mkldnn: one component, its plain row-major form.
-
-One component: its digest is the tensor's. Otherwise the number of components and their digests, as 8-byte little-endian
-integers, are put through ``digest_bytes``.
-
-Nothing here dispatches into modes that are open, makes autograd nodes or draws from a generator.
+``docs/explanation/digest.md`` says what the bits of each kind of tensor are. Nothing here dispatches into modes that
+are open, makes autograd nodes or draws from a generator.
 """
 
 import struct

@@ -16,7 +16,7 @@ from torch import Tensor, library
 from torch._library.effects import EffectType  # looked at in torch 2.13
 
 from det_callbacks.observers.observations import REGISTRY, Leaves, Observations
-from det_callbacks.observers.values import check_name, observed_leaves, rebuild
+from det_callbacks.observers.values import check_name, leaves_of, rebuild
 from det_callbacks.trace.dispatch import breaks_graph
 
 _Tree = TypeVar("_Tree")
@@ -50,12 +50,8 @@ def observe_non_deterministic(name: str, tree: _Tree) -> _Tree:
     """Save a value while recording, and put the saved bits in its place while verifying.
 
     Tensors are changed in place, so the return value may be ignored: aliases, views and what autograd saved for the
-    backward pass see the saved bits. Plain values can only be exchanged in the structure that is returned. It is
-    recorded like an observation, and how often the live bits differed stands in the coverage (``replayed``).
-
-    Args:
-        name: as for ``observe``.
-        tree: likewise.
+    backward pass see the saved bits. Plain values can only be exchanged in the structure that is returned. Name and
+    structure are recorded as by ``observe``; how often the live bits differed stands in the coverage (``replayed``).
 
     Returns:
         The structure itself; a new one where plain values differed.
@@ -128,7 +124,10 @@ def _gradient(name: str, tensor: Tensor, *, is_replayed: bool, is_compiled: bool
 
 
 def _observe(sink: Observations, name: str, tree: _Tree, *, is_replayed: bool) -> _Tree:
-    leaves = observed_leaves(name, tree)
+    check_name(name)
+    leaves = leaves_of(tree, name)
+    if not leaves:
+        raise ValueError(f"the observation {name!r} is an empty {type(tree).__name__}: there is nothing to record")
     if torch.compiler.is_compiling():
         _observe_in_graph(name, leaves, is_replayed=is_replayed)
         return tree

@@ -24,24 +24,11 @@ def check_name(name: object) -> None:
         )
 
 
-def observed_leaves(name: str, tree: Any) -> list[tuple[str, Any]]:
-    """Return the leaves of an observation; raise TypeError or ValueError where it cannot be one."""
-    check_name(name)
-    leaves = leaves_of(tree, name)
-    if not leaves:
-        raise ValueError(f"the observation {name!r} is an empty {type(tree).__name__}: there is nothing to record")
-    return leaves
-
-
 def leaves_of(tree: Any, path: str, *, depth: int = 0) -> list[tuple[str, Any]]:
     """Return the tensors and plain values in a nested structure with their paths: ``name["k"][0]``.
 
-    Mappings, lists, tuples, named tuples and dataclasses are entered, at most 20 levels deep. Plain values are None,
-    bool, int, float, complex and str.
-
-    Raises:
-        TypeError: something in it is neither, so that a part of it would be left out.
-        ValueError: it is nested more deeply (it may contain itself).
+    Mappings, lists, tuples, named tuples and dataclasses are entered, at most 20 levels deep; whatever would be left
+    out raises TypeError or ValueError.
     """
     found = _entries(tree)
     if found is not None:
