@@ -14,6 +14,7 @@ from det_callbacks.errors import AuditError, DivergenceWarning, NothingComparedE
 from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.report.fits import audit_line, audit_lines
 from det_callbacks.runs.files import replace_atomically
+from det_callbacks.runs.peers import Peers
 from det_callbacks.trace.nondeterministic_ops import NondeterministicOps
 from det_callbacks.verification import free_folder
 
@@ -26,13 +27,11 @@ NUM_STEPS = 3
 class Auditing(Session):
     """The fits of one callback, audited; files go to ``current``, or to a new folder below the Trainer's."""
 
-    is_over = False
     _folder: Path
     _mode: BitwiseEquivalenceMode
 
-    def __init__(self, arguments: CallbackArguments) -> None:
-        super().__init__()
-        self.arguments = arguments
+    def __init__(self, arguments: CallbackArguments, peers: Peers) -> None:
+        super().__init__(arguments, peers)
         self._step = -1
         self._steps: list[int] = []
         self._found: dict[tuple[str, str, str], list[tuple[int, OpMismatch]]] = {}

@@ -145,14 +145,15 @@ class DeterminismCallback(CallbackArguments):
             self._group.open(trainer.world_size)
             self._group.run_on_all(partial(self._prepare, trainer, pl_module), task="checking the settings")
             if self._session.is_over:
-                modes = {"record": Recording, "verify": Verifying}
-                self._session = Auditing(self) if self.mode == "audit" else modes[self.mode](self, self._group)
+                kind = {"record": Recording, "verify": Verifying, "audit": Auditing}[self.mode]
+                self._session = kind(self, self._group)
             self._session.root = Path(trainer.log_dir or trainer.default_root_dir)  # told by rank 0 to all
             self.selection = self._session.prepare()
             self._call = call
         elif self._session.is_over and self.mode != "audit" and trainer.is_global_zero:
-            said = "det_callbacks: nothing of a prediction is recorded or compared: it logs no metrics"
-            print_beside_bar(trainer, said)
+            print_beside_bar(
+                trainer, "det_callbacks: nothing of a prediction is recorded or compared: it has no metrics"
+            )
         self._ops = self._watch = None
         if settings_in_force()["deterministic_algorithms"] != "disabled":
             self._ops = NondeterministicOps(() if self.settings is None else self.settings.allow)
@@ -238,9 +239,7 @@ class DeterminismCallback(CallbackArguments):
             self._checkpoints.resuming.begin_epoch()
 
     @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, *_: Any, **__: Any) -> None:
         if not self._is_open:
             return
         self._group.set_place("step")
@@ -264,9 +263,7 @@ class DeterminismCallback(CallbackArguments):
         self._hooks.begin_gradients()
 
     @override
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, *_: Any, **__: Any) -> None:
         if not self._is_open:
             return
         step = self._logged.step
@@ -332,14 +329,7 @@ class DeterminismCallback(CallbackArguments):
 
     on_test_start, on_test_batch_start = on_validation_start, on_validation_batch_start
     on_test_end = on_validation_end
-
-    @override
-    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._watch_ops(is_on=True)
-
-    @override
-    def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._watch_ops(is_on=False)
+    on_predict_start, on_predict_end = on_validation_start, on_validation_end  # of which none are
 
     @property
     def _is_fitting(self) -> bool:

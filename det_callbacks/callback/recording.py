@@ -21,10 +21,9 @@ from det_callbacks.errors import (
 from det_callbacks.report import fits as closing
 from det_callbacks.report.console import count
 from det_callbacks.report.verdict import disagreement_text
-from det_callbacks.runs.evidence import Row
 from det_callbacks.runs.metrics import Reading
 from det_callbacks.runs.peers import END_OF_FIT, Peers
-from det_callbacks.runs.steps import Expectation, StepTrace
+from det_callbacks.runs.steps import StepTrace
 from det_callbacks.runs.store import Run
 from det_callbacks.runs.writer import RunWriter
 from det_callbacks.tensors.kept import KeptCounts
@@ -103,15 +102,11 @@ class Recording(TracedSession):
         return earlier
 
     @override
-    def _expectation(self, step: int) -> Expectation | None:
-        if self._is_resuming:
-            self._is_resuming = False
-            self.run.note_resumed(step)
-        return super()._expectation(step)
-
-    @override
     def _add(self, trace: StepTrace, *, step: int, epoch: int) -> bool:
         run, earlier = self.run, self.detector
+        if self._is_resuming:
+            self._is_resuming = False
+            run.note_resumed(step)
         if earlier is not None and earlier.holds(step):
             # once is enough: several ranks go on until they stop together
             differs = earlier.add(trace, step=step, epoch=epoch)
@@ -135,12 +130,6 @@ class Recording(TracedSession):
             self.keeper.write(trace, step)  # first, likewise
         self.chain = run.append(step, epoch, trace.program.id, trace.layout_id, trace.digests)
         return False
-
-    @override
-    def _put_evidence(self, rows: Sequence[Row]) -> None:
-        if self.detector is not None:
-            self.detector.put_evidence(rows)
-        super()._put_evidence(rows)
 
     @override
     def put_metrics(self, reading: Reading) -> bool:
@@ -171,9 +160,7 @@ class Recording(TracedSession):
             selected = "" if self.is_resumed else selection.shown_steps
             raise NothingComparedError(closing.nothing_recorded_text(path=self.path, selected=selected))
         self.run.close(complete=True)
-        kept = (
-            None if self.keeper is None else reduce(KeptCounts.with_rank, (KeptCounts(**end["kept"]) for end in ended))
-        )
+        kept = [KeptCounts(**end["kept"]) for end in ended]
         self._print_once(
             closing.recorded_line(
                 path=self._place,
@@ -182,7 +169,7 @@ class Recording(TracedSession):
                 saved=self.replay.counts.to_dict(),
                 num_agreed=None if earlier is None else sum(end["num_agreed"] for end in ended),
                 num_ranks=self.peers.world_size,
-                kept=kept,
+                kept=None if self.keeper is None else reduce(KeptCounts.with_rank, kept),
                 num_metrics=self._num_metrics,
             )
         )

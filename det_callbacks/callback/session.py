@@ -1,6 +1,6 @@
 """What a mode does with the fits of a callback: ``Session`` does nothing, and each mode has one of its own."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,11 +13,9 @@ from det_callbacks.callback.evidence import Evidence
 from det_callbacks.errors import TraceError
 from det_callbacks.observers.observations import REGISTRY, Observations
 from det_callbacks.replaced_in_lightning import ReplacedInLightning
-from det_callbacks.report.fits import print_closing_line
-from det_callbacks.runs.evidence import Row
 from det_callbacks.runs.manifest import Manifest
 from det_callbacks.runs.metrics import Reading
-from det_callbacks.runs.peers import Peers
+from det_callbacks.runs.peers import ALONE, Peers
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import Expectation, StepTrace
 from det_callbacks.tensors.copies import TensorBudget
@@ -60,20 +58,19 @@ class Session:
         print_line: prints a closing line; ``print_beside_bar`` in a Trainer, whose bar may be on the terminal.
     """
 
-    arguments: CallbackArguments
+    root: Path
     manifest: Mapping[str, Any]
-    root = Path()
-    may_stop = False
-    is_over = True
-    is_resumed = False
+    print_line: Callable[[str], None]
+    may_stop = is_resumed = False
     call: str | None = None
     run: Any = None
     verdict: Verdict | None = None
     audit_report: AuditReport | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, arguments: Any = None, peers: Peers = ALONE) -> None:
+        self.arguments: CallbackArguments = arguments
+        self.peers, self.is_over = peers, arguments is None
         self.stages: list[str] = []
-        self.print_line: Callable[[str], None] = print_closing_line
 
     # a fit
 
@@ -156,12 +153,10 @@ class TracedSession(Session):
         keeper: keeps tensors of the steps; None where none are kept.
     """
 
-    is_over = False
-
     def __init__(self, arguments: CallbackArguments, peers: Peers) -> None:
-        super().__init__()
+        super().__init__(arguments, peers)
         assert arguments.reference is not None, "checked where the callback was made"
-        self.arguments, self.peers, self.path = arguments, peers, arguments.reference
+        self.path = arguments.reference
         self.detector: Verification | None = None
         self.num_steps = self.num_sites = 0
         self.chain: int | None = None
@@ -191,10 +186,10 @@ class TracedSession(Session):
         """Take a step; return whether to stop because it differs."""
         raise NotImplementedError
 
-    def _keeps(self, step: int) -> bool:
-        return True
-
-    def _put_evidence(self, rows: Sequence[Row]) -> None:
+    def _put_evidence(self, step: int) -> None:
+        rows = self._evidence.take(step)
+        if self.detector is not None and self.detector is not self.run:
+            self.detector.put_evidence(rows)
         self.run.put_evidence(rows)
 
     @override
@@ -251,7 +246,8 @@ class TracedSession(Session):
             expectation = detector.expectation(step)
         self.replay.begin(None if expectation is None else self._saved(step, REPLAY))
         if self.keeper is not None:
-            self.keeper.begin(is_wanted=self._keeps(step))
+            is_kept = expectation is not None and self._saved(step, KEPT).exists
+            self.keeper.begin(is_wanted=is_kept or self.run is not detector)
         return expectation
 
     def _saved(self, step: int, kind: str) -> SavedStep:
@@ -277,7 +273,7 @@ class TracedSession(Session):
             self._observations.end()
             trace = self._hash_mode.finish()
             self._evidence.note_samples(self._hash_mode.sketch)
-        self._put_evidence(self._evidence.take(step))
+        self._put_evidence(step)
         if trace is not None:
             self._is_first = False
             return self._add(trace, step=step, epoch=epoch)
@@ -295,7 +291,7 @@ class TracedSession(Session):
 
     @override
     def flush(self, step: int) -> None:
-        self._put_evidence(self._evidence.take(step + 1))
+        self._put_evidence(step + 1)
 
     @override
     def close(self) -> None:
@@ -314,15 +310,11 @@ class TracedSession(Session):
     @property
     @override
     def progress(self) -> Progress:
-        own = Progress(self.num_steps, self.num_sites, 0, self.replay.counts.num_bytes, self.chain)
-        if self.detector is None:
-            return own
-        steps, sites = self.detector.tally.num_steps, self.detector.tally.num_sites
-        return own._replace(
-            num_steps=own.num_steps + steps,
-            num_sites=own.num_sites + sites,
-            num_differing=self.detector.num_differing,
-        )
+        steps, sites, differing = self.num_steps, self.num_sites, 0
+        if self.detector is not None:
+            tally, differing = self.detector.tally, self.detector.num_differing
+            steps, sites = steps + tally.num_steps, sites + tally.num_sites
+        return Progress(steps, sites, differing, self.replay.counts.num_bytes, self.chain)
 
     def _print_once(self, text: str) -> None:
         if self.peers.rank == 0:

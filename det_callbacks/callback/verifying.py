@@ -24,7 +24,6 @@ from det_callbacks.runs.peers import END_OF_FIT
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.runs.store import Run
-from det_callbacks.tensors.files import KEPT
 from det_callbacks.verdict import Verdict
 from det_callbacks.verification import Verification, free_folder, open_reference, write_verdict
 
@@ -78,10 +77,6 @@ class Verifying(TracedSession):
             self.run.keep_tensors = self.keeper.write
         is_every_step = self.arguments.selection.is_every_step
         self.run.begin_fit(segment, is_resumed=is_resumed, is_every_step=is_every_step)
-
-    @override
-    def _keeps(self, step: int) -> bool:
-        return self.run.holds(step) and self._saved(step, KEPT).exists
 
     @override
     def _add(self, trace: StepTrace, *, step: int, epoch: int) -> bool:
