@@ -85,9 +85,9 @@ class Site:
 
     phase: str
     module: str
-    op: str
-    occurrence: int
-    output: int
+    op: str = ""
+    occurrence: int = 0
+    output: int = 0
     role: Role
     name: str | None = None
     arguments: str = "{}"

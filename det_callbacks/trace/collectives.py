@@ -10,9 +10,8 @@ under way gets a row without bits.
 import json
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +22,6 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor  # l
 
 from det_callbacks.runs.program import IN_FLIGHT, Site, plain_value
 from det_callbacks.trace.components import STRIDED, has_parts, holds_data, parts_of
-from det_callbacks.trace.layouts import LayoutSlot
 from det_callbacks.trace.overloads import OpPlan, tensors_in
 from det_callbacks.trace.program_trie import NOWHERE, CallNode, OpScope
 from det_callbacks.trace.sites import InputName, SpecialInput, source_of
@@ -58,23 +56,14 @@ _SHOWN_OTHERWISE = frozenset({"process_group", "group_name", "op_list"})
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Delivery:
-    """One output of one collective, whose bits may come later.
+    """One output of one collective, whose bits may come later."""
 
-    Attributes:
-        site: of the row where it is first read, but for its edges.
-        number: of the delivery in its step.
-        inputs: positions of what went in on this rank.
-        work: tells whether the collective is done; None where nobody can ask it.
-        must_be_waited_for: it is done when ``wait_tensor`` has run, and not before (functional collectives).
-        is_in_stream_order: ops read it after it has arrived, since the training's own stream waits for it.
-    """
-
-    site: Site
-    number: int
-    inputs: tuple[int, ...]
-    work: Any
-    must_be_waited_for: bool
-    is_in_stream_order: bool
+    site: Site  # of the row where it is first read, but for its edges
+    number: int  # of the delivery in its step
+    inputs: tuple[int, ...]  # positions of what went in on this rank
+    work: Any  # tells whether the collective is done; None where nobody can ask it
+    must_be_waited_for: bool  # it is done when ``wait_tensor`` has run, and not before (functional collectives)
+    is_in_stream_order: bool  # ops read it after it has arrived, since the training's own stream waits for it
 
     def has_arrived(self, *, for_collective: bool = False) -> bool:
         """Return whether its bits are there for whoever reads it now; another collective has a stream of its own."""
@@ -124,7 +113,10 @@ class Collectives:
         if plan.base in _WAITS:
             out = func(*args, **kwargs)
             recorder.counts.num_digested += 1
-            self._end_wait(next(iter(given.values())))
+            parts = list(_parts(next(iter(given.values()))))
+            for part in parts:
+                self._note_wait(part)
+            self._record_arrival([part for part in parts if self._numbers(part)])
             return out
         if "gather" in plan.base:  # FSDP frees what it gathered, by a method of the storage that no mode sees
             recorder.deferred.is_freed_unseen = True
@@ -166,7 +158,7 @@ class Collectives:
             recorder.append(tensor)
             recorder.ledger.write(tensor, position)
         else:
-            recorder.append_bits(0, self.slot_in_flight(tensor))
+            recorder.append_bits(0, recorder.layouts.without_bits(tensor, IN_FLIGHT))
             recorder.counts.skipped["in_flight"] += 1
 
     def site_of(self, name: SpecialInput) -> Site:
@@ -186,8 +178,7 @@ class Collectives:
     def arrive(self, tensor: Tensor) -> bool:
         """Make the rows of what collectives delivered into a tensor that is about to be recorded by its name.
 
-        Returns:
-            False when some of it is still under way, and must not be digested.
+        Returns False when some of it is still under way, and must not be digested.
         """
         if not self._deliveries:
             return True
@@ -198,8 +189,7 @@ class Collectives:
     def note_copy(self, *tensors: Tensor) -> None:
         """Take a copy from memory that nobody knows, into what a reduce-scatter delivers, for its last act.
 
-        Gloo reduces into a buffer of its own, and copies this rank's part when it is waited for, by an op that modes
-        see (torch 2.13, ``ProcessGroupGloo::reduce_scatter`` and ``_reduce_scatter_base``).
+        Gloo copies this rank's part out of a buffer of its own when it is waited for (torch 2.13).
         """
         if not self._deliveries or len(tensors) < 2 or any(map(has_parts, tensors)):
             return
@@ -211,10 +201,6 @@ class Collectives:
             if "reduce_scatter" in delivery.site.op:
                 delivery.work = None
                 self._recorder.ledger.deliver(source, number)
-
-    def slot_in_flight(self, tensor: Tensor) -> LayoutSlot:
-        """Return the layout of a tensor that is still under way."""
-        return self._recorder.layouts.without_bits(tensor, IN_FLIGHT)
 
     def _run(
         self,
@@ -243,7 +229,7 @@ class Collectives:
             start = len(recorder.digests)
             for tensor in sent:
                 if any(map(self._numbers, _parts(tensor))):
-                    recorder.append_bits(0, self.slot_in_flight(tensor))
+                    recorder.append_bits(0, recorder.layouts.without_bits(tensor, IN_FLIGHT))
                 else:
                     recorder.append(tensor)
             if not sent:
@@ -260,20 +246,10 @@ class Collectives:
 
         def build(node: CallNode) -> None:
             node.source = source_of(scope) or capture_source()
-            sites = [
-                Site(
-                    phase=phase,
-                    module=scope.module,
-                    op=plan.name,
-                    occurrence=0,
-                    output=index,
-                    role="sent",
-                    arguments=arguments,
-                    inputs=inputs,
-                    source=node.source,
-                )
-                for index, inputs in enumerate(edges)
-            ]
+            sent = Site(
+                phase=phase, module=scope.module, op=plan.name, role="sent", arguments=arguments, source=node.source
+            )
+            sites = [replace(sent, output=index, inputs=inputs) for index, inputs in enumerate(edges)]
             node.rows = (*recorder.reads.sites(node), *sites)
 
         node = recorder.trie.step_to((func, phase, scope, [arguments], reads, names, len(positions)), build)
@@ -293,23 +269,16 @@ class Collectives:
         for delivery in self._deliveries:
             if delivery.work is not None:
                 delivery.has_arrived()  # lets go of the tensors of what is done
+        op = f"{WAIT}.default" if is_functional else plan.name
+        site = Site(phase=node.phase, module=node.module, op=op, role="delivered", source=node.source)
         for index, tensor in enumerate(_received_tensors(plan.base, given, out)):
             if tensor.layout is not STRIDED:  # gloo's own thread gives it other indices and values, at any time
                 for part in _parts(tensor):
                     self._recorder.ledger.forget(part)
                 continue
-            site = Site(
-                phase=node.phase,
-                module=node.module,
-                op=f"{WAIT}.default" if is_functional else plan.name,
-                occurrence=0,
-                output=index,
-                role="delivered",
-                source=node.source,
-            )
             for part in _parts(tensor):
                 delivery = Delivery(
-                    site=site,
+                    site=replace(site, output=index),
                     number=0,
                     inputs=positions,
                     # on a device a work is not done until long after the training has waited for it, in its stream
@@ -342,12 +311,6 @@ class Collectives:
             recorder.trie.step_to(("arrival", phase, scope, [], reads, names, 0), build)
             recorder.reads.row_edges.clear()
 
-    def _end_wait(self, tensor: Tensor) -> None:
-        parts = list(_parts(tensor))
-        for part in parts:
-            self._note_wait(part)
-        self._record_arrival([part for part in parts if self._numbers(part)])
-
     def _note_wait(self, tensor: Tensor) -> None:
         for number in self._numbers(tensor):
             self._deliveries[number].must_be_waited_for = False
@@ -379,11 +342,7 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _work_of(out: Any) -> Any:
-    """Return what tells whether a ``c10d`` op is done, from what it returned; None where it returned no such thing.
-
-    The op returns a boxed ``Work`` (alone or last in a tuple), which has no methods; ``Work.unbox`` gives the one that
-    has them (torch 2.13).
-    """
+    """Return what tells whether a ``c10d`` op is done: the ``Work`` that it returned, boxed (torch 2.13), or None."""
     last = out[-1] if isinstance(out, list | tuple) and out else out
     return None if last is None or isinstance(last, Tensor | list | tuple) else dist.Work.unbox(last)
 
@@ -467,7 +426,6 @@ def _arguments_of(given: dict[str, Any], group: "dist.ProcessGroup | None") -> d
 def shown_ranks(ranks: tuple[int, ...]) -> str:
     """Return ranks as text: "0-7", "0-6:2" for every other one, "0,1,5"."""
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 0
-    is_even = step > 0 and all(later - earlier == step for earlier, later in pairwise(ranks))
-    if is_even and (len(ranks) > 2 or step == 1):
+    if (len(ranks) > 2 or step == 1) and ranks == tuple(range(ranks[0], ranks[-1] + 1, max(step, 1))):
         return f"{ranks[0]}-{ranks[-1]}" + (f":{step}" if step > 1 else "")
     return ",".join(map(str, ranks))

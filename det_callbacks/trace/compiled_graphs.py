@@ -19,20 +19,13 @@ _ADDRESS = re.compile(r"0x[0-9a-f]+")
 _CHILD = re.compile(r"(?:_modules|_parameters|_buffers)\['([^']+)'\]|\.(?!_)(\w+)")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GraphInput:
-    """One input of a graph: its name in the code, and its qualified name where it is of the module that was traced."""
-
-    name: str
-    path: str | None = None
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TracedGraph:
     """A graph as Dynamo traced it, before a compiler got it.
 
     Attributes:
         region: its name in the coverage: the function whose code it is, without dots ("compiled.Net_forward").
+        inputs: their names in the code, or in the module that was traced if they are its ``members``.
         held: tensors that the graph holds itself: Dynamo makes the parameters and states of a compiled optimizer
             attributes of the graph (torch 2.13).
         is_graphed: its first runs warm up and capture a CUDA graph and the others replay it, so that each shows
@@ -42,8 +35,9 @@ class TracedGraph:
 
     region: str
     backend: str
-    inputs: tuple[GraphInput, ...]
-    held: tuple[tuple[GraphInput, Tensor], ...] = field(repr=False)
+    inputs: tuple[str, ...]
+    members: frozenset[str]
+    held: tuple[tuple[str, Tensor], ...] = field(repr=False)
     num_ops: int
     is_graphed: bool
     fingerprint: int
@@ -62,11 +56,13 @@ def describe_graph(graph: fx.GraphModule, output: Any, example_inputs: Sequence[
     text = _ADDRESS.sub("", "\n".join([backend, *shapes, *code]))
     text = _SYMBOL.sub(lambda found: symbols.setdefault(found[0], f"size{len(symbols)}"), text)
     attributes = dict.fromkeys(str(node.target) for node in nodes if node.op == "get_attr")
-    held = ((GraphInput(name=name), getattr(graph, name, None)) for name in attributes)
+    held = ((name, getattr(graph, name, None)) for name in attributes)
+    inputs = [_input_of(node) for node in placeholders]
     return TracedGraph(
         region=f"{REGION}{_name_of(output.root_tx)}",
         backend=backend,
-        inputs=tuple(map(_input_of, placeholders)),
+        inputs=tuple(name for name, _ in inputs),
+        members=frozenset(name for name, is_member in inputs if is_member),
         held=tuple((known, value) for known, value in held if isinstance(value, Tensor)),
         num_ops=sum(node.op.startswith("call_") for node in nodes),
         is_graphed=_runs_as_cuda_graph(compiler, backend, example_inputs),
@@ -82,17 +78,17 @@ def _path_in_module(text: str) -> str:
     return ".".join(first or second for first, second in _CHILD.findall(rest))
 
 
-def _input_of(node: fx.Node) -> GraphInput:
+def _input_of(node: fx.Node) -> tuple[str, bool]:
+    """Return the name of an input of a graph, and whether it is a parameter or buffer of the module."""
     known = node.meta.get("grapharg")
     text = getattr(getattr(node, "_dynamo_source", None) or getattr(known, "source", None), "name", None)
     if callable(text):  # a method up to torch 2.9
         text = text()
     if not isinstance(text, str):
-        return GraphInput(name=str(node.target))
+        return str(node.target), False
     if "_parameters[" in text or "_buffers[" in text:
-        path = _path_in_module(text)
-        return GraphInput(name=path, path=path)
-    return GraphInput(name=re.sub(r"^[LG]\['(\w+)'\]", r"\1", text))
+        return _path_in_module(text), True
+    return re.sub(r"^[LG]\['(\w+)'\]", r"\1", text), False
 
 
 def _name_of(frame: Any) -> str:

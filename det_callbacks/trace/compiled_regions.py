@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from det_callbacks.digest import digest_output
 from det_callbacks.runs.program import MISSES_PARAMETERS, REGION, Role, Site
 from det_callbacks.trace.backward import compiled_nodes
-from det_callbacks.trace.compiled_graphs import GraphInput, TracedGraph
+from det_callbacks.trace.compiled_graphs import TracedGraph
 from det_callbacks.trace.components import holds_data, parts_with_memory
 from det_callbacks.trace.dispatch import TAKE_APART, breaks_graph
 from det_callbacks.trace.engine import next_sequence_number
@@ -27,7 +27,6 @@ from det_callbacks.trace.named_tensors import has_place
 from det_callbacks.trace.overloads import OpKind, comes_apart, in_flight, tensors_in, written_arguments, written_by_call
 from det_callbacks.trace.program_trie import CallNode, OpScope
 from det_callbacks.trace.sites import InputName, arguments_json, source_of
-from det_callbacks.trace.tensor_hooks import hook_outputs
 
 if TYPE_CHECKING:
     from det_callbacks.trace.recorder import Recorder
@@ -51,8 +50,9 @@ class Region:
         self.source: tuple[str, ...] = ()
         self._saved: tuple[int, ...] = () if forward is None else (*forward.reads, *forward.inner)
         self.misses_parameters: bool = forward is not None and forward.misses_parameters
-        # name and value of what goes in, how often it had been written, and the position of its row
-        self._inputs: list[tuple[str, Any, int, int]] = []
+        # name and value of what goes in, how often it had been written, and the position of its row; without them,
+        # what the call writes is not looked for
+        self.inputs: list[tuple[str, Any, int, int]] = []
         self._reads_of_inner: tuple[int, ...] = ()
         self.reads: tuple[int, ...] = ()
         self.inner: list[int] = []
@@ -84,9 +84,10 @@ class Region:
 
         def build(node: CallNode) -> None:
             node.source = source_of(self.scope)
-            graph = self._site(node, "graph", 0, "graph", None, every, arguments_json(arguments))
+            region = self.graph.region
+            graph = self._site(node, f"{region}.graph", 0, "graph", None, every, arguments_json(arguments))
             rows = [
-                self._site(node, "inputs", index, "region_input", name, written)
+                self._site(node, f"{region}.inputs", index, "region_input", name, written)
                 for index, ((name, _), written) in enumerate(zip(entering, edges, strict=True))
             ]
             node.rows = (*recorder.reads.sites(node), graph, *rows)
@@ -97,14 +98,10 @@ class Region:
         detail = f"{self.graph.num_ops} ops, {self.graph.fingerprint:016x}"
         recorder.append_bits(self.graph.fingerprint, recorder.layouts.special("graph", (), detail))
         for name, value in entering:
-            self._inputs.append((name, value, _version_of(value), recorder.num_sites))
+            self.inputs.append((name, value, _version_of(value), recorder.num_sites))
             recorder.append_value(value)
         self._reads_of_inner = tuple(range(graph_row, recorder.num_sites))
         self.reads = (*every, *self._reads_of_inner)
-
-    def release(self) -> None:
-        """Let go of the inputs; those that the call writes are then not looked for."""
-        self._inputs.clear()
 
     def record_op(self, func: object, name: str, outputs: Sequence[Any]) -> None:
         """Make the rows of an op that was seen inside; its lines are those that called the region."""
@@ -113,10 +110,8 @@ class Region:
         def build(node: CallNode) -> None:
             node.source = self.source
             roles: list[Role] = ["output" if isinstance(output, Tensor) else "value" for output in outputs]
-            node.rows = tuple(
-                self._site(node, "", index, role, None, self._reads_of_inner, op=name)
-                for index, role in enumerate(roles)
-            )
+            read = self._reads_of_inner
+            node.rows = tuple(self._site(node, name, index, role, None, read) for index, role in enumerate(roles))
 
         recorder.trie.step_to((func, self.phase, self.scope, [], [*self._reads_of_inner], [], len(outputs)), build)
         for output in outputs:
@@ -156,28 +151,19 @@ class Region:
     ) -> None:
         def build_part(node: CallNode) -> None:
             node.source = source_of(self.scope)
-            pairs = enumerate(zip(names, reads, strict=True))
-            node.rows = tuple(self._site(node, part, index, "output", name, edges) for index, (name, edges) in pairs)
+            op, pairs = f"{self.graph.region}.{part}", enumerate(zip(names, reads, strict=True))
+            node.rows = tuple(self._site(node, op, index, "output", name, edges) for index, (name, edges) in pairs)
 
         call = (self.graph, self.phase, self.scope, [part], reads, list(names), len(reads))
         self.source = self._recorder.trie.step_to(call, build or build_part).source
 
     def _site(
-        self,
-        node: CallNode,
-        part: str,
-        index: int,
-        role: Role,
-        name: Any,
-        edges: Iterable[int],
-        arguments: str = "{}",
-        op: str = "",
+        self, node: CallNode, op: str, index: int, role: Role, name: Any, edges: Iterable[int], arguments: str = "{}"
     ) -> Site:
         return Site(
             phase=self.phase,
             module=self.scope.module,
-            op=op or f"{self.graph.region}.{part}",
-            occurrence=0,
+            op=op,
             output=index,
             role=role,
             name=name,
@@ -194,7 +180,7 @@ class Region:
         digests, deferred = self._recorder.digests, self._recorder.deferred.bits
         return [
             (name, value)
-            for name, value, version, position in self._inputs
+            for name, value, version, position in self.inputs
             if isinstance(value, Tensor)
             and (_version_of(value) != version or position in deferred or digest_output(value) != digests[position])
         ]
@@ -250,7 +236,7 @@ class CompiledRegions:
             return self._unselected(call, args)
         region = Region(recorder, graph, phase, scope)
         given = [*zip(graph.inputs, args, strict=True), *graph.held]
-        region.enter((self._name(known, value, scope), value) for known, value in given)
+        region.enter((self._name(known, value), value) for known, value in given)
         number = next_sequence_number()
         self._start(region)
         recorder.modules.current = scope
@@ -262,9 +248,9 @@ class CompiledRegions:
         results = list(tensors_in([outputs]))
         region.leave((None, value) for value in results)
         if "backward" in recorder.selection.phases and torch.is_grad_enabled():
-            region.release()
+            region.inputs.clear()
             inputs = [
-                "" if region.misses_parameters and isinstance(value, nn.Parameter) else self._name(known, value, scope)
+                "" if region.misses_parameters and isinstance(value, nn.Parameter) else self._name(known, value)
                 for known, value in zip(graph.inputs, args, strict=True)
             ]
             for node in compiled_nodes(results, number):
@@ -310,7 +296,7 @@ class CompiledRegions:
         if not outputs:
             recorder.counts.skipped["no_data"] += 1
             return out
-        out, outputs = hook_outputs(recorder, plan, phase, scope, out, outputs, args, kwargs)
+        out, outputs = recorder.call_hooks(plan, phase, scope, out, outputs, args, kwargs)
         region.record_op(func, plan.name, outputs)
         recorder.counts.num_digested += 1
         return out
@@ -326,13 +312,11 @@ class CompiledRegions:
         self._recorder.counts.opaque.add(region.graph.region)
         self.inside[get_ident()] = region
 
-    def _name(self, known: GraphInput, value: Any, scope: OpScope) -> str:
+    def _name(self, known: str, value: Any) -> str:
         name = self._recorder.parameter_names.get(id(value))
         if name is None and isinstance(value, Tensor) and has_place(value):
             name = self._recorder.names.of(value)
-        if name is not None or known.path is None:
-            return name or known.name
-        return f"{scope.module}.{known.path}" if scope.module not in ("", "?") else known.path
+        return name or known
 
     def _in_own_module(self, graph: TracedGraph, args: Sequence[Any], scope: OpScope) -> OpScope:
         """Return the scope in the module whose code was traced, told by the name of one of its parameters.
@@ -340,10 +324,10 @@ class CompiledRegions:
         ``nn.Module.compile`` compiles the call of a module with its hooks, so that the stack does not show it.
         """
         for known, value in zip(graph.inputs, args, strict=False):
-            name = self._recorder.parameter_names.get(id(value)) if known.path else None
-            if name is None or not name.endswith(str(known.path)):
+            name = self._recorder.parameter_names.get(id(value)) if known in graph.members else None
+            if name is None or not name.endswith(known):
                 continue
-            module = name[: -len(str(known.path))].rstrip(".")
+            module = name[: -len(known)].rstrip(".")
             if _unwrapped(module) == _unwrapped(scope.module):
                 return scope
             return self._recorder.backward.in_module(module, recomputed=scope.recomputed)
@@ -392,7 +376,7 @@ class CompiledRegions:
                 # what is none of the outputs is an input that the region wrote, or what views among them are of
                 given = enumerate(gradients)
                 running[-1].enter((outer.get(index, f"grad of result {index}"), value) for index, value in given)
-                running[-1].release()
+                running[-1].inputs.clear()
                 self._start(running[-1])
 
         @breaks_graph("det_callbacks: what comes out of a compiled region is recorded when it has run")

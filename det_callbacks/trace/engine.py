@@ -30,12 +30,9 @@ _WRAPPERS = ("_python_dispatch.py", "_compile.py", str(Path("_dynamo") / "eval_f
 class Entry(Enum):
     """Through what the autograd engine came to the running op."""
 
-    ENGINE = "engine"
-    """Through nothing: a formula of torch's own, or the engine itself."""
-    FUNCTION = "function"
-    """Through the backward of a Python autograd Function."""
-    HOOK = "hook"
-    """Through some other Python code: a hook on a tensor or a node, or on saved tensors."""
+    ENGINE = "a formula of torch's own, or the engine itself"
+    FUNCTION = "the backward of a Python autograd Function"
+    HOOK = "other Python code: a hook on a tensor or a node, or on saved tensors"
 
 
 def frames_above_engine() -> Iterator[FrameType]:

@@ -242,18 +242,10 @@ def _step_to(
     """Go to the call that stands for a group in the program."""
 
     def build(node: CallNode) -> None:
+        modules = [owner_of(name) if owner is None else owner for name in names]
         node.rows = tuple(
-            Site(
-                phase=phase,
-                module=owner_of(name) if owner is None else owner,
-                op="",
-                occurrence=0,
-                output=0,
-                role=role,
-                name=name,
-                inputs=tuple(sorted(set(edges))),
-            )
-            for name, edges in zip(names, reads, strict=True)
+            Site(phase=phase, module=module, role=role, name=name, inputs=tuple(sorted(set(edges))))
+            for module, name, edges in zip(modules, names, reads, strict=True)
         )
 
     scope = recorder.backward.in_module(owner or "", recomputed=False)

@@ -84,15 +84,8 @@ HIDDEN_STATES: Mapping[str, str] = {"aten._cudnn_rnn": "dropout_state", "aten.mi
 UNINITIALISED = frozenset(
     f"aten.{name}"
     for name in (
-        "empty",
-        "empty_like",
-        "empty_strided",
-        "empty_permuted",
-        "empty_quantized",
-        "new_empty",
-        "new_empty_strided",
-        "_empty_affine_quantized",
-        "_empty_per_channel_affine_quantized",
+        *("empty", "empty_like", "empty_strided", "empty_permuted", "empty_quantized", "new_empty"),
+        *("new_empty_strided", "_empty_affine_quantized", "_empty_per_channel_affine_quantized"),
     )
 )
 """Ops whose outputs hold whatever the memory held."""
@@ -103,19 +96,8 @@ UNDECLARED_VIEWS = frozenset({"aten._unsafe_view", "aten.unsafe_split", "aten.un
 OVERWRITES = frozenset(
     f"aten.{name}"
     for name in (
-        "copy_",
-        "zero_",
-        "fill_",
-        "normal_",
-        "uniform_",
-        "random_",
-        "bernoulli_",
-        "exponential_",
-        "geometric_",
-        "cauchy_",
-        "log_normal_",
-        "_foreach_copy_",
-        "_foreach_zero_",
+        *("copy_", "zero_", "fill_", "_foreach_copy_", "_foreach_zero_", "normal_", "uniform_", "random_"),
+        *("bernoulli_", "exponential_", "geometric_", "cauchy_", "log_normal_"),
     )
 ) | {"fsdp.split_with_sizes_copy", "fsdp.chunk_cat"}
 """Ops that write every element of their first argument, FSDP2's of their ``out``, without reading it."""

@@ -84,26 +84,11 @@ class CallNode:
         """Qualified name of the module it belongs to."""
         return self.scope.module
 
-    def is_call(
-        self,
-        func: object,
-        phase: str,
-        scope: OpScope,
-        reads: list[Any],
-        names: list[Any],
-        num_outputs: int,
-        keywords: tuple[str, ...] = (),
-    ) -> bool:
+    def is_call(self, call: tuple[Any, ...]) -> bool:
         """Return whether a call is this one again, but for its arguments that are no tensors."""
-        return (
-            self.func is func
-            and (self.scope is scope or self.scope == scope)
-            and self.phase == phase
-            and self.reads == reads
-            and self.num_outputs == num_outputs
-            and self.names == names
-            and self.keywords == keywords
-        )
+        func, phase, scope, _, *rest = call
+        known = [self.reads, self.names, self.num_outputs, self.keywords]
+        return self.func is func and self.phase == phase and self.scope == scope and known[: len(rest)] == rest
 
 
 NOWHERE = OpScope(module="")
@@ -142,10 +127,10 @@ class ProgramTrie:
         """
         parent = self.at
         node = parent.likely
-        func, phase, scope, consts, *rest = call
-        if node is None or not (node.is_call(func, phase, scope, *rest) and self.takes(node, consts)):
+        consts = call[3]
+        if node is None or not (node.is_call(call) and self.takes(node, consts)):
             siblings = parent.children[: -_MAX_SIBLINGS - 1 : -1]
-            alike = (child for child in siblings if child.is_call(func, phase, scope, *rest))
+            alike = (child for child in siblings if child.is_call(call))
             node = next((child for child in alike if self.takes(child, consts)), None)
             if node is None:
                 node = CallNode(parent, *call)

@@ -9,7 +9,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor  # l
 
 from det_callbacks.digest import digest_memory
 from det_callbacks.rng import digest_generator
-from det_callbacks.runs.program import UNWRITTEN, Site
+from det_callbacks.runs.program import IN_FLIGHT, UNWRITTEN, Site
 from det_callbacks.trace.components import address_of, has_parts, holds_data, parts_of
 from det_callbacks.trace.generators import PASSED, generator_of
 from det_callbacks.trace.overloads import OpPlan, goes_to_device, tensors_read
@@ -80,7 +80,7 @@ class Reads:
         reads.append(position)
         if self._is_for_device and storage._cdata in ledger.in_flight and tensor.is_cpu:
             # the device comes to both copies in order, and the host may be ahead of the first one
-            recorder.append_bits(0, recorder.undigested.collectives.slot_in_flight(tensor))
+            recorder.append_bits(0, recorder.layouts.without_bits(tensor, IN_FLIGHT))
             return
         offset = 0
         if not has_parts(tensor) and not tensor.is_nested and tensor.storage_offset():
@@ -94,22 +94,19 @@ class Reads:
     def read_first(
         self, tensor: Tensor, storage: torch.UntypedStorage, reads: list[int], names: list[InputName]
     ) -> None:
-        """Do the same for a strided tensor whose storage no site of this step has written or read."""
+        """Do the same, sooner, for a strided tensor whose storage no site of this step has written or read."""
         recorder = self._recorder
-        if tensor.is_cpu and not recorder.ledger.is_invalidated and not tensor.is_neg() and not tensor.is_nested:
+        ledger = recorder.ledger
+        if tensor.is_cpu and not ledger.is_invalidated and not tensor.is_neg() and not tensor.is_nested:
             slot = recorder.layouts.slots.get((tensor.dtype, tensor.shape, tensor.stride()))
             address = address_of(tensor)  # 0 for an efficient zero tensor, which has no memory
             if slot is not None and slot.is_raw and slot.num_bytes == storage.nbytes() and address:
-                position = len(recorder.digests)
-                ledger = recorder.ledger
-                pin: int = storage._weak_ref()  # type: ignore[assignment]  # declared as a storage
-                ledger.pins.append(pin)
-                ledger.writers[pin] = position
+                pin = ledger.pin(tensor)
+                reads.append(len(recorder.digests))
+                ledger.writers[pin] = len(recorder.digests)
                 names.append(recorder.names.known.get((pin, address)))
                 self.row_edges.append(())
-                recorder.digests.append(digest_memory(address, slot.num_bytes))
-                recorder.layout_indices.append(slot.index)
-                reads.append(position)
+                recorder.append_bits(digest_memory(address, slot.num_bytes), slot)
                 return
         self.read(tensor, reads, names)
 

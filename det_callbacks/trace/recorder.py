@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from threading import RLock, get_ident
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -47,12 +47,11 @@ from det_callbacks.trace.overloads import (
     written_arguments,
     written_by_call,
 )
-from det_callbacks.trace.program_trie import CallNode, OpScope, ProgramTrie, StepCounts, with_occurrences
+from det_callbacks.trace.program_trie import OpScope, ProgramTrie, StepCounts, with_occurrences
 from det_callbacks.trace.reads import Reads
 from det_callbacks.trace.replaced import REPLACED
-from det_callbacks.trace.sites import InputName, build_op, source_of_call
+from det_callbacks.trace.sites import InputName, build_op
 from det_callbacks.trace.storages import StorageLedger
-from det_callbacks.trace.tensor_hooks import OutputHook, hook_outputs
 from det_callbacks.trace.undigested_ops import UndigestedOps
 from det_callbacks.trace.unseen_writes import UnseenWriteCheck
 
@@ -61,6 +60,23 @@ _SCALARS = frozenset({int, float, bool, type(None), str, torch.dtype, torch.devi
 _DIGEST = OpKind.DIGEST
 _ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
 _READ_BACK = torch.ops.aten._local_scalar_dense.default
+
+
+class OutputHook(Protocol):
+    """Called with the outputs of the ops it selects: replay restores saved tensors there, keeping copies them."""
+
+    needs_rows: bool  # it is called for ops that are digested only
+
+    def selects(self, phase: str, module: str, op: str) -> bool:
+        """Return whether it wants the outputs of an op at this place."""
+
+    def exchange(
+        self, phase: str, module: str, op: str, outputs: Sequence[Any], position: int, deferred: DeferredSites
+    ) -> Sequence[Any]:
+        """Return what to go on with: the same tensors, perhaps written to, and perhaps other numbers.
+
+        The first site of the call is the first output from ``position`` on.
+        """
 
 
 class Recorder:
@@ -254,7 +270,7 @@ class Recorder:
                     ledger.mark_uninitialised(out[index])
 
         if self.output_hooks:
-            out, outputs = hook_outputs(self, plan, phase, scope, out, outputs, args, kwargs)
+            out, outputs = self.call_hooks(plan, phase, scope, out, outputs, args, kwargs)
         node = self.trie.at.likely
         if (
             node is None
@@ -275,7 +291,7 @@ class Recorder:
                 self.counts.skipped["no_data"] += 1
                 return out
             call = (func, phase, scope, consts, reads, names, len(outputs), tuple(kwargs))
-            node = self.trie.step_to(call, partial(self._build, plan, args, kwargs, outputs))
+            node = self.trie.step_to(call, partial(build_op, self, plan, args, kwargs, outputs))
         else:
             self.trie.at = node
         if names:
@@ -322,6 +338,29 @@ class Recorder:
         if expected is not None:
             self.unseen_writes.compare(expected, mark, first, plan, args, kwargs, was_changed=was_changed)
         return out
+
+    def call_hooks(
+        self,
+        plan: OpPlan,
+        phase: str,
+        scope: OpScope,
+        out: Any,
+        outputs: Sequence[Any] | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[Any, Sequence[Any]]:
+        """Call the output hooks, without outputs for an op that makes no sites; return what it returned and wrote."""
+        written = outputs
+        for hook in self.output_hooks:
+            if (outputs is None and hook.needs_rows) or not hook.selects(phase, scope.module, plan.name):
+                continue
+            written = written_by_call(plan, out, args, kwargs) if written is None else written
+            if not written:
+                break
+            is_number = len(written) == 1 and written[0] is out and not isinstance(out, Tensor)
+            written = hook.exchange(phase, scope.module, plan.name, written, self.num_sites, self.deferred)
+            out = written[0] if is_number else out
+        return out, written or ()
 
     def append(self, tensor: Tensor, slot: LayoutSlot | None = None) -> LayoutSlot:
         """Digest a tensor, in memory order where it is dense, as the next site; return its layout."""
@@ -400,30 +439,6 @@ class Recorder:
             unseen_writes=unseen_writes,
             values=self.trie.values,
             _make_layout=partial(self.layouts.layout, indices),
-        )
-
-    def _build(
-        self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Sequence[Any], node: CallNode
-    ) -> None:
-        """Fill in a new node of the call of an op."""
-        self.backward.note_functions(node)
-        node.op_base, node.is_in_place, node.source = plan.base, bool(plan.writes), source_of_call(node)
-        # which memory becomes a gradient, autograd and DDP choose by what was before the step: a name is known after it
-        name_of = self.names.of if node.phase == "backward" else self.names.of_written
-        output_names = [
-            name_of(output) if not plan.is_functional and isinstance(output, Tensor) and not has_parts(output) else None
-            for output in outputs
-        ]
-        build_op(
-            node,
-            plan,
-            args,
-            kwargs,
-            trie=self.trie,
-            inputs=tuple(self.reads.sites(node)),
-            by_output=self.reads.by_output(plan, args, kwargs, len(outputs)),
-            outputs=outputs,
-            output_names=output_names,
         )
 
     def _append_special(self, output: Any, parts: Parts, *, is_fresh: bool) -> None:

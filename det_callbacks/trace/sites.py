@@ -3,14 +3,18 @@
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
 from det_callbacks.runs.program import Role, Site, plain_value
+from det_callbacks.trace.components import has_parts
 from det_callbacks.trace.overloads import OpPlan
-from det_callbacks.trace.program_trie import CallNode, OpScope, ProgramTrie, is_number
+from det_callbacks.trace.program_trie import CallNode, OpScope, is_number
 from det_callbacks.trace.source import capture_source, is_of_torch
+
+if TYPE_CHECKING:
+    from det_callbacks.trace.recorder import Recorder
 
 
 class SpecialInput(NamedTuple):
@@ -39,34 +43,34 @@ def input_site(
     if name is not None:
         module = "" if role == "generator" else owner_of(name)
     source = node.source if name is None else ()
-    return Site(
-        phase=phase, module=module, op="", occurrence=0, output=0, role=role, name=name, inputs=edges, source=source
-    )
+    return Site(phase=phase, module=module, role=role, name=name, inputs=edges, source=source)
 
 
 def build_op(
-    node: CallNode,
+    recorder: "Recorder",
     plan: OpPlan,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    *,
-    trie: ProgramTrie,
-    inputs: Sequence[Site],
-    by_output: Sequence[Sequence[int]] | None,
     outputs: Sequence[Any],
-    output_names: Sequence[str | None],
+    node: CallNode,
 ) -> None:
-    """Fill in the sites and the constant arguments of a new node of an op."""
+    """Fill in a new node of the call of an op."""
     scope = node.scope
-    if scope.name is not None:
-        output_names = [name or f"grad of {scope.name}" for name in output_names]
+    recorder.backward.note_functions(node)
+    node.op_base, node.is_in_place, node.source = plan.base, bool(plan.writes), source_of_call(node)
+    # which memory becomes a gradient, autograd and DDP choose by what was before the step: a name is known after it
+    name_of = recorder.names.of if node.phase == "backward" else recorder.names.of_written
+    default = None if scope.name is None else f"grad of {scope.name}"
+    may_be_named = [not plan.is_functional and isinstance(one, Tensor) and not has_parts(one) for one in outputs]
+    output_names = [(may and name_of(one)) or default for may, one in zip(may_be_named, outputs, strict=True)]
+    by_output = recorder.reads.by_output(plan, args, kwargs, len(outputs))
     names = list(_names_of_arguments(plan, args, kwargs))
     assert len(names) == len(node.consts), plan.name
     node.numbers = tuple(index for index, value in enumerate(node.consts) if is_number(value))
     node.any_number = frozenset(
         index for index, name in enumerate(names) if name.partition("[")[0] in plan.number_arguments
     )
-    trie.set_numbers(node, node.consts)
+    recorder.trie.set_numbers(node, node.consts)
     varying = tuple(names[index] for index in node.numbers)
     constants = {
         name: value
@@ -83,7 +87,6 @@ def build_op(
             phase=node.phase,
             module=node.module,
             op=plan.name,
-            occurrence=0,
             output=output,
             role=role,
             name=name,
@@ -103,7 +106,7 @@ def build_op(
         )
         for index, (output, name) in enumerate(zip(outputs, output_names, strict=True))
     ]
-    node.rows = (*inputs, *([site("argument")] if varying else ()), *written)
+    node.rows = (*recorder.reads.sites(node), *([site("argument")] if varying else ()), *written)
 
 
 def owner_of(name: str) -> str:

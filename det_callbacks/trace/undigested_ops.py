@@ -15,7 +15,6 @@ from det_callbacks.trace.dispatch import TAKE_APART
 from det_callbacks.trace.overloads import REDUCING, OpKind, OpPlan, comes_apart, tensors_in, written_arguments
 from det_callbacks.trace.program_trie import CallNode, OpScope
 from det_callbacks.trace.sites import source_of_call
-from det_callbacks.trace.tensor_hooks import hook_outputs
 
 if TYPE_CHECKING:
     from det_callbacks.trace.recorder import Recorder
@@ -24,17 +23,12 @@ _is_grad_enabled = torch.is_grad_enabled
 
 
 class UndigestedOps:
-    """Runs ops that make no sites of what they return: views, allocations, collectives, ops outside the selection.
-
-    Attributes:
-        collectives: records the ops whose outputs come later.
-        captures: the captures of CUDA graphs that were begun in this step, by ``id``; the same set for good.
-    """
+    """Runs ops that make no sites of what they return: views, allocations, collectives, ops outside the selection."""
 
     def __init__(self, recorder: "Recorder") -> None:
         self._recorder = recorder
         self.collectives = Collectives(recorder)
-        self.captures: set[int] = set()
+        self.captures: set[int] = set()  # of CUDA graphs begun in this step, by ``id``; the same set for good
         self._copying: set[torch.device] = set()
 
     def begin(self) -> None:
@@ -60,7 +54,7 @@ class UndigestedOps:
             recorder.deferred.flush()  # it may write what nobody is told of, or let another stream do so
         if plan.kind is OpKind.COLLECTIVE:
             return self.collectives.run(plan, func, args, kwargs)
-        self._recorder.counts.skipped[plan.kind.value] += 1
+        recorder.counts.skipped[plan.kind.value] += 1
         if plan.kind is OpKind.RELAYOUT:
             return self._relayout(func, args, kwargs)
         out = func(*args, **kwargs)
@@ -85,7 +79,7 @@ class UndigestedOps:
         if recorder.deferred.is_used and not plan.is_functional:
             recorder.deferred.before_writes(written_arguments(plan, args, kwargs))
         out = plan.call(*args, **kwargs)
-        out = hook_outputs(recorder, plan, phase, scope, out, None, args, kwargs)[0]
+        out = recorder.call_hooks(plan, phase, scope, out, None, args, kwargs)[0]
         self._forget(written_arguments(plan, args, kwargs))
         return out
 
