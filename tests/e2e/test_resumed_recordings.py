@@ -115,19 +115,18 @@ def clear_state(content: dict[str, Any]) -> None:
     content["optimizer_states"][0]["state"].clear()
 
 
-IS_NOT = "is not what the reference ended step 3 with"  # of levels that do not record what is read
-CHANGES: list[tuple[Any, str, str, str, str]] = [
-    (change_momentum, "record", "op", "exp_avg of first.weight", ""),
-    (change_weight, "verify", "op", "last.weight", ""),
-    (clear_state, "verify", "op", "exp_avg of first.weight", "is only in the reference"),
-    (change_momentum, "record", "state", "exp_avg of first.weight", IS_NOT),
-    (change_momentum, "verify", "module", "exp_avg of first.weight", IS_NOT),
+# below level "op", which records what a step reads, the first difference is what it computed
+CHANGES: list[tuple[Any, str, str, str, str, str]] = [
+    (change_momentum, "record", "op", "exp_avg of first.weight", "", "checkpoint"),
+    (change_weight, "verify", "op", "last.weight", "", "checkpoint"),
+    (clear_state, "verify", "op", "exp_avg of first.weight", "is only in the reference", "checkpoint"),
+    (change_momentum, "verify", "state", "first.weight", "", "optimizer"),
 ]
 
 
-@pytest.mark.parametrize(("change", "mode", "level", "name", "said"), CHANGES)
+@pytest.mark.parametrize(("change", "mode", "level", "name", "said", "cause"), CHANGES)
 def test_what_the_checkpoint_did_not_bring_back_is_named(
-    change: Any, mode: Any, level: Any, name: str, said: str, recorded: Path, run: Path, tmp_path: Path
+    change: Any, mode: Any, level: Any, name: str, said: str, cause: str, recorded: Path, run: Path, tmp_path: Path
 ) -> None:
     if level != "op":
         fit(recording(run, level=level, overwrite=True))
@@ -140,8 +139,8 @@ def test_what_the_checkpoint_did_not_bring_back_is_named(
     with pytest.raises(DivergenceError) as caught:
         fit(callback, ckpt_path=tmp_path / "changed.ckpt")
     assert (caught.value.exit_code, caught.value.verdict) == (1, callback.verdict)
-    assert callback.verdict.cause == "checkpoint"
-    assert callback.verdict.explanation.startswith("Step 4, the first after resuming: ")
+    assert callback.verdict.cause == cause
+    assert callback.verdict.explanation.startswith("Step 4, the first after resuming")
     assert name in str(caught.value)
     assert said in callback.verdict.explanation
     if mode == "record":
