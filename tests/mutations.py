@@ -62,8 +62,10 @@ def read_table(path: Path) -> Iterator[Mutation]:
         title, *lines = [line for line in block.splitlines() if not line.startswith("#")] or [""]
         if title:
             old, new = ("\n".join(line[2:] for line in lines if line.startswith(sign)) for sign in ("- ", "+ "))
-            (tests,) = (line.removeprefix("tests: ").split() for line in lines if line.startswith("tests: "))
-            yield Mutation(title=title, file=title.partition(": ")[0], old=old, new=new, tests=tests)
+            file = title.partition(": ")[0]
+            tests = [line.removeprefix("tests: ") for line in lines if line.startswith("tests: ")]
+            tests = tests or [f"tests/unit/test_{Path(file).stem}.py"]
+            yield Mutation(title=title, file=file, old=old, new=new, tests=tests[0].split())
 
 
 def attempt(mutation: Mutation, place: Path) -> tuple[str, str]:

@@ -68,13 +68,18 @@ def digests_of(step: int, num_sites: int = 3, seed: int = 0) -> np.ndarray:
     return np.random.default_rng((seed, step)).integers(0, 2**64, num_sites, dtype=np.uint64)
 
 
-def append(writer: RunWriter, steps: Iterable[int], *, num_sites: int = 3, seed: int = 0) -> None:
-    """Write steps of the small program."""
+def append(
+    writer: RunWriter, steps: Iterable[int], *, num_sites: int = 3, seed: int = 0, complete: bool | None = None
+) -> RunWriter:
+    """Write steps of the small program, and close the run unless ``complete`` is None."""
     program, layout = small_program(num_sites), small_layout(num_sites)
     writer.put_program(program)
     writer.put_layout(layout)
     for step in steps:
         writer.append(step, step // 4, program.id, layout.id, digests_of(step, num_sites, seed))
+    if complete is not None:
+        writer.close(complete=complete)
+    return writer
 
 
 def create(path: Path, **options: Any) -> RunWriter:

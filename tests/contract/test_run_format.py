@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import xxhash
-from stored_runs import append, create, digests_of, record, small_layout, small_program
+from stored_runs import digests_of, record, small_layout, small_program
 
 from det_callbacks.runs.program import Role
 
@@ -104,18 +104,6 @@ def test_the_streams_and_their_chains(run: Path) -> None:
             numbers = [chain, row["step"], row["epoch"], row["program_id"], row["layout_id"], *row["digests"]]
             chain = xxh3(struct.pack(f"<{len(numbers)}Q", *numbers))
             assert row["chain"] == chain
-
-
-@pytest.mark.parametrize("num_sites", [1, 5_000])
-def test_a_step_costs_8_bytes_a_site_and_at_most_512(tmp_path: Path, num_sites: int) -> None:
-    writer = create(tmp_path / "run")
-    file = tmp_path / "run" / "rank-00000" / "attempt-000.arrows"
-    append(writer, [0], num_sites=num_sites)
-    before = file.stat().st_size
-    append(writer, range(1, 101), num_sites=num_sites)
-    assert file.stat().st_size - before <= 100 * (8 * num_sites + 512)
-    writer.close(complete=True)
-    assert file.stat().st_size == writer.bytes_written
 
 
 def test_a_program_and_its_name(run: Path) -> None:

@@ -3,6 +3,7 @@
 import gc
 import json
 import random
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -108,21 +109,23 @@ def test_no_damage_ends_in_a_match_that_skipped_something(
     assert outcomes[2] > num // 3, outcomes
 
 
+GONE = "or is missing, though run.json"
+OF_ANOTHER = "is of another run, place or version"
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"world_size": 10**15}, "or is missing, though run.json"),
-        ({"run_id": "another"}, "is of another run, place or version"),
-        ({"attempts": (Attempt(segments=10**15),)}, "or is missing, though run.json"),
-        ({"attempts": (Attempt(segments=2), Attempt(), Attempt())}, "or is missing, though run.json"),
-        ({"attempts": (Attempt(), Attempt())}, "is of another run, place or version"),
+        ({"world_size": 10**15}, GONE),
+        ({"run_id": "another"}, OF_ANOTHER),
+        ({"attempts": (Attempt(segments=10**15),)}, GONE),
+        ({"attempts": (Attempt(segments=2), Attempt(), Attempt())}, GONE),
+        ({"attempts": (Attempt(), Attempt())}, OF_ANOTHER),
     ],
 )
 def test_a_manifest_that_is_not_that_of_the_files_is_refused(tmp_path, changes, says):
     run = record(tmp_path / "run", range(3), range(2), complete=False)
-    writer = resume(run)
-    append(writer, [1, 2], seed=1)
-    writer.close(complete=True)
+    append(resume(run), [1, 2], seed=1, complete=True)
     write_manifest(run, replace(read_manifest(run), **changes))
     with pytest.raises(ReferenceFormatError, match=says) as caught:
         Run.open(run)
@@ -131,37 +134,28 @@ def test_a_manifest_that_is_not_that_of_the_files_is_refused(tmp_path, changes, 
 
 def test_a_step_whose_program_has_another_length_is_refused(tmp_path):
     path = tmp_path / "run"
-    writer = create(path)
-    program, layout = small_program(), small_layout(4)
-    writer.put_program(program)
+    writer, layout = append(create(path), []), small_layout(4)
     writer.put_layout(layout)
     writer._layouts[layout.id] = 3
-    writer.append(0, 0, program.id, layout.id, digests_of(0))
+    writer.append(0, 0, small_program().id, layout.id, digests_of(0))
     writer.close(complete=True)
     with pytest.raises(ReferenceFormatError, match=r"has 3 sites, its layout has 4, and step 0 has 3 digests"):
         Run.open(path).view(0, 0, 0)
 
 
-def resident_kib() -> int:
-    gc.collect()
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("VmRSS")).split()[1])
-
-
 def test_memory_does_not_grow_with_what_is_read_or_written(tmp_path):
-    path = tmp_path / "run"
-    num_sites, num_steps = 8_000, 400
+    def resident_kib() -> int:
+        gc.collect()
+        return int(re.search(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+
+    path, num_sites, num_steps = tmp_path / "run", 8_000, 400
     Run.open(record(tmp_path / "small", range(3)))
-    writer = create(path)
-    program, layout = small_program(num_sites), small_layout(num_sites)
-    writer.put_program(program)
-    writer.put_layout(layout)
-    digests = digests_of(0, num_sites)
+    writer = append(create(path), [0], num_sites=num_sites)
+    program, layout, digests = small_program(num_sites), small_layout(num_sites), digests_of(0, num_sites)
     before = resident_kib()
-    for step in range(num_steps):
+    for step in range(1, num_steps):
         writer.append(step, 0, program.id, layout.id, digests)
     writer.close(complete=True)
     assert writer.bytes_written > 25e6
-    run = Run.open(path)
-    assert sum(1 for _ in run.rank(0).iterate()) == num_steps
+    assert sum(1 for _ in Run.open(path).rank(0).iterate()) == num_steps
     assert resident_kib() - before < 8_000

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -25,10 +25,6 @@ from det_callbacks.host_digest import digest_bytes, format_digest
 from det_callbacks.hydra import configuration_of
 from det_callbacks.runs.environment import AS_COMMITTED, NOT_RECORDED, EnvironmentEntry, compare_environments
 from det_callbacks.settings import enforce_determinism
-
-
-class Colour(enum.Enum):
-    RED = "red"
 
 
 def entry(value: Any, *, is_machine: bool = True, changes_bits: bool = True) -> EnvironmentEntry:
@@ -60,37 +56,34 @@ def test_two_captures_in_one_process_are_equal_and_survive_json() -> None:
     assert list(msgspec.json.decode(text, type=dict[str, EnvironmentEntry]).items()) == list(first.items())
     for private in (socket.gethostname(), str(Path.home()), str(Path.cwd()), os.environ.get("USER") or "no user"):
         assert len(private) <= 4 or private not in text
-    expected = {
-        "torch.version": str(torch.__version__),
-        "torch.num_threads": torch.get_num_threads(),
-        "python.version": ".".join(str(part) for part in sys.version_info[:3]),
-        "torch.default_dtype": "float32",
-    }
-    assert {name: first[name].value for name in expected} == expected
+    assert first["torch.version"].value == str(torch.__version__)
+    assert first["torch.num_threads"].value == torch.get_num_threads()
+    assert first["python.version"].value == ".".join(str(part) for part in sys.version_info[:3])
     if Path("/proc/cpuinfo").is_file():
         assert first["cpu.model"].value in Path("/proc/cpuinfo").read_text()
 
 
 @pytest.mark.parametrize(
-    ("variables", "settings", "expected"),
+    ("name", "value", "expected"),
     [
-        ({}, {"num_threads": 1}, ("torch.num_threads", False, True)),
-        ({}, {"seed": 2}, ("settings.seed", False, True)),
-        ({"NCCL_ALGO": "Ring"}, {}, ("env.NCCL_ALGO", True, True)),
-        ({"FLASH_ATTENTION_DETERMINISTIC": "1"}, {}, ("env.FLASH_ATTENTION_DETERMINISTIC", False, True)),
-        ({"MKL_NUM_THREADS": "1"}, {}, ("env.MKL_NUM_THREADS", True, False)),
+        ("num_threads", 1, ("torch.num_threads", False, True)),
+        ("seed", 2, ("settings.seed", False, True)),
+        ("NCCL_ALGO", "Ring", ("env.NCCL_ALGO", True, True)),
+        ("FLASH_ATTENTION_DETERMINISTIC", "1", ("env.FLASH_ATTENTION_DETERMINISTIC", False, True)),
+        ("MKL_NUM_THREADS", "1", ("env.MKL_NUM_THREADS", True, False)),
     ],
 )
 def test_one_change_is_one_difference_of_its_kind(
-    variables: dict[str, str], settings: dict[str, Any], expected: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+    name: str, value: Any, expected: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MKL_NUM_THREADS", "2")
-    with enforce_determinism({"deterministic_algorithms": "disabled", "seed": 1}):
+    others: dict[str, Any] = {"deterministic_algorithms": "disabled"}
+    with enforce_determinism({**others, "seed": 1}):
         torch.set_num_threads(2)
         before = capture_environment()
-        for variable, value in variables.items():
-            monkeypatch.setenv(variable, value)
-        with enforce_determinism({"deterministic_algorithms": "disabled", **settings}):
+        if name.isupper():
+            monkeypatch.setenv(name, value)
+        with enforce_determinism(others if name.isupper() else {**others, name: value}):
             (difference,) = compare_environments(before, capture_environment())
         assert (difference.name, difference.is_machine, difference.changes_bits) == expected
         torch.set_num_threads(1)  # by nobody's settings
@@ -104,7 +97,7 @@ WRITTEN: dict[str, tuple[Any, Any]] = {
     "num_tokens": (512, 512),
     "dtype": (torch.bfloat16, "bfloat16"),
     "device": (torch.device("cpu"), "cpu"),
-    "colour": (Colour.RED, "red"),
+    "colour": (enum.Enum("Colour", {"RED": "red"}).RED, "red"),
     "limit": (float("inf"), "inf"),
     "relative": (Path("data/train"), "data/train"),
     "command": (
@@ -179,37 +172,27 @@ def test_values_differ_by_type_and_what_one_side_lacks_differs_even_from_none(
 def test_the_script_goes_by_its_name_in_the_project(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     main = ModuleType("__main__")  # whatever runs the tests
     monkeypatch.setitem(sys.modules, "__main__", main)
-    for script, words in (
-        ("src/train.py", ["src/train.py"]),
-        (f"{tmp_path}/src/train.py", ["src/train.py"]),
-        ("/home/somebody/train.py", ["train.py"]),
-        ("-c", []),
-    ):
+    scripts = {"src/train.py": "src/train.py", f"{tmp_path}/src/a.py": "src/a.py", "/home/somebody/a.py": "a.py"}
+    for script, shown in (*scripts.items(), ("-c", None)):
         monkeypatch.setattr(sys, "argv", [script, "--password", "hunter2"])
-        assert command_choice(start=tmp_path) == {"process": {"argv": words}}
+        assert command_choice(start=tmp_path) == {"process": {"argv": [] if shown is None else [shown]}}
     main.__spec__ = ModuleSpec("project.__main__", None)
     assert script_words() == ["-m", "project"]
 
 
-# override -> as it is kept; None where it is ours
-OVERRIDES = {
-    "+model/net=large": "+model/net=large",
-    "~callbacks.stopping": "~callbacks.stopping",
-    "determinism.settings.seed=0": "determinism.settings.seed=0",
+KEPT = ("+model/net=large", "~callbacks.stopping", "determinism.settings.seed=0", "determinism_of_mine=1")
+OURS = ("determinism.reference=refs/a", "+determinism=record", "callbacks.determinism.level=op")
+WITHHELD = {
     "logger.api_key=abc": "logger.api_key=<withheld>",
     "+hub@store.token='a=b'": "+hub@store.token=<withheld>",
     "logger={name: x, nested: {wandb_token: abc}}": "logger=<withheld>",
     "data.dir=/home/somebody/data": "data.dir=<place>",
-    "determinism.reference=refs/a": None,
-    "+determinism=record": None,
-    "callbacks.determinism.level=op": None,
-    "determinism_of_mine=1": "determinism_of_mine=1",
 }
 
 
 def test_overrides_are_kept_but_for_secrets_places_and_ours_and_those_that_differ_are_named() -> None:
-    found = capture_environment(choices=command_choice(list(OVERRIDES)))["process.argv"]
-    assert found.value == [*script_words(), *filter(None, OVERRIDES.values())]
+    found = capture_environment(choices=command_choice([*KEPT, *OURS, *WITHHELD]))["process.argv"]
+    assert found.value == [*script_words(), *KEPT, *WITHHELD.values()]
     assert (found.is_machine, found.changes_bits) == (False, False)
     first, second, third = (command_choice(words.split()) for words in ("a=1 b=2 c=3", "c=3 a=2 b=2", "b=2 c=3 a=1"))
     assert chosen(first, second) == {"process.argv": (["a=1"], ["a=2"], False)}, "the words that differ"
@@ -231,14 +214,13 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         pytest.skip("needs git")
     folder = tmp_path / "repository"
     (folder / "tools").mkdir(parents=True)
-    (folder / "tools" / "train.py").write_text("print()\n")
-    (folder / "größe.py").write_text("")
+    program = folder / "tools" / "train.py"
+    for file in (program, folder / "größe.py"):
+        file.write_text("")
     git(folder, "init", "--quiet")
     git(folder, "add", ".")
     git(folder, "commit", "--quiet", "--message", "first")
-    program = ModuleType("__main__")
-    program.__file__ = str(folder / "tools" / "train.py")
-    monkeypatch.setitem(sys.modules, "__main__", program)
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__file__=str(program)))
     monkeypatch.chdir(tmp_path)
     return folder
 

@@ -22,20 +22,15 @@ OF_SITE = ("phase", "module", "op", "occurrence", "output", "role", "name", "arg
 def run(tmp_path):
     """Two ranks; a second attempt recorded a step of the first again, had other programs, and broke off in a fit."""
     path = tmp_path / "run"
-    writer = create(path, peers=OneOf(0, 2))
-    append(writer, range(5))
-    writer.close(complete=False)
-    other = join(path, 1)
-    append(other, range(4), seed=1)
-    other.close(complete=True)
+    append(create(path, peers=OneOf(0, 2)), range(5), complete=False)
+    append(join(path, 1), range(4), seed=1, complete=True)
     write_manifest(path, replace(read_manifest(path), attempts=(Attempt(), Attempt())))
     writer, other = (join(path, rank, attempt=1) for rank in range(2))
     append(writer, [4], seed=0)
     append(writer, [7], num_sites=6)
     for one in (writer, other):
         one.start_segment()
-    append(writer, range(2))
-    writer.close(complete=False)
+    append(writer, range(2), complete=False)
     other.close(complete=True)
     return path
 

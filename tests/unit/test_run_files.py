@@ -189,8 +189,7 @@ def test_a_kill_while_one_run_takes_the_place_of_another_leaves_none(tmp_path, m
             put_in_place(run)
     with pytest.raises(ReferenceNotFoundError, match=r"these folders in it are runs: \.replacement"):
         read_manifest(run)
-    append(writer := create(run, overwrite=True), [0])
-    writer.close(complete=True)
+    append(create(run, overwrite=True), [0], complete=True)
     assert Run.open(run).rank(0).num_steps == 1
     assert {path.name for path in run.iterdir()} == {"run.json", "programs", "layouts", "rank-00000"}
 

@@ -51,7 +51,9 @@ def path(tmp_path: Path) -> Path:
 def test_a_step_is_what_arrow_writes(num_sites):
     digests = digests_of(0, num_sites)
     batch = pa.record_batch([[value] for value in (5, 1, 7, 8, 9, digests)], schema=STREAM_SCHEMA)
-    assert pa.ipc.read_record_batch(pa.ipc.read_message(encode_step(5, 1, 7, 8, 9, digests)), STREAM_SCHEMA) == batch
+    message = encode_step(5, 1, 7, 8, 9, digests)
+    assert pa.ipc.read_record_batch(pa.ipc.read_message(message), STREAM_SCHEMA) == batch
+    assert len(message) <= 8 * num_sites + 512
 
 
 def test_cut_at_any_byte_it_holds_the_whole_steps_before(path):
@@ -150,19 +152,17 @@ def test_a_file_of_another_place_version_or_kind_or_that_changes_after_it_was_op
             read()
 
 
-def rows_of(step: int) -> list[Row]:
-    return [Row(step, "batch start", "torch.cpu", 2**64 - 1 - step), Row(step, "batch", "paths", 7, '["a.png"]')]
-
-
 def test_what_was_written_is_read_in_order_and_a_kill_loses_the_last_steps_only(path: Path) -> None:
     def read(run_id: str = "this run") -> list[Row]:
         return list(read_evidence(path, run_id=run_id))
 
     for num_steps in (0, 1, STEPS_PER_BATCH, 2 * STEPS_PER_BATCH + 5):
-        rows = [row for step in range(num_steps) for row in rows_of(step)]
+        rows = []
         writer = EvidenceWriter(path, run_id="this run")
         for step in range(num_steps):
-            writer.append(rows_of(step))
+            found = [Row(step, "start", "torch.cpu", 2**64 - 1 - step), Row(step, "batch", "paths", 7, '["a.png"]')]
+            writer.append(found)
+            rows += found
         if num_steps <= STEPS_PER_BATCH:
             writer.close()
             assert read() == rows
