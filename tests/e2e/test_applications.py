@@ -1,24 +1,44 @@
-"""Applications as others write them, untouched: LightningCLI, and the layout of lightning-hydra-template."""
+"""Applications as others write them: LightningCLI, lightning-hydra-template, transformers, a loop without a Trainer.
+
+Each is recorded, repeated with the same bits, and a fault of one part in a million is found.
+"""
 
 import os
+import re
 import shutil
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
+from checking import Run as RunCommand
+from checking import run_command
 from forks import fork_process
 
 from det_callbacks.runs.store import Run
 
+PROJECTS = Path(__file__).with_name("projects")
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "projects.md"
+ADDED = "# added for det_callbacks"
 
-def run(script: Path, *arguments: str) -> tuple[int, str]:
-    """Return the exit status of a program and what it prints."""
-    with script.with_suffix(".txt").open("w+b") as printed:
-        words = [sys.executable, str(script), *arguments]
-        variables = {**os.environ, "TQDM_DISABLE": "1"}
-        status = fork_process(words, variables=variables, folder=script.parent, output=printed.fileno())
-    return status, script.with_suffix(".txt").read_text()
+__all__ = ["run_command"]
+
+
+@pytest.fixture(autouse=True)
+def _in_the_projects(run_command: RunCommand) -> None:
+    shutil.copytree(PROJECTS, Path.cwd(), dirs_exist_ok=True)
+
+
+def start(command: str, *, status: int = 0, **variables: str) -> str:
+    """Run a program in a fork, which has to end with a status; return what it printed."""
+    with Path("printed").open("w+b") as printed:
+        words = [sys.executable, *command.split()]
+        variables = {**os.environ, "TQDM_DISABLE": "1", **variables}
+        ended = fork_process(words, variables=variables, output=printed.fileno())
+    text = Path("printed").read_text()
+    assert ended == status, text
+    return text
 
 
 CALLBACK = """
@@ -34,25 +54,19 @@ trainer:
 """
 
 
-def test_lightning_cli_builds_it_from_yaml_and_from_arguments(tmp_path: Path) -> None:
-    for name in ("cli.py", "cli.yaml", "synthetic.py"):
-        shutil.copy(Path(__file__).parent / "projects" / name, tmp_path)
-    (tmp_path / "callback.yaml").write_text(CALLBACK)
-    app, ours = tmp_path / "cli.py", ("fit", "--config=cli.yaml")
-    status, printed = run(app, *ours, "--config=callback.yaml")
-    assert status == 0, printed
-    recorded = Run.open(tmp_path / "refs" / "run")
+def test_lightning_cli_builds_it_from_yaml_and_from_arguments() -> None:
+    Path("callback.yaml").write_text(CALLBACK)
+    app = "cli.py fit --config=cli.yaml"
+    start(f"{app} --config=callback.yaml")
+    recorded = Run.open(Path("refs/run"))
     assert recorded.manifest.selection.modules == ("net", "*")
     # set by the callback: Trainer(deterministic=False) had switched them off
     assert recorded.manifest.environment["settings.deterministic_algorithms"].value == "error"
-    ours += ("--trainer.callbacks+=det_callbacks.DeterminismCallback", "--trainer.callbacks.reference=refs/run")
-    settings = '--trainer.callbacks.settings={"seed": 7, "float32_matmul_precision": "highest"}'
-    status, printed = run(app, *ours, settings, "--trainer.callbacks.current=now")
-    assert status == 0, printed
-    assert "det_callbacks: match: verified " in printed
+    app += " --trainer.callbacks+=det_callbacks.DeterminismCallback --trainer.callbacks.reference=refs/run"
+    settings = '--trainer.callbacks.settings={"seed":7,"float32_matmul_precision":"highest"}'
+    assert "det_callbacks: match: verified " in start(f"{app} {settings} --trainer.callbacks.current=now")
     for wrong in ("mode=on", "sync_every_n_steps=2"):
-        status, printed = run(app, *ours, f"--trainer.callbacks.{wrong}")
-        assert (status, wrong.partition("=")[0] in printed) == (2, True)
+        assert wrong.partition("=")[0] in start(f"{app} --trainer.callbacks.{wrong}", status=2)
 
 
 # github.com/ashleve/lightning-hydra-template: its folders, how its train.py goes about it, and what its
@@ -144,25 +158,55 @@ TEMPLATE = {
 
 
 @pytest.mark.parametrize("seed", ["determinism.settings.seed=5", pytest.param("seed=5", marks=pytest.mark.slow)])
-def test_an_untouched_template_records_verifies_and_finds(seed: str, tmp_path: Path) -> None:
+def test_an_untouched_template_records_verifies_and_finds(seed: str) -> None:
     """Seeded by the preset, or by itself."""
     for name, text in TEMPLATE.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(textwrap.dedent(text).lstrip())
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(textwrap.dedent(text).lstrip())
+    train = f"src/train.py hydra.searchpath=[pkg://det_callbacks.conf] determinism.reference=refs/run {seed}"
+    text = start(f"{train} +determinism=record")
+    assert "recorded 6 steps" in text
+    assert "of trainer.test" in text
+    assert "match: verified 6 steps" in start(f"{train} +determinism=verify")
+    text = start(f"{train} +determinism=verify model.optimizer.lr=0.002", status=1)
+    assert "cause      settings" in text
+    assert "optimizer.Adam.lr: 0.001 in the reference, 0.002 now" in text
 
-    def train(*arguments: str) -> tuple[int, str]:
-        ours = ("hydra.searchpath=[pkg://det_callbacks.conf]", "determinism.reference=../refs/run", seed)
-        return run(tmp_path / "src" / "train.py", *ours, *arguments)
 
-    for words, wanted, said in (
-        (["+determinism=record"], 0, ["recorded 6 steps", "of trainer.test"]),
-        (["+determinism=verify"], 0, ["match: verified 6 steps"]),
-        (
-            ["+determinism=verify", "model.optimizer.lr=0.002"],
-            1,
-            ["cause      settings", "optimizer.Adam.lr: 0.001 in the reference, 0.002 now"],
-        ),
-    ):
-        status, printed = train(*words)
-        assert status == wanted, printed
-        assert all(one in printed for one in said), printed
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["cli.py fit --config cli.yaml", "transformer.py"])
+def test_without_a_changed_line(command: str, run_command: RunCommand, monkeypatch: pytest.MonkeyPatch) -> None:
+    script, *arguments = command.split()
+    assert ADDED not in Path(script).read_text()
+    if script == "transformer.py":
+        pytest.importorskip("transformers", reason="transformers is not installed")
+    for words in (("record", "run"), ("verify", "run")):
+        done = run_command(*words, script=script, faults=arguments)
+        assert done.status == 0, done.text + done.errors
+    monkeypatch.setenv("PLANTED", "1")
+    done = run_command("verify", "run", script=script, faults=arguments)
+    assert done.status == 1, done.text + done.errors
+    assert "\nDIVERGED\nStep 2, forward: aten.mul.Tensor " in done.text
+    assert "synthetic.py" in done.text
+
+
+@pytest.mark.slow
+def test_what_is_not_deterministic_is_found_and_replayed_and_a_loop_needs_no_trainer() -> None:
+    start("message_passing.py", MODE="audit", status=1)
+    assert "project.scatter_sum.default" in Path("audit/replay.yaml").read_text()
+    for mode in ("record", "verify"):
+        start("message_passing.py", MODE=mode, REPLAY="audit/replay.yaml")
+    text = start("message_passing.py", MODE="verify", REPLAY="audit/replay.yaml", PLANTED="1", status=1)
+    assert "Step 2, forward: aten.mul.Tensor " in text
+    start("plain_loop.py first")
+    start("plain_loop.py second runs/first")
+    text = start("plain_loop.py third runs/first", PLANTED="1", status=1)
+    assert "DivergenceError" in text
+    assert "Step 2" in text
+
+
+def test_the_page_counts_the_lines() -> None:
+    rows: dict[str, Any] = dict(re.findall(r"(?m)^\| `([\w.]+)` \|.*\| (\d+) \|$", PAGE.read_text()))
+    counted = {path.name: path.read_text().count(ADDED) for path in PROJECTS.glob("*.py")}
+    del counted["synthetic.py"]
+    assert {name: int(number) for name, number in rows.items()} == counted
