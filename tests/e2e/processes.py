@@ -1,6 +1,7 @@
 """Trainings on several real processes: forked, since an interpreter that imports torch takes longer than the test."""
 
 import faulthandler
+import inspect
 import json
 import os
 import socket
@@ -8,6 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,8 +26,7 @@ from trainers import has_same_weights, quiet_trainer
 
 from det_callbacks import DetCallbacksError, DeterminismCallback
 
-SECONDS = 240.0
-"""Within which every process has to end, whatever happens to the others."""
+ARGUMENTS = inspect.signature(DeterminismCallback).parameters
 
 
 class Ended(NamedTuple):
@@ -36,16 +37,12 @@ class Ended(NamedTuple):
 
 
 def run_ranks(
-    body: Callable[[int], Any],
-    folder: Path,
-    *,
-    world_size: int = 2,
-    seconds: float = SECONDS,
-    status: int | None = None,
+    body: Callable[[int], Any], folder: Path, *, world_size: int = 2, seconds: float = 240.0, status: int | None = None
 ) -> list[Ended]:
     """Run a body on each rank, with the environment that a launcher gives it.
 
-    A process that hangs fails the test, and one that ends with another exit code, where all have to end with one.
+    A process that hangs for so many seconds fails the test, and one that ends with another exit code, where all have to
+    end with one.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with socket.socket() as free:
@@ -73,15 +70,8 @@ def run_ranks(
 
 
 def _start(body: Callable[[int], Any], rank: int, world_size: int, port: int, output: Path) -> None:
-    os.environ.update(
-        {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_RANK": str(rank),
-            "NODE_RANK": "0",
-        }
-    )
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0"}
+    os.environ.update(address | {"WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)})
 
     def program() -> None:
         faulthandler.enable(2)
@@ -121,6 +111,22 @@ def require_same_training(*callbacks: pl.Callback, model: Callable[[], Any] = Cl
     assert torch.equal(seen_state, state)
 
 
+def run_training(
+    mode: Any, folder: Path, fault: str = "none", *, status: int | None = 0, **options: Any
+) -> list[Ended]:
+    """Record into ``run`` of a folder, or verify against it; the options are those of the callback and of ``train``."""
+    given = {name: options.pop(name) for name in [*options] if name in ARGUMENTS}
+
+    def body(rank: int) -> None:
+        callback = DeterminismCallback(folder / "run", mode=mode, **{"current": folder / "current", **given})
+        try:
+            train(callback, **{"model": partial(Faulty, fault), **options})
+        finally:
+            print(f"the verdict: {callback.verdict and callback.verdict.verdict}")
+
+    return run_ranks(body, folder / mode, world_size=options.get("world_size", 2), status=status)
+
+
 class Faulty(Classifier):
     """Does something else on rank 1, in step 2; where the collective is at fault, all ranks get something else."""
 
@@ -128,8 +134,6 @@ class Faulty(Classifier):
         super().__init__()
         self.fault = fault
         self.register_buffer("scale", torch.ones(2))
-        self.factors = torch.tensor([1.0, 1.0 + 2**-23])
-        self.last.bias.register_hook(self.change_gradient)
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         total = batch[0].sum(0)
@@ -147,11 +151,6 @@ class Faulty(Classifier):
         inputs, labels = batch
         # the batch is drawn before its step is counted
         return inputs + 1 if self.is_due("data", step=1) else inputs, labels
-
-    def change_gradient(self, gradient: Tensor) -> Tensor:
-        # one op more in any case, before the gradients are synchronised
-        factor = self.factors[int(self.is_due("gradient"))]
-        return gradient * factor
 
     def optimizer_step(self, *args: Any, **options: Any) -> None:
         super().optimizer_step(*args, **options)

@@ -5,7 +5,6 @@ import os
 import random
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,39 +15,19 @@ from fits import Classifier
 from html_page import assert_no_receiver_is_an_origin
 from judged import require_one_verdict
 from lightning.pytorch.strategies import DDPStrategy
-from processes import Ended, Faulty, linked, require_same_training, run_ranks, train, verdict_in
+from processes import linked, run_ranks, run_training, verdict_in
 from torch import Tensor, nn
 
-from det_callbacks import DeterminismCallback
 from det_callbacks.runs.store import Run
 
 pytestmark = pytest.mark.ddp
 SLOW = pytest.mark.slow
 
 
-def run(
-    mode: Any, folder: Path, fault: str = "none", *, level: Any = None, status: int = 0, **options: Any
-) -> list[Ended]:
-    """Record into ``run`` of a folder, or verify against it."""
-
-    def body(rank: int) -> None:
-        callback = DeterminismCallback(folder / "run", mode=mode, current=folder / "current", level=level)
-        train(callback, **{"model": partial(Faulty, fault), **options})
-
-    return run_ranks(body, folder / mode, world_size=options.get("world_size", 2), status=status)
-
-
 @pytest.fixture(scope="module")
 def at_op(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run("record", folder := tmp_path_factory.mktemp("op"))
+    run_training("record", folder := tmp_path_factory.mktemp("op"))
     return folder
-
-
-def diverged(folder: Path, fault: str) -> tuple[dict[str, Any], list[Ended]]:
-    """Return the verdict on a verification that has to be found to differ, by all ranks and by ``diff`` alike."""
-    ended = run("verify", folder, fault, status=1)
-    require_one_verdict(verdict := verdict_in(folder), folder / "run", folder / "current")
-    return verdict, ended
 
 
 def test_each_rank_records_its_own_steps_and_the_same_training_matches(at_op: Path, tmp_path: Path) -> None:
@@ -60,7 +39,7 @@ def test_each_rank_records_its_own_steps_and_the_same_training_matches(at_op: Pa
     views = [recording.view(rank, 0, 2) for rank in recording.ranks]
     assert len(views[0].program) == len(views[1].program) + 1
     assert len({view.record.digests[0] for view in views}) == 2  # each its own batch
-    ended = run("verify", linked(at_op, tmp_path))
+    ended = run_training("verify", linked(at_op, tmp_path))
     assert_match(tmp_path)
     assert "match: verified 8 steps of 2 ranks" in ended[0].output
     assert "det_callbacks:" not in ended[1].output
@@ -95,7 +74,8 @@ FAULTS: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_who_started_it_is_found_and_diff_says_the_same(fault: str, at_op: Path, tmp_path: Path) -> None:
     place, cause, said = FAULTS[fault]
-    verdict, ended = diverged(linked(at_op, tmp_path), fault)
+    ended = run_training("verify", linked(at_op, tmp_path), fault, status=1)
+    require_one_verdict(verdict := verdict_in(tmp_path), tmp_path / "run", tmp_path / "current")
     assert {name: verdict["first_divergence"][name] for name in place} == place
     assert verdict["cause"] == cause
     assert all(text in verdict["explanation"] for text in said), verdict["explanation"]
@@ -108,18 +88,9 @@ def test_who_started_it_is_found_and_diff_says_the_same(fault: str, at_op: Path,
     assert_no_receiver_is_an_origin(tmp_path / "current", verdict)
 
 
-def test_below_level_op_it_is_told_only_where_something_tells_it(tmp_path: Path) -> None:
-    run("record", tmp_path, level="state")
-    verdict, _ = diverged(tmp_path, "gradient")
-    assert "whether ranks 0, 1 started a difference or received it cannot be told; 2 of 2" in verdict["explanation"]
-    assert verdict["origins"] == []
-
-
 def test_several_processes_refuse_the_reference_of_one(tmp_path: Path) -> None:
-    run("record", tmp_path, level="state", world_size=1, batches=8)
-    ended = run_ranks(
-        lambda _: train(DeterminismCallback(tmp_path / "run"), default_root_dir=tmp_path), tmp_path, status=3
-    )
+    run_training("record", tmp_path, level="state", world_size=1, batches=8)
+    ended = run_training("verify", tmp_path, current=None, default_root_dir=tmp_path, status=3)
     assert all("world size of 1 and this run one of 2" in one.output for one in ended)
     verdict = json.loads((tmp_path / "determinism" / "verify-000" / "verdict.json").read_text())
     assert (verdict["verdict"], verdict["counts"]["steps_compared"]) == ("not_comparable", 0)
@@ -151,12 +122,7 @@ class PartlyUsed(Classifier):
 def test_parameters_that_no_step_uses_are_no_difference(tmp_path: Path) -> None:
     strategy = DDPStrategy(find_unused_parameters=True, gradient_as_bucket_view=True)
     for mode in ("record", "verify", "verify"):
-        run(mode, tmp_path, model=PartlyUsed, strategy=strategy)
-
-
-def test_the_training_is_bitwise_the_one_without(tmp_path: Path) -> None:
-    callback = DeterminismCallback(tmp_path / "run", mode="record")
-    run_ranks(lambda _: require_same_training(callback), tmp_path, status=0)
+        run_training(mode, tmp_path, model=PartlyUsed, strategy=strategy)
 
 
 class Own(Classifier):
@@ -171,10 +137,7 @@ class Own(Classifier):
 
 
 def test_ranks_that_do_not_start_alike_do_not_train(tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        train(DeterminismCallback(tmp_path / "run", mode="record"), model=Own, strategy=DDPStrategy(init_sync=False))
-
-    for one in run_ranks(body, tmp_path, status=2):
+    for one in run_training("record", tmp_path, model=Own, strategy=DDPStrategy(init_sync=False), status=2):
         assert "SettingsError: The 2 processes of this run do not start alike: settings.float32_m" in one.output
         assert 'float32_matmul_precision is "high" on rank 1, and' in one.output
         assert "; weights of last.bias is" in one.output

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 from fits import Classifier, Samples
 from judged import require_one_verdict
 from lightning.pytorch.callbacks import LambdaCallback
-from processes import Ended, Faulty, linked, run_ranks, train, verdict_in
+from processes import Ended, linked, run_ranks, run_training, train, verdict_in
 from torch.utils.data import DataLoader, Subset
 from trainers import quiet_trainer
 
@@ -32,21 +31,10 @@ from det_callbacks.callback import take_unfinished
 from det_callbacks.callback.fits import wait
 from det_callbacks.compare.record import record_path
 from det_callbacks.ranks import group
-from det_callbacks.ranks.group import RankGroup
-from det_callbacks.runs import writer
 from det_callbacks.runs.store import Run
 
 pytestmark = pytest.mark.ddp
-STEPS = 8
 SLOW = pytest.mark.slow
-
-
-def record_in(folder: Path, **options: Any) -> DeterminismCallback:
-    return DeterminismCallback(folder / "run", mode="record", **options)
-
-
-def verify_in(folder: Path, **options: Any) -> DeterminismCallback:
-    return DeterminismCallback(folder / "run", current=folder / "current", **options)
 
 
 @pytest.mark.parametrize(
@@ -70,8 +58,8 @@ def test_the_others_end(how: str, rank: int, exit_code: int, workers: int, tmp_p
 
     def body(_: int) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        ending = LambdaCallback(on_train_batch_start=end)
-        trainer = quiet_trainer(record_in(tmp_path), ending, devices=2, strategy="ddp")
+        callbacks = DeterminismCallback(tmp_path / "run", mode="record"), LambdaCallback(on_train_batch_start=end)
+        trainer = quiet_trainer(*callbacks, devices=2, strategy="ddp")
         trainer.fit(Classifier(), DataLoader(Samples(), batch_size=4, num_workers=workers))
 
     ended = run_ranks(body, tmp_path / "record")
@@ -86,11 +74,13 @@ def test_the_others_end(how: str, rank: int, exit_code: int, workers: int, tmp_p
 
 def test_a_slow_rank_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One takes longer alone than the others wait for a rank that is in a step, as a large save does."""
-    monkeypatch.setattr(RankGroup, "end_seconds", 1.0)  # for the forked processes
+    monkeypatch.setattr(group.RankGroup, "end_seconds", 1.0)  # for the forked processes
 
     def body(rank: int) -> None:
         sleeping = LambdaCallback(on_train_batch_end=lambda *args: time.sleep(3 * (args[-1] == 3 and rank == 0)))
-        trainer = quiet_trainer(record_in(tmp_path), sleeping, devices=2, strategy="ddp")
+        trainer = quiet_trainer(
+            DeterminismCallback(tmp_path / "run", mode="record"), sleeping, devices=2, strategy="ddp"
+        )
         trainer.fit(Classifier(), DataLoader(Samples(), batch_size=4))
 
     run_ranks(body, tmp_path / "output", status=0)
@@ -112,18 +102,19 @@ def test_a_rank_with_fewer_batches_ends_all_and_nothing_matches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1 comes to the end of its fit, and rank 0 is in a collective of the training."""
-    monkeypatch.setattr(RankGroup, "end_seconds", 2.0)  # for the forked processes
+    monkeypatch.setattr(group.RankGroup, "end_seconds", 2.0)  # for the forked processes
 
-    def run(num_samples: int, callback: Callable[..., DeterminismCallback]) -> list[Ended]:
+    def run(mode: Any, num_samples: int) -> list[Ended]:
         def body(_: int) -> None:
             pl.seed_everything(11)
-            trainer = quiet_trainer(callback(tmp_path), devices=2, strategy="ddp", use_distributed_sampler=False)
+            callback = DeterminismCallback(tmp_path / "run", mode=mode, current=tmp_path / "current")
+            trainer = quiet_trainer(callback, devices=2, strategy="ddp", use_distributed_sampler=False)
             trainer.fit(Unequal(num_samples))
 
-        return run_ranks(body, tmp_path / str(num_samples))
+        return run_ranks(body, tmp_path / mode)
 
-    assert [one.exit_code for one in run(32, record_in)] == [0, 0]
-    other, one = run(16, verify_in)
+    assert [one.exit_code for one in run("record", 32)] == [0, 0]
+    other, one = run("verify", 16)
     assert (other.exit_code > 0, one.exit_code) == (True, 2), other.output + one.output
     assert "Rank 1 of 2 has finished its training, and rank 0 is in a training step, for 2 seconds" in one.output
     assert "one got fewer batches than the others, stopped early, or failed" in one.output
@@ -136,9 +127,9 @@ def test_a_judge_that_fails_is_no_match(tmp_path: Path, monkeypatch: pytest.Monk
     def judge(*paths: Path) -> Verdict:
         raise ReferenceFormatError("a file was damaged meanwhile", str(paths[0]))
 
-    run_ranks(lambda _: train(record_in(tmp_path)), tmp_path / "record", status=0)
+    run_training("record", tmp_path)
     monkeypatch.setattr(verification, "compare_runs", judge)
-    _, other = run_ranks(lambda _: train(verify_in(tmp_path)), tmp_path / "verify", status=2)
+    _, other = run_training("verify", tmp_path, status=2)
     assert "No verdict: Rank 0 failed in judging the two runs" in other.output
     assert f"det-callbacks diff {tmp_path / 'run'} {tmp_path / 'current'}" in other.output
     assert not (tmp_path / "current" / "verdict.json").exists()
@@ -147,25 +138,6 @@ def test_a_judge_that_fails_is_no_match(tmp_path: Path, monkeypatch: pytest.Monk
     record_path(tmp_path / "current", 1).unlink()
     with pytest.raises(ReferenceFormatError, match=r"rank-00001/record\.json is missing"):
         compare_runs(tmp_path / "run", tmp_path / "current")
-
-
-def train_faulty(folder: Path, fault: str = "none", *, status: int = 1, **options: Any) -> list[Ended]:
-    def body(_: int) -> None:
-        callback = DeterminismCallback(folder / "run", current=folder / "current", **options)
-        pl.seed_everything(11, verbose=False)
-        trainer = quiet_trainer(callback, devices=2, strategy="ddp")
-        try:
-            trainer.fit(Faulty(fault), DataLoader(Samples(), batch_size=32 // STEPS // 2))
-        finally:
-            print(f"{trainer.global_step} steps, verdict {callback.verdict and callback.verdict.verdict}")
-
-    return run_ranks(body, folder / "output", status=status)
-
-
-@pytest.fixture(scope="module")
-def one_fit(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    train_faulty(folder := tmp_path_factory.mktemp("one"), mode="record", status=0)
-    return folder
 
 
 def test_two_fits_are_verified_together_and_both_have_to_come(tmp_path: Path) -> None:
@@ -187,12 +159,19 @@ def test_two_fits_are_verified_together_and_both_have_to_come(tmp_path: Path) ->
     assert verdict_in(tmp_path / "1")["verdict"] == "diverged"
 
 
+@pytest.fixture(scope="module")
+def one_fit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of eight steps."""
+    run_training("record", folder := tmp_path_factory.mktemp("one"), batches=8)
+    return folder
+
+
 def test_all_ranks_go_on_to_the_end(one_fit: Path, tmp_path: Path) -> None:
-    ended = train_faulty(linked(one_fit, tmp_path), "data", on_divergence="collect")
+    ended = run_training("verify", linked(one_fit, tmp_path), "data", batches=8, on_divergence="collect", status=1)
     verdict = verdict_in(tmp_path)
-    assert (verdict["verdict"], verdict["counts"]["steps_compared"]) == ("diverged", 2 * STEPS)
+    assert (verdict["verdict"], verdict["counts"]["steps_compared"]) == ("diverged", 16)
     assert (verdict["first_divergence"]["rank"], verdict["first_divergence"]["step"]) == (1, 2)
-    assert all(f"{STEPS} steps, verdict diverged" in one.output for one in ended)
+    assert all("the verdict: diverged" in one.output for one in ended)
     assert ended[0].output.count("det_callbacks: ") == 1
     assert "det_callbacks: diverged: verified 16 steps of 2 ranks, " in ended[0].output
     assert "det_callbacks: " not in ended[1].output
@@ -204,8 +183,8 @@ def test_all_ranks_stop_at_the_same_sync(
     every: int, last: int, fault: str, one_fit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(group, "SYNC_EVERY_N_STEPS", every)
-    ended = train_faulty(linked(one_fit, tmp_path), fault)
-    assert all(f"{last + 1} steps, verdict diverged" in one.output for one in ended)
+    ended = run_training("verify", linked(one_fit, tmp_path), fault, batches=8, status=1)
+    assert all("the verdict: diverged" in one.output for one in ended)
     verdict = verdict_in(tmp_path)
     assert (verdict["counts"]["steps_compared"], verdict["coverage"]["steps"]) == (2 * (last + 1), [0, last])
     assert not [row for row in verdict["origins"] if row["kind"] == "missing"]
@@ -229,16 +208,7 @@ def test_a_process_ends_as_diverged_where_a_fit_is_left_also_one_that_a_strategy
     assert child.exitcode == 1
     words = [sys.executable, "-W", "ignore", "-c", "import test_ranks_end as here; here.wait_for_another_fit()"]
     path = os.pathsep.join(str(folder) for folder in Path(__file__).parents[:2])
-    variables = {"PYTHONPATH": path, "PYTHONUNBUFFERED": ""}
-    done = subprocess.run(words, env={**os.environ, **variables}, capture_output=True, text=True, check=False)
+    variables = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": ""}
+    done = subprocess.run(words, env=variables, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "not flushed yet")
     assert done.stderr.startswith("DivergenceError: one fit of two")
-
-
-def test_a_rank_that_is_killed_while_it_opens_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as killed:
-        killed.setattr(writer, "write_manifest", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-        one, other = run_ranks(lambda _: train(record_in(tmp_path)), tmp_path / "killed")
-    assert (one.exit_code, other.exit_code) == (-signal.SIGKILL, 2), other.output
-    run_ranks(lambda _: train(record_in(tmp_path, overwrite=True)), tmp_path / "again", status=0)
-    assert Run.open(tmp_path / "run").is_complete
