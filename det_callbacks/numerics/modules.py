@@ -21,6 +21,7 @@ from det_callbacks.errors import NothingComparedError
 from det_callbacks.numerics.result import PHASES, Kind, NumericsReport, Phase, TensorComparison
 from det_callbacks.numerics.side import Inputs, OptimizerFactory, Side, Values, copy_of, is_compiled
 from det_callbacks.patterns import as_names
+from det_callbacks.report.console import count
 from det_callbacks.settings import MAX_SEED, DeterminismSettings, enforce_determinism
 from det_callbacks.verdict import TensorNumbers
 
@@ -94,7 +95,13 @@ def compare_modules(
         >>> report.equal, report.close, report.first.phase, report.first.name
         (False, False, 'output', 'output')
     """
-    _check_arguments(base, control, iterations, seed)
+    for name, module in (("base", base), ("control", control)):
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"{name} is a torch.nn.Module; got {module!r}. Wrap a function in a module that calls it.")
+    if type(iterations) is not int or iterations < 1:
+        raise ValueError(f"iterations is a number from 1 on; got {iterations!r}")
+    if type(seed) is not int or not 0 <= seed <= MAX_SEED:
+        raise ValueError(f"seed is a number from 0 to {MAX_SEED}; got {seed!r}")
     given = None if rtol is None or atol is None else (float(rtol), float(atol))
     if (rtol is None) != (atol is None) or not all(0 <= one < math.inf for one in given or ()):
         raise ValueError(f"rtol and atol are given together, finite and not negative; got {rtol!r} and {atol!r}")
@@ -103,44 +110,34 @@ def compare_modules(
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(enforce_determinism(_AS_THEY_ARE))
         has_compiled = is_compiled(base) or is_compiled(control)
-        common: dict[str, Any] = {
-            "inputs": inputs,
-            "loss": loss,
-            "make_optimizer": optimizer or partial(torch.optim.SGD, lr=0.01),
-            "seed": seed,
-            "patterns": () if has_compiled else as_names("modules", modules),
-        }
-        sides = [
-            Side(label=label, module=copy_of(label, module), **common)
+        one, other = (
+            Side(
+                label=label,
+                module=copy_of(label, module),
+                inputs=inputs,
+                loss=loss,
+                make_optimizer=optimizer or partial(torch.optim.SGD, lr=0.01),
+                seed=seed,
+                patterns=() if has_compiled else as_names("modules", modules),
+            )
             for label, module in (("base", base), ("control", control))
-        ]
+        )
         found: list[TensorComparison] = []
         for iteration in range(iterations):
-            found += _compared(sides[0].run(iteration), sides[1].run(iteration), iteration, given)
+            found += _compared(one.run(iteration), other.run(iteration), iteration, given)
     if not any(comparison.decides for comparison in found):
         raise NothingComparedError(
             "The modules have no parameters, buffers or outputs, so nothing was compared; both ran without an error. "
             "Return what is to be compared from their forward."
         )
+    note = "Outputs of submodules were not compared, since a side is compiled."
     return NumericsReport(
-        base=sides[0].description,
-        control=sides[1].description,
+        base=one.description,
+        control=other.description,
         num_iterations=iterations,
         comparisons=tuple(found),
-        notes=("Outputs of submodules were not compared, since a side is compiled.",)
-        if has_compiled and modules
-        else (),
+        notes=(note,) if has_compiled and modules else (),
     )
-
-
-def _check_arguments(base: object, control: object, iterations: int, seed: int) -> None:
-    for name, module in (("base", base), ("control", control)):
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"{name} is a torch.nn.Module; got {module!r}. Wrap a function in a module that calls it.")
-    if type(iterations) is not int or iterations < 1:
-        raise ValueError(f"iterations is a number from 1 on; got {iterations!r}")
-    if type(seed) is not int or not 0 <= seed <= MAX_SEED:
-        raise ValueError(f"seed is a number from 0 to {MAX_SEED}; got {seed!r}")
 
 
 def _compared(base: Values, control: Values, iteration: int, given: Tolerances) -> list[TensorComparison]:
@@ -164,18 +161,9 @@ def _comparison(
         numbers = tensor_numbers(TensorNumbers(tensor=key[1]), base, control)
         kind = "content" if numbers.num_differing else "equal"
         excess = _excess(base, control.to(base.device), rtol, atol) if numbers.num_differing else 0.0
-    return TensorComparison(
-        iteration=iteration,
-        phase=key[0],
-        name=key[1],
-        kind=kind,
-        base=_described(base),
-        control=_described(control),
-        numbers=numbers,
-        rtol=rtol,
-        atol=atol,
-        excess=excess,
-    )
+    measured: dict[str, Any] = {"numbers": numbers, "rtol": rtol, "atol": atol, "excess": excess}
+    sides: dict[str, Any] = {"base": _described(base), "control": _described(control)}
+    return TensorComparison(iteration=iteration, phase=key[0], name=key[1], kind=kind, **sides, **measured)
 
 
 def _excess(base: Tensor, control: Tensor, rtol: float, atol: float) -> float:
@@ -249,8 +237,7 @@ def compare_compiled(
             "disabled (torch.compiler.disable, TORCH_COMPILE_DISABLE), or its forward one that Dynamo leaves alone, "
             "such as nn.LSTM (torch._dynamo.config.allow_rnn)?"
         )
-    graphs = "1 graph" if counting.num_graphs == 1 else f"{counting.num_graphs} graphs"
-    note = f"{graphs} compiled by {counting.name}, run {counting.num_runs} times"
+    note = f"{count(counting.num_graphs, 'graph')} compiled by {counting.name}, run {counting.num_runs} times"
     return replace(report, notes=(note, *report.notes))
 
 
@@ -259,14 +246,11 @@ class _Counting:
 
     def __init__(self, backend: str | Callable[..., Any], mode: str | None) -> None:
         self.name = backend if isinstance(backend, str) else getattr(backend, "__name__", type(backend).__name__)
-        self.num_graphs = 0
-        self.num_runs = 0
-        self._backend: Callable[..., Any]
-        if backend == "inductor":  # what torch.compile makes of that name, with its mode; torch 2.13
-            self._backend = torch._TorchCompileInductorWrapper(mode, None, None)
-        else:
-            self._backend = lookup_backend(backend)
         self.compiler_name = self.name
+        self.num_graphs = self.num_runs = 0
+        # the first is what torch.compile makes of that name, with its mode; torch 2.13
+        inductor: Any = torch._TorchCompileInductorWrapper
+        self._backend: Any = inductor(mode, None, None) if backend == "inductor" else lookup_backend(backend)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Counting":
         return self  # the copy of a compiled module has the same backend, and is counted here

@@ -26,7 +26,6 @@ from det_callbacks.trace.components import has_parts
 
 _MAX_LINES = 3
 """Lines that are quoted of an error, which is the cause of ours: those of Dynamo have many."""
-_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
@@ -38,10 +37,7 @@ Values = dict[tuple[Phase, str], Tensor]
 
 @dataclass(kw_only=True, slots=True)
 class Side:
-    """One of the two modules, "base" or "control": a copy, which is trained, with the arguments of ``compare_modules``.
-
-    Its optimizer is made before the first step; it has none where no parameter needs a gradient.
-    """
+    """A copy of one of the two modules, "base" or "control", which is trained as ``compare_modules`` is told."""
 
     label: str
     module: nn.Module
@@ -60,11 +56,7 @@ class Side:
         return f"{'partly compiled ' if is_compiled(self.module) else ''}{type(self.module).__name__}"
 
     def run(self, iteration: int) -> Values:
-        """Run one iteration; return what it computed.
-
-        Raises:
-            ModuleRunError: it raised.
-        """
+        """Run one iteration, and return what it computed; raise ``ModuleRunError`` where it raises."""
         found: Values = {}
         try:
             with torch.enable_grad():
@@ -105,28 +97,29 @@ class Side:
             if loss.requires_grad:
                 loss.backward()
         self._add_gradients(found, (args, kwargs))
-        if self.optimizer is None:
-            parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-            self.optimizer = self.make_optimizer(parameters) if parameters else None
+        parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        if self.optimizer is None and parameters:
+            self.optimizer = self.make_optimizer(parameters)
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         self._add_state(found, "parameter", "buffer")
 
     def _add_state(self, found: Values, parameters: Phase, buffers: Phase) -> None:
-        named = ((parameters, self.module.named_parameters()), (buffers, self.module.named_buffers()))
-        for phase, tensors in named:
-            found.update({(phase, plain_name(name)): _copied(name, tensor) for name, tensor in tensors})
+        for name, parameter in self.module.named_parameters():
+            found[parameters, plain_name(name)] = _copied(name, parameter)
+        for name, buffer in self.module.named_buffers():
+            found[buffers, plain_name(name)] = _copied(name, buffer)
 
     def _add_gradients(self, found: Values, call: Call) -> None:
         # the last layers have theirs first: what is wrong in the backward pass of a layer is wrong in all before it
-        leaves: list[tuple[str, Tensor]] = [
-            (plain_name(name), one) for name, one in reversed([*self.module.named_parameters()])
+        leaves: list[tuple[str, Any]] = [
+            *((plain_name(name), parameter) for name, parameter in reversed([*self.module.named_parameters()])),
+            *(("input" + pytree.keystr(path[1:]), leaf) for path, leaf in pytree.tree_leaves_with_path(call)),
         ]
-        for path, leaf in pytree.tree_leaves_with_path(call):
-            if isinstance(leaf, Tensor) and leaf.is_leaf:
-                leaves.append(("input" + pytree.keystr(path[1:]), leaf))
-        found.update({("gradient", name): _copied(name, one.grad) for name, one in leaves if one.grad is not None})
+        for name, leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.is_leaf and leaf.grad is not None:
+                found["gradient", name] = _copied(name, leaf.grad)
 
     @contextmanager
     def _submodules_into(self, found: Values) -> Iterator[None]:
@@ -160,7 +153,7 @@ class Side:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether torch.compile was applied to a module or to one in it."""
+    """Return whether a module, or one in it, is what torch.compile returned."""
     return any(isinstance(part, OptimizedModule) for part in module.modules())
 
 
@@ -194,8 +187,7 @@ def default_loss(leaves: list[Any], seed: int) -> Tensor | None:
     distances: list[Tensor] = []
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()) and leaf.numel():
-            values = leaf.to_dense() if leaf.layout in _SPARSE else leaf
-            values = values if values.is_complex() or values.dtype.itemsize > 2 else values.float()
+            values = leaf if leaf.is_complex() or leaf.dtype.itemsize > 2 else leaf.float()
             generator = torch.Generator("cpu").manual_seed(seed * 1009 + index)
             target = torch.randn(values.shape, generator=generator, dtype=torch.float32, device="cpu").to(values.device)
             distances.append((values - target).abs().square().mean())
@@ -203,7 +195,6 @@ def default_loss(leaves: list[Any], seed: int) -> Tensor | None:
 
 
 def _call_of(inputs: Inputs, iteration: int) -> Call:
-    """Return the arguments of an iteration; see ``compare_modules`` for the forms that inputs have."""
     if callable(inputs) and not isinstance(inputs, Tensor):
         inputs = inputs(iteration)
     if isinstance(inputs, Mapping):
@@ -212,10 +203,8 @@ def _call_of(inputs: Inputs, iteration: int) -> Call:
 
 
 def _copied(name: str, value: Tensor) -> Tensor:
-    """Return a copy of a tensor as an ordinary strided one."""
     with torch.no_grad():
-        value = value.detach().dequantize() if value.is_quantized else value.detach()
-        value = value.to_dense() if value.layout in _SPARSE else value
-        if value.is_meta or value.is_nested or has_parts(value):
+        value = value.detach()
+        if value.layout != torch.strided or value.is_quantized or value.is_meta or value.is_nested or has_parts(value):
             raise TypeError(f"{name} is no ordinary strided tensor with elements; compare what it is made of")
         return value.resolve_conj().resolve_neg().clone()

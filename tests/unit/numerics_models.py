@@ -12,16 +12,8 @@ from det_callbacks import NumericsReport, compare_modules
 
 
 def convolutions() -> nn.Module:
-    return nn.Sequential(
-        *(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Conv2d(8, 8, 3)),
-        *(
-            nn.InstanceNorm2d(8, track_running_stats=True),
-            nn.ReLU(),
-            nn.AdaptiveAvgPool2d(1),
-            nn.Flatten(),
-            nn.Linear(8, 5),
-        ),
-    )
+    first = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Conv2d(8, 8, 3)
+    return nn.Sequential(*first, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
 
 
 class Transformer(nn.Module):
@@ -72,11 +64,11 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
 
 
 class Apply(nn.Module):
-    """Calls a function with its input and a layer's output."""
+    """Calls a function with its weight and its input."""
 
-    def __init__(self, function: Callable[..., Any], *, weight: float = 1.0) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.full((4,), weight))
+        self.weight = nn.Parameter(torch.ones(4))
         self.function = function
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -84,8 +76,7 @@ class Apply(nn.Module):
 
 
 def compared(one: Callable[..., Any], other: Callable[..., Any], inputs: Any, **options: Any) -> NumericsReport:
-    options = {"iterations": 2, **options}
-    return compare_modules(Apply(one), Apply(other), inputs, **options)
+    return compare_modules(Apply(one), Apply(other), inputs, **{"iterations": 2, **options})
 
 
 def names(report: NumericsReport, phase: str, iteration: int = 0) -> list[str]:
@@ -99,10 +90,9 @@ def only(report: NumericsReport, phase: str, name: str, iteration: int = 0) -> A
 
 def state_of(model: nn.Module) -> dict[str, Any]:
     """Return what a comparison leaves as it was."""
+    state = model.state_dict(keep_vars=True)
     return {
-        "tensors": [
-            (name, id(one), one.data_ptr(), one.tolist()) for name, one in model.state_dict(keep_vars=True).items()
-        ],
+        "tensors": [(name, id(one), one.data_ptr(), one.tolist()) for name, one in state.items()],
         "grads": [None if one.grad is None else one.grad.tolist() for one in model.parameters()],
         "training": [part.training for part in model.modules()],
         "hooks": [len(part._forward_hooks) for part in model.modules()],

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numerics_models import MODELS, Transformer, compared, mlp, names, only, state_of
+from numerics_models import MODELS, Apply, Transformer, compared, mlp, names, only, state_of
 from torch import Tensor, nn
 
 from det_callbacks import ModuleRunError, NothingComparedError, compare_modules
@@ -43,15 +43,15 @@ def test_a_copy_is_equal_in_inference_mode_too_and_the_module_is_left_as_it_was(
 
 
 def test_a_wrong_backward_is_found_where_it_begins() -> None:
-    class Middle(nn.Module):
-        def forward(self, value: Tensor) -> Tensor:
-            value = value.clone()
-            value.register_hook(lambda gradient: gradient / 2)
-            return value
+    def halved(value: Tensor) -> Tensor:
+        value = value.clone()
+        value.register_hook(lambda gradient: gradient / 2)
+        return value
 
     layers = [nn.Linear(4, 4) for _ in range(3)]
-    base = nn.Sequential(layers[0], layers[1], nn.Identity(), layers[2])
-    control = nn.Sequential(layers[0], layers[1], Middle(), layers[2])
+    base, control = (nn.Sequential(*layers) for _ in range(2))
+    control.insert(2, Apply(lambda weight, value: halved(value)))
+    base.insert(2, Apply(lambda weight, value: value.clone()))
     report = compare_modules(base, control, torch.randn(5, 4), iterations=1)
     assert (report.first.phase, report.first.name) == ("gradient", "1.bias")  # not of layer 3, which is right
     assert only(report, "gradient", "3.weight").equal
@@ -143,20 +143,6 @@ def test_other_shapes_dtypes_and_outputs() -> None:
     assert "float32 [4] in the base, float32 [3] in the control" in " ".join(str(report).split())
 
 
-def test_sparse_tensors_and_views() -> None:
-    def outputs(weight: Tensor, x: Tensor) -> list[Tensor]:
-        product = weight * x
-        diagonal = torch.diag(product)
-        return [diagonal.to_sparse(), diagonal.t()[1::2, 1:], product[1].expand(3), torch.complex(weight, x).conj()]
-
-    x, change = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([0.0, 1.0, 0.0, 0.0])
-    assert compared(outputs, outputs, x).equal
-    report = compared(outputs, lambda weight, x: outputs(weight, x + change), x, iterations=1)
-    found = [only(report, "output", f"output[{index}]") for index in range(4)]
-    assert [one.numbers.num_differing for one in found] == [1, 1, 3, 1]
-    assert all(one.excess > 1 for one in found)
-
-
 def test_inputs_of_every_form_are_copied_for_each_side_and_each_iteration() -> None:
     def doubled(weight: Tensor, x: Tensor, mask: Tensor | None = None) -> Tensor:
         x.mul_(2)
@@ -173,32 +159,30 @@ def test_inputs_of_every_form_are_copied_for_each_side_and_each_iteration() -> N
 
 
 def test_both_sides_draw_the_same_numbers_and_have_their_own_state() -> None:
-    counted: list[tuple[int, int]] = []
+    counted: list[int] = []
 
     class Counting(nn.Module):
-        """Draws from every generator, and keeps state in an attribute, a list, a buffer, and a generator of its own."""
+        """Draws from every generator, and keeps state in a list, a buffer, and a generator of its own."""
 
         def __init__(self) -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.ones(4))
             self.register_buffer("mean", torch.zeros(4))
             self.generator = torch.Generator().manual_seed(3)
-            self.cache = torch.zeros(4)
             self.seen: list[float] = []
 
         def forward(self, x: Tensor) -> Tensor:
             self.seen.append(1.0)
+            counted.append(len(self.seen))
             self.mean = self.mean * 0.9 + self.weight.detach() * len(self.seen)
-            self.cache += 1
-            counted.append((len(self.seen), int(self.cache[0])))
             noise = torch.rand(4) * random.random() * np.random.rand() + torch.randn(4, generator=self.generator)
-            return self.weight * x + noise + self.cache + sum(self.seen)
+            return self.weight * x + noise + sum(self.seen)
 
     module = Counting()
     mean, state = module.mean, module.generator.get_state()
     assert compare_modules(module, module, torch.ones(4), iterations=3, seed=2**32 - 1).equal
-    assert counted == [(1, 1), (1, 1), (2, 2), (2, 2), (3, 3), (3, 3)]
-    assert (module.seen, module.mean is mean, module.cache.tolist()) == ([], True, [0.0] * 4)
+    assert counted == [1, 1, 2, 2, 3, 3]
+    assert (module.seen, module.mean is mean) == ([], True)
     assert torch.equal(module.generator.get_state(), state)
 
 
@@ -225,18 +209,14 @@ def test_what_a_side_raises_names_the_side_and_leaves_nothing_behind() -> None:
         compared(lambda w, x: [w * x, value], lambda w, x: w * x, torch.ones(4))
 
 
-def ran(module: nn.Module) -> nn.Module:
-    module(torch.ones(1, 4))
-    return module
-
-
 def compiled_in_place(module: nn.Module) -> nn.Module:
     module.compile(backend="eager")
     return module
 
 
 def test_wrong_arguments_are_refused() -> None:
-    layer, x = nn.Linear(4, 4), torch.ones(4)
+    layer, x, ran = nn.Linear(4, 4), torch.ones(4), nn.utils.spectral_norm(nn.Linear(4, 4))
+    ran(torch.ones(1, 4))
     for error, text, options in (
         (ValueError, "iterations", {"iterations": 0}),
         (ValueError, "seed", {"seed": -1}),
@@ -244,7 +224,7 @@ def test_wrong_arguments_are_refused() -> None:
         (ValueError, "given together", {"rtol": 1e-3}),
         (ValueError, "not negative", {"rtol": -1.0, "atol": 0.0}),
         (ValueError, "finite", {"rtol": 0.0, "atol": float("inf")}),
-        (ValueError, "cannot be copied", {"control": ran(nn.utils.spectral_norm(nn.Linear(4, 4)))}),
+        (ValueError, "cannot be copied", {"control": ran}),
         (ValueError, "compiled in place", {"control": compiled_in_place(nn.Linear(4, 4))}),
         (ModuleRunError, "uninitialized parameter", {"control": nn.LazyLinear(3)}),
         (ModuleRunError, "no ordinary strided tensor", {"control": nn.Linear(4, 4, device="meta")}),
@@ -278,12 +258,11 @@ def test_names_may_differ_by_wrappers() -> None:
     inner = mlp()
     middle = nn.Sequential(copy.deepcopy(inner[:2]), inner[2:])
     partly = nn.Sequential(torch.compile(copy.deepcopy(inner[:2]), backend="eager"), copy.deepcopy(inner[2:]))
-    assert "0._orig_mod.0.weight" in dict(partly.named_parameters())
     report = compare_modules(middle, partly, torch.randn(3, 16), iterations=1)
     assert report.equal, str(report)
-    assert "partly compiled Sequential" in str(report)
     assert not names(report, "module")
-    assert "Outputs of submodules were not compared, since a side is compiled." in str(report)
+    for said in ("partly compiled Sequential", "Outputs of submodules were not compared, since a side is compiled."):
+        assert said in str(report)
 
 
 def test_the_order_decides_what_is_first_and_the_excess_what_is_worst() -> None:
