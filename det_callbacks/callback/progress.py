@@ -4,20 +4,16 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
-from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
 from det_callbacks.callback.session import Progress
-from det_callbacks.compare.record import REPORT_FILE, VERDICT_FILE
 from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.report.fits import print_closing_line, progress_word
 from det_callbacks.rng import RewindPoint
-from det_callbacks.verdict import Verdict
 
 KEY = "determinism"
 
@@ -37,7 +33,7 @@ class ProgressReporter:
         self._replaced = ReplacedInLightning()
         self._progress = Progress()
         self._is_recording = False
-        self._step = -1
+        self._step = 0
         self._is_logged = True
 
     def begin_fit(self, trainer: pl.Trainer, *, is_recording: bool) -> None:
@@ -48,7 +44,7 @@ class ProgressReporter:
         one than Lightning's, which need not take text.
         """
         self.close()
-        self._progress, self._is_logged, self._step = Progress(), True, -1
+        self._progress, self._is_logged = Progress(), True
         self._is_recording = is_recording
         bar: Any = trainer.progress_bar_callback
         if trainer.is_global_zero:
@@ -67,19 +63,12 @@ class ProgressReporter:
         if every and (self._step + 1) % every == 0 and not fit_loop._should_accumulate():
             self._log(trainer)
 
-    def end_fit(self, verdict: Verdict | None) -> None:
-        """Log the last state and the verdict; the bar is left alone from now on."""
+    def end_fit(self) -> None:
+        """Log the last state; the bar is left alone from now on."""
         trainer = self._trainer
         self.close()
-        if trainer is None or self._step < 0:
-            return
-        if not self._is_logged:
+        if trainer is not None and not self._is_logged:
             self._log(trainer)
-        if verdict is not None:
-            states = RewindPoint()
-            for logger in trainer.loggers:
-                _give_verdict(logger, verdict, self._step)
-            states.put_back()
 
     def close(self) -> None:
         """Leave the bar as it was; may be called more than once."""
@@ -105,19 +94,6 @@ class ProgressReporter:
     def _with_word(self, get_metrics: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
         numbers = {"num_steps": self._progress.num_steps, "num_differing": self._progress.num_differing}
         return {KEY: progress_word(**numbers, is_recording=self._is_recording), **get_metrics(*args, **kwargs)}
-
-
-def _give_verdict(logger: Logger, verdict: Verdict, step: int) -> None:
-    """Give a logger the verdict as text, or the files of verdict and report as artifacts, whichever it has."""
-    files = [path for name in (VERDICT_FILE, REPORT_FILE) if (path := Path(verdict.current, name)).is_file()]
-    if isinstance(logger, TensorBoardLogger):
-        logger.experiment.add_text(f"{KEY}/verdict", f"{verdict.verdict}: {verdict.explanation}", step)
-        logger.save()
-    for path in files:
-        if isinstance(logger, WandbLogger):  # wandb 0.31
-            logger.experiment.log_artifact(str(path), name=f"{KEY}-{path.stem}", type=KEY)
-        elif isinstance(logger, MLFlowLogger):  # mlflow 3.17
-            logger.experiment.log_artifact(logger.run_id, str(path), KEY)
 
 
 def print_beside_bar(trainer: pl.Trainer, text: str) -> None:
