@@ -309,15 +309,16 @@ def test_an_argument_that_varies_does_not_shift_what_is_kept(tmp_path: Path) -> 
         assert_kept(tmp_path / "run", ADD, torch.full((2,), 1 + alpha), step)
 
 
-def test_what_cannot_be_copied_is_left_out_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_copied_or_written_is_left_out_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keeping = keeper(tmp_path / "run", "aten._to_sparse.default", "aten.ones.default")
     trace(keeping, lambda: torch.ones(3, 3).to_sparse())
     assert (keeping.counts.num_tensors, keeping.counts.num_missing) == (1, 1)
     assert "has the layout sparse_coo, so its bits cannot be saved" in keeping.counts.reason
-    out_of_memory = mock.Mock(side_effect=torch.OutOfMemoryError("out of memory"))
-    monkeypatch.setattr("det_callbacks.tensors.copies.copy_bits", out_of_memory)
-    trace(keeping, lambda: torch.ones(2))
-    assert (keeping.counts.num_tensors, keeping.counts.num_missing) == (1, 2)
+    for name, error in (("copies.copy_bits", torch.OutOfMemoryError()), ("files._write_tensors", OSError("full"))):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"det_callbacks.tensors.{name}", mock.Mock(side_effect=error))
+            trace(keeping, lambda: torch.ones(2))
+    assert (keeping.counts.num_tensors, keeping.counts.num_missing) == (1, 3)
 
 
 def test_one_budget_serves_what_a_step_keeps_and_saves(tmp_path: Path) -> None:
