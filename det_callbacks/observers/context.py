@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -97,9 +98,8 @@ class ObserverContext:
         self._error: DivergenceError | None = None
         self._writer: RunWriter | None = None
         self._verification: Verification | None = None
-        self._expected: Expectation | None = None
         self._replay = Replay()
-        self._step = self._num_sites = self._num_checked = 0
+        self._step = self._num_sites = 0
 
     def __enter__(self) -> Self:
         if self._state != "new":
@@ -173,15 +173,15 @@ class ObserverContext:
 
     def _begin_step(self) -> None:
         verification, saved = self._verification, None
-        self._expected = None if verification is None else verification.expectation(self._step)
-        if verification is not None and self._expected is not None:
+        expected = None if verification is None else verification.expectation(self._step)
+        if verification is not None and expected is not None:
             saved = SavedStep.of(verification.reference, rank=0, segment=0, step=self._step)
-        self._num_checked = 0
         self._recorder.modules.forget()
-        self._recorder.begin(self._expected)
+        self._recorder.begin(expected)
         self._replay.begin(saved)
         self._observations.begin(self._replay)
-        self._observations.on_observed = self._check if self.raise_on_mismatch and self._verification else None
+        if verification is not None and self.raise_on_mismatch:
+            self._observations.on_observed = partial(self._check, verification, expected)
 
     def _end_step(self, *, is_last: bool) -> None:
         self._observations.on_observed = None  # the rest is compared with the whole step below
@@ -204,24 +204,19 @@ class ObserverContext:
             found = verification.so_far(trace, step=self._step, is_whole=True)
             self.mismatches = (*self.mismatches, *found)[:MAX_MISMATCHES]
 
-    def _check(self) -> None:
+    def _check(self, verification: Verification, expected: Expectation | None) -> None:
         """Raise as soon as the step under way is known to differ.
 
         While the digests agree nothing else is compared; a difference in names alone is found at the step's end.
         """
-        verification, expected = self._verification, self._expected
-        assert verification is not None
         if self._recorder.deferred.bits:
             return  # known at the step's end; to ask for them now would wait for the device
-        first, end = self._num_checked, self._recorder.num_sites
-        if expected is None or self._recorder.digests[first:] != expected.digests[first:end]:
+        if expected is None or self._recorder.digests != expected.digests[: self._recorder.num_sites]:
             trace = self._recorder.trace_so_far()
             if found := verification.so_far(trace, step=self._step):
                 self.mismatches += found
                 verification.add(trace, step=self._step, epoch=0, is_whole=False)
                 self._finish(is_early=True)
-            return
-        self._num_checked = end
 
     def _finish(self, *, is_early: bool = False) -> None:
         """Close the files and, when comparing, judge."""

@@ -117,9 +117,9 @@ class Observations:
                 value = self._replay.exchange(key, leaf, op=name, deferred=self._recorder.deferred)
                 if not isinstance(leaf, Tensor) and repr(value) != repr(leaf):
                     changed[path] = value
-            if isinstance(value, Tensor):  # of one without data (meta, fake) at least what it is
-                what = f"no data: {value.dtype} {list(value.shape)} {value.device}"
-                value = unwrapped(value) if holds_data(value) else what
+            if isinstance(value, Tensor):
+                is_there = holds_data(value)  # of one without data (meta, fake) at least what it is
+                value = unwrapped(value) if is_there else f"no data: {value.dtype} {list(value.shape)} {value.device}"
             entries.append((path, value))
         self._record(*self._place(), entries, is_source=is_replayed)
         return changed
