@@ -370,14 +370,6 @@ def in_flight(
     return on_host, {value.device for value in tensors_in(args) if not value.is_cpu}
 
 
-def goes_to_device(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a copy's target is not on the host: then the host need not have waited for what it reads."""
-    if plan.writes:
-        return any(not tensor.is_cpu for tensor in written_arguments(plan, args, kwargs))
-    device = kwargs.get("device")
-    return device is not None and torch.device(device).type != "cpu"
-
-
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
     """Yield the tensors among values and in the lists among them."""
     for value in values:

@@ -12,7 +12,7 @@ from det_callbacks.rng import digest_generator
 from det_callbacks.runs.program import IN_FLIGHT, UNWRITTEN, Site
 from det_callbacks.trace.components import address_of, has_parts, holds_data, parts_of
 from det_callbacks.trace.generators import PASSED, generator_of
-from det_callbacks.trace.overloads import OpPlan, goes_to_device, tensors_read
+from det_callbacks.trace.overloads import OpPlan, tensors_read
 from det_callbacks.trace.program_trie import CallNode
 from det_callbacks.trace.sites import InputName, SpecialInput, input_site
 from det_callbacks.trace.storages import region_of
@@ -30,7 +30,6 @@ class Reads:
         self._recorder = recorder
         self.row_edges: list[tuple[int, ...]] = []  # of each input site made for the call under way
         self.unwritten: list[Tensor] = []  # what it reads that was only allocated in this step
-        self._is_for_device = False
 
     def read(self, tensor: Tensor, reads: list[int], names: list[InputName]) -> None:
         """Collect who wrote the bytes of a tensor; make an input site where nobody recorded did."""
@@ -78,8 +77,7 @@ class Reads:
         names.append(name)
         self.row_edges.append(edges)
         reads.append(position)
-        if self._is_for_device and storage._cdata in ledger.in_flight and tensor.is_cpu:
-            # the device comes to both copies in order, and the host may be ahead of the first one
+        if storage._cdata in ledger.in_flight:  # the host may have waited for it, of which nobody is told
             recorder.append_bits(0, recorder.layouts.without_bits(tensor, IN_FLIGHT))
             return
         offset = 0
@@ -133,14 +131,10 @@ class Reads:
         names: list[InputName],
     ) -> None:
         """Collect all arguments of a call but those that it overwrites without reading."""
-        self._is_for_device = bool(self._recorder.ledger.in_flight) and goes_to_device(plan, args, kwargs)
         if plan.base == "aten.copy_":
             self._recorder.undigested.collectives.note_copy(*args[:2])
-        try:
-            for _, value in plan.inputs(args, kwargs):
-                self.gather(value, consts, reads, names)
-        finally:
-            self._is_for_device = False
+        for _, value in plan.inputs(args, kwargs):
+            self.gather(value, consts, reads, names)
 
     def read_generator(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], reads: list[int], names: list[InputName]

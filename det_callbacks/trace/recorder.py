@@ -223,7 +223,7 @@ class Recorder:
         expected = self._expected
         was_changed = False
         try:
-            if plan.is_overwrite or (plan.may_be_in_flight and ledger.in_flight):
+            if plan.is_overwrite:
                 self.reads.gather_unwritten(plan, args, kwargs, consts, reads, names)
             else:
                 for value in (*args, *kwargs.values()) if kwargs else args:

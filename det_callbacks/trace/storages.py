@@ -174,9 +174,11 @@ class StorageLedger:
             self._partial(storage._cdata, known, storage.nbytes()).add(region, UNKNOWN)
 
     def mark_in_flight(self, tensor: Tensor) -> None:
-        """Note that a device copies into a tensor of the host, which has it some time later."""
-        self.forget(tensor)
-        self.in_flight.add(self.pin(tensor))
+        """Note that a device copies into a tensor of the host, which nobody may look at before the step's end."""
+        address = self.pin(tensor)
+        self.in_flight.add(address)
+        num_bytes = tensor.untyped_storage().nbytes()
+        self._partial(address, self.writers.get(address), num_bytes).add(region_of(tensor), UNKNOWN)
 
     def invalidate(self) -> None:
         """Note that something may have written any memory: the next recorded read of it becomes a site."""

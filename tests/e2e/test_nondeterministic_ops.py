@@ -123,26 +123,6 @@ def test_backward_of_torch_and_of_a_hook(
     assert "(backward)" in str(refused.value)
 
 
-def test_a_warning_made_an_error_stops_at_the_op(tmp_path: Path) -> None:
-    is_error = warnings.catch_warnings(action="error", category=NondeterministicOpWarning)
-    with is_error, pytest.raises(NondeterministicOpWarning, match="in decoder at"):
-        watched(tmp_path / "run", in_forward, settings("warn"))
-    assert not (tmp_path / "run" / "run.json").exists()
-
-
-def test_another_allow_list_is_named_and_changes_no_bit(tmp_path: Path) -> None:
-    watched(tmp_path / "run", in_forward, settings("error", PUT))
-    other = f"decoder:{PUT}"
-    for allow, named in ((PUT, []), (other, [("settings.allow", [PUT], [other])])):
-        current, wanted = tmp_path / allow[:4], settings("error", allow)
-        callback = DeterminismCallback(tmp_path / "run", current=current, settings=wanted)
-        with enforce_determinism(wanted):
-            train(in_forward, callback)
-        assert callback.verdict.verdict == "match"
-        assert [(one.name, one.reference, one.current) for one in callback.verdict.environment] == named
-        assert (listed(current)["op"], listed(current)["num_calls"]) == (PUT, 2)
-
-
 @pytest.mark.parametrize(
     ("function", "level", "stage"), [(in_forward, "op", "fit"), (in_backward, "state", "fit"), (put, "op", "test")]
 )

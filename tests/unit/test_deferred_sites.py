@@ -230,9 +230,7 @@ def test_ops_of_two_threads_keep_their_own_digests() -> None:
     assert [digests[place] for place in site_of(mode.trace, "exp.default").inputs] == [digest_tensor(y)]
 
 
-def test_memory_of_the_host_that_a_device_still_copies_into_is_not_read_for_a_copy_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_memory_of_the_host_that_a_device_may_still_copy_into_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[torch.device] = []
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
     monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
@@ -250,11 +248,9 @@ def test_memory_of_the_host_that_a_device_still_copies_into_is_not_read_for_a_co
     with doubles_are_late():
         trace = traced(body)
     assert waited == [torch.device("cpu")]
-    for number in range(3):
-        (place,) = site_of(trace, "copy_.default", number).inputs
+    readers = [*(site_of(trace, "copy_.default", number) for number in range(3)), site_of(trace, "exp.default")]
+    for (place,) in (reader.inputs for reader in readers):
         assert (trace.layout.entries[place].detail, trace.digests[place]) == (IN_FLIGHT, 0)
-    (read,) = site_of(trace, "exp.default").inputs  # the host reads what it has waited for
-    assert trace.digests[read] == digest_tensor(torch.ones(3))
 
 
 def test_a_step_that_goes_on_after_recording_an_op_failed_is_refused(
