@@ -22,8 +22,6 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = Path(__file__).with_suffix(".txt")
 COPIED = ("det_callbacks", "conf", "tests", "recipes", "pyproject.toml", "README.md", "docs")
-SECONDS = 300
-"""After which a mutation's tests are given up: it may have made one of them endless."""
 
 
 class Mutation(NamedTuple):
@@ -51,8 +49,9 @@ def main() -> int:
             num_missed += bool(problem)
         # what fails in any case has seen nothing
         failed, output = run(copied(places[-1]), sorted(seen))
-    if failed or num_missed:
-        print(f"{num_missed} of {len(mutations)} mutations are not seen. {failed and output}")
+    print(f"{len(mutations) - num_missed} of {len(mutations)} mutations are seen by the everyday tests")
+    if failed:
+        print(f"What saw one fails without it as well:\n{output}")
     return int(bool(failed or num_missed))
 
 
@@ -94,10 +93,7 @@ def run(place: Path, tests: list[str]) -> tuple[str, str]:
     """Run tests of the everyday tier in a copy until one fails; return its name, and the end of what was printed."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider", *tests]
     variables = {**os.environ, "PYTHONPATH": str(place), "OMP_NUM_THREADS": "1"}
-    try:
-        done = subprocess.run(command, cwd=place, env=variables, capture_output=True, text=True, timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        return "", f"the tests were ended after {SECONDS} s"
+    done = subprocess.run(command, cwd=place, env=variables, capture_output=True, text=True, check=False)
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE) if done.returncode else []
     return (failed[0] if failed else ""), done.stdout[-2000:]
 

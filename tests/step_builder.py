@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,15 +27,14 @@ class StepBuilder:
     unseen: set[int] = field(default_factory=set)
     values: dict[int, str] = field(default_factory=dict)
     known_inputs: dict[str, int] = field(default_factory=dict)
-    counts: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    counts: Counter[tuple[Any, ...]] = field(default_factory=Counter)
     skipped: dict[str, int] = field(default_factory=dict)
 
     def row(self, bits: int, entry: TensorLayout | None = FLOAT, **fields: Any) -> int:
         values = {"phase": "forward", "module": "", "op": "", "output": 0, "role": "output", **fields}
         key = (values["phase"], values["module"], values["op"], values["output"], values["role"], values.get("name"))
-        occurrence = self.counts.get(key, 0)
-        self.counts[key] = occurrence + 1
-        self.sites.append(Site(occurrence=occurrence, **values))
+        self.sites.append(Site(occurrence=self.counts[key], **values))
+        self.counts[key] += 1
         self.entries.append(entry)
         self.digests.append(bits)
         return len(self.sites) - 1

@@ -6,9 +6,6 @@ import re
 import tokenize
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,17 +59,9 @@ def test_recipes_use_public_names() -> None:
     assert {path for path, text in sources("recipes").items() if private_imports(text)} == set(PRIVATE_IN_RECIPES)
 
 
-OTHER_WORDS = "def read_snapshot(GoldenRun, *, num_actual):\n    'A snapshot.'\n    return actually, XMLBaseline"
-IMPORTS = "from det_callbacks import HashMode\nimport det_callbacks.trace\nfrom det_callbacks.digest import host"
-
-
-@pytest.mark.parametrize(
-    ("rule", "source", "num_found"),
-    [
-        (banned_words, OTHER_WORDS, 4),
-        (banners, "? ---- part two ----\n?????\n? x".replace("?", "#"), 2),
-        (private_imports, IMPORTS, 2),
-    ],
-)
-def test_each_rule_finds_what_it_forbids_and_nothing_else(rule: Any, source: str, num_found: int) -> None:
-    assert len(rule(source)) == num_found
+def test_each_rule_finds_what_it_forbids_and_nothing_else() -> None:
+    words = "def read_snapshot(GoldenRun, *, num_actual):\n    'A snapshot.'\n    return actually, XMLBaseline"
+    imports = "from det_callbacks import HashMode\nimport det_callbacks.trace\nfrom det_callbacks.digest import host"
+    assert banned_words(words) == ["read_snapshot", "GoldenRun", "num_actual", "XMLBaseline"]
+    assert len(banners("? ---- part two ----\n?????\n? x".replace("?", "#"))) == 2
+    assert private_imports(imports) == ["det_callbacks.digest", "det_callbacks.trace"]

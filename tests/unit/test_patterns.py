@@ -1,4 +1,5 @@
 import itertools
+import re
 
 import pytest
 
@@ -8,18 +9,13 @@ from det_callbacks.patterns import PHASES, OpPattern
 PUT = "aten.put_.default"
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        *((text, "write [phase/][module:]op with the op as namespace.op.") for text in ("", "put_", "net:put_")),
-        *((f"{phase}/{PUT}", "the phases are forward, backward, gradient, ") for phase in ("bakward", "", "Forward")),
-    ],
-)
-def test_what_is_no_pattern_is_refused_with_the_form_or_the_phases(text: str, says: str) -> None:
-    with pytest.raises(SettingsError) as refused:
+@pytest.mark.parametrize("text", ["", "put_", "net:put_", *(f"{phase}/{PUT}" for phase in ("bakward", "", "Forward"))])
+def test_what_is_no_pattern_is_refused_with_the_form_or_the_phases(text: str) -> None:
+    says = (
+        "the phases are forward, backward, " if "/" in text else "write [phase/][module:]op with the op as namespace."
+    )
+    with pytest.raises(SettingsError, match=f"{re.escape(repr(text))}.*{re.escape(says)}"):
         OpPattern.parse(text)
-    assert repr(text) in str(refused.value)
-    assert says in str(refused.value)
 
 
 @pytest.mark.parametrize("module", ["", "net.0", "net.[0].what?*", "?"])

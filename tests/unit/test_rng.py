@@ -42,14 +42,6 @@ def stored(states: GeneratorStates) -> GeneratorStates:
     return GeneratorStates(json.loads(json.dumps(states.states)))
 
 
-def test_the_current_device_has_no_index_and_unused_ones_no_name(cuda: StandInDevices) -> None:
-    assert names() == ["torch.cuda", "torch.cuda:3"]
-    cuda.current = 3
-    assert names() == ["torch.cuda:1", "torch.cuda"]
-    cuda.contexts.clear()
-    assert names() == ["torch.cuda"]
-
-
 def test_a_process_that_has_not_used_cuda_is_asked_nothing(cuda: StandInDevices) -> None:
     cuda.is_initialized = False
     ledger = Ledger()
@@ -62,20 +54,25 @@ def test_a_process_that_has_not_used_cuda_is_asked_nothing(cuda: StandInDevices)
     assert (home_devices(), capture_environment()["gpu.names"].value, cuda.queued) == ({}, [], [])
 
 
-def test_an_op_reads_the_generator_that_it_is_passed_or_that_its_device_has(cuda: StandInDevices) -> None:
-    homes = home_devices()
-    for device, index, name in (("cuda", 1, "torch.cuda"), ("cuda:1", 1, "torch.cuda"), ("cuda:3", 3, "torch.cuda:3")):
-        assert generator_of((), {"device": torch.device(device)}, homes) == (name, cuda.generators[index])
+def test_the_current_device_has_no_index_unused_ones_no_name_and_an_op_reads_that_of_its_device(
+    cuda: StandInDevices,
+) -> None:
+    homes, (_, own, _, other) = home_devices(), cuda.generators
+    assert names() == ["torch.cuda", "torch.cuda:3"]
+    for device, name in (("cuda", "torch.cuda"), ("cuda:1", "torch.cuda"), ("cuda:3", "torch.cuda:3")):
+        assert generator_of((), {"device": torch.device(device)}, homes) == (name, other if "3" in name else own)
     assert generator_of((torch.zeros(1),), {}, homes) == ("torch.cpu", torch.default_generator)
     cuda.current = 3  # a thread of the backward pass
-    assert generator_of((), {"device": "cuda"}, homes) == ("torch.cuda:3", cuda.generators[3])
-    given, own = StandInGenerator(cuda, 3), cuda.generators[3]
-    assert generator_of((torch.zeros(1),), {"generator": own}, homes) == ("torch.cuda:3", own)
+    assert generator_of((), {"device": "cuda"}, homes) == ("torch.cuda:3", other)
+    given = StandInGenerator(cuda, 3)
+    assert generator_of((torch.zeros(1),), {"generator": other}, homes) == ("torch.cuda:3", other)
     assert generator_of((torch.zeros(1),), {"generator": given}, homes) == ("generator on cuda", given)
-    assert is_default(own)
-    assert not is_default(given)
-    found = find_generators({"root": SimpleNamespace(own=own, given=given, cpu=torch.default_generator)})
+    assert (is_default(other), is_default(given)) == (True, False)
+    found = find_generators({"root": SimpleNamespace(own=other, given=given, cpu=torch.default_generator)})
     assert found == {"root.given": given}
+    assert names() == ["torch.cuda:1", "torch.cuda"]
+    cuda.contexts.clear()
+    assert names() == ["torch.cuda"]
 
 
 def test_those_of_xpu_and_of_a_mac_are_named_saved_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,13 +209,9 @@ def test_every_generator_goes_on_from_where_it_was_read() -> None:
     assert states.restore({}) == [*held]
 
 
-class Slotted:
-    __slots__ = ("rng",)
-
-
 def test_generators_are_found_wherever_an_object_keeps_them() -> None:
     inner, outer = random.Random(0), [random.Random(1)]
-    slotted = Slotted()
+    slotted = type("Slotted", (), {"__slots__": ("rng",)})()
     slotted.rng = random.Random(2)
     module = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
     module[1].noise = torch.Generator()

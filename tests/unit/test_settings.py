@@ -88,9 +88,7 @@ def test_a_task_cannot_leak_what_it_changed_itself_and_a_second_restore_does_not
     torch.manual_seed(99)
     torch.set_default_dtype(torch.float64)
     torch.set_float32_matmul_precision("medium")
-    torch.backends.cudnn.allow_tf32 = not torch.backends.cudnn.allow_tf32
-    os.environ["PL_GLOBAL_SEED"] = "99"
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"
+    os.environ |= {"PL_GLOBAL_SEED": "99", "CUBLAS_WORKSPACE_CONFIG": ":16:8"}
     torch.set_num_threads(1 if torch.get_num_threads() != 1 else 2)
     enforced.restore()
     assert process_state() == before
