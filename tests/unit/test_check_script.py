@@ -97,9 +97,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         ([End(), End(status=3, verdict=NOT_COMPARABLE)], "NOT COMPARABLE", 3),
     ],
 )
-def test_only_a_verdict_of_match_and_a_good_end_are_a_match(
-    ends: list[End], reason: str, code: int, check: Check
-) -> None:
+def test_only_a_verdict_of_match_and_a_good_end_are_a_match(ends, reason, code, check):
     """Nothing is varied without one."""
     status, lines, _ = check(*ends, options="--vary threads,workers")
     assert reason in "\n".join(lines)
@@ -108,9 +106,7 @@ def test_only_a_verdict_of_match_and_a_good_end_are_a_match(
 
 
 @pytest.mark.parametrize(("given", "seeds"), [(None, ["0", "0", "1"]), ("7", ["7", "7", "0"])])
-def test_a_factor_is_the_one_thing_that_changes(
-    given: str | None, seeds: list[str], check: Check, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_factor_is_the_one_thing_that_changes(given, seeds, check, monkeypatch):
     """A hash seed of the caller stays."""
     if given is not None:
         monkeypatch.setenv("PYTHONHASHSEED", given)
@@ -134,9 +130,7 @@ def test_a_factor_is_the_one_thing_that_changes(
         ("hash-seed", [MATCH], "failed", 2),
     ],
 )
-def test_what_is_known_best_decides_the_status(
-    vary: str, ends: list[Verdict | None], outcomes: str, code: int, check: Check
-) -> None:
+def test_what_is_known_best_decides_the_status(vary, ends, outcomes, code, check):
     played = [End(status=int(verdict is None), verdict=verdict) for verdict in ends]
     status, lines, _ = check(End(), End(verdict=MATCH), *played, options=f"--vary {vary}")
     expected = [[name, one.replace("_", " ")] for name, one in zip(vary.split(","), outcomes.split(), strict=True)]

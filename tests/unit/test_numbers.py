@@ -67,9 +67,7 @@ def parts_of(number: complex) -> tuple[float, float]:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(pairs())
-def test_it_counts_what_a_loop_over_the_elements_counts(
-    chunk: int, case: tuple[torch.dtype, list[int], list[int]]
-) -> None:
+def test_it_counts_what_a_loop_over_the_elements_counts(chunk, case):
     dtype, first, second = case
     one, other = of_bits(first, dtype), of_bits(second, dtype)
     found = tensor_numbers(LABEL, one, other)

@@ -31,9 +31,7 @@ def made(fits: list[list[int]]) -> list[dict[int, StepBuilder]]:
 
 @settings(max_examples=30, deadline=None)
 @given(ours=FITS, theirs=FITS, is_common=st.booleans())
-def test_the_verdict_is_that_of_two_recordings(
-    tmp_path_factory: pytest.TempPathFactory, ours: Any, theirs: Any, is_common: bool
-) -> None:
+def test_the_verdict_is_that_of_two_recordings(tmp_path_factory, ours, theirs, is_common):
     folder = tmp_path_factory.mktemp("runs")
     steps: Any = "common" if is_common else "all"
     reference = record(folder / "reference", made([[0] * len(fit) for fit in ours]))
@@ -72,9 +70,7 @@ def test_a_match_stores_no_step_and_counts_all(reference: Path, tmp_path: Path) 
     assert not list((tmp_path / "current" / "programs").iterdir())
 
 
-def test_steps_that_were_not_stored_are_counted_and_the_first_that_differs_is_stored(
-    reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_that_were_not_stored_are_counted_and_the_first_that_differs_is_stored(reference, tmp_path, monkeypatch):
     changes = {f"s{step}": {"noise_at": 2} for step in range(3, 10)}
     stored = verified(reference, tmp_path / "all", **changes)
     monkeypatch.setattr(verifying, "STORED_STEPS", 2)
