@@ -31,7 +31,7 @@ from det_callbacks.report.sentences import (
     show_differences,
     steps_agree,
 )
-from det_callbacks.runs.environment import compare_environments, digested_on
+from det_callbacks.runs.environment import compare_environments
 from det_callbacks.runs.metrics import read_metrics
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import (
@@ -281,7 +281,6 @@ class _Judge:
                 opaque_regions=tuple(sorted(tally.opaque_regions)),
                 replayed=tally.replayed,
                 metrics=tally.num_metrics,
-                digested_on=digested_on(self.walk.current.manifest.environment),
             ),
             environment=self.environment,
             evidence=answer.evidence,

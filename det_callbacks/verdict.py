@@ -143,7 +143,6 @@ class Coverage:
         replayed: op (or name of an observation) whose saved bits were put back -> tensors ("count"), those of them
             whose live bits differed ("differing"), and "mib_per_step".
         metrics: how many values that the module logged were compared.
-        digested_on: device besides the host ("cuda") -> how the current run computes digests there.
     """
 
     ranks: int
@@ -154,7 +153,6 @@ class Coverage:
     opaque_regions: tuple[str, ...] = ()
     replayed: Mapping[str, Any] = field(default_factory=dict)
     metrics: int = 0
-    digested_on: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

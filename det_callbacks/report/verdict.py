@@ -191,7 +191,6 @@ def _coverage(verdict: Verdict) -> list[str]:
     ]
     lines += [count(coverage.metrics, "metric")] if coverage.metrics else []
     lines.append(f"{count(coverage.ops_seen, 'op')} seen, {coverage.ops_digested:,} digested{skipped}")
-    lines += [f"digests of tensors on {device}: {method}" for device, method in coverage.digested_on.items()]
     lines += [f"seen only from outside: {', '.join(coverage.opaque_regions)}"] if coverage.opaque_regions else []
     return lines + [
         f"replayed: {name}: {count(replayed['count'], 'tensor')} put back, {replayed['differing']:,} of them "

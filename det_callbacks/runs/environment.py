@@ -77,9 +77,3 @@ def _without_lone_configuration(entries: Environment, other: Environment) -> Env
         return entries
     whole = EnvironmentEntry(value=f"{len(keys)} keys", is_machine=False, changes_bits=False)
     return {**{name: entries[name] for name in entries.keys() - keys}, CONFIGURATION.rstrip("."): whole}
-
-
-def digested_on(environment: Environment) -> dict[str, str]:
-    """Return the devices that an environment computes digests for, besides the host, with how it does that."""
-    names = [name for name in environment if name.startswith(DIGEST)]
-    return {name.removeprefix(DIGEST): str(environment[name].value) for name in names}

@@ -10,7 +10,6 @@ from det_callbacks.errors import (
     SelectionError,
 )
 from det_callbacks.judge import compare_runs
-from det_callbacks.report.verdict import verdict_lines
 from det_callbacks.runs.selection import Selection
 from det_callbacks.verification import open_reference
 
@@ -73,15 +72,6 @@ def test_other_world_size_is_not_comparable(tmp_path, reference):
     with pytest.raises(NotComparableError, match="world size of 2 and this run one of 1") as caught:
         open_reference(two, steps="all")
     assert (caught.value.exit_code, caught.value.verdict.verdict) == (3, "not_comparable")
-
-
-def test_the_coverage_says_where_digests_were_computed(tmp_path, reference):
-    entries = {"digest.cuda": {"value": "Triton 3.7.1", "is_machine": True, "changes_bits": False}}
-    verdict = compare_runs(reference, record(tmp_path / "gpu", steps_of(range(10)), environment=entries))
-    assert verdict.verdict == "match"
-    assert verdict.coverage.digested_on == verdict.to_dict()["coverage"]["digested_on"] == {"cuda": "Triton 3.7.1"}
-    assert "digests of tensors on cuda: Triton 3.7.1" in verdict_lines(verdict)
-    assert compare_runs(reference, record(tmp_path / "host", steps_of(range(10)))).coverage.digested_on == {}
 
 
 def test_missing_run_and_wrong_word(tmp_path, reference):
