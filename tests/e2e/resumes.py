@@ -77,6 +77,11 @@ class Noisy(pl.LightningModule):
     def validation_step(self, batch: Tensor, index: int) -> None:
         self(batch)
 
+    def on_fit_start(self) -> None:
+        """Move the generators of each rank apart, and a resumed training's elsewhere."""
+        for _ in range(self.global_rank + 5 * bool(self.trainer.ckpt_path)):
+            torch.rand(()), random.random(), np.random.rand()
+
     def on_train_epoch_start(self) -> None:
         torch.randn(3)
 

@@ -42,18 +42,12 @@ def every(folder: Path | str, steps: int = 1, **options: Any) -> ModelCheckpoint
     return ModelCheckpoint(f"{folder}/checkpoints", every_n_train_steps=steps, **options)
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("saved")
-    fit(folder, max_epochs=1, limit_train_batches=3).run().trainer.save_checkpoint(folder / "x.ckpt")
-    return folder / "x.ckpt"
-
-
 @pytest.fixture
-def path(saved: Path, tmp_path: Path) -> Path:
-    """A copy of a checkpoint and of what stands beside it, to be changed."""
-    shutil.copytree(saved.parent, tmp_path / "copy", ignore=shutil.ignore_patterns("run"))
-    return tmp_path / "copy" / saved.name
+def path(tmp_path: Path) -> Path:
+    """A checkpoint, to be changed."""
+    path = tmp_path / "copy" / "x.ckpt"
+    fit(tmp_path, max_epochs=1, limit_train_batches=3).run().trainer.save_checkpoint(path)
+    return path
 
 
 def flip(path: Path, at: int, bit: int = 0) -> None:
@@ -134,19 +128,16 @@ class Late(TorchCheckpointIO):
 @pytest.mark.parametrize("io", [TorchCheckpointIO, Late, AsyncCheckpointIO])
 def test_a_remote_or_later_checkpoint_gets_no_digests_and_a_line(io: Any, tmp_path: Path, capsys: Any) -> None:
     is_remote = io is TorchCheckpointIO
-    store = fsspec.filesystem("memory")
     keeping = every("memory://remote" if is_remote else tmp_path, save_top_k=-1)
-    try:
-        fit(tmp_path, keeping, plugins=[io()]).run()
-        assert capsys.readouterr().out.count("gets no digests and no exact resume") == 1
-        assert not list(tmp_path.rglob("*.digests.json"))
-        if is_remote:
-            Fit(ours(tmp_path), max_epochs=2).run(ckpt_path=keeping.best_model_path)
-            out = capsys.readouterr().out
-            assert "was loaded unchecked: no digests stand beside it" in out
-            assert "is resumed by Lightning alone" in out
-    finally:
-        store.rm("/remote", recursive=True) if is_remote else None
+    fit(tmp_path, keeping, plugins=[io()]).run()
+    assert capsys.readouterr().out.count("gets no digests and no exact resume") == 1
+    assert not list(tmp_path.rglob("*.digests.json"))
+    if is_remote:
+        Fit(ours(tmp_path), max_epochs=2).run(ckpt_path=keeping.best_model_path)
+        out = capsys.readouterr().out
+        assert "was loaded unchecked: no digests stand beside it" in out
+        assert "is resumed by Lightning alone" in out
+        fsspec.filesystem("memory").rm("/remote", recursive=True)
 
 
 # kills: a process ends without a word at its n-th change of the disk
@@ -238,31 +229,29 @@ CHANGES = [
 ]
 
 
+def refuses(path: Path, message: str, stage: str = "fit") -> None:
+    made = Fit(ours(path.parent), model=Plain, max_epochs=2)
+    made.model.validation_step = made.model.test_step = made.model.predict_step = lambda *_: None
+    with pytest.raises(CheckpointMismatchError, match=message) as caught:
+        getattr(made.trainer, stage)(made.model, made.loader, ckpt_path=str(path))
+    assert (caught.value.exit_code, caught.value.path, made.trainer.global_step) == (1, str(path), 0)
+    assert not check_checkpoint(path).equal
+
+
 @pytest.mark.parametrize(("change", "message"), CHANGES)
 def test_a_changed_checkpoint_is_refused_before_a_step(change: Any, message: str, path: Path) -> None:
     checkpoint = torch.load(path, weights_only=True)
     change(checkpoint)
     torch.save(checkpoint, path)
-    resumed = Fit(ours(path.parent), max_epochs=2)
-    with pytest.raises(CheckpointMismatchError, match=message) as caught:
-        resumed.run(ckpt_path=str(path))
-    assert (caught.value.exit_code, caught.value.path) == (1, str(path))
-    assert resumed.trainer.global_step == 0
-    assert not check_checkpoint(path).equal
+    refuses(path, message)
 
 
 def test_it_is_compared_in_every_stage_and_with_its_own_digests(path: Path, tmp_path: Path) -> None:
-    def refuses(message: str, stage: str = "fit") -> None:
-        made = Fit(ours(tmp_path), model=Plain, max_epochs=2)
-        made.model.validation_step = made.model.test_step = made.model.predict_step = lambda *_: None
-        with pytest.raises(CheckpointMismatchError, match=message):
-            getattr(made.trainer, stage)(made.model, made.loader, ckpt_path=str(path))
-
     content = path.read_bytes()
     path.write_bytes(content + b"\0")
     for stage in ("fit", "validate", "test", "predict"):
-        refuses("The file's bytes differ, and yet", stage)
+        refuses(path, "The file's bytes differ, and yet", stage)
     path.write_bytes(content)
-    other = fit(tmp_path, every(tmp_path, 2), max_epochs=1).run().trainer.checkpoint_callback.best_model_path
-    shutil.copy(f"{other}.digests.json", f"{path}.digests.json")
-    refuses("x.ckpt is not what was saved")
+    fit(tmp_path, max_epochs=1).run().trainer.save_checkpoint(tmp_path / "other.ckpt")
+    shutil.copy(tmp_path / "other.ckpt.digests.json", f"{path}.digests.json")
+    refuses(path, "x.ckpt is not what was saved")

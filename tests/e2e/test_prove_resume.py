@@ -41,15 +41,11 @@ def test_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (tmp_path / "mine" / "reference").exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "cause"), [({}, "rng"), ({"data": lambda: loader("none", shuffle=False)}, "data_order")]
-)
-def test_it_can_fail(options: dict[str, Any], cause: str, tmp_path: Path) -> None:
-    verdict = prove(tmp_path, resume="plain", stop_at=10, steps=12, **options)
-    assert (verdict.verdict, verdict.cause) == ("diverged", cause)
-    assert verdict.first_divergence.step == 10
+def test_it_can_fail(tmp_path: Path) -> None:
+    verdict = prove(tmp_path, resume="plain", stop_at=10, steps=12)
+    assert (verdict.verdict, verdict.cause, verdict.first_divergence.step) == ("diverged", "rng", 10)
     assert "the first after resuming" in verdict.explanation
-    assert ('Resume with resume="exact"' in verdict.explanation) == (cause == "rng")
+    assert 'Resume with resume="exact"' in verdict.explanation
 
 
 class Forgetful(Noisy):

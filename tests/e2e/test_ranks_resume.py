@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import signal
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -10,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import pytest
 import resumes
-import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from processes import run_ranks
@@ -21,9 +18,8 @@ from resumes import BATCHES, RESUMING, Augmented, Noisy, SaveAfter
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
-from trainers import quiet_trainer
 
-from det_callbacks import CheckpointNotFoundError, NotResumableError, check_checkpoint, prove_resume
+from det_callbacks import CheckpointNotFoundError, NotResumableError, check_checkpoint
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.judge import compare_runs
 from det_callbacks.runs.store import Run
@@ -46,16 +42,6 @@ class Wide(Noisy):
         return self.last(self.middle(hidden).relu())
 
 
-def apart(draws: int) -> pl.Callback:
-    """Return what moves the generators of each rank by another number of draws."""
-
-    def move(trainer: pl.Trainer, *_: Any) -> None:
-        for _ in range(trainer.global_rank + draws):
-            torch.rand(()), random.random(), np.random.rand()
-
-    return LambdaCallback(on_fit_start=move)
-
-
 def data(num_ranks: int = 2, **options: Any) -> DataLoader[Any]:
     rows = Augmented(num_samples=2 * BATCHES * num_ranks)
     return DataLoader(rows, **{"batch_size": 2, "shuffle": True, **options})
@@ -68,12 +54,11 @@ def on_ranks(options: dict[str, Any], num_ranks: int = 2) -> dict[str, Any]:
 
 
 def record(folder: Path, *others: pl.Callback, num_ranks: int = 2, level: Any = "op", **options: Any) -> pl.Trainer:
-    draws = 5 if "ckpt_path" in options else 0  # a resumed training begins elsewhere
-    return resumes.record(folder, apart(draws), *others, level=level, **on_ranks(options, num_ranks))
+    return resumes.record(folder, *others, level=level, **on_ranks(options, num_ranks))
 
 
 def resume(folder: Path, name: str, *others: pl.Callback, num_ranks: int = 2, **options: Any) -> Any:
-    return resumes.resume(folder, name, apart(5), *others, **on_ranks(options, num_ranks))
+    return resumes.resume(folder, name, *others, **on_ranks(options, num_ranks))
 
 
 def round_trip(folder: Path, after: Sequence[int], *, at: str = "batch", level: Any = "op", **options: Any) -> None:
@@ -156,17 +141,6 @@ def test_from_wherever_it_was_saved(name: str, tmp_path: Path) -> None:
     for number in options["after"]:
         assert check_checkpoint(tmp_path / f"{number}.ckpt").equal
         assert (tmp_path / f"{number}.ckpt").is_dir() == (name == "sharded_folder")
-
-
-@pytest.mark.slow
-def test_the_proof(tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        make = partial(quiet_trainer, max_epochs=2, default_root_dir=tmp_path, devices=2, strategy="ddp")
-        verdict = prove_resume(make, Wide, data, stop_at=4, steps=10, folder=tmp_path / "proof")
-        assert (verdict.verdict, verdict.coverage.ranks, verdict.coverage.steps) == ("match", 2, (4, 9))
-
-    ended = run_ranks(body, tmp_path / "output", status=0)
-    assert not any("TrainingInterruptedError: . Rank" in one.output for one in ended)
 
 
 @pytest.mark.slow

@@ -66,7 +66,7 @@ def test_from_the_middle_and_the_end_of_an_epoch(name: str, tmp_path: Path) -> N
     record(tmp_path, *others(), SaveAfter(tmp_path, 4, 7), level=level, **options)
     for after in (4, 7):
         last = 7 * options.get("max_epochs", 2) - 1
-        assert resume(tmp_path, f"{after}.ckpt", *others(), seed=99, **options) == (after, last)
+        assert resume(tmp_path, f"{after}.ckpt", *others(), **options) == (after, last)
 
 
 @pytest.mark.parametrize(("limit", "validates"), [({"max_epochs": -1, "max_steps": 14}, True), ({}, False)])
@@ -90,8 +90,8 @@ def test_a_resumed_run_can_be_resumed(tmp_path: Path) -> None:
     (tmp_path / "moved").mkdir()
     for suffix in ("", ".digests.json", ".resume"):  # nor does it matter where the checkpoint lies
         (tmp_path / f"5.ckpt{suffix}").rename(tmp_path / "moved" / f"best.ckpt{suffix}")
-    assert resume(tmp_path, "moved/best.ckpt", seed=99) == (5, 13)
-    assert resume(tmp_path, "12.ckpt", seed=99) == (12, 13)
+    assert resume(tmp_path, "moved/best.ckpt") == (5, 13)
+    assert resume(tmp_path, "12.ckpt") == (12, 13)
 
 
 def with_own_rate(self: Noisy) -> Any:
