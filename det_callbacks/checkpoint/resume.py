@@ -77,7 +77,6 @@ class Resuming:
         self._position: DataPosition | None = None
         self._held: Mapping[str, Held] = {}
         self._restore_at_draw: Callable[[], object] | None = None
-        self._is_repeating = False
         self._is_attached = is_exact
         if is_exact:
             loop, put = trainer.fit_loop, self._replaced.put
@@ -193,7 +192,7 @@ class Resuming:
 
     def begin_draw(self) -> None:
         """Restore what the next batch needs, and keep the generators before the first one."""
-        if not self._is_repeating:
+        if self._pending is None:  # else batches are drawn again
             restore, self._restore_at_draw = self._restore_at_draw, None
             if restore is not None:
                 restore()
@@ -255,14 +254,13 @@ class Resuming:
         original(fetcher)
         if self._pending is None or loop.epoch_loop.done:
             return
-        state, self._pending = self._pending, None
-        is_new_iteration = self._position is not before
-        go_on = partial(self._go_on, loop, state, fetcher, is_new_iteration)
+        go_on = partial(self._go_on, loop, self._pending, fetcher, is_new_iteration=self._position is not before)
         self._peers.run_on_all(go_on, task="going to the place that it is of")
+        self._pending = None
 
     # restoring
 
-    def _go_on(self, loop: Any, state: Part, fetcher: Any, is_new_iteration: bool) -> None:
+    def _go_on(self, loop: Any, state: Part, fetcher: Any, *, is_new_iteration: bool) -> None:
         tensors, self._tensors = self._tensors, {}
         if state.position is not None:
             # else Lightning would leave out the plateau schedulers' update at the end of this epoch
@@ -286,14 +284,12 @@ class Resuming:
         """Draw again the batches that were trained on, and compare their number and the first with what was saved."""
         fetcher.combined_loader.reset()  # without workers of the iterator that Lightning made
         position.before_iteration.restore(self._held)
-        self._is_repeating = True
         with suppress(StopIteration):
             iter(fetcher)
             if position.before_first is not None:
                 position.before_first.restore(self._held)
             for _ in range(position.num_drawn):
                 next(fetcher)
-        self._is_repeating = False
         drawn = self._position
         assert drawn is not None, "the loader was iterated over"
         if (drawn.num_drawn, drawn.first_digest) != (position.num_drawn, position.first_digest):
