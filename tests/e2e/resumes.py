@@ -19,14 +19,10 @@ from det_callbacks import DeterminismCallback, NotResumableError
 RESUMING = [
     LIGHTNING_ADVICE,
     pytest.mark.usefixtures("environment_again"),  # seeds of Lightning
-    pytest.mark.filterwarnings("ignore:.*dataloader is not resumable"),  # Lightning's advice: a resume within an epoch
-    # Lightning's advice: callbacks may differ
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-    pytest.mark.filterwarnings(r"ignore:`\.fit\(ckpt_path=None\)` was called without a model"),  # Lightning's
-    pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available"),  # Lightning's: a first start
-    pytest.mark.filterwarnings("ignore:.*Checkpoint directory.*exists and is not empty"),  # a resume writes there again
+    pytest.mark.filterwarnings(
+        "ignore::UserWarning:lightning"
+    ),  # more of its advice: callbacks, folders, the last model
     pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork"),  # Python's, of processes that are forked here
-    pytest.mark.filterwarnings("ignore:Found `dataloader_iter` argument"),  # Lightning's, of a step that takes it
 ]
 SAMPLES = 14
 BATCHES = 7

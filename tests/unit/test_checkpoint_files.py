@@ -28,19 +28,6 @@ from det_callbacks.checkpoint.files import (
 from det_callbacks.digest import digest_tensor, format_digest
 from det_callbacks.rng import GeneratorStates
 
-SIDECAR = Sidecar(
-    id="0123456789abcdef",
-    file=FileDigest(size=7, digest="8000000000000001"),
-    entries={
-        "state_dict": {"é": Entry(kind="tensor", type="float32", digest="5", shape=(2, 3), parameter="net")},
-        "extra": {"x": Entry(kind="opaque", type="Thing")},
-    },
-    run={"id": "a", "mode": "record", "reference": None},
-    step=3,
-    num_ranks=2,
-)
-
-
 # names and digests of what is in it
 
 
@@ -90,8 +77,10 @@ def test_what_python_takes_for_equal_or_alike_is_told_apart() -> None:
 
 
 def test_no_flipped_bit_and_no_truncation_passes() -> None:
-    raw, path = seal(SIDECAR), Path("x.ckpt.digests.json")
-    assert unseal(raw, path, Sidecar) == SIDECAR
+    entries = {"state_dict": {"é": Entry(kind="tensor", type="float32", digest="5", shape=(2, 3), parameter="net")}}
+    content = Sidecar(id="0f", file=FileDigest(size=7, digest="80"), entries=entries, run={"id": "a"}, step=3)
+    raw, path = seal(content), Path("x.ckpt.digests.json")
+    assert unseal(raw, path, Sidecar) == content
     for bit in range(8 * len(raw)):
         flipped = bytearray(raw)
         flipped[bit // 8] ^= 1 << bit % 8
@@ -119,14 +108,12 @@ def test_what_is_no_sidecar_of_this_version_is_refused(raw: bytes, message: str)
         unseal(raw, Path("x"), Sidecar)
 
 
-def part_of(id: str, rank: int = 1, num_ranks: int = 2) -> Part:
+def save_part(path: Path, id: str, rank: int = 1, num_ranks: int = 2) -> DataPosition:
     position = DataPosition(before_iteration=GeneratorStates({"numpy": {"state": 2**127}}), num_drawn=4)
-    whose: dict[str, Any] = {"id": id, "rank": rank, "num_ranks": num_ranks, "generators": GeneratorStates.capture()}
-    return Part(**whose, is_epoch_over=False, position=position, values={"a": "0", "frozen": []}, buckets=(("a", "b"),))
-
-
-def save_part(path: Path, *whose: Any) -> None:
-    write_part(path, part_of(*whose), {"gradient a": torch.arange(3.0)})
+    states: dict[str, Any] = {"generators": GeneratorStates.capture(), "position": position, "is_epoch_over": False}
+    part = Part(id=id, rank=rank, num_ranks=num_ranks, **states, buckets=(("a", "b"),))
+    write_part(path, part, {"gradient a": torch.arange(3.0)})
+    return position
 
 
 def save(path: Path, id: str, *, num_ranks: int = 2) -> None:
@@ -145,8 +132,9 @@ def test_a_part_belongs_to_the_save_that_it_is_of(tmp_path: Path) -> None:
     added = [name.removeprefix("hpc_ckpt_3.ckpt") for name in os.listdir(tmp_path)]
     assert sorted(added) == ["", ".digests.json", ".resume"]  # no digit, which Lightning would take for a version
     assert check_checkpoint(path).equal
+    position = save_part(path, "b")
     part, tensors = read_part(path, read_sidecar(path), 1)
-    assert (part.position, tensors["gradient a"].tolist()) == (part_of("b").position, [0.0, 1.0, 2.0])
+    assert (part.position, tensors["gradient a"].tolist()) == (position, [0.0, 1.0, 2.0])
     save_part(path, "c")  # of a save that was never done
     assert check_checkpoint(path).missing_files == ("the part of rank 1",)
     save_part(path, "b")
