@@ -1,7 +1,8 @@
-"""References that many tests compare with, recorded once."""
+"""What many tests compare with, recorded once, and what they leave as it was."""
 
 import os
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,14 +23,10 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Record a training once for all tests that compare with it."""
-    folders: dict[Any, Path] = {}
 
+    @cache
     def recorded(model: Any = Deep, **options: Any) -> Path:
-        key = (model, *options.items())
-        if key not in folders:
-            folder = tmp_path_factory.mktemp("reference") / "run"
-            folders[key] = Training(model=model).record(folder, **options)
-        return folders[key]
+        return Training(model=model).record(tmp_path_factory.mktemp("reference") / "run", **options)
 
     return recorded
 

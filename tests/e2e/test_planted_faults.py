@@ -97,9 +97,9 @@ FAULTS: dict[str, tuple[Any, Training, str, str, str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_culprit_is_named(fault: str, tmp_path: Path, references: Callable[..., Path]) -> None:
+def test_the_culprit_is_named(fault: str, tmp_path: Path) -> None:
     model, training, place, kind_and_cause, said = FAULTS[fault]
-    verdict = verify(references(model), training, tmp_path / "current")
+    verdict = verify(Training(model=model).record(tmp_path / "reference"), training, tmp_path / "current")
     first = first_of(verdict)
     assert "|".join(map(str, (first.step, first.phase, first.module, first.op, first.name or ""))) == place
     assert f"{first.kind} {verdict.cause}" == kind_and_cause
@@ -181,9 +181,8 @@ def test_an_op_that_reads_another_part_is_called_otherwise(op: str, tmp_path: Pa
     assert "read another part of what it was given: " in verdict.explanation
 
 
-def test_an_unselected_module_in_between_makes_no_origin(tmp_path: Path, references: Callable[..., Path]) -> None:
-    modules = ("net.[0-3]*", "net.[6-9]*", "head")
-    reference = references(Deep, modules=modules)
+def test_an_unselected_module_in_between_makes_no_origin(tmp_path: Path) -> None:
+    reference = Training().record(tmp_path / "reference", modules=("net.[0-3]*", "net.[6-9]*", "head"))
     training = Training(around=below(op="aten.addmm", module="net.4.up", step=1, is_gross=True))
     verdict = verify(reference, training, tmp_path / "current")
     first = first_of(verdict)
@@ -196,11 +195,9 @@ def test_an_unselected_module_in_between_makes_no_origin(tmp_path: Path, referen
 
 
 @pytest.mark.parametrize("level", ["module", "state"])
-def test_lower_levels_find_the_step_and_blame_no_op(
-    level: str, tmp_path: Path, references: Callable[..., Path]
-) -> None:
+def test_lower_levels_find_the_step_and_blame_no_op(level: str, tmp_path: Path) -> None:
     training = Training(around=below(op="aten.addmm", step=2, module="net.5.up", is_gross=True))
-    verdict = verify(references(Deep, level=level), training, tmp_path / "current")
+    verdict = verify(Training().record(tmp_path / "reference", level=level), training, tmp_path / "current")
     first = first_of(verdict)
     assert (first.step, first.phase) == (2, "forward")
     assert first.module == ("net.5.up" if level == "module" else "")

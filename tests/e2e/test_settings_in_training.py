@@ -2,13 +2,14 @@
 
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from fits import Classifier, RaiseAt, Samples
+from fits import Classifier, RaiseAt, Samples, StopError
 from guards import process_state
 from lightning.pytorch.callbacks import LambdaCallback
 from torch.utils.data import DataLoader
@@ -22,7 +23,7 @@ from det_callbacks import (
     enforce_determinism,
 )
 from det_callbacks.runs.store import Run
-from det_callbacks.settings import enforce, settings_in_force
+from det_callbacks.settings import catalogue, settings_in_force
 
 SETTINGS = DeterminismSettings(seed=0)
 
@@ -43,10 +44,9 @@ def _puts_back_what_a_trainer_sets() -> Iterator[None]:
         yield
 
 
-def fit(folder: Path, model: Any, settings: Any = SETTINGS, *others: pl.Callback, mode: Any = "record") -> None:
-    current = folder.with_name("current") if mode == "verify" else None
-    callback = DeterminismCallback(folder, mode=mode, current=current, settings=settings)
-    quiet_trainer(callback, *others).fit(model, DataLoader(Samples(), batch_size=8))
+def fit(folder: Path, model: Any, settings: Any = SETTINGS, mode: Any = "record") -> None:
+    callback = DeterminismCallback(folder, mode=mode, current=folder.with_name("current"), settings=settings)
+    quiet_trainer(callback).fit(model, DataLoader(Samples(), batch_size=8))
 
 
 def refused(folder: Path, model: Counted) -> str:
@@ -93,30 +93,26 @@ OTHERS = {"deterministic_algorithms": "warn", "cublas_workspace_config": ":16:8"
 
 
 @pytest.mark.parametrize(("options", "wanted"), [(TEMPLATE, CUDNN), ({"deterministic": True}, OTHERS)])
+@pytest.mark.parametrize("stops_at", ["", "on_fit_start", "on_train_batch_end"])
 def test_what_can_still_be_set_is_set_for_the_training_and_put_back_after_it(
-    options: dict[str, Any], wanted: dict[str, Any], tmp_path: Path
+    stops_at: str, options: dict[str, Any], wanted: dict[str, Any], tmp_path: Path
 ) -> None:
+    def but_the_seed() -> dict[str, Any]:
+        return {**settings_in_force(), "seed": None}
+
     in_force: list[dict[str, Any]] = []
-    watching = LambdaCallback(on_train_batch_start=lambda *_: in_force.append(settings_in_force()))
+    others = [LambdaCallback(on_train_batch_start=lambda *_: in_force.append(settings_in_force()))]
+    others += [RaiseAt(stops_at, StopError(), call=1)] if stops_at else []
     callback = DeterminismCallback(tmp_path / "run", mode="record", settings=wanted)
-    trainer = quiet_trainer(callback, watching, **options)
-    before = settings_in_force()
+    trainer = quiet_trainer(callback, *others, **options)
+    before = but_the_seed()
     assert before != {**before, **wanted}
-    trainer.fit(Counted(), DataLoader(Samples(), batch_size=8))
-    assert {name: in_force[-1][name] for name in wanted} == wanted
-    recorded = Run.open(tmp_path / "run").manifest.settings
-    assert {name: recorded[name] for name in wanted} == wanted
-    assert {name: value for name, value in settings_in_force().items() if name != "seed"} == {
-        name: value for name, value in before.items() if name != "seed"
-    }
-
-
-@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_batch_end"])
-def test_an_exception_puts_settings_back_too(hook: str, tmp_path: Path) -> None:
-    before = torch.get_num_threads()
-    with pytest.raises(ValueError, match="planted"):
-        fit(tmp_path, Counted(), {"num_threads": 1}, RaiseAt(hook, ValueError("planted"), call=1))
-    assert torch.get_num_threads() == before
+    with pytest.raises(StopError) if stops_at else nullcontext():
+        trainer.fit(Counted(), DataLoader(Samples(), batch_size=8))
+    assert but_the_seed() == before
+    if stops_at != "on_fit_start":
+        for found in (in_force[-1], Run.open(tmp_path / "run").manifest.settings):
+            assert {name: found[name] for name in wanted} == wanted
 
 
 def test_what_differs_on_another_machine_is_not_comparable(tmp_path: Path) -> None:
@@ -144,7 +140,7 @@ VARIABLES = {"PYTHONHASHSEED": "11", "MKL_CBWR": "COMPATIBLE", "ATEN_CPU_CAPABIL
 
 
 def test_what_comes_too_late_says_how_to_start_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(enforce, "start_environment", dict)
+    monkeypatch.setattr(catalogue, "start_environment", dict)
     before = process_state()
     with pytest.raises(SettingsError) as refused:
         enforce_determinism({**SETTABLE, **WANTED})
