@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass
 class HeatMap:
-    """One heat map: the labels of its rows, and the letters of each step's column by row."""
+    """One heat map: how many steps agree, differ and so on, and the letters of each step's column by row."""
 
     name: str = ""
     outcomes: str = ""
@@ -26,70 +26,54 @@ class HeatMap:
         return "".join(min(cells.values(), key="ocm".index, default=".") for cells in self.columns.values())
 
 
-@dataclass
-class Page:
+class Page(HTMLParser):
     """One report: name and attributes of each element, what a person reads, and the heat maps."""
 
-    tags: list[tuple[str, dict[str, str]]] = field(default_factory=list)
-    text: str = ""
-    style: str = ""
-    maps: list[HeatMap] = field(default_factory=list)
-
-
-class _Parser(HTMLParser):
-    def __init__(self) -> None:
+    def __init__(self, path: Path) -> None:
         super().__init__()
-        self.page = Page()
-        self._inside: list[str] = []
-        self._cells: dict[int, str] = {}
+        self.tags: list[tuple[str, dict[str, str]]] = []
+        self.text = self.style = ""
+        self.maps: list[HeatMap] = []
+        self._inside, self._cells = [""], dict[int, str]()
+        self.feed(path.read_text(encoding="utf-8"))
+        self.close()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         attributes = {name: value or "" for name, value in attrs}
-        self.page.tags.append((tag, attributes))
+        self.tags.append((tag, attributes))
         self._inside.append(tag)
         if attributes.get("class") == "heat":
-            self.page.maps.append(HeatMap())
-        elif tag == "li" and self.page.maps and "title" in attributes:
-            self.page.maps[-1].labels.append(attributes["title"])
+            self.maps.append(HeatMap())
+        elif tag == "li" and self.maps and "title" in attributes:
+            self.maps[-1].labels.append(attributes["title"])
         elif tag == "path" and attributes["class"] in ("m", "c", "o"):
-            for y in re.findall(r"M0 (\d+)", attributes["d"]):
-                self._cells[int(y) // 16] = attributes["class"]
+            rows = re.findall(r"M0 (\d+)", attributes["d"])
+            self._cells.update({int(row) // 16: attributes["class"] for row in rows})
 
     def handle_endtag(self, tag: str) -> None:
         while tag in self._inside and self._inside.pop() != tag:
             pass
 
     def handle_data(self, data: str) -> None:
-        inside = self._inside[-1] if self._inside else ""
-        if inside == "style":
-            self.page.style += data
-        elif inside == "title" and self.page.maps:
-            self._cells = self.page.maps[-1].columns.setdefault(int(re.match(r"Step (\d+): ", data)[1]), {})
-        elif inside == "summary" and self.page.maps and not self.page.maps[-1].labels:
-            self.page.maps[-1].name, _, self.page.maps[-1].outcomes = data.partition(", steps: ")
+        if self._inside[-1] == "style":
+            self.style += data
+        elif self._inside[-1] == "title" and self.maps:
+            self._cells = self.maps[-1].columns.setdefault(int(re.match(r"Step (\d+): ", data)[1]), {})
+        elif self._inside[-1] == "summary" and self.maps and not self.maps[-1].labels:
+            self.maps[-1].name, _, self.maps[-1].outcomes = data.partition(", steps: ")
         else:
-            self.page.text += data
-
-
-def read_page(path: Path) -> Page:
-    """Return a report."""
-    parser = _Parser()
-    parser.feed(path.read_text(encoding="utf-8"))
-    parser.close()
-    return parser.page
+            self.text += data
 
 
 def assert_no_receiver_is_an_origin(folder: Path, verdict: Mapping[str, Any]) -> None:
     """The report of several ranks has a map of each, and shows an origin only where the verdict says one is."""
-    page, first = read_page(folder / "report.html"), verdict["first_divergence"]
+    page, first = Page(folder / "report.html"), verdict["first_divergence"]
     assert [heat_map.name for heat_map in page.maps] == [f"Rank {rank}" for rank in range(verdict["coverage"]["ranks"])]
     started = {origin["rank"] for origin in verdict["origins"]}
     for rank, heat_map in enumerate(page.maps):
         letters = heat_map.letters()
         assert set(letters[: first["step"]]) == {"m"}
-        if rank in started:
-            assert "o" in letters
-        elif rank != first["rank"]:
-            assert "o" not in letters, f"rank {rank} only received the difference"
+        if rank in started or rank != first["rank"]:
+            assert ("o" in letters) is (rank in started), f"rank {rank} only received the difference"
         elif first["is_origin"] is None:
             assert letters[first["step"]] == "c", "where it starts cannot be proven"
