@@ -122,24 +122,20 @@ def test_sentences_and_tables_stay_below_120_columns_and_what_is_copied_is_one_l
     text = to_text([Section(lines=[words], code=[copied], table=Table(columns="ab", rows=rows))])
     lines = text.splitlines()
     assert max(len(line) for line in lines if line != copied) < 120
-    assert " ".join(lines[: lines.index(copied)]) == words
-    assert text.count("x") == 300
+    assert (" ".join(lines[: lines.index(copied)]), text.count("x")) == (words, 300)
     wide = to_text([Section(table=Table(columns="ab", rows=rows, is_wide=True))])
     assert wide.splitlines()[1].split() == ["x" * 300, "7"], "other programs read it line by line"
     name = "recipe.racing_sum.default" * 3
     folded = to_text([Section(table=Table(columns="ab", rows=[(name, "at train.py:41 in forward " * 3)]))])
     assert name in folded, "words are cut only where nothing else helps"
-    few = to_text(
-        [Section(title="Some", items=["one"], facts=[("a", "b")], table=Table(columns="ab", rows=["cd"] * 3, limit=1))]
-    )
-    assert few.splitlines() == ["Some", "  one", "  a  b", "a  b", "c  d", "and 2 more"]
+    few = Table(columns="ab", rows=["cd"] * 3, limit=1)
+    text = to_text([Section(title="Some", items=["one"], facts=[("a", "b")], table=few)])
+    assert text.splitlines() == ["Some", "  one", "  a  b", "a  b", "c  d", "and 2 more"]
 
 
-def test_show_lists_the_steps(runs: Path, command: Command) -> None:
-    status, out, err = command("show reference")
-    assert (status, err) == (0, "")
+def test_show_lists_the_steps_and_the_sites_of_one(runs: Path, command: Command) -> None:
     run = Run.open(runs / "reference")
-    lines = out.splitlines()
+    lines = command("show reference")[1].splitlines()
     assert lines[0] == f"run {run.manifest.run_id} in reference: complete"
     assert "level op" in lines[1]
     assert lines[2] == "rank 0: 4 steps in 1 fit"
@@ -152,30 +148,23 @@ def test_show_lists_the_steps(runs: Path, command: Command) -> None:
     shown = [line.split()[1] for line in command("show long")[1].splitlines()[4:]]
     assert shown == [*map(str, range(10)), "...", *map(str, range(14, 24))]
 
-
-def test_show_step_gives_a_row_a_site(runs: Path, command: Command) -> None:
-    _, out, _ = command("show reference --step 1")
-    view = Run.open(runs / "reference").view(0, 0, 1)
-    lines = out.splitlines()
+    view = run.view(0, 0, 1)
+    lines = command("show reference --step 1")[1].splitlines()
     assert lines[0].startswith(f"step 1 (epoch 0, rank 0): {len(view.program)} sites, ")
     assert len(lines) == 2 + len(view.program)
     position = next(place for place, site in enumerate(view.program.sites) if site.op == "aten.addmm.default")
-    row = lines[2 + position]
-    assert row.split()[:4] == [str(position), "forward", "first", "aten.addmm.default#0"]
-    assert "float32 [8, 16]" in row
-    assert format_digest(int(view.record.digests[position])) in row
+    row, digests = lines[2 + position], [format_digest(int(bits)) for bits in view.record.digests]
+    assert row.split()[:6] == [str(position), "forward", "first", "aten.addmm.default#0", "float32", "[8,"]
+    assert digests[position] in row
     assert row.endswith("in forward")
     sites = json.loads(command("show reference --step 1 --json")[1])["sites"]
-    assert [row["digest"] for row in sites] == [format_digest(int(bits)) for bits in view.record.digests]
-    assert [row["op"] for row in sites] == [site.op for site in view.program.sites]
+    found = [(row["op"], row["digest"]) for row in sites]
+    assert found == [(site.op, bits) for site, bits in zip(view.program.sites, digests, strict=True)]
 
 
-def test_ops_lists_what_torch_says(command: Command) -> None:
-    status, out, err = command("ops")
-    assert (status, err) == (0, "")
-    facts = read_op_facts()
+def test_ops_lists_what_torch_says_and_what_a_run_uses(command: Command) -> None:
+    lines, facts = command("ops")[1].splitlines(), read_op_facts()
     counts = Counter(fact.behaviour for fact in facts)
-    lines = out.splitlines()
     listed = ", ".join(f"{counts[kind]} {kind}" for kind in ("alternate algorithm", "error", "random"))
     assert lines[0] == f"torch {torch.__version__}: {len(facts)} entries ({listed})"
     assert [line.split()[0] for line in lines[6:]] == [fact.name for fact in facts]
@@ -185,19 +174,11 @@ def test_ops_lists_what_torch_says(command: Command) -> None:
     assert (content["schema"], content["torch"], content["run"]) == (1, torch.__version__, None)
     assert content["counts"] == Counter(entry["behaviour"] for entry in content["entries"])
     (entry,) = [entry for entry in content["entries"] if entry["name"] == "torch.nn.ReflectionPad1d"]
-    assert entry == {
-        "name": "torch.nn.ReflectionPad1d",
-        "ops": ["aten.reflection_pad1d_backward"],
-        "behaviour": "error",
-        "device": "cuda",
-        "condition": "when attempting to differentiate a CUDA tensor",
-    }
+    backward, condition = "aten.reflection_pad1d_backward", "when attempting to differentiate a CUDA tensor"
+    assert (entry["ops"], entry["behaviour"], entry["device"]) == ([backward], "error", "cuda")
+    assert entry["condition"] == condition
 
-
-def test_ops_used_by_a_run_have_their_modules_and_counts(runs: Path, command: Command) -> None:
-    status, out, err = command("ops --used-by ops --json")
-    assert (status, err) == (0, "")
-    used = {entry["name"]: entry for entry in json.loads(out)["entries"]}
+    used = {entry["name"]: entry for entry in json.loads(command("ops --used-by ops --json")[1])["entries"]}
     modules = {name: {row["module"]: row["sites"] for row in entry["modules"]} for name, entry in used.items()}
     assert modules == {
         "torch.index_add": {"middle": 1},
@@ -208,8 +189,7 @@ def test_ops_used_by_a_run_have_their_modules_and_counts(runs: Path, command: Co
     lines = command("ops --used-by ops")[1].splitlines()
     assert lines[2].endswith("; 4 may be about this run")
     (row,) = [line for line in lines if line.startswith("torch.nn.ReflectionPad1d")]
-    backward = "aten.reflection_pad1d_backward.default"
-    assert row.split()[:6] == ["torch.nn.ReflectionPad1d", "error", "cuda", "middle.pad", "1", backward]
+    assert row.split()[:6] == ["torch.nn.ReflectionPad1d", "error", "cuda", "middle.pad", "1", f"{backward}.default"]
 
 
 @pytest.mark.parametrize(
@@ -238,57 +218,43 @@ def test_what_could_not_be_done_is_written_to_standard_error(words: str, message
 # check-checkpoint
 
 
-@pytest.fixture
-def path(runs: Path, tmp_path: Path) -> Path:
+def test_a_checkpoint_is_compared_with_its_digests_or_with_another_one(
+    runs: Path, tmp_path: Path, command: Command
+) -> None:
+    path, other = tmp_path / "x.ckpt", tmp_path / "y.ckpt"
     for name in ("x.ckpt", "x.ckpt.digests.json"):
         shutil.copy(runs / name, tmp_path / name)
     shutil.copytree(runs / "x.ckpt.resume", tmp_path / "x.ckpt.resume")
-    return tmp_path / "x.ckpt"
 
+    def check(words: str, status: int, *texts: str) -> dict[str, Any]:
+        done, out, err = command(f"check-checkpoint {words}")
+        assert (done, [text for text in texts if text not in out + err]) == (status, [])
+        return json.loads(command(f"check-checkpoint {words} --json")[1] or "{}")
 
-def change(path: Path, copy: Path, **values: Any) -> Path:
-    checkpoint = torch.load(path, weights_only=True)
-    checkpoint["state_dict"].update(values)
-    torch.save(checkpoint, copy, _use_new_zipfile_serialization=bool(values))
-    return copy
-
-
-def test_a_checkpoint_is_compared_with_its_digests(path: Path, command: Command) -> None:
-    status, out, _ = command(f"check-checkpoint {path}")
-    assert status == 0
-    assert f"{path} is what was saved, in all its bytes" in out
-    assert "saved after step 3 in epoch 1, run " in out
-    assert "state_dict" in out
-    content = json.loads(command(f"check-checkpoint {path} --json")[1])
+    saved = f"{path} is what was saved, in all its bytes"
+    content = check(str(path), 0, saved, "saved after step 3 in epoch 1, run ", "state_dict")
     assert (content["equal"], content["entries"], content["save"]["step"]) == (True, [], 3)
 
-    change(path, path, **{"last.bias": torch.zeros(3), "norm.bias": torch.zeros(4)})
-    status, out, _ = command(f"check-checkpoint {path}")
-    assert status == 1
-    assert "state_dict: last.bias differs (" in out
-    assert "state_dict: norm.bias was float32 [16], and is float32 [4]" in out
-    assert "entries are what was saved" in out
-    status, out, _ = command(f"check-checkpoint {path} --json")
-    found = [(entry["path"], entry["kind"]) for entry in json.loads(out)["entries"]]
-    assert (status, found) == (1, [("norm.bias", "structure"), ("last.bias", "content")])
+    checkpoint = torch.load(path, weights_only=True)
+    torch.save(checkpoint, other, _use_new_zipfile_serialization=False)
+    check(f"{path} {other}", 0, "hold the same", "the files' bytes differ")
+    bias = checkpoint["state_dict"]["last.bias"]
+    bias.view(torch.int32)[1] += 5
+    checkpoint["state_dict"]["more"] = bias
+    torch.save(checkpoint, other)
+    texts = "differ in 2 entries", "1 of 3 elements, by up to 5 ULPs", "is there, and was not before"
+    entry, _ = check(f"{path} {other}", 1, *texts)["entries"]
+    assert (entry["num_differing"], entry["num_elements"], entry["max_ulps"]) == (1, 3, 5)
+
+    checkpoint["state_dict"]["norm.bias"] = torch.zeros(4)
+    torch.save(checkpoint, path)
+    texts = "last.bias differs (", "norm.bias was float32 [16], and is float32 [4]", "entries are what was saved"
+    entries = check(str(path), 1, *texts)["entries"]
+    found = [(entry["path"], entry["kind"]) for entry in entries]
+    assert sorted(found) == [("last.bias", "content"), ("more", "extra"), ("norm.bias", "structure")]
 
     os.unlink(f"{path}.digests.json")
-    status, _, err = command(f"check-checkpoint {path}")
-    assert (status, "nothing to compare" in err) == (2, True)
+    check(str(path), 2, "nothing to compare")
     os.truncate(path, 1000)
-    assert command(f"check-checkpoint {path} {path}")[0] == 2
-    assert command(f"check-checkpoint {path}.gone")[0] == 2
-
-
-def test_two_checkpoints_are_compared_with_each_other(path: Path, tmp_path: Path, command: Command) -> None:
-    bias = torch.load(path, weights_only=True)["state_dict"]["last.bias"]
-    bias.view(torch.int32)[1] += 5
-    words = f"check-checkpoint {path} {change(path, tmp_path / 'y.ckpt', **{'last.bias': bias, 'more': bias})}"
-    status, out, _ = command(words)
-    assert status == 1
-    for text in ("differ in 2 entries", "1 of 3 elements, by up to 5 ULPs", "is there, and was not before"):
-        assert text in out
-    (entry, _) = json.loads(command(f"{words} --json")[1])["entries"]
-    assert (entry["num_differing"], entry["num_elements"], entry["max_ulps"]) == (1, 3, 5)
-    status, out, _ = command(f"check-checkpoint {path} {change(path, tmp_path / 'z.ckpt')}")
-    assert (status, "hold the same" in out, "the files' bytes differ" in out) == (0, True, True)
+    check(f"{path} {path}", 2)
+    check(f"{path}.gone", 2)
