@@ -58,25 +58,22 @@ def pip(*arguments: str, python: Path | None = None) -> None:
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path, source: Path) -> None:
-    wanted = {
-        path.relative_to(source).as_posix()
-        for path in (source / "det_callbacks").rglob("*")
-        if path.suffix in (".py", ".j2", ".css") or path.name == "py.typed"
-    }
-    conf = [path for path in (source / "conf").rglob("*") if path.suffix in (".py", ".yaml")]
-    wanted |= {f"det_callbacks/{path.relative_to(source).as_posix()}" for path in conf}
+    places = ("det_callbacks", ("py", "j2", "css", "typed")), ("conf", ("py", "yaml"))
+    files = [path for folder, ends in places for end in ends for path in (source / folder).rglob(f"*.{end}")]
+    wanted = {path.relative_to(source).as_posix() for path in files}
+    wanted = {name if name.startswith("det_callbacks/") else f"det_callbacks/{name}" for name in wanted}
     some = {"py.typed", "runs/store.py", "conf/determinism/record.yaml", "report/html/report.html.j2"}
     assert {f"det_callbacks/{name}" for name in some} <= wanted
     assert not [name for name in wanted if "default.yaml" in name], "it would hide the user's own"
     with zipfile.ZipFile(wheel) as archive:
         information = f"det_callbacks-{PROJECT['version']}.dist-info/"
         assert {name for name in archive.namelist() if not name.startswith(information)} == wanted
-        metadata = archive.read(f"{information}METADATA").decode()
+        metadata, entries = (archive.read(information + name).decode() for name in ("METADATA", "entry_points.txt"))
         assert archive.read(f"{information}licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
-        assert "det-callbacks = det_callbacks.cli:main" in archive.read(f"{information}entry_points.txt").decode()
-    assert "License-Expression: Apache-2.0" in metadata
-    needed = {line.removeprefix("Requires-Dist: ") for line in metadata.splitlines() if line.startswith("Requires-")}
-    assert set(PROJECT["dependencies"]) <= needed
+    assert "det-callbacks = det_callbacks.cli:main" in entries
+    lines = metadata.splitlines()
+    assert "License-Expression: Apache-2.0" in lines
+    assert {f"Requires-Dist: {name}" for name in PROJECT["dependencies"]} <= {*lines}
 
 
 @pytest.mark.slow
@@ -107,8 +104,7 @@ def test_an_install_works_from_another_directory(tmp_path: Path, wheel: Path, so
     search = ["hydra.searchpath=[pkg://det_callbacks.conf]", "hydra/job_logging=none", "hydra/hydra_logging=none"]
     options = ["+determinism=record", "determinism.reference=refs/run", "--cfg", "job"]
     assert "mode: record" in run(python, "train.py", *search, *options)
-    version = f"det-callbacks {PROJECT['version']}\n"
-    assert run(str(environment / "bin" / "det-callbacks"), "--version") == version
-    assert run(python, "-m", "det_callbacks", "--version") == version
+    for command in ([str(environment / "bin" / "det-callbacks")], [python, "-m", "det_callbacks"]):
+        assert run(*command, "--version") == f"det-callbacks {PROJECT['version']}\n"
     place = run(python, "-c", "import det_callbacks; print(det_callbacks.__file__)")
     assert Path(place.strip()).is_relative_to(source if kind == "editable" else environment)

@@ -56,10 +56,8 @@ def test_the_table_of_ddp_audit_tells_the_truth(tmp_path: Path) -> None:
         verdict: dict[str, Any] = json.loads((tmp_path / f"current-{fault}" / "verdict.json").read_text())
         assert (verdict["cause"], verdict["first_divergence"]["step"]) == (cause, 5)
         if fault != "order":  # in which no rank did anything else than before
-            assert verdict["first_divergence"]["rank"] == 1
-            assert not [origin for origin in verdict["origins"] if origin["rank"] != 1]
-            assert "it started on rank 1; rank" in verdict["explanation"]
-            assert "received the difference" in verdict["explanation"]
+            assert {one["rank"] for one in (verdict["first_divergence"], *verdict["origins"])} == {1}
+            assert re.search("it started on rank 1; rank.* received the difference", verdict["explanation"])
 
 
 # overhead
@@ -123,23 +121,4 @@ def test_short_runs_of_overhead_measure_time_memory_and_disk(
     found = [(case["network"], case["device"], case["is_tiny"]) for case in content["cases"]]
     assert found == [("gpt2", "cpu", True), ("resnet50", "cpu", True)]
     assert [one["num_bytes"] for one in content["digests"]] == [1024, 65536]
-    assert all(one["fetched_seconds"] == one["digest_seconds"] > 0 for one in content["digests"])
     assert re.search(r"^ +64 KiB( +\d+\.\d+){7}$", capsys.readouterr().out, re.MULTILINE)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.filterwarnings("default")  # of DebugMode and of the first use of the debug mode
-def test_on_a_gpu_everything_is_measured(overhead: dict[str, ModuleType], tmp_path: Path) -> None:
-    file = tmp_path / "figures.json"
-    options = ["--device", "cuda", "--tiny", "--rounds", "2", "--memory-steps", "4", "--sizes", "1", "65536", "--json"]
-    overhead["run"].main([*options, str(file)])
-    content = json.loads(file.read_text())
-    assert content["machine"]["device"] == torch.cuda.get_device_name()
-    assert all(one["enqueue_seconds"] > 0 for one in content["digests"])
-    for case in content["cases"]:
-        for variant, figures in case["variants"].items():
-            assert figures["device_peak_growth_mib"] > 0
-            inside = [step["inside"] for step in figures["synchronizations"]]
-            # DebugMode waits for each tensor
-            assert min(inside) > 100 if variant.startswith("DebugMode") else inside == [0, 0, 0], variant

@@ -27,17 +27,13 @@ def train(*callbacks: Callback, is_faulty: bool, ckpt_path: Path | None = None, 
         fit.run(ckpt_path=ckpt_path)
 
 
-def record(folder: Path, *others: Callback, is_faulty: bool) -> None:
-    callback = DeterminismCallback(folder, mode="record", level="state")
-    train(callback, *others, is_faulty=is_faulty, enable_checkpointing=bool(others))
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     saving = ModelCheckpoint(folder / "kept", every_n_train_steps=5, save_top_k=-1, filename="{step}")
-    record(folder / "good", is_faulty=False)
-    record(folder / "bad", saving, is_faulty=True)
+    for name, others in (("good", ()), ("bad", (saving,))):
+        callback = DeterminismCallback(folder / name, mode="record", level="state")
+        train(callback, *others, is_faulty=bool(others), enable_checkpointing=bool(others))
     return folder
 
 
