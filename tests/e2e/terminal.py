@@ -12,16 +12,13 @@ from typing import Any
 
 from forks import end_with
 
-SIZE = struct.pack("HHHH", 60, 600, 0, 0)
-"""Rows and columns; a line of ours in one line."""
-
 
 def written_by(body: Callable[[], Any]) -> str:
-    """Return what a body writes to its terminal, control characters included."""
+    """Return what a body writes to its terminal of 60 rows and 600 columns, control characters included."""
     process, terminal = pty.fork()
     if process == 0:
         end_with(lambda: _run(body))
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, SIZE)
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 60, 600, 0, 0))
     written = bytearray()
     with suppress(OSError):  # the process has ended (Linux says so in this way)
         while content := os.read(terminal, 65536):
