@@ -34,16 +34,12 @@ def pattern_of(line: str) -> str:
 def run_page(page: Path, folder: Path, *, added: str = "") -> int:
     """Run all commands of a page in a folder, and check what they promise; return how many there are.
 
-    Args:
-        page: a file in Markdown.
-        folder: working directory.
-        added: further arguments of each command that trains.
+    Commands that train get the ``added`` arguments as well.
     """
     (folder / "recipes").symlink_to(ROOT / "recipes")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "COLUMNS": "120", "NO_COLOR": "1"}
-    commands = commands_of(page.read_text())
-    status = 0
+    commands, status = commands_of(page.read_text()), 0
     for command, promised in commands:
         if command == "echo $?":
             assert promised == [str(status)]
@@ -56,8 +52,7 @@ def run_page(page: Path, folder: Path, *, added: str = "") -> int:
             else:
                 options: dict[str, Any] = {"cwd": folder, "env": environment, "check": False, "timeout": 200}
                 status = subprocess.run(words, stdout=said, stderr=subprocess.STDOUT, **options).returncode
-            said.seek(0)
-            text = said.read().decode()
+        text = (folder / "said").read_text()
         for line in promised:
             assert re.search(pattern_of(line), text), f"{command}\npromised: {line}\nsaid:\n{text}"
     return len(commands)

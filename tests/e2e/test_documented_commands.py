@@ -57,13 +57,12 @@ def test_the_docs_are_built(tmp_path: Path) -> None:
     assert "on_divergence" in page
 
 
-NO_LOGGER = QUIET.replace("logger=False, ", "")
 EXAMPLES = {  # page -> what its examples have instead of the numbers of a user, and the name of what comes out
     "compare-models": ({"report = compare_compiled": "# ", "report.assert_close()": "report.worst"}, "report"),
     "loggers": (
         {
             '"refs/run1")': '"refs/run2", mode="record")',
-            "log_every_n_steps=10": f"log_every_n_steps=1, max_epochs=1, {NO_LOGGER}",
+            "log_every_n_steps=10": f"log_every_n_steps=1, max_epochs=1, {QUIET.replace('logger=False, ', '')}",
         },
         "Trainer",
     ),
@@ -78,19 +77,12 @@ EXAMPLES = {  # page -> what its examples have instead of the numbers of a user,
 def test_examples_of_the_how_to_pages_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     changes, result = EXAMPLES[page]
-    loader = DataLoader(Samples(), batch_size=8)
-    batch = torch.randn(4, 12)
-
-    def parts() -> nn.Module:
-        return nn.Sequential(OrderedDict(encoder=nn.Linear(12, 16), head=nn.Linear(16, 2)))
-
-    names: dict[str, Any] = {"model": parts(), "rewritten": parts(), "inputs": batch, "x": batch, "loader": [batch]}
-    names |= {"torch": torch, "racing_pool": torch.relu, "hidden": torch.randn(3, requires_grad=True)}
-    names |= {
-        "make_trainer": lambda: quiet_trainer(max_epochs=1),
-        "make_model": Classifier,
-        "make_data": lambda: loader,
-    }
+    loader, batch = DataLoader(Samples(), batch_size=8), torch.randn(4, 12)
+    models = (nn.Sequential(OrderedDict(encoder=nn.Linear(12, 16), head=nn.Linear(16, 2))) for _ in range(2))
+    names: dict[str, Any] = dict(zip(("model", "rewritten"), models, strict=True))
+    names |= {"inputs": batch, "x": batch, "loader": [batch], "hidden": torch.randn(3, requires_grad=True)}
+    names |= {"torch": torch, "racing_pool": torch.relu, "make_model": Classifier, "make_data": lambda: loader}
+    names["make_trainer"] = lambda: quiet_trainer(max_epochs=1)
     if page in ("resume", "loggers"):  # these train
         names |= {"model": Classifier(), "loader": loader}
         trainer = quiet_trainer(DeterminismCallback("refs/run1", mode="record"), max_epochs=1)
@@ -100,5 +92,4 @@ def test_examples_of_the_how_to_pages_run(page: str, tmp_path: Path, monkeypatch
         for before, after in changes.items():
             example = example.replace(before, after)
         exec(example, names)
-    found = names[result]
-    assert getattr(found, "verdict", "match") is not None
+    assert getattr(names[result], "verdict", "match") is not None
