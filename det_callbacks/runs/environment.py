@@ -31,9 +31,7 @@ class EnvironmentEntry:
 
 
 Environment: TypeAlias = Mapping[str, EnvironmentEntry]
-"""Everything known to decide the bits of a run, by dotted name.
-
-It holds no host or user names, no absolute paths, no addresses and no secrets."""
+"""What may decide the bits of a run, by dotted name; no host or user names, absolute paths, addresses or secrets."""
 
 
 def compare_environments(reference: Environment, current: Environment) -> tuple[EnvironmentDifference, ...]:

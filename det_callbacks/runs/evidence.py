@@ -3,7 +3,6 @@
 Rows between two steps belong to the one that comes. A kill loses what was gathered since the last record batch.
 """
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,8 +33,7 @@ BEFORE, AFTER = "before", "after"
 UNSEEN_WRITE = "unseen write"  # of a step that a verification keeps: the values are ``StepView.unseen_writes``
 VALUES = "arguments"  # the digest and the JSON text of numbers among an op's arguments
 
-STEPS_PER_BATCH = 64
-MAX_ROWS = 10_000  # after which a record batch is written, however few steps they are of
+ROWS_PER_BATCH = 512  # after which a record batch is written
 
 _DIGEST = b"digest"
 
@@ -80,27 +78,22 @@ class EvidenceWriter:
     """Writes the rows of one fit of one process into a new file."""
 
     def __init__(self, path: Path, *, run_id: str) -> None:
-        self.path = path
         self._rows: list[Row] = []
-        self._num_steps = 0
         self._file = path.open("wb", buffering=0)
-        schema = EVIDENCE_SCHEMA.with_metadata({"format_version": str(FORMAT_VERSION), "run_id": run_id})
         options = pa.ipc.IpcWriteOptions(compression="zstd")
-        self._stream = pa.ipc.new_stream(self._file, schema, options=options)
+        self._stream = pa.ipc.new_stream(self._file, _schema_of(run_id), options=options)
 
     def append(self, rows: Sequence[Row]) -> None:
         """Add the rows of a step."""
         self._rows.extend(rows)
-        self._num_steps += 1
-        if self._num_steps >= STEPS_PER_BATCH or len(self._rows) >= MAX_ROWS:
+        if len(self._rows) >= ROWS_PER_BATCH:
             self.flush()
 
     def flush(self) -> None:
         """Write what is there."""
-        rows, self._rows, self._num_steps = self._rows, [], 0
+        rows, self._rows = self._rows, []
         if rows:
-            columns = [list(column) for column in zip(*rows, strict=True)]
-            batch = pa.record_batch(columns, schema=EVIDENCE_SCHEMA)
+            batch = pa.record_batch([*map(list, zip(*rows, strict=True))], schema=EVIDENCE_SCHEMA)
             self._stream.write_batch(batch, custom_metadata={_DIGEST: _digest_batch(batch)})
 
     def close(self) -> None:
@@ -143,10 +136,8 @@ def read_evidence(path: Path, *, run_id: str, keep: Filter | None = None) -> Ite
             stream = pa.ipc.open_stream(file)
         except (pa.ArrowException, OSError, ValueError) as error:
             raise damaged(path, f"it does not begin as evidence does ({error})") from error
-        wanted = {"format_version": str(FORMAT_VERSION), "run_id": run_id}
-        found = {key.decode(): value.decode() for key, value in (stream.schema.metadata or {}).items()}
-        if found != wanted or not stream.schema.equals(EVIDENCE_SCHEMA):
-            raise damaged(path, f"it is of another run or version ({json.dumps(found)})")
+        if not stream.schema.equals(_schema_of(run_id), check_metadata=True):
+            raise damaged(path, f"it is of another run, version or kind ({stream.schema.metadata})")
         while True:
             try:
                 batch, metadata = stream.read_next_batch_with_custom_metadata()
@@ -162,6 +153,10 @@ def read_evidence(path: Path, *, run_id: str, keep: Filter | None = None) -> Ite
                 raise damaged(path, "a record batch is not what its digest says")
             kept = batch if keep is None else batch.filter(pa.array(keep(batch)))
             yield from map(Row, *(column.to_pylist() for column in kept.columns))
+
+
+def _schema_of(run_id: str) -> pa.Schema:
+    return EVIDENCE_SCHEMA.with_metadata({"format_version": str(FORMAT_VERSION), "run_id": run_id})
 
 
 def _digest_batch(batch: pa.RecordBatch) -> bytes:

@@ -127,7 +127,7 @@ def read_layout(folder: Path, identity: int) -> Layout:
 
     def make(table: pa.Table) -> Layout:
         entries = [None if row["dtype"] is None else row for row in table.to_pylist()]
-        return Layout(entries=msgspec.convert(entries, tuple[TensorLayout | None, ...]))
+        return msgspec.convert({"entries": entries}, Layout)
 
     return _read_table(table_path(folder, LAYOUTS, identity), LAYOUT_SCHEMA, identity, make)
 

@@ -83,7 +83,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         manifest = msgspec.convert(content, Manifest)
     except msgspec.ValidationError as error:
-        raise damaged(path, str(error)) from error
+        raise damaged(path, error) from error
     if as_json(manifest) != content:
         raise damaged(path, "it has entries that this version of det_callbacks does not know")
     return manifest

@@ -39,8 +39,8 @@ class Metric:
 class Reading:
     """The metrics that were computed at one place, in the order of the module's log.
 
-    ``number`` is the step of a reading in a fit; of a call outside of a fit, how many of its kind came since the last
-    fit began. ``step`` is the last training step before it, or -1. ``evidence`` explains a difference.
+    ``number`` is the step of a reading in a fit; of a call outside of one, how many of its kind came since the last fit
+    began. ``step`` is the last training step before it, or -1. ``evidence`` explains a difference.
     """
 
     where: str

@@ -6,15 +6,11 @@ from typing import Any, TypeVar
 
 Value = TypeVar("Value")
 
-END_OF_FIT = "the end of the fit"
-"""The task in which processes meet when they have finished their training."""
+END_OF_FIT = "the end of the fit"  # the task in which processes meet when they have finished their training
 
 
 class Peers:
-    """The processes of a run, as far as they tell each other something: here only this one.
-
-    An action must not talk to other ranks through the same peers: one exchange cannot stand within another.
-    """
+    """The processes of a run, here only this one; no action may talk to other ranks through the same peers."""
 
     rank: int = 0
     world_size: int = 1

@@ -9,8 +9,7 @@ from det_callbacks.errors import RunExistsError
 from det_callbacks.runs.files import LAYOUTS, MANIFEST, PROGRAMS, SOURCES
 from det_callbacks.runs.manifest import Purpose, read_manifest
 
-REPLACEMENT = ".replacement"
-"""Folder in a run's folder that holds the recording which is to replace it, until that is whole."""
+REPLACEMENT = ".replacement"  # folder in a run's folder with what is to replace it, until that is whole
 
 _OUR_NAME = re.compile(
     rf"{MANIFEST}|{PROGRAMS}|{LAYOUTS}|{SOURCES}|verdict\.json|report\.html|rank-\d{{5}}"
@@ -43,8 +42,7 @@ def make_room(path: Path, *, purpose: Purpose = "record", overwrite: bool = Fals
             str(path),
         )
     beside = path / REPLACEMENT
-    if beside.exists():  # of a recording that was not whole
-        shutil.rmtree(beside)
+    shutil.rmtree(beside, ignore_errors=True)  # of a recording that was not whole
     beside.mkdir()
     return beside
 
@@ -80,7 +78,6 @@ def _remove(children: Iterable[Path], *, ignore_errors: bool = False) -> None:
 
 
 def _is_of_verification(path: Path) -> bool:
-    """Return whether an earlier verification wrote a folder; one that was refused at its start left a verdict only."""
-    if not (path / MANIFEST).is_file():
-        return (path / "verdict.json").is_file() and not (path / PROGRAMS).exists()
-    return read_manifest(path).purpose == "verify"
+    if (path / MANIFEST).is_file():
+        return read_manifest(path).purpose == "verify"
+    return (path / "verdict.json").is_file() and not (path / PROGRAMS).exists()  # it was refused at its start

@@ -69,15 +69,12 @@ class Site:
 
     Attributes:
         module: qualified name in the LightningModule; "" outside any module, "?" when unknown.
-        op: ``namespace.op.overload``, "" where no op is involved.
-        occurrence: how many sites of the same (phase, module, op, output, role) came before it in the step; a label,
-            never the key of an alignment.
+        occurrence: how many such sites came before it in the step; a label, never the key of an alignment.
         name: "net.weight", "grad of net.weight", "exp_avg of net.weight", "batch[0]", "torch.cpu"; None for an
             ordinary activation.
         arguments: JSON object of the op's arguments by name, without tensors and ``varying``.
         varying: names of the arguments that belong to the step and not to its program: numbers, and lists of numbers.
-            Their values are the preceding site of role argument: the 64 bits of a single number, else the digest of
-            their canonical form, which stands in the evidence.
+            Their values are the preceding site of role argument, see ``argument_bits``.
         inputs: positions of the sites whose bytes this one read, ascending.
         recomputed: whether it ran again under activation checkpointing.
         source: the user's lines, innermost first ("train.py:41 in forward"); not part of the identity.
@@ -218,12 +215,11 @@ def chain_digest(previous: int, step: int, epoch: int, program_id: int, layout_i
     return digest_bytes(head + np.ascontiguousarray(digests, dtype="<u8").tobytes())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class StepView:
-    """One step opened for comparison: its record with program and layout resolved.
+    """One step opened for comparison; ``read_values`` returns the JSON text of arguments by their digest.
 
     No site of ``unseen_writes`` is called an origin: a writer that the trace did not see had changed its inputs.
-    ``read_values`` returns the JSON text of arguments by their digest, as far as the run has it.
     """
 
     rank: int
@@ -251,9 +247,7 @@ def plain_value(value: Any) -> Any:
         return value.type
     if isinstance(value, complex) or (kind.__module__ == "torch" and kind.__name__ in _TORCH_WORDS):
         return str(value)
-    if isinstance(value, list | tuple):
-        return [plain_value(item) for item in value]
-    return kind.__name__
+    return [plain_value(item) for item in value] if isinstance(value, list | tuple) else kind.__name__
 
 
 def argument_bits(values: Sequence[Any]) -> tuple[int, ArgumentTag, str | None]:

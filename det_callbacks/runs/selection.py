@@ -3,17 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal, get_args
+from typing import Any
 
 from det_callbacks.errors import SelectionError
 from det_callbacks.patterns import as_names
 from det_callbacks.verdict import as_json
 
-Level = Literal["op", "module", "state"]
-Compiled = Literal["run", "eager"]
-Phase = Literal["forward", "backward", "optimizer"]
-
-PHASES: tuple[str, ...] = get_args(Phase)
+PHASES = ("forward", "backward", "optimizer")
 
 _LEFT_OUT = "!metric/"
 
@@ -34,7 +30,7 @@ class Selection:
     compiled: str = "run"
 
     def __post_init__(self) -> None:
-        for name, allowed in (("level", get_args(Level)), ("compiled", get_args(Compiled))):
+        for name, allowed in (("level", ("op", "module", "state")), ("compiled", ("run", "eager"))):
             if getattr(self, name) not in allowed:
                 raise SelectionError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}.")
         object.__setattr__(self, "modules", as_names("modules", self.modules))
@@ -52,7 +48,12 @@ class Selection:
         if type(self.every_n_steps) is not int or self.every_n_steps < 1:
             raise SelectionError(f"every_n_steps must be a whole number from 1 on; got {self.every_n_steps!r}.")
         if self.only_steps is not None:
-            object.__setattr__(self, "only_steps", _as_steps(self.only_steps))
+            steps = self.only_steps if isinstance(self.only_steps, Sequence) else ()
+            if not steps or not all(type(step) is int and step >= 0 for step in steps):
+                raise SelectionError(
+                    f"only_steps must be numbers of steps, from 0, such as [812], or None; got {self.only_steps!r}."
+                )
+            object.__setattr__(self, "only_steps", tuple(sorted(set(steps))))
             if self.every_n_steps != 1:
                 raise SelectionError(f"only_steps and every_n_steps={self.every_n_steps} both choose steps: give one.")
 
@@ -100,10 +101,3 @@ class Selection:
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form kept in run.json."""
         return as_json(self)
-
-
-def _as_steps(value: object) -> tuple[int, ...]:
-    steps = value if isinstance(value, Sequence) else ()
-    if not steps or not all(type(step) is int and step >= 0 for step in steps):
-        raise SelectionError(f"only_steps must be numbers of steps, from 0, such as [812], or None; got {value!r}.")
-    return tuple(sorted(set(steps)))

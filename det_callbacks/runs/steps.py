@@ -32,14 +32,7 @@ class StepTrace:
     def view(self, *, rank: int = 0, step: int = 0, epoch: int = 0, chain: int = 0, segment: int = 0) -> StepView:
         """Return the step opened for a comparison."""
         record = StepRecord(step, epoch, self.program.id, self.layout_id, self.digests, chain, segment)
-        return StepView(
-            rank=rank,
-            record=record,
-            program=self.program,
-            layout=self.layout,
-            unseen_writes=self.unseen_writes,
-            read_values=lambda: self.values,
-        )
+        return StepView(rank, record, self.program, self.layout, self.unseen_writes, lambda: self.values)
 
 
 def require_whole(program: Program, digests: "array[int]") -> None:
@@ -54,11 +47,7 @@ def require_whole(program: Program, digests: "array[int]") -> None:
 
 @dataclass(slots=True, eq=False)
 class Expectation:
-    """The reference's digests of the step under way, by position.
-
-    When an op's output differs from them, its inputs are digested again while they are alive: one that is not what its
-    writer left was written by something the trace did not see.
-    """
+    """The reference's digests of the step under way; inputs of what differs are digested again while they are alive."""
 
     digests: "array[int]"
     unseen_writes: set[int] = field(default_factory=set)

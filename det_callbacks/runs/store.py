@@ -33,7 +33,8 @@ class RankRun:
             fit = file.rows.copy()
             fit.files = number
             if len(fit):
-                file.continue_from(self.chain_before(file.segment, int(fit.steps[0])) if file.attempt else 0)
+                file.chain_start = self.chain_before(file.segment, int(fit.steps[0])) if file.attempt else 0
+                file.read(0)
             earlier = self.fit(file.segment)
             joined = np.concatenate((earlier[~np.isin(earlier.steps, fit.steps)], fit))
             fit = joined[np.argsort(joined["steps"])].view(np.recarray)
@@ -75,12 +76,12 @@ class RankRun:
 
     def file_of(self, segment: int, step: int) -> StreamFile:
         """Return the file that a step is in: that of the attempt that counts."""
-        return self._files[self._place(segment, step)[0]]
+        return self._place(segment, step)[0]
 
     def read(self, segment: int, step: int) -> StepRecord:
         """Return a step; ReferenceFormatError where its bytes are not those that were written."""
         file, position = self._place(segment, step)
-        return self._files[file].read(position)
+        return file.read(position)
 
     def check_steps(self) -> None:
         """Read every step, also those that a later attempt recorded again, and check it against the chains."""
@@ -93,10 +94,10 @@ class RankRun:
             for step in self.steps(segment):
                 yield self.read(segment, int(step))
 
-    def _place(self, segment: int, step: int) -> tuple[int, int]:
+    def _place(self, segment: int, step: int) -> tuple[StreamFile, int]:
         # as one tuple: an attribute of records takes microseconds
         _, _, _, file, position, *_ = self._fits[segment].item(self._index(segment, step))
-        return file, position
+        return self._files[file], position
 
     def _index(self, segment: int, step: int) -> int:
         steps = self._steps[segment]
@@ -127,11 +128,7 @@ class Run:
 
     @classmethod
     def open(cls, path: str | Path, *, ranks: Sequence[int] | None = None, check_steps: bool = True) -> "Run":
-        """Open a run, or of it some ``ranks``; raise ReferenceNotFoundError where there is none.
-
-        Every step is read once and checked against its chain, some 20 microseconds a step; without ``check_steps``
-        that is left to the reading of a step.
-        """
+        """Open a run, or of it some ``ranks``; every step is checked against its chain now, or when it is read."""
         path = Path(path)
         run = cls(path, read_manifest(path), ranks)
         for rank in run.ranks if check_steps else ():
@@ -146,8 +143,7 @@ class Run:
     @property
     def resumed_steps(self) -> frozenset[tuple[int, int]]:
         """The first step of each fit that went on from a checkpoint, as (fit, step)."""
-        attempts = self.manifest.attempts
-        return frozenset((entry.segment, entry.step) for attempt in attempts for entry in attempt.resumed_from)
+        return frozenset((fit.segment, fit.step) for one in self.manifest.attempts for fit in one.resumed_from)
 
     @property
     def segments(self) -> list[int]:
@@ -190,16 +186,11 @@ class Run:
             sizes = f"its layout has {len(layout)}, and step {step} has {len(record.digests)} digests"
             path = files.table_path(self.path, files.PROGRAMS, program.id)
             raise files.damaged(path, f"it has {len(program)} sites, {sizes}")
-        stream = self.rank(rank).file_of(segment, step).path
-        run_id, is_verification = self.manifest.run_id, self.manifest.purpose == "verify"
-        return StepView(
-            rank=rank,
-            record=record,
-            program=program,
-            layout=layout,
-            unseen_writes=read_unseen_writes(stream, run_id, step, len(program)) if is_verification else frozenset(),
-            read_values=partial(self._values, stream, run_id),
-        )
+        stream, run_id, unseen = self.rank(rank).file_of(segment, step).path, self.manifest.run_id, frozenset[int]()
+        if self.manifest.purpose == "verify":
+            unseen = read_unseen_writes(stream, run_id, step, len(program))
+        values = partial(self._values, stream, run_id)
+        return StepView(rank, record, program, layout, unseen, values)
 
     def streams(self, segment: int) -> Iterator[tuple[Path, int]]:
         """Yield rank 0's files of a fit, one an attempt, and how many readings of metrics run.json tells of there."""

@@ -6,7 +6,7 @@ parsed here without Arrow, which takes ten times as long. Any other layout count
 
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -51,10 +51,14 @@ _HEAD_BYTES = 432
 _PREFIX_BYTES = _HEAD_BYTES + _VALUES.size
 
 
-def encode_header(*, run_id: str, rank: int, attempt: int, segment: int) -> bytes:
-    """Return what a file begins with: its columns, the versions and where it belongs."""
-    metadata = _metadata(run_id=run_id, rank=rank, attempt=attempt, segment=segment)
-    return bytes(STREAM_SCHEMA.with_metadata(metadata).serialize().to_pybytes())
+def encode_header(**place: object) -> bytes:
+    """Return what a file begins with: its columns, the versions and its place (run_id, rank, attempt, segment)."""
+    return bytes(_schema_at(**place).serialize().to_pybytes())
+
+
+def _schema_at(**place: object) -> pa.Schema:
+    versions = {"format_version": FORMAT_VERSION, "digest_version": DIGEST_VERSION}
+    return STREAM_SCHEMA.with_metadata({name: str(value) for name, value in (versions | place).items()})
 
 
 def encode_step(step: int, epoch: int, program_id: int, layout_id: int, chain: int, digests: np.ndarray) -> bytes:
@@ -77,11 +81,10 @@ def make_fit(rows: Sequence[tuple[int, ...]] = ()) -> Fit:
 
 
 class StreamFile:
-    """The steps in one file, by position; ``unfinished`` says why the file does not end as it should, or is None.
+    """The steps in one file, which go on from ``chain_start``; ``unfinished`` says why it does not end as it should.
 
-    The fixed fields of each step are kept in memory, 64 bytes a step; digests are read, and checked against the chains,
-    when asked for. The file is opened for each read and never mapped: mapped pages count as memory of the process, and
-    a mapped file that someone cuts off kills it. Whatever is not as it was written is a ReferenceFormatError.
+    Digests are read, and checked against the chains, when asked for. The file is opened for each read and never mapped:
+    mapped pages count as memory of the process, and a mapped file that someone cuts off kills it.
     """
 
     def __init__(self, path: Path, *, run_id: str, rank: int, attempt: int, segment: int) -> None:
@@ -89,18 +92,12 @@ class StreamFile:
         self.attempt = attempt
         self.segment = segment
         self.unfinished: str | None = None
-        self._chain_start = 0
+        self.chain_start = 0
         with self._opened() as file:
             self.num_bytes = os.fstat(file.fileno()).st_size
-            self._check_header(file, _metadata(run_id=run_id, rank=rank, attempt=attempt, segment=segment))
+            self._check_header(file, _schema_at(run_id=run_id, rank=rank, attempt=attempt, segment=segment))
             self.rows = self._read_rows(file)
             self.unfinished = self._read_end(file)
-
-    def continue_from(self, chain: int) -> None:
-        """Check that the first step of this file continues a chain."""
-        self._chain_start = chain
-        if len(self.rows):
-            self.read(0)
 
     def check_steps(self) -> None:
         """Read every step and check it against the chains, at memory speed and some 15 microseconds a step."""
@@ -123,7 +120,7 @@ class StreamFile:
             raise damaged(self.path, f"the step at byte {start} is another one than when the run was opened")
         step, epoch, program_id, layout_id, chain, *_ = values
         digests = np.frombuffer(message, dtype="<u8", offset=_PREFIX_BYTES)
-        previous = self.rows.item(position - 1)[-1] if position else self._chain_start
+        previous = self.rows.item(position - 1)[-1] if position else self.chain_start
         if chain != chain_digest(previous, step, epoch, program_id, layout_id, digests):
             raise damaged(self.path, f"step {step} is not what its chain says")
         return StepRecord(step, epoch, program_id, layout_id, digests, chain, self.segment)
@@ -136,16 +133,13 @@ class StreamFile:
         except OSError as error:
             raise damaged(self.path, f"it cannot be read, or is missing, though run.json has it ({error})") from error
 
-    def _check_header(self, file: BinaryIO, wanted: Mapping[str, str]) -> None:
+    def _check_header(self, file: BinaryIO, wanted: pa.Schema) -> None:
         try:
             schema = pa.ipc.read_schema(pa.ipc.read_message(file))
-            found = {key.decode(): value.decode() for key, value in (schema.metadata or {}).items()}
         except (pa.ArrowException, OSError, ValueError, EOFError) as error:
             raise damaged(self.path, f"its header cannot be read ({error})") from error
-        if found != wanted:
-            raise damaged(self.path, f"it is of another run, place or version: {found} instead of {wanted}")
-        if not schema.equals(STREAM_SCHEMA):
-            raise damaged(self.path, "its columns are others than a run's")
+        if not schema.equals(wanted, check_metadata=True):
+            raise damaged(self.path, f"it is of another run, place, version or kind ({schema.metadata})")
 
     def _read_rows(self, file: BinaryIO) -> Fit:
         """Return the rows of the whole steps; the file is then where they end."""
@@ -181,8 +175,7 @@ class StreamFile:
         is_beginning = END_OF_STREAM.startswith(rest) or self._is_torn_step(rest)
         if not is_beginning or rest.endswith(END_OF_STREAM):
             raise damaged(self.path, f"what comes at byte {start} cannot be read")
-        steps = self.rows.steps
-        where = f"{steps[-1]} is the last whole step" if len(steps) else "it holds no whole step"
+        where = f"{self.rows.steps[-1]} is the last whole step" if len(self.rows) else "it holds no whole step"
         torn = "its tail is torn" if rest else "its end-of-stream marker is missing"
         return f"{self.path}: {torn}, the process did not end as it should; {where}."
 
@@ -195,8 +188,3 @@ class StreamFile:
         if num_digests < 0 or remainder or len(rest) >= _PREFIX_BYTES + 8 * num_digests:
             return False
         return _head_of_step(num_digests).startswith(rest[:_HEAD_BYTES])
-
-
-def _metadata(*, run_id: str, rank: int, attempt: int, segment: int) -> dict[str, str]:
-    place = {"run_id": run_id, "rank": str(rank), "attempt": str(attempt), "segment": str(segment)}
-    return {"format_version": str(FORMAT_VERSION), "digest_version": str(DIGEST_VERSION), **place}

@@ -2,7 +2,6 @@
 
 import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -10,7 +9,7 @@ from typing import Any, BinaryIO
 import msgspec
 import numpy as np
 
-from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError
+from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.runs import files
 from det_callbacks.runs.environment import EnvironmentEntry
 from det_callbacks.runs.evidence import VALUES, EvidenceWriter, NondeterministicOp, Row, evidence_path
@@ -59,10 +58,9 @@ class RunWriter:
         purpose: Purpose = "record",
         overwrite: bool = False,
     ) -> "RunWriter":
-        """Start a new run; ``manifest`` holds further entries of run.json.
+        """Start a new run, with further entries of run.json, where ``make_room`` says.
 
-        What is there is left or replaced as ``make_room`` says; with ``overwrite`` it is replaced when this run is
-        closed as complete, and until then ``path`` names a folder inside.
+        With ``overwrite`` it replaces the run that is there when it is closed as complete.
         """
         path = Path(path)
 
@@ -125,13 +123,19 @@ class RunWriter:
     def append(self, step: int, epoch: int, program_id: int, layout_id: int, digests: np.ndarray) -> int:
         """Write a step whose program and layout were put, and return its chain; steps ascend in a fit."""
         assert self._programs[program_id] == self._layouts[layout_id] == len(digests), "all are of the same sites"
-        assert digests.dtype == np.uint64, digests.dtype
         assert step > self._last_step, f"step {step} comes after step {self._last_step}"
         if self._chain is None:
             rank = self._peers.rank
             self._chain = Run.open(self.path, ranks=(rank,)).rank(rank).chain_before(self.segment, step)
         chain = chain_digest(self._chain, step, epoch, program_id, layout_id, digests)
-        self._write(encode_step(step, epoch, program_id, layout_id, chain, digests))
+        content = encode_step(step, epoch, program_id, layout_id, chain, digests)
+        if self._file is None:
+            raise ValueError(f"{self.path}: the run is closed")
+        written = self._file.write(content)
+        if written != len(content):
+            # Nothing may follow half a step: it would be damage, where now it is a torn tail.
+            self.close(complete=False)
+            raise OSError(f"{self.path}: only {written} of {len(content)} bytes could be written; is the disk full?")
         self._chain, self._last_step = chain, step
         return chain
 
@@ -173,10 +177,7 @@ class RunWriter:
         self._write_manifest()
 
     def reopen(self, manifest: Mapping[str, Any]) -> None:
-        """Be ready for the steps of the first fit, also after a test; run.json tells of the fit's environment.
-
-        A test before it had no optimizers, for one; and its end has closed the stream.
-        """
+        """Be ready for the steps of the first fit after a test, which had no optimizers and has closed the stream."""
         environment = msgspec.convert(manifest["environment"], dict[str, EnvironmentEntry])
         self.manifest = replace(self.manifest, environment=environment)
         self._tell_of_files()
@@ -197,10 +198,7 @@ class RunWriter:
         _end(finished, complete=True)
 
     def close(self, *, complete: bool) -> None:
-        """Close the stream; without ``complete`` it stays marked as incomplete. May be called more than once.
-
-        A run that replaces another one takes its place now, where it is complete; all processes then call this.
-        """
+        """Close the stream, as incomplete or not; all processes call this where the run is to replace another one."""
         finished, self._file = self._file, None
         self._end_evidence()
         _end(finished, complete=complete)
@@ -211,11 +209,10 @@ class RunWriter:
 
     def _replace(self) -> bool:
         """Put this run in the place of the one that it replaces, and return True, where it is whole."""
-        run, earlier = Run.open(self.path, check_steps=False), self.path.parent
-        is_whole = run.is_complete
-        if not run.rank(0).num_steps:  # then it replaces none that has some
-            with suppress(ReferenceNotFoundError, ReferenceFormatError):
-                is_whole &= not Run.open(earlier, ranks=(0,), check_steps=False).rank(0).num_steps
+        earlier = self.path.parent
+        had_steps, has_steps = (any((path / files.PROGRAMS).glob("*.parquet")) for path in (earlier, self.path))
+        # one without a step, of a test alone, replaces none that has some
+        is_whole = (has_steps or not had_steps) and Run.open(self.path, check_steps=False).is_complete
         if is_whole:
             put_in_place(earlier)
         return is_whole
@@ -259,15 +256,6 @@ class RunWriter:
             self._file = path.open("ab", buffering=0)
 
         self._peers.run_on_all(open_it, task=f"opening its stream in {self.path}")
-
-    def _write(self, content: bytes) -> None:
-        if self._file is None:
-            raise ValueError(f"{self.path}: the run is closed")
-        written = self._file.write(content)
-        if written != len(content):
-            # Nothing may follow half a step: it would be damage, where now it is a torn tail.
-            self.close(complete=False)
-            raise OSError(f"{self.path}: only {written} of {len(content)} bytes could be written; is the disk full?")
 
     def _end_evidence(self) -> None:
         evidence, self._evidence = self._evidence, None
