@@ -36,9 +36,7 @@ _calls = itertools.count(1)
 
 
 class Calls(Validated):
-    """Hands what its layers give to each other to a function, with the number of the batch, and its batches of
-    validation to another one.
-    """
+    """Hands what its layers give to each other to a function, and batches of validation to another one."""
 
     def __init__(self, function: Callable[[Tensor, int], Tensor], validated: Callable[[Tensor], object]) -> None:
         super().__init__()
