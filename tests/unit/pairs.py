@@ -1,14 +1,16 @@
 """Two runs of a few hand-made steps, recorded or verified, and the verdict on them."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from step_builder import StepBuilder, reducing_step, training_step
-from stored_runs import OneOf, join
+from stored_runs import OneOf
 
 from det_callbacks.judge import compare_runs
+from det_callbacks.runs.manifest import Attempt, read_manifest
 from det_callbacks.runs.program import StepView
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.store import Run
@@ -40,7 +42,10 @@ def record(
     manifest = manifest_of(environment, selection)
     for rank, known in enumerate((steps, *others)):
         peers = OneOf(rank, 1 + len(others))
-        writer = join(path, rank) if rank else RunWriter.create(path, peers=peers, manifest=manifest, **options)
+        if rank:
+            writer = RunWriter(path, peers, replace(read_manifest(path), attempts=(Attempt(),)), attempt=0, segment=0)
+        else:
+            writer = RunWriter.create(path, peers=peers, manifest=manifest, **options)
         if not rank and resumed is not None:
             writer.note_resumed(resumed)
         for number, fit in enumerate(known if isinstance(known, list) else [known]):

@@ -1,7 +1,17 @@
-import pytest
-from pairs import record, steps_of
-from step_builder import StepBuilder
+"""Comparing runs: their lengths and selections; rank by rank, from the first difference on, and what is then proven."""
 
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pairs import manifest_of, record, steps_of
+from step_builder import StepBuilder, training_step
+
+from det_callbacks import judge
+from det_callbacks.compare.step import compare_steps
 from det_callbacks.errors import (
     NotComparableError,
     NothingComparedError,
@@ -9,9 +19,14 @@ from det_callbacks.errors import (
     ReferenceNotFoundError,
     SelectionError,
 )
-from det_callbacks.judge import compare_runs
+from det_callbacks.judge import CHAINS_NOTE, compare_runs
+from det_callbacks.runs.files import stream_path
 from det_callbacks.runs.selection import Selection
-from det_callbacks.verification import open_reference
+from det_callbacks.runs.store import Run
+from det_callbacks.runs.stream import StreamFile
+from det_callbacks.runs.writer import RunWriter
+from det_callbacks.verdict import Verdict
+from det_callbacks.verification import open_reference, write_step
 
 
 @pytest.fixture
@@ -80,3 +95,171 @@ def test_missing_run_and_wrong_word(tmp_path, reference):
             compare_runs(*pair)
     with pytest.raises(ValueError, match='"all" or "common"'):
         compare_runs(reference, reference, steps="some")
+
+
+# of many ranks
+
+OPTIONS = ({"lr_varies": True}, {"lr_varies": True, "dtype": "float64"}, {"is_first": False})
+SITES = training_step(muls=2, **OPTIONS[0]).sites
+ARGUMENT = next(place for place, site in enumerate(SITES) if site.role == "argument")
+ORIGIN = next(place for place, site in enumerate(SITES) if site.op == "aten.mul.Tensor")
+CHANGES = st.sampled_from([None] * 20 + [0, ORIGIN, ARGUMENT, -1])
+
+# a step: how much its number is larger, the kind of its program, and the place of a digest that is changed
+STEPS = st.lists(st.tuples(st.integers(1, 2), st.sampled_from([0, 0, 0, 1, 2]), CHANGES), max_size=5)
+RANKS = st.lists(st.lists(STEPS, min_size=1, max_size=2), min_size=1, max_size=3)
+
+
+def write(path: Path, ranks, *, redone=0) -> Path:
+    """Write a run; the last attempt records so many steps of the last fit again, as they should have been."""
+    num_fits = max(map(len, ranks))
+    made = [[*map(partial(fit_of, rank), fits)] + [{}] * (num_fits - len(fits)) for rank, fits in enumerate(ranks)]
+    record(path, made[0], others=made[1:])
+    if redone and len(ranks) == 1:
+        writer = RunWriter.resume(path, manifest=manifest_of())
+        for number, step in [*made[0][-1].items()][-redone:]:
+            write_step(writer, step.view(step=number, ops_seen=3))
+        writer.close(complete=True)
+    return path
+
+
+def fit_of(rank: int, steps) -> dict[int, StepBuilder]:
+    number, fit = -1, {}
+    for increase, kind, change in steps:
+        number += increase
+        fit[number] = built(rank, number, kind)
+        if change is not None:
+            fit[number].digests[change] ^= 1
+    return fit
+
+
+def built(rank: int, number: int, kind: int = 0) -> StepBuilder:
+    return training_step(muls=2, rows=(rank, number), **OPTIONS[kind])
+
+
+def counts_of_every_step(reference: Path, current: Path, *, is_common: bool):
+    """What is found when each step is read and compared, one after the other: what nothing may change.
+
+    Steps, sites, those that differ, and by rank the first step with one.
+    """
+    ours, theirs = Run.open(reference), Run.open(current)
+    num_steps = num_sites = num_differing = 0
+    first = {}
+    for rank in ours.ranks:
+        for segment in sorted({*ours.rank(rank).segments, *theirs.rank(rank).segments}):
+            left, right = (set(run.rank(rank).steps(segment).tolist()) for run in (ours, theirs))
+            num_differing += 0 if is_common else len(left ^ right)
+            for step in sorted(left & right):
+                views = ours.view(rank, segment, step), theirs.view(rank, segment, step)
+                difference = compare_steps(*views)
+                num_steps, num_sites = num_steps + 1, num_sites + difference.num_compared
+                num_differing += difference.num_differing
+                if difference.num_differing:
+                    first.setdefault(rank, difference)
+    return num_steps, num_sites, num_differing, first
+
+
+def compare_by_chains(reference: Path, current: Path, **options: Any) -> Verdict:
+    """Compare two runs as if they were large."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(judge, "SMALL_BYTES", 0)
+        return compare_runs(reference, current, **options)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    ours=RANKS, theirs=RANKS, is_same=st.booleans(), redone=st.integers(0, 2), is_common=st.booleans(), data=st.data()
+)
+def test_the_verdict_is_that_of_reading_every_step(tmp_path_factory, ours, theirs, is_same, redone, is_common, data):
+    folder = tmp_path_factory.mktemp("runs")
+    if is_same:  # but for what is changed
+        theirs = [[[(*step[:2], data.draw(CHANGES)) for step in fit] for fit in fits] for fits in ours]
+    else:
+        theirs = (theirs * 3)[: len(ours)]
+    reference, current = write(folder / "reference", ours), write(folder / "current", theirs, redone=redone)
+    options = {"steps": "common" if is_common else "all"}
+    num_steps, num_sites, num_differing, first = counts_of_every_step(reference, current, is_common=is_common)
+    try:
+        found = compare_runs(reference, current, **options).to_dict()
+    except NothingComparedError:
+        assert num_steps == 0
+        return
+    assert [*found["counts"].values()] == [num_steps, num_sites, num_differing]
+    assert {origin["rank"] for origin in found["origins"]} <= first.keys()
+    told = found["first_divergence"]
+    if told is not None and told["op"]:
+        assert told["current_digest"] == first[told["rank"]].divergences[0].current_digest
+    chains = compare_by_chains(reference, current, **options).to_dict()
+    chains["explanation"] = chains["explanation"].replace(f" {CHAINS_NOTE}.", "")
+    assert chains == found
+
+
+def many(path: Path, *, num_ranks=3, num_steps=20, changed=()) -> Path:
+    """Write a run of steps 0, 1, ...; ``changed`` are (rank, step)."""
+    changes = [[ORIGIN if (rank, step) in changed else None for step in range(num_steps)] for rank in range(num_ranks)]
+    return write(path, [[[(1, 0, change) for change in of_rank]] for of_rank in changes])
+
+
+def damage(path: Path, rank: int, step: int) -> None:
+    """Change one digest of a step in a file."""
+    file = stream_path(path, rank, 0, 0)
+    content = bytearray(file.read_bytes())
+    place = content.find(built(rank, step).digests[2].to_bytes(8, "little"))
+    assert place > 0
+    content[place] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(("changed", "at_most"), [((), 12), (((2, 19),), 16), (((1, 10),), 34)])
+def test_chains_spare_reading(tmp_path, monkeypatch, changed, at_most):
+    reference, current = many(tmp_path / "a"), many(tmp_path / "b", changed=changed)
+    read = []
+    read_one = StreamFile._read
+    monkeypatch.setattr(StreamFile, "_read", lambda *arguments: read.append(arguments) or read_one(*arguments))
+    with_chains = compare_by_chains(reference, current)
+    assert 0 < len(read) <= at_most + 6  # and the first step of each file, as it is opened
+    read.clear()
+    whole = compare_runs(reference, current)
+    assert (whole.counts, len(read) >= 120) == (with_chains.counts, True)
+    assert [CHAINS_NOTE in one.explanation for one in (whole, with_chains)] == [False, True]
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_damage_that_chains_do_not_see_makes_no_match_of_a_difference(tmp_path, side):
+    pair = many(tmp_path / "a"), many(tmp_path / "b")
+    damage(pair[side], 2, 5)
+    assert compare_by_chains(*pair).verdict == "match"  # of what was recorded
+    with pytest.raises(ReferenceFormatError, match="step 5 is not what its chain says"):
+        compare_runs(*pair)
+
+
+@pytest.mark.parametrize("step", [0, 9, 10, 15])
+def test_what_is_read_is_checked(tmp_path, step):
+    reference, current = many(tmp_path / "a"), many(tmp_path / "b", changed=[(1, 10)])
+    damage(current, 1, step)  # the first, the last equal one, the one that differs, and one after it
+    with pytest.raises(ReferenceFormatError, match=f"step {step} is not what its chain says"):
+        compare_by_chains(reference, current)
+
+
+def test_a_step_that_a_later_attempt_did_again_is_checked_too_and_a_program_that_is_gone_is_no_match(tmp_path):
+    fits = [[[(1, 0, None)] * 6]]
+    reference, current = write(tmp_path / "a", fits), write(tmp_path / "b", fits, redone=2)
+    assert compare_runs(reference, current).verdict == "match"
+    damage(current, 0, 5)
+    with pytest.raises(ReferenceFormatError, match=r"attempt-000.*step 5"):
+        compare_runs(reference, current)
+    next((reference / "programs").iterdir()).unlink()
+    with pytest.raises(ReferenceFormatError, match="No such file"):
+        compare_by_chains(reference, current)
+
+
+def test_origins_of_many_ranks_are_the_earliest(tmp_path):
+    num_ranks = 120
+    changed = [(rank, (rank * 7) % 3) for rank in range(num_ranks)]
+    reference = many(tmp_path / "a", num_ranks=num_ranks, num_steps=3)
+    verdict = compare_runs(reference, many(tmp_path / "b", num_ranks=num_ranks, num_steps=3, changed=changed))
+    wanted = sorted((step, rank) for rank, step in changed)[:100]
+    assert [(origin.step, origin.rank) for origin in verdict.origins] == wanted
+    first = verdict.first_divergence
+    assert (first.step, first.rank, first.op, first.is_origin) == (*wanted[0], "aten.mul.Tensor", True)
+    assert (verdict.counts.sites_differing, verdict.coverage.ranks) == (num_ranks, num_ranks)
