@@ -37,10 +37,10 @@ def tensors_to_save(trainer: pl.Trainer, *, is_over: bool) -> dict[str, torch.Te
     Lightning saves the buffers of rank 0; DDP makes them equal before the next forward pass, or not at all. What is
     sharded is saved by the strategy.
     """
-    module, batches = trainer.lightning_module, _batches(trainer)
+    module, num_batches = trainer.lightning_module, trainer.fit_loop.epoch_loop.batch_progress.current.ready
     found: dict[str, torch.Tensor] = {}
     # in manual optimization only the training step knows
-    if not module.automatic_optimization or (not is_over and batches.current.ready % trainer.accumulate_grad_batches):
+    if not module.automatic_optimization or (not is_over and num_batches % trainer.accumulate_grad_batches):
         for name, parameter in module.named_parameters():
             if parameter.grad is not None:
                 found[GRADIENT + name] = local_part(parameter.grad)
@@ -93,7 +93,7 @@ def saved_states(trainer: pl.Trainer) -> dict[str, str]:
     """
     states = {
         f"state of {callback.state_key}": callback.state_dict()
-        for callback in _callbacks(trainer)
+        for callback in vars(trainer)["callbacks"]
         if not isinstance(callback, Checkpoint | Timer)
     }
     restored = plateaus(trainer)
@@ -115,13 +115,10 @@ def plateaus(trainer: pl.Trainer) -> dict[str, ReduceLROnPlateau]:
 
 def generators(trainer: pl.Trainer) -> dict[str, Held]:
     """Return path -> generator for those that the module, the data and the callbacks hold."""
-    roots: dict[str, object] = {"module": trainer.lightning_module}
-    datamodule = getattr(trainer, "datamodule", None)
-    if datamodule is not None:
-        roots["datamodule"] = datamodule
-    roots |= {f"train_dataloader[{index}]": loader for index, loader in enumerate(_loaders(trainer))}
+    loaders = {f"train_dataloader[{index}]": loader for index, loader in enumerate(_loaders(trainer))}
+    roots = {"module": trainer.lightning_module, "datamodule": getattr(trainer, "datamodule", None), **loaders}
     by_kind: dict[str, list[Callback]] = defaultdict(list)
-    for callback in _callbacks(trainer):
+    for callback in vars(trainer)["callbacks"]:
         by_kind[f"callback {type(callback).__qualname__}"].append(callback)
     return find_generators({**roots, **by_kind})
 
@@ -131,7 +128,8 @@ def generators(trainer: pl.Trainer) -> dict[str, Held]:
 
 def problems(trainer: pl.Trainer, buckets_problem: str | None) -> Iterator[str]:
     """Yield why a checkpoint that is saved now cannot be resumed to the same run."""
-    loop, loaders, batches = trainer.fit_loop, _loaders(trainer), _batches(trainer)
+    loop, loaders = trainer.fit_loop, _loaders(trainer)
+    batches: Any = loop.epoch_loop.batch_progress  # its class is wider than its declaration
     epochs: Any = loop.epoch_progress.current
     fetcher: Any = loop._data_fetcher
     validated = loop.epoch_loop.val_loop.batch_progress
@@ -141,23 +139,19 @@ def problems(trainer: pl.Trainer, buckets_problem: str | None) -> Iterator[str]:
     if buckets_problem is not None:
         yield buckets_problem
     draws_itself = isinstance(fetcher, _DataLoaderIterDataFetcher)
+    is_made_again = getattr(trainer, "reload_dataloaders_every_n_epochs", False)
     if not draws_itself and fetcher is not None and fetcher.length is None:
         yield "its training data has no length, so Lightning draws a batch ahead; give the data set a __len__"
     if any(getattr(one, "persistent_workers", False) for one in loaders):
         yield "persistent_workers=True keeps generators in workers that nothing can read; use persistent_workers=False"
     has_own_place = any(type(one) is not DataLoader and hasattr(one, "load_state_dict") for one in loaders)
-    if (
-        draws_itself
-        or len(loaders) > 1
-        or has_own_place
-        or getattr(trainer, "reload_dataloaders_every_n_epochs", False)
-    ):
+    if draws_itself or is_made_again or has_own_place or len(loaders) > 1:
         yield (
             "its training data is not one DataLoader of torch's that is made once and from which Lightning draws; "
             "several loaders, dataloader_iter, load_state_dict of a loader and reload_dataloaders_every_n_epochs are "
             "not supported"
         )
-    if any(isinstance(callback, GradientAccumulationScheduler) for callback in _callbacks(trainer)):
+    if any(isinstance(callback, GradientAccumulationScheduler) for callback in vars(trainer)["callbacks"]):
         yield "GradientAccumulationScheduler is not supported; use accumulate_grad_batches"
     if batches.total.started < min(batches.total.ready, batches.total.processed):
         yield "on_train_batch_start returned -1 before, which leaves Lightning's counts of batches apart"
@@ -173,15 +167,15 @@ def has_more_to_come(trainer: pl.Trainer) -> bool:
 
     That is a validation, the hooks of an epoch's end, and the update of a ReduceLROnPlateau.
     """
-    loop, batches = trainer.fit_loop, _batches(trainer).current
+    loop, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop.batch_progress.current
     epochs: Any = loop.epoch_progress.current
     has_plateau = any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs)
     fetcher: Any = None if trainer.validating or trainer.sanity_checking else loop._data_fetcher
     is_at_end = fetcher is not None and batches.completed < batches.ready
     if is_at_end and (has_plateau or loop.epoch_loop._should_check_val_fx(fetcher)):
         return True
-    is_plateau_left = has_plateau and epochs.completed < epochs.processed == epochs.ready
-    return is_epoch_over(trainer) and bool(epochs.started > epochs.processed or is_plateau_left)
+    num_ended = epochs.completed if has_plateau else epochs.processed
+    return is_epoch_over(trainer) and bool(epochs.started > num_ended)
 
 
 # what the trainer has
@@ -195,15 +189,6 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 def _loaders(trainer: pl.Trainer) -> list[Any]:
     loader = trainer.fit_loop._combined_loader
     return [] if loader is None else list(loader.flattened)
-
-
-def _batches(trainer: pl.Trainer) -> Any:
-    return trainer.fit_loop.epoch_loop.batch_progress  # its class is wider than its declaration
-
-
-def _callbacks(trainer: pl.Trainer) -> list[Callback]:
-    found: list[Callback] = vars(trainer)["callbacks"]
-    return found
 
 
 def _non_persistent(module: torch.nn.Module) -> set[str]:

@@ -34,16 +34,15 @@ class Plateau(Noisy):
 
 
 class Queue(Noisy):
-    """Keeps the last outputs in a buffer, as a part of a larger tensor or with the strides of one."""
+    """Keeps the last outputs in a buffer, as a part of a larger tensor."""
 
-    def __init__(self, part: Any) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.part = part
         self.register_buffer("queue", torch.zeros(2, 2))
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         loss = super().training_step(batch, index) + (self.queue * 2).sum()
-        self.queue = torch.cat([self.queue, loss.detach().expand(3, 2)])[self.part][-2:]
+        self.queue = torch.cat([self.queue, loss.detach().expand(3, 2)])[1:3]
         return loss
 
 
@@ -54,7 +53,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "workers": {"data": lambda: loader(num_workers=2)},
     "plateau": {"model": Plateau, "max_epochs": 3},
     "generators_of_loader_and_data": {"data": lambda: loader("own", generator=torch.Generator().manual_seed(9))},
-    "part_of_a_larger_tensor": {"level": "op", "model": lambda: Queue(slice(1, 4))},
+    "part_of_a_larger_tensor": {"level": "op", "model": Queue},
     "averaged": {"others": lambda: [EMAWeightAveraging(decay=0.9)], "validates": True},
 }
 
@@ -122,12 +121,11 @@ def test_nothing_else_changes(tmp_path: Path) -> None:
     after, options = [], {"validates": True, "accumulate_grad_batches": 3}
     for mode in ("record", "disabled"):
         callback = DeterminismCallback(tmp_path / "run", mode=mode)
-        trainer = fit(callback, SaveAfter(tmp_path, 3, 7), **options)
-        weights = {name: tensor.tolist() for name, tensor in trainer.lightning_module.state_dict().items()}
+        fit(callback, SaveAfter(tmp_path, 3, 7, 14), **options)
         saved = [path.read_bytes() for path in sorted(tmp_path.glob("*.ckpt"))]
         states = torch.get_rng_state().tolist(), random.getstate(), repr(np.random.get_state())
-        after.append((weights, saved, states))
-    assert len(after[0][1]) == 2
+        after.append((saved, states))
+    assert len(after[0][0]) == 3
     assert after[0] == after[1]
     # saved within a step, whose end comes later for a callback behind
     callback = DeterminismCallback(tmp_path / "run", current=tmp_path / "current")
@@ -211,8 +209,15 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def transposed() -> Noisy:
+    model = Noisy()
+    model.first.weight.data = model.first.weight.data.t().contiguous().t()
+    return model
+
+
 OTHERS: list[tuple[dict[str, Any], str]] = [
     ({"model": lambda: Noisy().requires_grad_(False)}, "it, and the list of frozen parameters is not what it was then"),
+    ({"model": transposed}, "it, and the layout of first.weight in memory (no checkpoint keeps it: use contiguous())"),
     ({"model": noisy(on_fit_start=lambda self: delattr(self, "noise"))}, "or are not there: module.noise"),
     ({"data": lambda: loader("none", shuffle=False)}, "the first 4 batches of the epoch, drawn again, are not"),
     ({"accumulate_grad_batches": 2}, "and accumulate_grad_batches is not what it was then"),
@@ -222,12 +227,6 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("options", "reason"), OTHERS)
 def test_another_training_is_refused(options: dict[str, Any], reason: str, saved: Path) -> None:
     assert reason in refused(saved, "4.ckpt", **{"data": lambda: loader("none"), **options})
-
-
-def test_other_strides_are_refused(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"model": lambda: Queue(slice(0, None, 2))}
-    record(tmp_path, SaveAfter(tmp_path, 3), **options)
-    assert "the layout of queue in memory" in refused(tmp_path, "3.ckpt", **options)
 
 
 def test_missing_state_is_refused_or_said(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
