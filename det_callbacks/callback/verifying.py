@@ -96,21 +96,20 @@ class Verifying(TracedSession):
     @override
     def end(self, *, is_early: bool = False) -> None:
         """Write the verdict, print the closing line, and raise or warn unless the fits so far match."""
-        run, is_fit = self.run, self.call is None
+        run, selection = self.run, self.arguments.selection
         run.set_replayed(self.replay.counts.to_dict())
-        if is_fit and self.is_resumed and not is_early and not run.has_steps:
-            run.close(complete=False)
-            raise NothingComparedError(
-                "The checkpoint is of a training that was finished: no step was left, so nothing was compared with "
-                f"{self.path}. Verify from an earlier one, or from the start."
-            )
-        if is_fit and not is_early:
+        if self.call is None and not is_early:
+            if self.is_resumed and not run.has_steps:
+                run.close(complete=False)
+                raise NothingComparedError(
+                    "The checkpoint is of a training that was finished: no step was left, so nothing was compared with "
+                    f"{self.path}. Verify from an earlier one, or from the start."
+                )
             run.end_fit()
         missing = [FIT] * (run.num_segments - self.stages.count(FIT))
         missing += self.peers.gather(lambda: [*run.pending_calls], task=END_OF_FIT)[0]
         is_pending = bool(missing) and not is_early and self.arguments.steps == "all"
         verdict = run.finish(is_pending=is_pending, is_early=is_early)
-        selection = self.arguments.selection
         level = closing.level_words(selection.level, selection.compiled, verdict.coverage.opaque_regions)
         if is_pending and not run.differs_anywhere:
             self._wait(verdict, missing, level)
@@ -144,13 +143,12 @@ class Verifying(TracedSession):
     @override
     def stop(self, reason: str) -> None:
         """Close the files. What was found stays found, on each rank by itself."""
-        self.verdict = self.run.stop(reason)
-        later = f" (det-callbacks diff {self.path} {self.run.current}: what all ranks found)"
-        found = f"no verdict{later if self.peers.world_size > 1 else ''}"
-        if self.verdict is not None:
-            report = self._report(self.verdict)
-            found = str(self.verdict.verdict) + ("" if report is None else f"; report: {report}")
-        num_steps = count(self.run.tally.num_steps, "step")
+        verdict = self.verdict = self.run.stop(reason)
+        found, num_steps = "no verdict", count(self.run.tally.num_steps, "step")
+        if verdict is not None:
+            found = f"{verdict.verdict}; report: {self._report(verdict)}"
+        elif self.peers.world_size > 1:
+            found += f" (det-callbacks diff {self.path} {self.run.current}: what all ranks found)"
         self.print_line(f"det_callbacks: verification{self._of_rank} stopped by {reason} after {num_steps}: {found}")
 
     def _report(self, verdict: Verdict) -> Path | None:

@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from faults import OnGradient
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
@@ -94,29 +95,6 @@ class Manual(Classifier):
         return body, torch.optim.SGD(self.last.parameters(), lr=1e-2)
 
 
-class Undefined(torch.autograd.Function):
-    """Without a gradient, which autograd hands on as None."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> None:
-        return None
-
-
-class UndefinedGradients(Classifier):
-    """A module whose output gets None for a gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stopped = nn.Linear(FEATURES, 16)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step(batch, batch_idx) + Undefined.apply(self.stopped(batch[0])).mean()
-
-
 class Scripted(Classifier):
     """Of ops whose bits are the same before and after TorchScript has optimised them."""
 
@@ -129,12 +107,17 @@ class Scripted(Classifier):
 
 
 class Checkpointed(Classifier):
-    """Checkpoints one region without reentry, and one with it."""
+    """Checkpoints one region without reentry, and one with it; and the output of a module gets None for a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stopped = nn.Linear(FEATURES, CLASSES)
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = torch.relu(self.first(inputs))
         hidden = checkpoint(lambda x: torch.tanh(self.drop(self.norm(x))) * 2, hidden, use_reentrant=False)
-        return checkpoint(self.last, hidden, use_reentrant=True)
+        undefined = OnGradient.apply(self.stopped(inputs), lambda gradient: None)
+        return checkpoint(self.last, hidden, use_reentrant=True) + undefined
 
 
 class Skipping(Classifier):
@@ -170,7 +153,6 @@ STYLES: dict[str, tuple[type[Classifier], dict[str, Any]]] = {
     "accumulation": (Scheduled, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}),
     "lbfgs": (Lbfgs, {}),
     "manual": (Manual, {}),
-    "undefined_gradients": (UndefinedGradients, {}),
     "scripted": (Scripted, {}),
     "bf16_mixed": (Classifier, {"precision": "bf16-mixed"}),
     "checkpoint": (Checkpointed, {}),

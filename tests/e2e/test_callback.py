@@ -102,25 +102,27 @@ def test_a_loader_gets_its_workers_with_what_goes_with_them(number: int) -> None
             assert [batch.tolist() for (batch,) in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-NO_MODULE = (
-    "The pattern 'nett.*' in modules matches no module of the model. "
-    "Its modules are: '', 'first', 'norm', 'drop', 'last'."
-)
-NO_LOADER = "DET_CALLBACKS_NUM_WORKERS=2, but the training has no torch DataLoader"
+REFUSED: list[Any] = [  # modules, workers that the environment asks for, and what is said
+    (
+        ["norm", "nett.*"],
+        "0",
+        "The pattern 'nett.*' in modules matches no module of the model. Its modules are: '', 'first'",
+    ),
+    (["*"], "2", "DET_CALLBACKS_NUM_WORKERS=2, but the training has no torch DataLoader"),
+    (["*"], "-1", "DET_CALLBACKS_NUM_WORKERS=-1, but"),
+]
 
 
-def test_what_cannot_be_had_of_a_training_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for modules, workers, message in (
-        (["norm", "nett.*"], "0", NO_MODULE),
-        (["*"], "2", NO_LOADER),
-        (["*"], "-1", "DET_CALLBACKS_NUM_WORKERS=-1, but"),
-    ):
-        monkeypatch.setenv(NUM_WORKERS, workers)
-        callback = DeterminismCallback(tmp_path / "run", mode="record", modules=modules)
-        error = refused_before_training(callback, None if workers == "0" else [[torch.ones(2, 4)]])
-        assert isinstance(error, SelectionError if workers == "0" else SettingsError)
-        assert message in str(error)
-        assert not (tmp_path / "run" / "run.json").exists()
+@pytest.mark.parametrize(("modules", "workers", "message"), REFUSED)
+def test_what_cannot_be_had_of_a_training_is_refused(
+    modules: list[str], workers: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(NUM_WORKERS, workers)
+    callback = DeterminismCallback(tmp_path / "run", mode="record", modules=modules)
+    error = refused_before_training(callback, None if workers == "0" else [[torch.ones(2, 4)]])
+    assert isinstance(error, SelectionError if workers == "0" else SettingsError)
+    assert message in str(error)
+    assert not (tmp_path / "run" / "run.json").exists()
 
 
 def test_what_is_given_may_be_the_references(tmp_path: Path) -> None:
@@ -175,28 +177,29 @@ def test_no_run_is_written_over(
     assert "a verification wrote it" in str(error)
 
 
-def rewrite(path: Path) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": 99}))
-
-
 # what happens to which file of the run, and what is then said of it
 UNUSABLE: dict[str, tuple[Callable[[Path], object], str]] = {
     "": (shutil.rmtree, "There is no run at"),
-    "run.json": (rewrite, "has format_version 99, and this version of det_callbacks reads 1"),
+    "run.json": (
+        lambda path: path.write_text(path.read_text().replace('"format_version": 1', '"format_version": 99')),
+        "has format_version 99, and this version of det_callbacks reads 1",
+    ),
     "rank-00000/attempt-000.arrows": (Path.unlink, "damaged"),
 }
 
 
 @pytest.mark.parametrize("file", UNUSABLE)
-def test_an_unusable_reference_is_an_error_that_names_the_file(file: str, damageable: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", ["all", "common"])
+def test_an_unusable_reference_is_an_error_that_names_the_file(
+    steps: Any, file: str, damageable: Path, tmp_path: Path
+) -> None:
     damage, message = UNUSABLE[file]
     damage(damageable / file)
-    for steps in ("all", "common"):
-        error = refused_before_training(DeterminismCallback(damageable, current=tmp_path / "current", steps=steps))
-        assert isinstance(error, ReferenceFormatError if file else ReferenceNotFoundError)
-        assert message in str(error)
-        assert str(damageable / file) in str(error)
-        assert not (tmp_path / "current").exists()
+    error = refused_before_training(DeterminismCallback(damageable, current=tmp_path / "current", steps=steps))
+    assert isinstance(error, ReferenceFormatError if file else ReferenceNotFoundError)
+    assert message in str(error)
+    assert str(damageable / file) in str(error)
+    assert not (tmp_path / "current").exists()
 
 
 @pytest.mark.parametrize("part", ["programs", "layouts"])

@@ -11,7 +11,7 @@ from det_callbacks.runs.store import Run
 
 pytestmark = LIGHTNING_ADVICE
 
-LOWER = [("plain", "state"), ("checkpoint", "module"), ("undefined_gradients", "module")]
+LOWER = [("plain", "state"), ("checkpoint", "module")]
 
 
 @pytest.mark.parametrize(("style", "level"), [*((style, "op") for style in STYLES), *LOWER])
