@@ -112,7 +112,3 @@ class Auditing(Session):
             if self.arguments.on_divergence != "warn":
                 raise AuditError(text, report)
             pl.utilities.rank_zero_warn(text, category=DivergenceWarning)
-
-    @override
-    def stop(self, reason: str) -> None:
-        self.print_line(f"det_callbacks: audit stopped by {reason}; nothing was written")

@@ -4,7 +4,6 @@ A reference may hold several fits of one process. After the first of them nobody
 verification waits; when the process, or the Hydra job, ends first, it ends as diverged.
 """
 
-import os
 from collections.abc import Callable
 from multiprocessing.util import Finalize
 
@@ -15,7 +14,6 @@ Unfinished = Callable[[], DetCallbacksError | None]
 """Asked when no more fits come: says what that leaves unfinished, or returns None."""
 
 _waiting: dict[int, tuple[object, Unfinished]] = {}  # with its owner, so that no id is used twice
-_registered_in: int | None = None  # a process
 _num_ended = 0
 
 
@@ -32,11 +30,9 @@ def num_ended() -> int:
 
 def wait(owner: object, unfinished: Unfinished) -> None:
     """Let the process end with the error that is returned at its end, unless the owner goes on."""
-    global _registered_in
-    if _registered_in != os.getpid():
-        _registered_in = os.getpid()
-        # not atexit, which processes that multiprocessing forks do not run (ddp_fork, ddp_notebook)
-        Finalize(None, _end_waiting, exitpriority=0)
+    # Not atexit, which processes that multiprocessing forks do not run (ddp_fork, ddp_notebook). Each time, since a
+    # fork forgets it; a second one finds nobody waiting.
+    Finalize(None, _end_waiting, exitpriority=0)
     _waiting[id(owner)] = (owner, unfinished)
 
 
