@@ -28,9 +28,8 @@ def put(values: Tensor) -> Tensor:
 
 
 def harmless(outputs: Tensor) -> Tensor:
-    """Ops that have no deterministic implementation on CUDA, and one on the CPU."""
-    product = torch.bmm(torch.ones(1, 4, 4).to_sparse(), outputs.unsqueeze(0))
-    return outputs + product.squeeze(0) + outputs.kthvalue(2, dim=1, keepdim=True).values
+    """Calls an op that has a deterministic implementation on the CPU, and none on CUDA."""
+    return outputs + outputs.kthvalue(2, dim=1, keepdim=True).values
 
 
 def in_forward(outputs: Tensor) -> Tensor:

@@ -83,11 +83,11 @@ class SweepMode(TorchDispatchMode):
         runs = []
         for pattern in _PATTERNS:
             torch.set_rng_state(generator)
-            copied_args, copied_kwargs = tree_map_only(Tensor, copy_of, (args, kwargs))
+            copied = tree_map_only(Tensor, copy_of, (args, kwargs))
             with dirty_memory(pattern):
-                returned = func(*copied_args, **copied_kwargs)
-            self._check_writes(plan, (args, kwargs), (copied_args, copied_kwargs))
-            self._check_memory(plan, (copied_args, copied_kwargs), returned)
+                returned = func(*copied[0], **copied[1])
+            self._check_writes(plan, (args, kwargs), copied)
+            self._check_memory(plan, copied, returned)
             if not torch.equal(torch.get_rng_state(), generator):
                 self.drawing.add(plan.base)
                 if not plan.draws_random:

@@ -39,12 +39,7 @@ def rank(
     ("ranks", "sides", "collective", "through"),
     [
         ([None, None], "equal equal", None, None),
-        (
-            [rank(FIRST), rank(put=(FIRST,), begins="local"), rank(FIRST)],
-            "receiver origin receiver",
-            None,
-            FIRST,
-        ),
+        ([rank(FIRST), rank(put=(FIRST,), begins="local"), rank(FIRST)], "receiver origin receiver", None, FIRST),
         ([rank(FIRST), rank(FIRST), None], "receiver receiver equal", FIRST, None),
         # another call explains nothing
         *(
@@ -134,17 +129,15 @@ def test_the_verdict_on_all_ranks(pairs, cause, origins, is_origin, said, tmp_pa
 
 def test_a_read_in_flight_is_a_race_and_accuses_nobody(tmp_path: Path) -> None:
     verdict = judge(tmp_path, (reducing_step(), reducing_step(detail=IN_FLIGHT)))
-    assert verdict.first_divergence.kind == "structure"
-    assert verdict.origins == ()
+    assert (verdict.first_divergence.kind, verdict.origins) == ("structure", ())
     assert verdict.cause != "collective"
     assert "which is a race" in verdict.explanation
     among = describe_first(compare_steps(reducing_step().view(), reducing_step(detail=IN_FLIGHT).view()))
     assert (among.begins, among.received) == ("ambiguous", ())
     reference, current = reducing_step(detail=IN_FLIGHT), reducing_step(detail=IN_FLIGHT)
     current.digests[-1] ^= 1
-    verdict = judge(tmp_path, (reference, current))
-    assert verdict.first_divergence.op == "aten.sum.default"
-    assert verdict.first_divergence.is_origin is None
+    first = judge(tmp_path, (reference, current)).first_divergence
+    assert (first.op, first.is_origin) == ("aten.sum.default", None)
 
 
 def after_an_exchange(kind: str, through: str, *, changed: bool) -> StepBuilder:

@@ -16,17 +16,14 @@ def test_a_digest_is_that_of_the_output():
     kept: list[Tensor] = []
 
     def body():
-        kept.append(torch.arange(6.0).reshape(2, 3) + 0.5)
         kept.append(torch.ones(1, 3, 2, 2).to(memory_format=torch.channels_last))
         kept.append(torch.zeros(3).add_(1))
 
     trace = traced(body)
-    assert trace.digests[position_of(trace, "add.Tensor")] == digest_tensor(kept[0])
-    assert trace.digests[position_of(trace, "_to_copy.default")] == digest_output(kept[1])
-    assert trace.digests[position_of(trace, "add_.Tensor")] == digest_tensor(kept[2])
-    assert trace.digests[position_of(trace, "zeros.default")] != digest_tensor(kept[2])
+    assert trace.digests[position_of(trace, "_to_copy.default")] == digest_output(kept[0])
+    assert trace.digests[position_of(trace, "add_.Tensor")] == digest_tensor(kept[1])
+    assert trace.digests[position_of(trace, "zeros.default")] != digest_tensor(kept[1])
     entry = trace.layout.entries[position_of(trace, "_to_copy.default")]
-    assert entry is not None
     assert (entry.dtype, entry.shape, entry.stride) == ("float32", (1, 3, 2, 2), (12, 1, 6, 3))
 
 

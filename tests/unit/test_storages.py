@@ -1,6 +1,5 @@
 """Who wrote the bytes that an op reads: programs of writes and reads against a map of bytes, and one of each kind."""
 
-import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -12,7 +11,7 @@ from tracing import position_of, reads_of, site_of, traced, with_role
 
 from det_callbacks.runs.program import Program
 from det_callbacks.runs.steps import StepTrace
-from det_callbacks.trace.storages import PartialWrites, Region, StorageLedger, region_of
+from det_callbacks.trace.storages import PartialWrites, StorageLedger, region_of
 
 ROWS = st.tuples(st.just("rows"), st.integers(0, 5), st.integers(1, 6))
 COLUMNS = st.tuples(st.just("columns"), st.integers(0, 3), st.integers(1, 4))
@@ -109,13 +108,6 @@ def test_no_writer_is_missed_and_of_rows_no_stranger_is_taken_for_one(program):
 def site_of_kind(trace: StepTrace, position: int, role: str) -> set[int]:
     sites = trace.program.sites
     return {at for at in sites[position].inputs if sites[at].role == role}
-
-
-def test_empty_and_nested_tensors_have_regions():
-    assert region_of(torch.zeros(0, 3)[:, 1:]) == Region(4, 4)
-    with warnings.catch_warnings(action="ignore"):  # torch says once a process that they are a prototype
-        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-    assert region_of(nested) == Region(0, 20)
 
 
 # one of each kind
