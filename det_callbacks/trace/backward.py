@@ -2,10 +2,7 @@
 
 An autograd node carries the sequence number it was made with, and the first op dispatched after that belongs to it.
 That alone is not enough, so a match is accepted only when the node's name fits the op; otherwise the module is "?",
-never a wrong one. ``tests/unit/test_attribution.py`` compares with anomaly mode.
-
-Private names of torch, looked at in 2.13: ``Node._sequence_nr``, and ``_forward_cls`` on nodes of Python's autograd
-Functions; the others stand in ``engine.py``.
+never a wrong one. Private names of torch (2.13): ``Node._sequence_nr``, ``_forward_cls``, and those in ``engine.py``.
 """
 
 import re
@@ -42,7 +39,7 @@ _ACCUMULATE = "torch::autograd::AccumulateGrad"
 _REENTRANT = "CheckpointFunctionBackward"
 _COMPILED = "CompiledFunctionBackward"  # of what AOTAutograd compiled
 _COPY_SLICES = "torch::autograd::CopySlices"
-_FRAMES_BELOW = 3  # from ``BackwardMap.attribute`` to the engine: ``scope``, its caller and ``__torch_dispatch__``
+_FRAMES_BELOW = 2  # from ``BackwardMap.scope`` to the engine: its caller and ``__torch_dispatch__``
 _MAX_BETWEEN = 6  # nodes that an op may make before it runs, its own included
 _MAX_FOLLOWED = 1000  # nodes that a compiled region made: it has few, views and copies aside
 _MAX_NODES = 500_000
@@ -111,18 +108,14 @@ class BackwardMap:
         return nodes is None or next_sequence_number() - 1 not in nodes.first
 
     def scope(self) -> OpScope:
-        """Return where the running op of a backward pass belongs, the modules called in that pass included."""
-        modules = self._modules
-        if modules.backward_pass == graph_task_id():
-            return self.in_module(modules.current.module, recomputed=modules.is_recomputed)
-        return self.attribute()
-
-    def attribute(self) -> OpScope:
-        """Return where the running op of a backward pass belongs by its autograd node.
+        """Return where the running op of a backward pass belongs: in a module called there, else by its autograd node.
 
         An op of a hook belongs with the node that the hook runs at, and has a source of its own. Of an op that a
         checkpoint repeats outside any module call, the module that called the checkpoint is not known any more.
         """
+        modules = self._modules
+        if modules.backward_pass == graph_task_id():
+            return self.in_module(modules.current.module, recomputed=modules.is_recomputed)
         entry = engine_entry(_FRAMES_BELOW)
         node = current_node()
         if node is None:

@@ -1,10 +1,8 @@
 """Collectives in a step: what goes in, before the call; what came out, when it is there and somebody reads it.
 
-Each call of a ``c10d`` op or a functional collective makes rows of role "sent", one for each tensor that this rank
-puts in (one without bits where it puts in none). Its outputs are not looked at: their storages carry the number of a
-``Delivery``, and the first read of them, by an op, another collective, ``wait_tensor`` or a group of named tensors,
-makes a row of role "delivered" with an edge to the rows of what went in. A tensor that is read while the collective is
-under way gets a row without bits.
+Each call makes a row of role "sent" for each tensor that this rank puts in. The storages of its outputs carry the
+number of a ``Delivery``, and the first read of them makes a row of role "delivered" with an edge to the rows of what
+went in; a row without bits while the collective is under way.
 """
 
 import json

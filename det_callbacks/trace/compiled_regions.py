@@ -1,12 +1,7 @@
 """Regions that torch.compile compiled: the graph, what goes in, what comes out, and the ops that are seen inside.
 
-One call of a compiled graph makes: the rows of inputs that no recorded op of this step wrote, as for any op; a row of
-role "graph"; rows of role "region_input" for what goes in, but for parameters that the region only reads; rows of the
-ops that a dispatch mode sees inside (extern kernels and custom ops); and, when it has run, rows for its outputs and for
-the inputs that it wrote.
-
-Inductor reuses buffers, so an op inside follows from all that goes in, and never is the origin: the region is. Its
-backward pass follows from the ops inside, too, whose results it may have saved.
+Parameters that a region only reads have no rows. Inductor reuses buffers, so an op inside follows from all that goes
+in, and never is the origin: the region is. Its backward pass follows from the ops inside, too, which it may have saved.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -1,14 +1,11 @@
 """Sites whose digests a device computes: asked for in the step, known at its end.
 
-From an op to its row: ``Recorder.op`` asks ``DeferredSites.digest``, which leaves 0 at the site and keeps the
-``DeferredBits``; ``DeferredDigests.add`` hands the tensor to the device's ``DigestQueue``, which launches many together
-(``TritonDigest``). ``Recorder.finish`` calls ``settle``, which fetches all digests at once and puts them in their
-places; from there on a step is as one of the host.
+``Recorder.op`` asks ``DeferredSites.digest``, which leaves 0 at the site and keeps the ``DeferredBits``; the device's
+``DigestQueue`` launches many together, and ``Recorder.finish`` calls ``settle``, which puts them in their places.
 
 A tensor's memory must not change between the op that wrote it and the launch that reads it, so whoever is about to
-write, or lets something unseen write, says so first. Nobody tells of a raw kernel that is given an address, nor of
-memory that Python frees. FSDP does the latter, with what it has gathered: once a collective has gathered anything, only
-what an op returned anew waits.
+write, or lets something unseen write, says so first. FSDP frees what it has gathered, which nobody tells: once a
+collective has gathered anything, only what an op returned anew waits.
 """
 
 from array import array

@@ -1,10 +1,7 @@
-"""Which module is running: a stack kept by global forward hooks.
+"""Which module is running: a stack kept by global forward hooks while a step is traced.
 
-Global hooks, since per-module hooks switch off fast paths such as ``nn.TransformerEncoderLayer``'s. They are only
-registered while a step is traced.
-
-What activation checkpointing repeats in the backward pass is told by the stack: without reentry an unpack hook of
-``torch.utils.checkpoint`` repeats it, with reentry the backward of ``CheckpointFunction`` (looked at in torch 2.13).
+Per-module hooks would switch off fast paths such as ``nn.TransformerEncoderLayer``'s. What activation checkpointing
+repeats in the backward pass is told by the stack (looked at in torch 2.13).
 """
 
 import re

@@ -209,19 +209,6 @@ def record_group(
     return places
 
 
-def record_output(recorder: "Recorder", phase: str, module: str, name: str, tensor: Tensor) -> None:
-    """Record an output of a module, or the gradient of one, in memory order like the outputs of ops."""
-    if not holds_data(tensor) or recorder.undigested.is_captured():
-        return
-    if not recorder.undigested.collectives.arrive(tensor):
-        recorder.counts.skipped["in_flight"] += 1
-    else:
-        reads = recorder.writers_of(tensor)
-        _step_to(recorder, "output", phase, module, [reads], [name])
-        recorder.append_output(tensor, reads)
-        recorder.deferred.end_group()
-
-
 def record_bits(
     recorder: "Recorder", label: str, phase: str, name: str, bits: Bits, *, role: Role, slot: LayoutSlot | None = None
 ) -> None:
@@ -283,16 +270,29 @@ class ModuleOutputs:
             if not isinstance(tensor, Tensor):
                 continue
             inner = unwrapped(tensor)
-            record_output(recorder, phase, module, name, inner)
+            self._record_output(phase, module, name, inner)
             if is_followed and inner is tensor and tensor.requires_grad and not has_parts(tensor):
                 tensor.register_hook(self._hook(self._step, module, f"grad of {name}"))
+
+    def _record_output(self, phase: str, module: str, name: str, tensor: Tensor) -> None:
+        """Record an output of a module, or the gradient of one, in memory order like the outputs of ops."""
+        recorder = self._recorder
+        if not holds_data(tensor) or recorder.undigested.is_captured():
+            return
+        if not recorder.undigested.collectives.arrive(tensor):
+            recorder.counts.skipped["in_flight"] += 1
+        else:
+            reads = recorder.writers_of(tensor)
+            _step_to(recorder, "output", phase, module, [reads], [name])
+            recorder.append_output(tensor, reads)
+            recorder.deferred.end_group()
 
     def _hook(self, step: object, module: str, name: str) -> Callable[[Tensor | None], None]:
         def record_gradient(gradient: Tensor | None) -> None:
             # undefined: autograd runs the hooks of a node with zeros that it does not make
             if gradient is not None and step is self._step:
                 with self._recorder.lock:
-                    record_output(self._recorder, "backward", module, name, gradient)
+                    self._record_output("backward", module, name, gradient)
 
         return record_gradient
 

@@ -1,9 +1,8 @@
 """Ops without a deterministic implementation: who called them, and which of them are let through.
 
-Under ``torch.use_deterministic_algorithms(True)`` such an op raises before it computes anything, so under "error" the
-call that raised is known, and one that is allowed is simply made again. Under "warn" torch's warning comes only when
-the outermost call from Python returns, for a backward pass at its end; so the ops that may warn are called under
-"error" first, and again under "warn" where they raise.
+Under "error" such an op raises before it computes anything; one that is allowed is simply made again. Under "warn"
+torch's warning comes only when the outermost call from Python returns, for a backward pass at its end; so the ops that
+may warn are called under "error" first, and again under "warn" where they raise.
 """
 
 import re

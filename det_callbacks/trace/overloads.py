@@ -1,7 +1,6 @@
 """What the recorder has to know of an op, decided once per ``OpOverload``, and what one call of it wrote and read.
 
-The tables hold what schemas do not say: outputs whose bits mean nothing, and writes that are not declared. Tracing,
-replay and equivalence share them; ``tests/unit/test_overloads.py`` checks each entry against the running torch.
+The tables hold what schemas do not say; ``tests/unit/test_overloads.py`` checks each entry against the running torch.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,12 +1,11 @@
 """The programs of all steps so far, as a trie: what earlier steps did at a position is not built twice.
 
-A step walks down from the root. At each call the child taken most recently is tried first, then its siblings
-(accumulation steps, several optimizers and data-dependent branches alternate), and only when none fits a new node is
-built. Sites, source lines and programs hang on the nodes, so that a step like an earlier one costs comparisons only.
+At each call the child taken most recently is tried first, then its siblings (accumulation steps, several optimizers and
+data-dependent branches alternate), and only when none fits a new node is built, with its sites and source lines.
 
 A learning rate or a shape may be another in each step. So each number among the arguments of a call, and each list of
-numbers, is left out of the program, and the step has one digest of all those of a call; dtypes, flags and words are
-part of the program. What a step's program is follows from the step alone, whatever this process has recorded before.
+numbers, is left out of the program, and the step has one digest of all those of a call. What a step's program is
+follows from the step alone, whatever this process has recorded before.
 """
 
 from collections import Counter

@@ -1,6 +1,7 @@
 """What a call of an op reads: the sites that wrote its inputs, and input sites where nobody recorded did."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,7 @@ from det_callbacks.trace.components import address_of, has_parts, holds_data, pa
 from det_callbacks.trace.generators import PASSED, generator_of
 from det_callbacks.trace.overloads import OpPlan, tensors_read
 from det_callbacks.trace.program_trie import CallNode
-from det_callbacks.trace.sites import InputName, SpecialInput, input_site
+from det_callbacks.trace.sites import InputName, SpecialInput, owner_of
 from det_callbacks.trace.storages import region_of
 
 _ELEMENTWISE = ("aten._foreach_", "aten._fused_")
@@ -197,9 +198,15 @@ class Reads:
 
     def sites(self, node: CallNode) -> Iterator[Site]:
         """Yield the input sites of the call under way, for its new node."""
-        delivered = self._recorder.undigested.collectives.site_of
         for name, edges in zip(node.names, self.row_edges, strict=False):  # a region has names of its own after them
-            yield input_site(name, edges, node, delivered)
+            role, shown, _ = special = name if isinstance(name, SpecialInput) else SpecialInput("input", name)
+            if role == "delivered":
+                yield replace(self._recorder.undigested.collectives.site_of(special), name=shown, inputs=edges)
+                continue
+            phase = {"input": "input", "generator": "rng"}.get(role, "other")
+            module, source = (node.module, node.source) if shown is None else (owner_of(shown), ())
+            module = "" if role == "generator" else module
+            yield Site(phase=phase, module=module, role=role, name=shown, inputs=edges, source=source)
 
     def roll_back(self, mark: int) -> None:
         """Undo the input sites of a call that raised."""

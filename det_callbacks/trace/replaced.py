@@ -2,16 +2,11 @@
 
 Replaced are (looked at in torch 2.13):
 
-* ``OutputGraph.call_user_compiler`` and ``CompiledFxGraph.__call__``, to know which compiled graph runs. Where Dynamo
-  hands a graph to a compiler, the compiled graph is put behind a function of ours, which stays for as long as the
-  compiled code does and costs 0.1 microseconds where no step is under way. What inductor compiled before anybody
-  followed is met where it is called.
-* ``capture_begin`` and ``replay`` of ``torch.cuda.graphs._CUDAGraph``, which run ops that no mode sees. It is the class
-  in C++ that ``torch.cuda.CUDAGraph`` and every other subclass call in the end; a graph that C++ code or cuda-python
-  captures or launches tells nobody.
-
-Attributes of Lightning's loops and strategy, and of loaders and samplers, stand in ``replaced_in_lightning.py``.
-Constructing a callback or a mode replaces nothing.
+* ``OutputGraph.call_user_compiler``, where Dynamo hands a graph to a compiler: the compiled graph is put behind a
+  function of ours, for as long as the compiled code stays; it costs 0.1 microseconds where no step is under way.
+* ``CompiledFxGraph.__call__``, where what inductor compiled before anybody followed is met.
+* ``capture_begin`` and ``replay`` of ``torch.cuda.graphs._CUDAGraph``, the class in C++ that every subclass calls in
+  the end; a graph that C++ code or cuda-python captures or launches tells nobody.
 """
 
 import sys

@@ -1,8 +1,7 @@
 """The sites of a call that no earlier step had: the cold path, where text is made."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -26,24 +25,6 @@ class SpecialInput(NamedTuple):
 
 
 InputName = str | SpecialInput | None
-
-
-def input_site(
-    name: InputName, edges: tuple[int, ...], node: CallNode, delivered: Callable[[SpecialInput], Site]
-) -> Site:
-    """Return the site of something that a call reads and that no recorded op of this step wrote."""
-    role: Role = "input"
-    phase, module = "input", node.module
-    if isinstance(name, SpecialInput):
-        role = name.role
-        if role == "delivered":
-            return replace(delivered(name), name=name.name, inputs=edges)
-        phase = "rng" if role == "generator" else "other"
-        name = name.name
-    if name is not None:
-        module = "" if role == "generator" else owner_of(name)
-    source = node.source if name is None else ()
-    return Site(phase=phase, module=module, role=role, name=name, inputs=edges, source=source)
 
 
 def build_op(

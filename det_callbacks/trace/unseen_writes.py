@@ -1,10 +1,8 @@
-"""Writers that the trace did not see, looked for in a verify run where an output differs.
+"""Writers that the trace did not see (a raw kernel, NumPy, another thread), looked for where an output differs.
 
-An op whose output differs while everything it read agrees would be called the origin. But a raw kernel, NumPy or
-another thread may have written what it read, unseen. So when an output differs from the reference, the inputs that are
-still alive are digested again and compared with what their writers had left; a difference makes ``is_origin`` null (the
-start "unseen writer" in ``compare/differences.py``). Where digests are known only at the step's end, so is what
-differs: then the inputs that are alive at the end are looked at.
+In a verify run the inputs that are still alive are then digested again and compared with what their writers had left; a
+difference makes ``is_origin`` null (the start "unseen writer" in ``compare/differences.py``). Where digests are known
+only at the step's end, the inputs that are alive then are looked at.
 """
 
 from collections import Counter
