@@ -6,7 +6,7 @@ import json
 import math
 import pickle
 import random
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,22 +76,18 @@ def test_a_difference_of_one_ulp_has_its_figures() -> None:
     assert report.first is found
 
 
-def test_nan_and_infinity_on_one_side_are_beyond_and_on_both_no_difference() -> None:
-    for bad in (math.nan, math.inf):
-        report = compared(
-            lambda weight, x: weight * x,
-            lambda weight, x, bad=bad: torch.where(torch.arange(4) == 2, bad, weight * x),
-            torch.ones(4),
-            iterations=1,
-        )
-        found = only(report, "output", "output")
-        assert (found.excess, found.numbers.worst) == (math.inf, (2,))
-        assert report.first is found
-        assert f"1.0 in the base, {bad} in the control at [2]" in " ".join(str(report).split())
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_nan_and_infinity_on_one_side_are_beyond_and_on_both_no_difference(bad: float) -> None:
+    def product(weight: Tensor, x: Tensor) -> Tensor:
+        return weight * x
 
     def broken(weight: Tensor, x: Tensor) -> Tensor:
-        return torch.stack([weight[0] * x[0], x[1] * math.nan, x[1] * math.inf])
+        return torch.where(torch.arange(4) == 2, bad, weight * x)
 
+    report = compared(product, broken, torch.ones(4), iterations=1)
+    found = only(report, "output", "output")
+    assert (report.first, found.excess, found.numbers.worst) == (found, math.inf, (2,))
+    assert f"1.0 in the base, {bad} in the control at [2]" in " ".join(str(report).split())
     assert compared(broken, broken, torch.ones(4)).equal
     report = compared(broken, lambda w, x: broken(w, x * (1 + 2**-22)), torch.ones(4), iterations=1)
     assert only(report, "output", "output").close
@@ -109,9 +105,7 @@ def test_a_gradient_that_one_side_lacks_or_that_of_an_input() -> None:
     assert report.first is found
     assert only(report, "parameter", "weight").kind == "content"
     assert only(compared(without, with_gradient, torch.ones(4)), "gradient", "weight").kind == "extra"
-    neither = compared(without, without, torch.ones(4))
-    assert neither.equal
-    assert not names(neither, "gradient")
+    assert not names(compared(without, without, torch.ones(4)), "gradient")
 
     x = torch.ones(4, requires_grad=True)
     report = compared(with_gradient, lambda w, x: w * x.detach() + x * 2 - x.detach() * 2, x)
@@ -196,17 +190,13 @@ def test_what_a_side_raises_names_the_side_and_leaves_nothing_behind() -> None:
             raise RuntimeError("loss failed")
         return output.square().mean()
 
-    with pytest.raises(
-        ModuleRunError, match=r"The control \(Sequential\) raised RuntimeError in iteration 1"
-    ) as caught:
+    said = r"The control \(Sequential\) raised RuntimeError in iteration 1"
+    with pytest.raises(ModuleRunError, match=said) as caught:
         compare_modules(model, model, inputs, iterations=2, loss=loss)
     lost = pickle.loads(pickle.dumps(caught.value))
     assert (str(lost), lost.side, lost.iteration, lost.exit_code) == (str(caught.value), "control", 1, 2)
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert state_of(model) == before
-    value = torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)
-    with pytest.raises(ModuleRunError, match=r"base .* raised TypeError"):
-        compared(lambda w, x: [w * x, value], lambda w, x: w * x, torch.ones(4))
 
 
 def compiled_in_place(module: nn.Module) -> nn.Module:
@@ -228,6 +218,7 @@ def test_wrong_arguments_are_refused() -> None:
         (ValueError, "compiled in place", {"control": compiled_in_place(nn.Linear(4, 4))}),
         (ModuleRunError, "uninitialized parameter", {"control": nn.LazyLinear(3)}),
         (ModuleRunError, "no ordinary strided tensor", {"control": nn.Linear(4, 4, device="meta")}),
+        (ModuleRunError, "no ordinary strided tensor", {"control": Apply(lambda weight, x: (weight * x).to_sparse())}),
         (DetCallbacksError, "list of strings", {"modules": "net.*"}),
     ):
         arguments = {"base": layer, "control": layer, "inputs": x, **options}
@@ -276,13 +267,10 @@ def test_the_order_decides_what_is_first_and_the_excess_what_is_worst() -> None:
         ((bits, module), bits, bits, True, False),  # a submodule alone decides nothing
         ((bits, module, small), module, small, False, False),
         ((equal, module), module, None, True, True),
-        ((equal,), None, None, True, True),
     ):
         one = replace(report, comparisons=found)
         assert (one.first, one.worst, one.close, one.equal) == (first, worst, is_close, is_equal)
-    form = replace(report, comparisons=(replace(some, excess=math.inf),)).to_dict()["first"]
-    assert form["excess"] == "inf"
-    assert set(form) == {field.name for field in fields(some)} | {"close"}
+    assert replace(some, excess=math.inf).to_dict()["excess"] == "inf"
 
 
 def test_a_wrong_transformation_is_named_first_in_the_table_the_json_and_the_error(tmp_path: Path) -> None:
