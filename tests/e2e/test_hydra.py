@@ -78,10 +78,10 @@ def make_a_mess() -> None:
 
 
 @pytest.fixture
-def unchanged() -> Iterator[dict[str, Any]]:
-    """What the process is before an application runs, and has to be after it."""
+def unchanged() -> Iterator[None]:
+    """What the process is before an application runs, it has to be after it."""
     before = process_state()
-    yield before
+    yield
     assert process_state() == before
 
 
@@ -159,9 +159,11 @@ def test_what_cannot_be_applied_starts_no_job(
     assert jobs == []
 
 
-def test_disabled_applies_nothing_and_asks_for_nothing(run_app: RunApp, unchanged: dict[str, Any]) -> None:
+def test_disabled_applies_nothing_and_asks_for_nothing(run_app: RunApp) -> None:
+    before = process_state()
+
     def task(config: DictConfig) -> None:
-        assert {**process_state(), "warning filters": unchanged["warning filters"]} == unchanged
+        assert {**process_state(), "warning filters": before["warning filters"]} == before
 
     assert run_app(task, "+determinism=disabled") == 0
     assert run_app(task, *VERIFY, "determinism.mode=disabled", "determinism.settings.seed=9") == 0
@@ -198,24 +200,25 @@ def test_an_audit_of_replicas_has_to_run(run_app: RunApp, errors: Errors) -> Non
 
 def test_folders_start_where_the_program_was_started(run_app: RunApp, tmp_path: Path) -> None:
     built: list[Any] = []
+    folders: set[Path] = set()
 
     def task(config: DictConfig) -> None:
         built.append(hydra.utils.instantiate(config.callbacks.determinism))
         note_ended()
         folders.add(Path.cwd())
 
-    def paths() -> list[tuple[str, str | None]]:
-        return [(str(callback.reference), callback.current and str(callback.current)) for callback in built]
+    def paths() -> list[tuple[Path | None, Path | None]]:
+        return [(callback.reference, callback.current) for callback in built]
 
-    folders: set[Path] = set()
     run_app(task, *MULTIRUN, *VERIFY, "hydra.job.chdir=true", "hydra.sweep.subdir=${hydra.job.num}")
+    reference = tmp_path / "refs" / "run1"
     assert folders == {tmp_path / "outs" / job for job in "01"}
-    assert paths() == [(f"{tmp_path}/refs/run1/job-{job}", f"{tmp_path}/outs/{job}/determinism") for job in (0, 1)]
+    assert paths() == [(reference / f"job-{job}", tmp_path / "outs" / job / "determinism") for job in "01"]
     assert [callback.choices["config"] for callback in built] == [{"seed": seed, "callbacks": {}} for seed in (1, 2)]
     for chdir, given, current in (("true", ["determinism.current=here"], "here"), ("false", [], "out/determinism")):
         built.clear()
         run_app(task, *VERIFY, f"hydra.job.chdir={chdir}", *given)
-        assert paths() == [(f"{tmp_path}/refs/run1", f"{tmp_path}/{current}")]
+        assert paths() == [(reference, tmp_path / current)]
     assert tmp_path in folders
     built = [job_callback.determinism_callback(reference="refs/run1", mode="record")]  # composed by hand
-    assert paths() == [(f"{tmp_path}/refs/run1", None)]
+    assert paths() == [(reference, None)]

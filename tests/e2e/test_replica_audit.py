@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import ranks_program
-import torch
 from fits import Classifier
 from lightning.pytorch.strategies import DDPStrategy
 from processes import Ended, Faulty, require_same_training, run_ranks, train, verdict_in
@@ -106,15 +105,6 @@ def test_a_recording_of_drifting_replicas_is_no_reference_and_a_verdict_says_mor
     assert (first["rank"], first["step"], first["name"]) == (1, 2, "last.bias")
 
 
-class Divided(Classifier):
-    """Each rank keeps the state of a part of the parameters."""
-
-    def configure_optimizers(self) -> Any:
-        from torch.distributed.optim import ZeroRedundancyOptimizer  # which warns when it is imported
-
-        return ZeroRedundancyOptimizer(self.parameters(), torch.optim.AdamW, lr=1e-2)
-
-
 class Unwrapped(DDPStrategy):
     """One that synchronises in a way of its own."""
 
@@ -136,7 +126,6 @@ FSDP2 = ranks_program.STRATEGIES["fsdp2"][0]
         (FSDP2, ranks_program.Sharded, "Nothing can be compared: no parameter has a replica"),
         (Unwrapped, Classifier, "Unwrapped does not say which ranks hold the same parameters"),
         pytest.param(averaged, Classifier, "differ by design between two averagings", marks=pytest.mark.slow),
-        pytest.param(DDPStrategy, Divided, "ZeroRedundancyOptimizer divides its state", marks=pytest.mark.slow),
     ],
 )
 def test_what_has_no_replicas_is_refused(strategy: Any, model: Any, text: str, tmp_path: Path) -> None:
