@@ -195,7 +195,7 @@ def compare_compiled(
 ) -> NumericsReport:
     """Compare a module with the same module under ``torch.compile``, as ``compare_modules`` does.
 
-    A copy is compiled. Compiled graphs have to have run, a function that Dynamo gives up on is an error, and ``notes``
+    A copy is compiled. Graphs have to have been compiled, a function that Dynamo gives up on is an error, and ``notes``
     says how many graphs there were. Inductor draws random numbers with torch's own generators here, as eager code does
     (``fallback_random``): its own are others from the same seed.
 
@@ -225,42 +225,27 @@ def compare_compiled(
         )
     if mode is not None and backend != "inductor":
         raise ValueError(f'mode={mode!r} is for backend="inductor"; {backend!r} takes none')
-    counting = _Counting(backend, mode)
+    name = backend if isinstance(backend, str) else getattr(backend, "__name__", type(backend).__name__)
+    inductor: Any = torch._TorchCompileInductorWrapper  # torch 2.13: what torch.compile makes of that name and mode
+    compile_graph: Any = inductor(mode, None, None) if backend == "inductor" else lookup_backend(backend)
+    num_graphs = 0
+
+    # a function: the copy of a compiled module has the same
+    def counted(graph: Any, example_inputs: Any) -> Any:
+        nonlocal num_graphs
+        num_graphs += 1
+        return compile_graph(graph, example_inputs)
+
     with ExitStack() as stack:
         stack.enter_context(dynamo_config.patch(fail_on_recompile_limit_hit=True, suppress_errors=False))
         stack.enter_context(import_module("torch._inductor.config").patch(fallback_random=True))
-        control: Any = torch.compile(module, backend=counting)
+        control: Any = torch.compile(module, backend=counted)
         report = compare_modules(module, control, inputs, **options)
-    if not counting.num_runs:
+    if not num_graphs:
         raise NothingComparedError(
             f"No compiled graph ran, so {type(module).__name__} was compared with itself; it ran through. Is compiling "
             "disabled (torch.compiler.disable, TORCH_COMPILE_DISABLE), or its forward one that Dynamo leaves alone, "
             "such as nn.LSTM (torch._dynamo.config.allow_rnn)?"
         )
-    note = f"{count(counting.num_graphs, 'graph')} compiled by {counting.name}, run {counting.num_runs} times"
+    note = f"{count(num_graphs, 'graph')} compiled by {name}"
     return replace(report, notes=(note, *report.notes))
-
-
-class _Counting:
-    """A backend that counts the graphs that another one compiles, and how often they run."""
-
-    def __init__(self, backend: str | Callable[..., Any], mode: str | None) -> None:
-        self.name = backend if isinstance(backend, str) else getattr(backend, "__name__", type(backend).__name__)
-        self.compiler_name = self.name
-        self.num_graphs = self.num_runs = 0
-        # the first is what torch.compile makes of that name, with its mode; torch 2.13
-        inductor: Any = torch._TorchCompileInductorWrapper
-        self._backend: Any = inductor(mode, None, None) if backend == "inductor" else lookup_backend(backend)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Counting":
-        return self  # the copy of a compiled module has the same backend, and is counted here
-
-    def __call__(self, graph: Any, example_inputs: Any) -> Callable[..., Any]:
-        self.num_graphs += 1
-        run = self._backend(graph, example_inputs)
-
-        def counted(*args: Any) -> Any:
-            self.num_runs += 1
-            return run(*args)
-
-        return counted

@@ -20,7 +20,7 @@ def test_aot_eager_is_equal_and_was_compiled() -> None:
     before = state_of(model)
     report = compare_compiled(model, inputs, backend="aot_eager", iterations=2)
     assert report.equal, str(report)
-    assert report.notes[0] == "1 graph compiled by aot_eager, run 2 times"
+    assert report.notes[0] == "1 graph compiled by aot_eager"
     assert report.control == f"compiled {type(model).__name__}"
     assert "_orig_mod" not in str([found.name for found in report.comparisons])
     assert state_of(model) == before
@@ -33,7 +33,7 @@ def test_inductor_is_within_tolerance() -> None:
     assert report.close, str(report)
     assert not report.equal, "fused kernels round otherwise; without a difference nothing of this was looked at"
     assert report.worst.excess < 1
-    assert "compiled by inductor, run 3 times" in report.notes[0]
+    assert "compiled by inductor" in report.notes[0]
     assert {"output", "gradient"} <= {found.phase for found in report.differing}
 
 
