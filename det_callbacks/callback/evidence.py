@@ -55,7 +55,6 @@ class Evidence:
         self._replaced = ReplacedInLightning()
         self._let_go: Callable[[], object] = lambda: None
         self._samplers = ReplacedInLightning()
-        self._loaders: dict[str, Any] = {}
         self._indices: dict[str, deque[Any]] = {}
         self._waiting: deque[tuple[Any, dict[str, Any]]] = deque(maxlen=MAX_WAITING)
         self._ledger.mark(_FIT_START, with_seeds=True)
@@ -93,12 +92,14 @@ class Evidence:
             set_workers(inner, os.environ[NUM_WORKERS])
         name, is_one = "train_dataloader", len(inner) == 1
         self._ledger.held = find_generators({name: inner[0] if is_one else inner}, left=(pl.LightningModule,))
-        self._loaders = {name: inner[0]} if is_one else {f"{name} {at}": one for at, one in enumerate(inner)}
         self._let_go = follow(loader, self)
-        for name, one in self._loaders.items():
+        for number, one in enumerate(inner):
+            place = name if is_one else f"{name} {number}"
+            for setting, text in _settings_of(one):
+                self._ledger.note(_LOADER_START, f"{setting} of {place}", text=text)
             # a draw of "sequential" is of one of the loaders, and nobody says of which
             if _draws_in_order(one) and (loader._mode != "sequential" or is_one):
-                self._follow_sampler(name, one)
+                self._follow_sampler(place, one)
 
     def _follow_sampler(self, name: str, loader: Any) -> None:
         """Keep what the sampler of a loader draws: workers are sent it ahead, and return the batches in that order."""
@@ -120,8 +121,8 @@ class Evidence:
     def _leave_loader(self) -> None:
         self._samplers.restore()
         self._let_go()
-        for known in (self._waiting, self._loaders, self._indices):
-            known.clear()
+        self._waiting.clear()
+        self._indices.clear()
 
     def detach(self) -> None:
         """Leave loops and loaders as they were; may be called more than once."""
@@ -133,9 +134,6 @@ class Evidence:
     def begin_iteration(self) -> None:
         """Note that the loader begins to be iterated over."""
         self._waiting.clear()
-        for name, loader in self._loaders.items():
-            for setting, text in _settings_of(loader):
-                self._ledger.note(_LOADER_START, f"{setting} of {name}", text=text)
         self._ledger.mark(_LOADER_START)
 
     def begin_draw(self) -> None:
