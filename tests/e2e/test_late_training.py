@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import nondeterministic_ops as planted
 import numpy as np
 import pytest
 import torch
@@ -14,7 +15,7 @@ from fits import Classifier, train
 from late_device import in_every_step, late_device
 from lightning.pytorch.loggers import CSVLogger
 from safetensors import safe_open
-from torch import Tensor, library
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import _disable_current_modes  # looked at in torch 2.13
 from trainers import LIGHTNING_ADVICE, has_same_weights
@@ -34,23 +35,11 @@ from det_callbacks.verdict import Verdict
 
 pytestmark = LIGHTNING_ADVICE
 
-_calls = itertools.count(1)
-
-
-def entropy() -> float:
-    """Return another number at each call."""
-    return next(_calls) / 1000
-
-
-@library.custom_op("late::noisy_", mutates_args={"x"})
-def noisy_(x: Tensor) -> None:
-    x.add_(entropy())
-
 
 def disturb(gradient: Tensor) -> Tensor:
     """Return another gradient at each call, where no mode sees it."""
     with _disable_current_modes():
-        return gradient + gradient.detach() * entropy()  # its own gradient is what it would be without
+        return gradient + gradient.detach() * planted.entropy()  # its own gradient is what it would be without
 
 
 class Noisy(Classifier):
@@ -61,8 +50,8 @@ class Noisy(Classifier):
         hidden = self.first(inputs)
         observe("hidden", hidden)
         scratch = torch.zeros_like(hidden)
-        noisy_(scratch[:, 1:])
-        noise = torch.from_numpy(np.full((8, 16), entropy(), np.float32))
+        planted.noisy_(scratch[:, 1:])
+        noise = torch.from_numpy(np.full((8, 16), planted.entropy(), np.float32))
         observe_non_deterministic("noise", noise)
         hidden = hidden + scratch + noise
         observe_grad("hidden", hidden)
@@ -85,8 +74,8 @@ def fit(folder: Path, callback: DeterminismCallback, model: type[Classifier] = N
 
 
 def record(folder: Path, model: type[Classifier] = Noisy) -> pl.LightningModule:
-    options: Any = {"replay": ("late.noisy_.*",) if model is Noisy else (), "keep_tensors": ("aten.addmm.*",)}
-    return fit(folder, DeterminismCallback(folder / "run", mode="record", **options), model)
+    replay, kept = ["planted.noisy_.*"] if model is Noisy else None, ["aten.addmm.*"]
+    return fit(folder, DeterminismCallback(folder / "run", mode="record", replay=replay, keep_tensors=kept), model)
 
 
 def verify(folder: Path, model: type[Classifier] = Noisy) -> tuple[Verdict, pl.LightningModule]:
@@ -139,7 +128,8 @@ def test_what_is_written_is_what_the_host_writes_and_nothing_waits_for_it(
 ) -> None:
     names, places = ("host", "late", "masked"), (None, late_device(0), late_device(2**64 - 1))
     for name, place in zip(names, places, strict=True):
-        monkeypatch.setattr(f"{__name__}._calls", itertools.count(1))
+        calls = itertools.count(1)
+        monkeypatch.setattr(planted, "entropy", lambda calls=calls: next(calls) / 1000)
         if place is None:
             record(tmp_path / name)
             continue
@@ -149,7 +139,7 @@ def test_what_is_written_is_what_the_host_writes_and_nothing_waits_for_it(
         assert (device.waits, device.num_watched) == ([], 8)
         assert (verdict.verdict, verdict.counts.sites_differing) == ("match", 0)
         replayed = {name: (entry["count"], entry["differing"]) for name, entry in verdict.coverage.replayed.items()}
-        assert replayed == {"late.noisy_.default": (4, 4), "noise": (4, 4), "grad of hidden": (4, 4)}
+        assert replayed == {"planted.noisy_.default": (4, 4), "noise": (4, 4), "grad of hidden": (4, 4)}
         assert has_same_weights(recorded, verified)
     runs = [Run.open(tmp_path / name / "run") for name in names]
     for step in range(4):
