@@ -7,7 +7,8 @@ import gc
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -94,19 +95,23 @@ def fit(model: LightningModule, *callbacks: Callback, batch_size: int = 16, stra
     return trainer
 
 
-def within_steps(switch: Callable[[bool], None], *callbacks: Callback, first_step: int = 0) -> list[Callback]:
-    """Return callbacks with a switch that is on after all of them began a step and off before any of them ends it."""
-    off = LambdaCallback(on_train_batch_end=lambda *_: switch(False))
-    on = LambdaCallback(on_train_batch_start=lambda *given: switch(True) if given[-1] >= first_step else None)
-    return [off, *callbacks, on]
+@contextmanager
+def without_waits(*callbacks: Callback) -> Iterator[list[Callback]]:
+    """Give callbacks of a fit in which nothing may wait for the device, after all began a step and before any ends it.
+
+    Not in the first step, in which kernels are compiled, and tried on the device before they are taken.
+    """
+    off = LambdaCallback(on_train_batch_end=lambda *_: forbid_waiting(False))
+    on = LambdaCallback(on_train_batch_start=lambda *given: forbid_waiting(given[-1] > 0))
+    try:
+        yield [off, *callbacks, on]
+    finally:
+        forbid_waiting(False)
 
 
 def fit_without_waits(model: LightningModule, *callbacks: Callback) -> None:
-    """Train; from the second step on (in the first kernels are compiled, and tried) nothing may wait for the device."""
-    try:
-        fit(model, *within_steps(forbid_waiting, *callbacks, first_step=1))
-    finally:
-        forbid_waiting(False)
+    with without_waits(*callbacks) as watched:
+        fit(model, *watched)
 
 
 def peak_of_fit(*callbacks: Callback, width: int, batch_size: int) -> int:
@@ -213,13 +218,8 @@ def test_what_the_audit_names_is_replayed_without_a_wait(tmp_path: Path) -> None
 
     callback = DeterminismCallback(tmp_path / "run", current=tmp_path / "current")
     recording = DeterminismCallback(tmp_path / "run", mode="record", replay=str(replay))
-    try:
-        # in step 0 the digests' kernels are compiled, and tried on the device before they are taken
-        recorded, verified = (
-            fit_scattered(*within_steps(forbid_waiting, one, first_step=1)) for one in (recording, callback)
-        )
-    finally:
-        forbid_waiting(False)
+    with without_waits(recording) as first, without_waits(callback) as second:
+        recorded, verified = fit_scattered(*first), fit_scattered(*second)
     assert callback.verdict.verdict == "match"
     assert callback.verdict.counts.sites_differing == 0
     replayed = callback.verdict.coverage.replayed
