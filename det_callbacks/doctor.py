@@ -119,7 +119,6 @@ def _differences(run: Run) -> tuple[EnvironmentFinding, ...]:
 
 
 def _line_for_entry(name: str, value: Any) -> str:
-    """Return the line that makes an entry the reference's; "" where there is none."""
     start, _, rest = name.partition(".")
     if start == "env":
         return f"unset {rest}" if value is None else f"export {rest}={value}"

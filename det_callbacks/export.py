@@ -73,7 +73,6 @@ def export_run(run_folder: str | Path, to: str | Path) -> Export:
 
 
 def _write_rank(run: Run, rank: int, path: Path) -> int:
-    """Write the steps of a rank; return the number of rows."""
     # pyarrow.dataset.write_dataset would do it by itself, with all rows in memory, and three times as slow
     path.parent.mkdir(parents=True)
     num_rows, pending = 0, list[pa.RecordBatch]()

@@ -96,10 +96,7 @@ def name_of(kind: str, index: int, homes: Homes) -> str:
 
 
 def used_generators(homes: Homes | None = None) -> Iterator[tuple[str, Generator]]:
-    """Yield (name, generator) of the devices that the process has used; whether it can be read: ``is_readable``.
-
-    Of CUDA's: those with a context of this process, and its home. Of XPU's, which do not tell, all that it sees.
-    """
+    """Yield (name, generator) of the devices that the process has used; XPU does not tell which of them."""
     homes = home_devices() if homes is None else homes
     for kind in KINDS:
         for index, generator in enumerate(default_generators(kind)):
@@ -126,10 +123,7 @@ def is_default(generator: Generator) -> bool:
 
 
 def digest_generator(generator: Any) -> int:
-    """Return the digest of a generator's state, of one of ``PROCESS`` or one that is held; 2 to 15 microseconds.
-
-    The second number of a pair of normal ones that NumPy's legacy interface may hold back is not part of it.
-    """
+    """Return the digest of a generator's state, without the second normal number that NumPy may hold back."""
     if isinstance(generator, Generator):
         state = generator.get_state()
         return digest_memory(state.data_ptr(), state.nbytes)
@@ -235,10 +229,7 @@ class GeneratorStates:
 
 
 class RewindPoint:
-    """The states of the process's generators now, ``with_python`` and NumPy or without, and of those ``passed``.
-
-    Those of devices without a context are among them: what comes may be the first on its device.
-    """
+    """The states of the process's generators now, also of devices without a context, and of those ``passed``."""
 
     def __init__(self, passed: Iterable[Generator] = (), *, with_python: bool = True) -> None:
         self._kinds = {kind: default_generators(kind) for kind in KINDS}
@@ -248,11 +239,7 @@ class RewindPoint:
         self._seed = torch.initial_seed()
 
     def put_back(self, *, restarts_new: bool = False) -> None:
-        """Put the states back.
-
-        With ``restarts_new`` kinds of devices that the process had not used start again, from the seed of
-        ``torch.manual_seed`` then, or from torch's default where that was never called.
-        """
+        """Put the states back; with ``restarts_new`` kinds of devices that were not used start from torch's seed."""
         for generator, state in self._states:
             _write(generator, state)
         for kind, generators in self._kinds.items():

@@ -1,9 +1,6 @@
-"""What is enforced so that a run can repeat, what is in force, and how both are put back.
+"""What is enforced so that a run can repeat, and what is in force: asked of torch and the process."""
 
-:func:`enforce_determinism` sets, and :func:`settings_in_force` asks torch and the process, never our own record.
-"""
-
-from det_callbacks.settings.catalogue import MAX_SEED, SETTINGS, Setting, settings_in_force
+from det_callbacks.settings.catalogue import MAX_SEED, SETTINGS, settings_in_force
 from det_callbacks.settings.enforce import (
     EnforcedDeterminism,
     enforce_around_training,
@@ -17,7 +14,6 @@ __all__ = [
     "SETTINGS",
     "DeterminismSettings",
     "EnforcedDeterminism",
-    "Setting",
     "enforce_around_training",
     "enforce_determinism",
     "enforced_names",

@@ -28,10 +28,9 @@ _INDUCTOR = "torch._inductor.config"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One setting of a running process: a field of ``DeterminismSettings``, and what is behind it.
+    """A field of ``DeterminismSettings``, and the attribute of torch, variable, or getter and setter behind it.
 
-    That is an attribute of torch, an environment variable, or a getter and a setter. ``allowed`` is a range for
-    integers, ``str`` for any text, and empty where ``DeterminismSettings`` looks.
+    ``allowed`` is a range for integers, ``str`` for any text, and empty where ``DeterminismSettings`` looks.
     """
 
     name: str
@@ -289,8 +288,5 @@ SETTINGS: Mapping[str, Setting] = {setting.name: setting for setting in _ALL}
 
 
 def settings_in_force() -> dict[str, Any]:
-    """Return what is in force now, keyed like the fields of ``DeterminismSettings`` but ``allow``; None: not set.
-
-    ``float32_matmul_precision`` is "mixed" when torch's older and newer precision interfaces contradict each other.
-    """
+    """Return what is in force now, keyed like the fields of ``DeterminismSettings`` but ``allow``; None: not set."""
     return {name: setting.read() for name, setting in SETTINGS.items()}

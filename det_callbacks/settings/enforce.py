@@ -22,11 +22,6 @@ from det_callbacks.rng import RewindPoint
 from det_callbacks.settings.catalogue import SETTINGS, attribute_back, variable_back
 from det_callbacks.settings.model import DeterminismSettings
 
-# What lightning.fabric.utilities.seed.seed_everything(workers=True) leaves behind (read at Lightning 2.6.6): the
-# Trainer seeds its other processes from the first and gives DataLoader workers their seeds when the second is "1".
-_SEED_VARIABLE = "PL_GLOBAL_SEED"
-_WORKERS_VARIABLE = "PL_SEED_WORKERS"
-
 # set_float32_matmul_precision writes these as well, and knows no "none", which is where they start (torch 2.13)
 _WRITTEN_TOO = ("torch.backends.cuda.matmul.fp32_precision", "torch.backends.mkldnn.matmul.fp32_precision")
 
@@ -45,7 +40,14 @@ class EnforcedDeterminism(AbstractContextManager["EnforcedDeterminism", None]):
 
     def __init__(self, settings: DeterminismSettings, *, with_generators: bool = True) -> None:
         self.settings = settings
-        self._undo = _ways_back(settings, with_generators=with_generators)
+        self._undo: list[Callable[[], object]] = [partial(_seeded_after.update, dict(_seeded_after))]
+        # in their order: the algorithms overwrite what Inductor's attribute was
+        self._undo += [setting.way_back() for setting in SETTINGS.values() if setting.when != "start"]
+        self._undo += [attribute_back(path) for path in _WRITTEN_TOO]
+        self._undo.append(partial(torch.set_default_dtype, torch.get_default_dtype()))
+        if with_generators:
+            self._undo += [variable_back(name) for name in _seed_variables(0)]
+            self._undo.append(partial(RewindPoint().put_back, restarts_new=True))
         _enforced.append(settings)
         self._undo.append(partial(_enforced.remove, settings))
 
@@ -113,40 +115,19 @@ def _enforce(settings: DeterminismSettings, *, with_generators: bool = True) -> 
     _refuse_late(settings)
     enforced = EnforcedDeterminism(settings, with_generators=with_generators)
     try:
-        _apply(settings)
+        for setting in SETTINGS.values():
+            if (wanted := getattr(settings, setting.name)) is not None:
+                setting.apply(wanted)
+        if settings.seed is not None:  # what Lightning's seed_everything(seed, workers=True) does
+            _seeded_after["parameters"] = _find_parameters()
+            os.environ.update(_seed_variables(settings.seed))
+            random.seed(settings.seed)
+            np.random.seed(settings.seed)
+            torch.manual_seed(settings.seed)
     except BaseException:  # Ctrl-C too: nobody has anything to restore by
         enforced.restore()
         raise
     return enforced
-
-
-def _apply(settings: DeterminismSettings) -> None:
-    for setting in SETTINGS.values():
-        if (wanted := getattr(settings, setting.name)) is not None:
-            setting.apply(wanted)
-    if settings.seed is not None:
-        # what Lightning's seed_everything(seed, workers=True) does
-        _seeded_after["parameters"] = _find_parameters()
-        os.environ.update(_seed_variables(settings.seed))
-        random.seed(settings.seed)
-        np.random.seed(settings.seed)
-        torch.manual_seed(settings.seed)
-
-
-def _ways_back(settings: DeterminismSettings, *, with_generators: bool) -> list[Callable[[], object]]:
-    """Return what puts back everything that settings or a training can change in a running process."""
-    undo: list[Callable[[], object]] = []
-    if with_generators:
-        undo += [variable_back(_SEED_VARIABLE), variable_back(_WORKERS_VARIABLE)]
-    if settings.seed is not None:
-        undo.append(partial(_seeded_after.update, dict(_seeded_after)))
-    # in their order: the algorithms overwrite what Inductor's attribute was
-    undo += [setting.way_back() for setting in SETTINGS.values() if setting.when != "start"]
-    undo += [attribute_back(path) for path in _WRITTEN_TOO]
-    undo.append(partial(torch.set_default_dtype, torch.get_default_dtype()))
-    if with_generators:
-        undo.append(partial(RewindPoint().put_back, restarts_new=True))
-    return undo
 
 
 def _refuse_late(settings: DeterminismSettings) -> None:
@@ -193,5 +174,5 @@ def _require_seed(seed: int, model: nn.Module) -> None:
 
 
 def _seed_variables(seed: int) -> dict[str, str]:
-    """Return the environment variables that hand a seed on to Lightning's workers and processes."""
-    return {_SEED_VARIABLE: str(seed), _WORKERS_VARIABLE: "1"}
+    """Return what seed_everything(workers=True) leaves behind (Lightning 2.6.6) for workers and other processes."""
+    return {"PL_GLOBAL_SEED": str(seed), "PL_SEED_WORKERS": "1"}
