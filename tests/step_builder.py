@@ -129,7 +129,6 @@ def training_step(
     seed: int = 0,
     weight: int = 11,
     muls: int = 20,
-    factor: object = 2.0,
     noise_at: int | None = None,
     insert_at: int | None = None,
     lr: float = 0.1,
@@ -137,7 +136,6 @@ def training_step(
     dtype: str = "float32",
     unseen_at: int | None = None,
     is_first: bool = True,
-    shift_source: int = 0,
 ) -> StepBuilder:
     """Return a step of a small model: a batch, dropout, twenty equal ``mul``, a layer norm, backward and update."""
     step = StepBuilder()
@@ -151,9 +149,9 @@ def training_step(
     value = step.op("aten.mm.default", batch, 0 if is_first else "net.weight", module="net.linear", layout=layout)
     value = step.op("aten.mul.Tensor", value, mask, module="net.dropout", layout=layout)
     for index in range(muls):
-        place = {"module": "net.chain", "source": (f"train.py:{40 + index + shift_source} in forward",)}
+        place = {"module": "net.chain", "source": (f"train.py:{40 + index} in forward",)}
         if index == insert_at:
-            value = step.op("aten.mul.Tensor", value, arguments={"other": factor}, **place)
+            value = step.op("aten.mul.Tensor", value, arguments={"other": 2.0}, **place)
         noise = "ulp" if index == noise_at else None
         value = step.op("aten.mul.Tensor", value, arguments={"other": 2.0}, noise=noise, **place)
         if index == unseen_at:

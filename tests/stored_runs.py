@@ -18,7 +18,8 @@ from det_callbacks.runs.writer import RunWriter
 SELECTION = Selection().to_dict()
 ENVIRONMENT = {"torch.version": {"value": "2.13", "is_machine": True, "changes_bits": True}}
 
-INT32 = st.integers(0, 2**31 - 1)
+INT32, COUNTS = st.integers(0, 2**31 - 1), st.integers(0, 2**40)
+SIZES = st.lists(st.integers(0, 2**63 - 1), max_size=3).map(tuple)
 SITES = st.builds(
     Site,
     occurrence=INT32,
@@ -26,23 +27,19 @@ SITES = st.builds(
     inputs=st.lists(INT32, max_size=3).map(tuple),
     **dict.fromkeys(("name", "arguments", "varying", "recomputed", "source"), ...),
 )
-SIZES = st.lists(st.integers(0, 2**63 - 1), max_size=3).map(tuple)
 ENTRIES = st.none() | st.builds(TensorLayout, shape=SIZES, stride=SIZES, detail=...)
-COUNTS = st.integers(0, 2**40)
+SKIPPED = st.dictionaries(st.text(), COUNTS, max_size=2)
 
 
 @st.composite
 def whole_steps(draw: st.DrawFn) -> tuple[Program, Layout, list[int]]:
     """Draw a program, and a layout and digests of as many sites."""
-    num_sites = draw(st.integers(1, 3))
-
-    def of_sites(strategy: st.SearchStrategy[Any]) -> list[Any]:
-        return draw(st.lists(strategy, min_size=num_sites, max_size=num_sites))
-
-    skipped = draw(st.dictionaries(st.text(), COUNTS, max_size=2))
-    counts = {"ops_seen": draw(COUNTS), "ops_digested": draw(COUNTS), "ops_skipped": skipped}
-    program = Program(sites=tuple(of_sites(SITES)), **counts, opaque_regions=tuple(draw(st.lists(st.text()))))
-    return program, Layout(entries=tuple(of_sites(ENTRIES))), of_sites(st.integers(0, 2**64 - 1))
+    num = draw(st.integers(1, 3))
+    sites, entries, digests = (
+        draw(st.lists(one, min_size=num, max_size=num)) for one in (SITES, ENTRIES, st.integers(0, 2**64 - 1))
+    )
+    made = st.builds(Program, st.just(tuple(sites)), COUNTS, COUNTS, SKIPPED, st.lists(st.text()).map(tuple))
+    return draw(made), Layout(tuple(entries)), digests
 
 
 def small_program(num_sites: int = 3, op: str = "aten.mul.Tensor") -> Program:

@@ -1,9 +1,8 @@
 """The package's layers: imports go downwards only, and each heavy dependency has its few places."""
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -39,34 +38,24 @@ ONLY_IN: Mapping[str, tuple[str, ...]] = {
 }
 
 
-class Import(NamedTuple):
-    """One import statement's target, absolute, and where it stands."""
-
-    target: str
-    line: int
-    is_for_types: bool
-
-
-def imports(tree: ast.Module) -> Iterator[Import]:
-    """Yield what a module imports, wherever in it; ruff says that it be at the top."""
-    waiting: list[tuple[ast.AST, bool]] = [(tree, False)]
-    while waiting:
-        node, is_for_types = waiting.pop()
-        targets = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        targets += [node.module] if isinstance(node, ast.ImportFrom) else []  # ruff allows no relative ones
-        yield from (Import(target=target, line=node.lineno, is_for_types=is_for_types) for target in targets)
-        guarded = node.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) else []
-        if not isinstance(node, ast.expr):  # none holds a statement
-            waiting += [(one, is_for_types or one in guarded) for one in ast.iter_child_nodes(node)]
+def imports(source: str) -> list[tuple[str, int]]:
+    """Return what a module imports, wherever in it but for types alone, with the lines; ruff wants absolute names."""
+    tree = ast.parse(source)
+    for node in [*ast.walk(tree)]:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            node.body = []
+    nodes = [*ast.walk(tree)]
+    found = [(alias.name, node.lineno) for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    return found + [(str(node.module), node.lineno) for node in nodes if isinstance(node, ast.ImportFrom)]
 
 
-def package_imports() -> dict[str, list[Import]]:
+def package_imports() -> dict[str, list[tuple[str, int]]]:
     """Return the imports of each module by dotted name; a package goes by its own name."""
     found = {}
     for path in sorted((ROOT / PACKAGE).rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 2 else parts)
-        found[name] = list(imports(ast.parse(path.read_text())))
+        found[name] = imports(path.read_text())
     return found
 
 
@@ -75,17 +64,15 @@ def unit(module: str) -> str:
     return module.split(".")[1] if "." in module else "__init__"
 
 
-def violations(modules: Mapping[str, Sequence[Import]]) -> list[str]:
+def violations(modules: Mapping[str, Sequence[tuple[str, int]]]) -> list[str]:
     """Return a line for each import that the layers forbid."""
     level = {name: index for index, layer in enumerate(LAYERS) for name in layer}
     found = [f"{name}: {unit(name)} is in no layer" for name in modules if unit(name) not in level]
-    for name, item in ((name, item) for name, items in modules.items() for item in items):
-        where = f"{name}:{item.line} imports {item.target}"
-        top = item.target.split(".")[0]
+    for name, (target, line) in ((name, item) for name, items in modules.items() for item in items):
+        where, top = f"{name}:{line} imports {target}", target.split(".")[0]
         if top in ONLY_IN and unit(name) not in ONLY_IN[top]:
             found.append(f"{where}: only {', '.join(ONLY_IN[top]) or 'nobody'} may")
-        is_upwards = level.get(unit(item.target), -1) > level.get(unit(name), -1)
-        if top == PACKAGE and not item.is_for_types and is_upwards:
+        if top == PACKAGE and level.get(unit(target), -1) > level.get(unit(name), -1):
             found.append(f"{where}: upwards")
     return found
 
@@ -112,7 +99,7 @@ def test_imports_go_downwards_only() -> None:
     ],
 )
 def test_the_rule_can_fail_and_pass(module: str, source: str, complaint: str) -> None:
-    found = violations({f"{PACKAGE}.{module}": list(imports(ast.parse(source)))})
+    found = violations({f"{PACKAGE}.{module}": imports(source)})
     assert bool(found) is bool(complaint)
     assert all(complaint in line for line in found)
 

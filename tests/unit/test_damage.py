@@ -19,20 +19,8 @@ from det_callbacks.runs.evidence import NondeterministicOp, Row
 from det_callbacks.runs.manifest import Attempt, read_manifest, write_manifest
 from det_callbacks.runs.metrics import Metric, Reading
 from det_callbacks.runs.store import Run
-from det_callbacks.runs.writer import RunWriter
 
 OP = NondeterministicOp(op="aten.kthvalue", phase="forward", module="", source=(), message="-", is_allowed=True)
-
-
-def write_rank(writer: RunWriter, seeds: dict[int, int]) -> None:
-    for fit in range(2):
-        if fit:
-            writer.start_segment()
-        for step in range(4):
-            append(writer, [step], seed=seeds.get(step, 0) if fit else 0)
-            writer.put_evidence([Row(step, "batch start", "torch.cpu", step), Row(step, "batch", "paths", 7, "a.png")])
-    writer.put_nondeterministic_ops([OP])
-    writer.close(complete=True)
 
 
 def write(path: Path, seeds: dict[int, int]) -> Path:
@@ -41,7 +29,15 @@ def write(path: Path, seeds: dict[int, int]) -> Path:
     loss = Metric(dtype="float32", shape=(), digest=f"{1:016x}", value="0.5")
     writers[0].put_reading(Reading(where="epoch", number=3, step=3, epoch=0, metrics={"val_loss": loss}))
     for writer in reversed(writers):  # rank 0 says in run.json how many fits there are
-        write_rank(writer, seeds)
+        writer.put_nondeterministic_ops([OP])
+        for fit in range(2):
+            for step in range(4):
+                append(writer, [step], seed=seeds.get(step, 0) if fit else 0)
+                rows = Row(step, "batch start", "torch.cpu", step), Row(step, "batch", "paths", 7, "a.png")
+                writer.put_evidence(rows)
+            if not fit:
+                writer.start_segment()
+        writer.close(complete=True)
     return path
 
 

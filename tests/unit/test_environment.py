@@ -199,73 +199,60 @@ def test_overrides_are_kept_but_for_secrets_places_and_ours_and_those_that_diffe
     assert chosen(first, third) == {}, "in another order"
 
 
-NOTHING = {"code.git_commit": None, "code.is_dirty": None}
-
-
 def git(folder: Path, *arguments: str) -> str:
     who = ("-c", "user.name=A", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false")
     return subprocess.check_output(["git", *who, *arguments], cwd=folder, text=True).strip()
 
 
-@pytest.fixture
-def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository with one commit, that the running program seems to lie in."""
-    if shutil.which("git") is None:
-        pytest.skip("needs git")
-    folder = tmp_path / "repository"
-    (folder / "tools").mkdir(parents=True)
-    program = folder / "tools" / "train.py"
-    for file in (program, folder / "größe.py"):
-        file.write_text("")
-    git(folder, "init", "--quiet")
-    git(folder, "add", ".")
-    git(folder, "commit", "--quiet", "--message", "first")
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_the_commit_that_the_program_is_of_and_the_files_that_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, nothing = tmp_path / "repository", {"code.git_commit": None, "code.is_dirty": None}
+    program, other = folder / "tools" / "train.py", folder / "größe.py"
     monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__file__=str(program)))
     monkeypatch.chdir(tmp_path)
-    return folder
 
-
-def test_the_commit_of_the_repository_that_the_program_lies_in_and_the_files_that_differ(repository: Path) -> None:
     def changes(**files: str | None) -> bool:
         found = code_state()
-        assert found.pop("code.git_commit") == git(repository, "rev-parse", "HEAD")
+        assert found.pop("code.git_commit") == git(folder, "rev-parse", "HEAD")
         return found == {"code.is_dirty": bool(files), **{f"code.file.{name}": files[name] for name in files}}
 
-    (repository / "notes.txt").write_text("untracked")
+    program.parent.mkdir(parents=True)
+    for file in (program, other):
+        file.write_text("")
+    assert code_state() == nothing
+    git(folder, "init", "--quiet")
+    assert code_state() == nothing, "a repository without a commit"
+    git(folder, "add", ".")
+    git(folder, "commit", "--quiet", "--message", "first")
+    (folder / "notes.txt").write_text("untracked")
     assert changes()
-    (repository / "tools" / "train.py").write_text("print(1)\n")
-    (repository / "größe.py").unlink()
+    program.write_text("print(1)\n")
+    other.unlink()
     changed = {"tools/train.py": format_digest(digest_bytes(b"print(1)\n")), "größe.py": None}
     assert changes(**changed)
-    git(repository, "add", ".")
+    git(folder, "add", ".")
     changed["notes.txt"] = format_digest(digest_bytes(b"untracked"))
     assert changes(**changed), "staged is not committed"
     here = capture_environment()
-    git(repository, "commit", "--quiet", "--message", "second")
+    git(folder, "commit", "--quiet", "--message", "second")
     assert changes()
     found = {one.name: (one.reference, one.current) for one in compare_environments(capture_environment(), here)}
     assert found.pop("code.git_commit")
     files = {f"code.file.{name}": (AS_COMMITTED, value) for name, value in changed.items()}
     assert found == {"code.is_dirty": (False, True), **files}
     # the index is not written: another time than it says makes a plain `git status` refresh it
-    index = repository / ".git" / "index"
-    os.utime(repository / "tools" / "train.py", (1, 1))
+    index = folder / ".git" / "index"
+    os.utime(program, (1, 1))
     before = index.read_bytes()
     assert changes()
     assert index.read_bytes() == before
-    git(repository, "status")
+    git(folder, "status")
     assert index.read_bytes() != before, "the test could not have failed"
-
-
-def test_no_repository_no_commit_and_no_git(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patched:
-        patched.setitem(sys.modules, "__main__", ModuleType("__main__"))
-        assert code_state() == NOTHING, "without a script it is the working directory"
-        patched.chdir(repository)
-        assert code_state()["code.git_commit"] == git(repository, "rev-parse", "HEAD")
-    shutil.move(repository / ".git", repository / "git")
-    assert code_state() == NOTHING
-    git(repository, "init", "--quiet")
-    assert code_state() == NOTHING, "a repository without a commit"
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+    assert code_state() == nothing, "without a script it is the working directory"
+    monkeypatch.chdir(folder)
+    assert changes()
     monkeypatch.setenv("PATH", "")
-    assert code_state() == NOTHING, "no git"
+    assert code_state() == nothing, "no git"

@@ -34,10 +34,6 @@ def names() -> list[str]:
     return [name for name, _ in used_generators()]
 
 
-def positions(devices: StandInDevices) -> list[int]:
-    return [generator.offset for generator in devices.generators]
-
-
 def stored(states: GeneratorStates) -> GeneratorStates:
     return GeneratorStates(json.loads(json.dumps(states.states)))
 
@@ -76,20 +72,18 @@ def test_the_current_device_has_no_index_unused_ones_no_name_and_an_op_reads_tha
 
 
 def test_those_of_xpu_and_of_a_mac_are_named_saved_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    generators = [torch.Generator().manual_seed(index) for index in range(3)]
+    *of_xpu, of_mac = (torch.Generator().manual_seed(index) for index in range(3))
     monkeypatch.setattr(torch.xpu, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.xpu, "default_generators", tuple(generators[:2]))
+    monkeypatch.setattr(torch.xpu, "default_generators", of_xpu)
     monkeypatch.setattr(torch.xpu, "current_device", lambda: 1)
     monkeypatch.setattr(torch.xpu.graphs, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    monkeypatch.setattr(torch.mps, "_default_mps_generator", generators[2])
+    monkeypatch.setattr(torch.mps, "_default_mps_generator", of_mac)
     assert names() == ["torch.xpu:0", "torch.xpu", "torch.mps"]
     states = stored(GeneratorStates.capture())
-    before = [generator.get_state() for generator in generators]
-    for generator in generators:
-        torch.rand(1, generator=generator)
+    first = [torch.rand((), generator=one).item() for one in (*of_xpu, of_mac)]
     assert states.restore() == []
-    assert all(torch.equal(one.get_state(), state) for one, state in zip(generators, before, strict=True))
+    assert [torch.rand((), generator=one).item() for one in (*of_xpu, of_mac)] == first
 
 
 def test_what_an_op_draws_follows_from_the_state_of_its_own_device(
@@ -135,14 +129,12 @@ def test_each_device_gets_its_own_state_now_or_when_it_is_used_and_one_that_is_n
         (4, 3, ["torch.cuda:3"], [0, 0, 0, 8]),  # one device does not get two states
     ):
         other = StandInDevices(num_devices, current=current).install(monkeypatch)
-        assert (states.restore(), positions(other)) == (missing, offsets)
+        assert (states.restore(), [one.offset for one in other.generators]) == (missing, offsets)
     cuda.install(monkeypatch)
     cuda.is_initialized = False  # states wait until it is used
     assert states.restore() == []
-    assert [(bytes(state), device) for state, device in cuda.queued] == [
-        (bytes(cuda.generators[1].get_state()), "cuda"),
-        (bytes(cuda.generators[3].get_state()), 3),
-    ]
+    wanted = [(bytes(cuda.generators[index].get_state()), device) for index, device in ((1, "cuda"), (3, 3))]
+    assert [(bytes(state), device) for state, device in cuda.queued] == wanted
     cuda.queued.clear()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(11)
@@ -163,7 +155,7 @@ def test_rewinding_and_settings_leave_the_generators_as_they_were(cuda: StandInD
             for generator in cuda.generators:
                 generator.manual_seed(3).draw()
         after()
-        assert positions(cuda) == [0, 0, 8, 0]
+        assert [one.offset for one in cuda.generators] == [0, 0, 8, 0]
         cuda.current = 1
 
 
