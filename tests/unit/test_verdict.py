@@ -9,7 +9,7 @@ from verdicts import DIVERGED, DIVERGENCE, MATCH, NOT_COMPARABLE
 
 from det_callbacks.compare.numbers import next_recording
 from det_callbacks.runs.selection import Selection
-from det_callbacks.verdict import Divergence, Verdict
+from det_callbacks.verdict import Verdict
 
 FULL = replace(
     NOT_COMPARABLE,
@@ -42,36 +42,25 @@ def test_another_structure_is_refused() -> None:
 
 
 STATE = replace(DIVERGENCE, step=40, op="", module="", phase="state", name="net.weight", is_origin=None)
-
-
-def diverged(first: Divergence, *origins: Divergence) -> Verdict:
-    return replace(DIVERGED, first_divergence=first, origins=origins)
-
-
 WHOLE = replace(STATE, kind="missing", shape=None, dtype=None, name=None, phase="other")
 REGION = replace(DIVERGENCE, op="compiled.forward.0")
+OF_STATE, OF_STEP = (replace(DIVERGED, first_divergence=one, origins=()) for one in (STATE, WHOLE))
+OF_REGION = replace(DIVERGED, first_divergence=REGION, origins=(REGION,))
 KEEP = {"level": "op", "only_steps": [3], "keep_tensors": ["forward/net.head:aten.addmm.default"]}
 
 
 @pytest.mark.parametrize(
     ("verdict", "selection", "expected"),
     [
-        *(
-            (diverged(STATE), {"level": "state", **chosen}, expected)
-            for chosen, expected in (
-                ({}, {"level": "op", "only_steps": [40]}),
-                ({"every_n_steps": 5}, {"level": "op", "only_steps": [36, 37, 38, 39, 40]}),
-                ({"every_n_steps": 20}, {"level": "state"}),
-                ({"only_steps": (3, 37, 40)}, {"level": "op", "only_steps": [38, 39, 40]}),
-                ({"only_steps": (40, 41)}, {"level": "state"}),
-            )
-        ),
+        (OF_STATE, {"level": "state"}, {"level": "op", "only_steps": [40]}),
+        (OF_STATE, {"level": "state", "every_n_steps": 5}, {"level": "op", "only_steps": [36, 37, 38, 39, 40]}),
+        (OF_STATE, {"level": "state", "every_n_steps": 20}, {"level": "state"}),
+        (OF_STATE, {"level": "state", "only_steps": (3, 37, 40)}, {"level": "op", "only_steps": [38, 39, 40]}),
+        (OF_STATE, {"level": "state", "only_steps": (40, 41)}, {"level": "state"}),
         (DIVERGED, {"every_n_steps": 20}, KEEP),  # an origin needs no step before it
-        (diverged(REGION, REGION), {}, {"level": "op", "only_steps": [3], "compiled": "eager"}),
-        (diverged(STATE), {"modules": ("net*",)}, {"level": "op", "only_steps": [40]}),
-        (diverged(STATE), {}, None),
-        (diverged(WHOLE), {"level": "state"}, None),
-        (MATCH, {}, None),
+        (OF_REGION, {}, {"level": "op", "only_steps": [3], "compiled": "eager"}),
+        (OF_STATE, {"modules": ("net*",)}, {"level": "op", "only_steps": [40]}),
+        *((OF_STATE, {}, None), (OF_STEP, {"level": "state"}, None), (MATCH, {}, None)),
     ],
 )
 def test_what_more_can_be_recorded(verdict: Verdict, selection: dict[str, Any], expected: dict[str, Any]) -> None:
