@@ -83,7 +83,7 @@ def test_the_heat_map_has_a_state_for_each_module_and_step(runs: Path, tmp_path:
     assert heat_map.state(1, "head") == "m", "the backward pass of the head came before"
     assert heat_map.state(2, "head") == "c"
     assert heat_map.letters() == "mocc", "what differs later was carried on, though it enters the step as an input"
-    counts = re.findall(r"Step \d: ([\d,]+) of [\d,]+ sites differ", page.text)
+    counts = re.findall(r"step \d: ([\d,]+) of [\d,]+ sites differ", page.text)
     assert sum(int(count.replace(",", "")) for count in counts) == verdict.counts.sites_differing
     shutil.copytree(runs / "spread", tmp_path / "spread", ignore=shutil.ignore_patterns("sources"))
     shutil.copytree(runs / "reference", tmp_path / "reference")
@@ -131,7 +131,7 @@ def test_each_rank_and_fit_has_a_map_and_steps_of_one_run_alone_are_counted(tmp_
         "Rank 0": ("mmmm..", "4 agree, 2 only in the current run"),
         "Rank 1": ("mmoo..", "2 agree, 2 differ, 2 only in the current run"),
     }
-    assert "Step 2: 4 of 8 sites differ, starting at 1 of them" in page.text
+    assert "step 2: 4 of 8 sites differ, starting at 1 of them" in page.text
     for name, step in (("fits", 9), ("alone", 1)):
         write_run(tmp_path / name, num_steps=2, num_fits=2, spreads_from=(0, step))
     page = written(tmp_path, "alone")
@@ -151,7 +151,7 @@ def test_a_large_report_is_bounded_and_says_what_it_leaves_out(tmp_path: Path) -
     assert page.maps[0].letters() == "m" * 10 + "o" * 90
     assert page.maps[0].labels == [*(f"block{one}.*" for one in range(59)), "(other modules)"]
     assert 250 < sum(tag == "tr" for tag, _ in page.tags) < 500
-    assert page.text.count("Step 39: 250 of 500 sites differ") == 1
+    assert page.text.count("step 39: 250 of 500 sites differ") == 1
     for said in ("80,000 sites, 32,500 differing", "and 150 more differing sites", "and 120 more steps"):
         assert said in page.text
 

@@ -95,29 +95,26 @@ def _build_map(verdict: Verdict, runs: tuple[Run, Run], rank: int, segment: int,
     columns, outcomes, num_listed = list[Column](), list[Outcome](), 0
     for done in walk_outcomes(*runs, rank, segment, read_compared(runs[1], rank)):
         outcomes.append(done.outcome)
-        if done.outcome not in ("equal", "differs"):
-            text = f"Step {done.step}: {_OUTCOMES[done.outcome]}"
-            columns.append(Column(step=done.step, text=text, states="." * len(labels)))
-            continue
+        column = Column(step=done.step, text=_OUTCOMES[done.outcome], states="." * len(labels))
+        columns.append(column)
         total = totals[done.program_id]
-        worst, sites, starting = np.minimum(total, 1), list[Site](), list[Site]()
-        table, num_left_out = None, 0
-        if done.sites is not None:
+        if done.outcome == "equal":
+            column.states = "".join(_STATES[np.minimum(total, 1)])
+        elif done.sites is not None:
             sites = [done.sites.site(row) for row in done.sites.rows.tolist()]
             starts = _starting(verdict, done.sites, sites, is_first=rank not in begun)
             begun.add(rank)
             starting = list(compress(sites, starts))
-            worst = np.maximum.reduce([worst, 2 * (cells(sites) > 0), 3 * (cells(starting) > 0)])
+            worst = np.maximum.reduce([total > 0, 2 * (cells(sites) > 0), 3 * (cells(starting) > 0)])
+            column.states = "".join(_STATES[worst])
+            column.text = f"{len(sites):,} of {count(int(total.sum()), 'site')} differ"
+            column.text += f", starting at {len(starting):,} of them" if starting else ""
             if num_listed < MAX_STEPS:
                 limit = MAX_SITES if num_listed else FIRST_SITES
                 listed = sorted(np.argsort(~starts, kind="stable")[:limit].tolist())  # where it starts comes first
                 rows = [_site_row(done.sites, int(done.sites.rows[one]), starts=starts[one]) for one in listed]
-                table, num_left_out = Table(columns=_COLUMNS, rows=rows), len(sites) - len(listed)
+                column.sites, column.num_left_out = Table(columns=_COLUMNS, rows=rows), len(sites) - len(listed)
                 num_listed += 1
-        text = f"Step {done.step}: {len(sites):,} of {count(int(total.sum()), 'site')} differ"
-        text += f", starting at {len(starting):,} of them" if starting else ""
-        states = "".join(_STATES[worst])
-        columns.append(Column(step=done.step, text=text, states=states, sites=table, num_left_out=num_left_out))
     began = next((place for place, outcome in enumerate(outcomes) if outcome != "equal"), 0)
     since, numbers = max(0, min(began - NUM_BEFORE, len(columns) - MAX_COLUMNS)), Counter(outcomes)
     return HeatMap(
@@ -168,27 +165,20 @@ def _site_row(step: StepDifference, row: int, *, starts: bool) -> tuple[object, 
 
 
 def _rows_of_modules(programs: Iterable[Sequence[Site]]) -> tuple[dict[str, int], list[str]]:
-    """Return the row of each module, in the order in which they run, and the labels of the rows."""
-    sites = [site for known in programs for site in known]
-    modules = dict.fromkeys(
-        site.module for site in sorted(sites, key=lambda site: not site.op)
-    )  # state is listed first
-    names = group_modules(sorted(modules, key=lambda name: {"": 0, "?": 2}.get(name, 1)))
-    labels = list(dict.fromkeys(names.values()))
-    return {module: labels.index(label) for module, label in names.items()}, labels
+    """Return the row of each module, in the order in which they run, and the labels of the rows.
 
-
-def group_modules(names: Sequence[str], limit: int = MAX_ROWS) -> dict[str, str]:
-    """Return the label of each module's row: its name, or as deep into it as makes no more rows than there may be."""
-    labels, rows = dict[str, str](), list[str]()
-    for depth in range(1 + max((name.count(".") for name in names), default=0), 0, -1):
-        parts = {name: name.split(".") for name in names}
+    A label is the module's name, or goes as deep into it as makes no more rows than there may be.
+    """
+    sites = sorted((site for known in programs for site in known), key=lambda site: not site.op)  # state comes first
+    modules = sorted(dict.fromkeys(site.module for site in sites), key=lambda name: {"": 0, "?": 2}.get(name, 1))
+    parts, labels, rows = {name: name.split(".") for name in modules}, dict[str, str](), list[str]()
+    for depth in range(max(map(len, parts.values()), default=1), 0, -1):
         labels = {name: ".".join(known[:depth]) + ".*" * (len(known) > depth) for name, known in parts.items()}
         rows = list(dict.fromkeys(labels.values()))
-        if len(rows) <= limit:
+        if len(rows) <= MAX_ROWS:
             break
-    rest = rows[limit - 1 :] if len(rows) > limit else []
-    return {name: "(other modules)" if label in rest else _label_of(label) for name, label in labels.items()}
+    shown = [*rows[: MAX_ROWS - 1], "(other modules)"] if len(rows) > MAX_ROWS else [*map(_label_of, rows)]
+    return {name: min(rows.index(label), len(shown) - 1) for name, label in labels.items()}, shown
 
 
 def _label_of(module: str) -> str:
