@@ -68,19 +68,18 @@ def recorded_line(
         f"in {path}",
     ]
     text = f"det_callbacks: {', '.join(parts)}"
-    if kept is not None:
-        text += (
-            f"; kept {count(kept.num_tensors, 'tensor')} of {count(kept.num_steps, 'step')} ({size(kept.num_bytes)})"
-        )
-        text += f", and NOT those of {missing_calls(kept)}" if kept.num_missing else ""
-    return text
+    if kept is None:
+        return text
+    tensors, missing = count(kept.num_tensors, "tensor"), kept.num_missing and missing_calls(kept)
+    text += f"; kept {tensors} of {count(kept.num_steps, 'step')} ({size(kept.num_bytes)})"
+    return f"{text}, and NOT those of {missing}" if missing else text
 
 
 def recorded_call_line(call: str, *, path: str, num_metrics: int) -> str:
     """Return the closing line of what was recorded of ``trainer.test`` or the like; none where it logs nothing."""
-    shown, reason = (
-        (count(num_metrics, "metric"), "") if num_metrics else ("nothing", ": the module logs no metric there")
-    )
+    shown, reason = count(num_metrics, "metric"), ""
+    if not num_metrics:
+        shown, reason = "nothing", ": the module logs no metric there"
     return f"det_callbacks: recorded {shown} of {call}, in {path}{reason}"
 
 
@@ -162,9 +161,8 @@ def audit_line(report: AuditReport, *, folder: Path, missed: Sequence[int] = ())
     what += f"; {count(len(missed), 'step')} never came ({listed(map(str, missed))})" if missed else ""
     if not report.findings:
         return f"det_callbacks: nothing differed: {what} (in {folder})"
-    return (
-        f"det_callbacks: {count(len(report.findings), 'place')} differed: {what} (audit.json and replay.yaml: {folder})"
-    )
+    places = count(len(report.findings), "place")
+    return f"det_callbacks: {places} differed: {what} (audit.json and replay.yaml: {folder})"
 
 
 def audit_lines(report: AuditReport, *, replay: Path) -> str:
@@ -175,16 +173,13 @@ def audit_lines(report: AuditReport, *, replay: Path) -> str:
         ulps, source = "" if found.max_ulps is None else found.max_ulps, next(iter(found.source), "")
         place = found.judgement, found.phase, found.module, found.op
         rows.append((*place, ", ".join(at_most(4, [*map(str, found.steps)])), found.num_differing, ulps, source))
-    advice = []
-    if report.replay:
-        advice.append(
-            f"Make these ops deterministic (det-callbacks ops says what torch offers), or record and verify with "
-            f"replay={str(replay)!r}, which saves their outputs and puts them back."
-        )
+    make = (
+        f"Make these ops deterministic (det-callbacks ops says what torch offers), or record and verify with "
+        f"replay={str(replay)!r}, which saves their outputs and puts them back."
+    )
+    advice = [make] if report.replay else []
     if any(found.judgement == "transient" for found in report.findings):
-        advice.append(
-            "Transient: a single call differed, and two of its three runs agreed; suspect the hardware first."
-        )
+        advice += ["Transient: a single call differed, and two of its three runs agreed; suspect the hardware first."]
     begin = f"Run again on the same inputs, {count(len(report.findings), 'op')} gave other bits."
-    table = Section(table=Table(columns=columns, rows=rows, limit=MAX_FINDINGS))
-    return to_text([Section(lines=[begin]), table, Section(lines=advice)])
+    table = Table(columns=columns, rows=rows, limit=MAX_FINDINGS)
+    return to_text([Section(lines=[begin]), Section(table=table), Section(lines=advice)])

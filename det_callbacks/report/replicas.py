@@ -11,23 +11,12 @@ if TYPE_CHECKING:
 MAX_DIFFERENCES = 10
 """Differences that a message names; the others are counted."""
 
-_LEFT_OUT = {
-    "sharded": "shards that no other rank holds",
-    "partial sum": "partial sums",
-    "running statistic": "running statistics of each rank's own batches",
-    "own buffer": "buffers of each rank's own, by broadcast_buffers=False",
-    "ignored by DDP": "what DDP was told to ignore",
-    "ignored": "what the audit was told to ignore",
-    "no data": "tensors without data",
-}
-
 
 def replicas_text(report: "ReplicaReport") -> str:
     """Return what differs between replicas, where and since when, what was still equal, and what to do next."""
     num_names = len({found.name for found in report.differences})
-    agreed = "It is the first time that they were compared."
-    if report.last_agreement is not None:
-        agreed = f"They last agreed {_when(report.last_agreement)}."
+    last = report.last_agreement
+    agreed = "They were never compared before." if last is None else f"They last agreed {_when(last)}."
     differences = "\n".join(f"  {line}" for line in at_most(MAX_DIFFERENCES, [*map(_difference, report.differences)]))
     return (
         f"The replicas of this training differ {_when(report.step)}: {count(num_names, 'tensor')} on "
@@ -59,5 +48,5 @@ def _difference(found: "ReplicaDifference") -> str:
 
 
 def _left_out(left_out: Mapping[str, int]) -> str:
-    parts = [f"{_LEFT_OUT[reason]} ({number})" for reason, number in sorted(left_out.items())]
+    parts = [f"{reason} ({number})" for reason, number in sorted(left_out.items())]
     return f"; not compared: {'; '.join(parts)}" if parts else ""
