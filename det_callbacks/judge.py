@@ -173,12 +173,6 @@ def _incompleteness(ours: Run, theirs: Run, steps: str) -> list[str]:
     return notes
 
 
-def _shown_steps(run: Run) -> str:
-    ranges = [run.rank(rank).steps(segment) for rank in run.ranks for segment in run.rank(rank).segments]
-    ends = [int(end) for known in ranges if len(known) for end in (known[0], known[-1])]
-    return f"steps {min(ends)} to {max(ends)}" if ends else "no step"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answer:
     """What is said of the first difference."""
@@ -297,9 +291,9 @@ class _Judge:
         # steps that only one run has are a difference, but of those alone there is no comparison
         if not tally.num_sites and not tally.num_metrics and not (has_divergence and has_steps):
             raise NothingComparedError(
-                f"Nothing was compared: the reference {walk.reference.path} ({_shown_steps(walk.reference)}) and "
-                f"{walk.current.path} ({_shown_steps(walk.current)}) have no step in common, or none that holds a site."
-                " That is no match. Check that they are recordings of the same training, with the same selection."
+                f"Nothing was compared: the reference {walk.reference.path} and {walk.current.path} have no step in "
+                "common, or none that holds a site. That is no match. Check that they are recordings of the same "
+                "training, with the same selection (det-callbacks show)."
             )
         if has_divergence:
             return

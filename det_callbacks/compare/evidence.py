@@ -1,6 +1,7 @@
 """From the evidence of two runs to what explains a difference: who drew from a generator, and which samples came."""
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
@@ -180,16 +181,16 @@ def _find_samples(
 
     A batch that has all goes before one that has some. None where most of the others are nowhere in the attempt.
     """
-    steps: dict[int, set[int]] = {}
+    steps: defaultdict[int, set[int]] = defaultdict(set)
     values = np.array(samples, dtype=np.uint64)
     rows = _read_rows(run, rank, segment, step, lambda batch: np.isin(batch.column("value").to_numpy(), values))
     for row in rows:
         if row.point == BATCH and row.name.startswith("sample "):
-            steps.setdefault(row.value, set()).add(row.step)
+            steps[row.value].add(row.step)
     found = [steps[value] for value in others if value in steps]
     if not found or len(found) < MIN_FOUND * len(others):
         return None, False
-    if whole := set.intersection(*(steps.get(value, set()) for value in samples)):
+    if whole := set.intersection(*(steps[value] for value in samples)):
         return min(whole), True
     return min(map(min, found)), False
 
@@ -228,19 +229,18 @@ def _generator_change(reference: Window, current: Window, step: int, name: str) 
     place = theirs[b].step, theirs[b].point
     seeds = reference.seed(name, place), current.seed(name, place)
     known = None if seeds[0] is None or seeds[1] is None else (seeds[0], seeds[1])
+    change = GeneratorChange(name=name, differs_at=place, seeds=known)
     if not first:
-        return GeneratorChange(name=name, differs_at=place, seeds=known)
+        return change
     from_a, from_b = pairs[first - 1]
     between = points[0][from_a + 1 : a], points[1][from_b + 1 : b]
     only_reference = tuple(point for point in between[0] if point not in between[1])
-    return GeneratorChange(
-        name=name,
+    return replace(
+        change,
         equal_at=(theirs[from_b].step, theirs[from_b].point),
-        differs_at=place,
         points=(theirs[from_b].point, *between[1], *only_reference),
         only_reference=only_reference,
         only_current=tuple(point for point in between[1] if point not in between[0]),
-        seeds=known,
     )
 
 

@@ -65,7 +65,7 @@ def test_an_incomplete_run_is_refused_as_the_reference_and_misses_steps_as_the_c
 def test_nothing_in_common_is_no_match(tmp_path, reference):
     other = record(tmp_path / "other", steps_of(range(20, 25)))
     empty = [record(tmp_path / name, {step: StepBuilder() for step in range(3)}) for name in "ab"]
-    with pytest.raises(NothingComparedError, match=r"steps 0 to 9.*steps 20 to 24"):
+    with pytest.raises(NothingComparedError, match="have no step in common"):
         compare_runs(reference, other)
     with pytest.raises(NothingComparedError, match="none that holds a site"):
         compare_runs(*empty)
