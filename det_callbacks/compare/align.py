@@ -129,11 +129,8 @@ def _skip_leading(sites: tuple[Site, ...], place: int) -> int:
     reader = sites[start]
     if reader.role == "argument" and start + 1 < len(sites):
         reader = sites[start + 1]
-    # Rows of generators at a step's top belong to no op, even where one follows directly.
-    first = start
-    while first > place and first - 1 in reader.inputs:
-        first -= 1
-    return start if first == place else place
+    # rows of generators at a step's top belong to no op, even where one follows directly
+    return start if {*range(place, start)} <= {*reader.inputs} else place
 
 
 def _follows(site: Site, before: Site, output: int) -> bool:

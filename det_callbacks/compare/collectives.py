@@ -75,9 +75,7 @@ class FirstDifference:
     first: Divergence
     origins: tuple[Divergence, ...] = ()  # of the step, as this rank alone sees it
     begins: Begins
-    changed: frozenset[CallKey] = (
-        frozenset()
-    )  # calls into which this rank put something else, or that it called otherwise
+    changed: frozenset[CallKey] = frozenset()  # calls that this rank gave something else, or called otherwise
     received: tuple[tuple[CollectiveCall, Divergence], ...] = ()  # what other calls delivered here
 
     @property
@@ -151,8 +149,8 @@ def describe_first(difference: StepDifference) -> FirstDifference:
     received: list[tuple[CollectiveCall, Divergence]] = []
     for row in difference.starting("collective"):
         position, sites = difference.places(row)[1], difference.current.program.sites
-        read = [(place, sites[place]) for place in (sites[position].inputs if position >= 0 else ())]
-        sent = [place - site.output for place, site in read if site.role == "sent"]
+        read = sites[position].inputs if position >= 0 else ()
+        sent = [place - sites[place].output for place in read if sites[place].role == "sent"]
         if sent and calls[sent[0]].key not in changed and len(received) < MAX_DESCRIBED:
             received.append((calls[sent[0]], difference.describe(row)))
     first = next(iter(difference.kinds))
@@ -196,12 +194,11 @@ def _calls_in(view: StepView) -> dict[int, CollectiveCall]:
 def _changed_calls(difference: StepDifference, calls: Mapping[int, CollectiveCall]) -> frozenset[CallKey]:
     """Return the calls that got something else on this rank, were called otherwise or are only in the reference."""
     found = set()
-    for row in (difference.roles == "sent").nonzero()[0].tolist():
+    for row in difference.kinds:
         site, position = difference.site(row), difference.places(row)[1]
-        if row in difference.kinds and position >= 0:
-            found.add(calls[position - site.output].key)
-        elif row in difference.kinds:
-            found.add(CollectiveCall(op=site.op, group=_group_of(site), number=-1).key)
+        if site.role == "sent":
+            missing = CollectiveCall(op=site.op, group=_group_of(site), number=-1)
+            found.add((calls[position - site.output] if position >= 0 else missing).key)
     return frozenset(found)
 
 
