@@ -2,12 +2,7 @@
 
 Lightning restores weights, optimizers, schedulers and its loops. Generators, the position in the data and gradients
 that are being accumulated it does not, and some of its counters it restores to other values than an uninterrupted run
-has. Ours stand for the methods of its loops that run at the right moments (read at Lightning 2.6.6):
-
-* ``_FitLoop.setup_data`` begins a fit's run, and may have been called before for a scheduler that asks for the steps;
-* ``_FitLoop._load_combined_loader_states`` runs just before the loader is first iterated over;
-* ``_TrainingEpochLoop.on_run_start`` begins the batches of an epoch, after its hooks: here a resumed fit goes to its
-  place in the data (``Resuming._draw_again``).
+has. Ours stand for methods of its loops that run at the right moments, see ``replaced_in_lightning``.
 """
 
 from collections.abc import Callable, Mapping

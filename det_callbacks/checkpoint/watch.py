@@ -44,15 +44,10 @@ from det_callbacks.runs.peers import Peers
 class CheckpointWatch:
     """Gives every checkpoint of a Trainer its sidecar, compares the ones that it loads, and resumes from them.
 
-    Belongs to one stage of a Trainer whose strategy is set up, and stands in three methods of the strategy, through
-    which Lightning 2.6.6 saves, loads and removes every checkpoint. It stays there after a fit, until ``close``:
-    ``trainer.save_checkpoint`` is called then, too, and callbacks save and remove checkpoints on exceptions and in
-    their ``teardown`` after every hook of ours.
-
-    Attributes:
-        resuming: of the fit, which it serves until it is detached.
-        is_resumed: the fit goes on from a checkpoint. One that was saved in the same stage is none: Lightning's Tuner
-            saves and loads one to put back what it tried out.
+    Belongs to one stage of a Trainer whose strategy is set up. It stands in the strategy's methods after a fit, too,
+    until ``close``: callbacks save and remove checkpoints on exceptions and in their ``teardown`` after every hook of
+    ours. A checkpoint that was saved in the same stage is none to resume from: Lightning's Tuner saves and loads one
+    to put back what it tried out.
     """
 
     def __init__(self, trainer: pl.Trainer, resume: Resume, peers: Peers) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, GradientAccumulationScheduler, LearningRateFinder
-from resumes import RESUMING, Augmented, Manual, Noisy, SaveAfter, fit, loader, noisy, record, refused, resume
+from resumes import BATCHES, RESUMING, Augmented, Manual, Noisy, SaveAfter, fit, loader, noisy, record, refused, resume
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -62,10 +62,11 @@ TRAININGS: dict[str, dict[str, Any]] = {
 def test_from_the_middle_and_the_end_of_an_epoch(name: str, tmp_path: Path) -> None:
     options = {"others": list, "level": "state", **TRAININGS[name]}
     others, level = options.pop("others"), options.pop("level")
-    record(tmp_path, *others(), SaveAfter(tmp_path, 4, 7), level=level, **options)
-    for after in (4, 7):
-        last = 7 * options.get("max_epochs", 2) - 1
-        assert resume(tmp_path, f"{after}.ckpt", *others(), **options) == (after, last)
+    num_steps = BATCHES * options.get("max_epochs", 2)
+    saved = [4, *range(BATCHES, num_steps, BATCHES)]
+    record(tmp_path, *others(), SaveAfter(tmp_path, *saved), level=level, **options)
+    for after in saved:
+        assert resume(tmp_path, f"{after}.ckpt", *others(), **options) == (after, num_steps - 1)
 
 
 @pytest.mark.parametrize(("limit", "validates"), [({"max_epochs": -1, "max_steps": 14}, True), ({}, False)])
