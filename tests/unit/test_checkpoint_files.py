@@ -10,21 +10,8 @@ import pytest
 import torch
 
 from det_callbacks import CheckpointFormatError, CheckpointNotFoundError, check_checkpoint
+from det_callbacks.checkpoint import files
 from det_callbacks.checkpoint.entries import MAX_FLAT, Entry, encode_plain, entries_of
-from det_callbacks.checkpoint.files import (
-    DataPosition,
-    FileDigest,
-    Part,
-    Sidecar,
-    part_path,
-    read_part,
-    read_sidecar,
-    remove_beside,
-    seal,
-    unseal,
-    write_part,
-    write_sidecar,
-)
 from det_callbacks.digest import digest_tensor, format_digest
 from det_callbacks.rng import GeneratorStates
 
@@ -78,41 +65,42 @@ def test_what_python_takes_for_equal_or_alike_is_told_apart() -> None:
 
 def test_no_flipped_bit_and_no_truncation_passes() -> None:
     entries = {"state_dict": {"é": Entry(kind="tensor", type="float32", digest="5", shape=(2, 3), parameter="net")}}
-    content = Sidecar(id="0f", file=FileDigest(size=7, digest="80"), entries=entries, run={"id": "a"}, step=3)
-    raw, path = seal(content), Path("x.ckpt.digests.json")
-    assert unseal(raw, path, Sidecar) == content
+    file = files.FileDigest(size=7, digest="80")
+    content = files.Sidecar(id="0f", file=file, entries=entries, run={"id": "a"}, step=3)
+    raw, path = files.seal(content), Path("x.ckpt.digests.json")
+    assert files.unseal(raw, path, files.Sidecar) == content
     for bit in range(8 * len(raw)):
         flipped = bytearray(raw)
         flipped[bit // 8] ^= 1 << bit % 8
         with pytest.raises(CheckpointFormatError):
-            unseal(bytes(flipped), path, Sidecar)
+            files.unseal(bytes(flipped), path, files.Sidecar)
     for length in [0, 1, *random.Random(0).sample(range(len(raw)), 50), len(raw) - 1]:
         with pytest.raises(CheckpointFormatError, match="is damaged") as caught:
-            unseal(raw[:length], path, Sidecar)
+            files.unseal(raw[:length], path, files.Sidecar)
     assert (caught.value.path, caught.value.exit_code) == (str(path), 2)
 
 
 FORM = {"schema": 1, "digest_version": 1, "id": "a", "file": {"size": 1, "digest": "0"}, "entries": {}}
 FOREIGN = [
-    (seal({**FORM, "schema": 2}), "has schema 2, and this version of det_callbacks reads 1"),
-    (seal({**FORM, "digest_version": 2}), "has digest_version 2"),
-    (seal({**FORM, "num_ranks": "two"}), "structure"),
+    (files.seal({**FORM, "schema": 2}), "has schema 2, and this version of det_callbacks reads 1"),
+    (files.seal({**FORM, "digest_version": 2}), "has digest_version 2"),
+    (files.seal({**FORM, "num_ranks": "two"}), "structure"),
     *((raw, "is damaged") for raw in (b"null", b'{"schema": 1}', b"[" * 100_000)),
 ]
 
 
 @pytest.mark.parametrize(("raw", "message"), FOREIGN)
 def test_what_is_no_sidecar_of_this_version_is_refused(raw: bytes, message: str) -> None:
-    unseal(seal(FORM), Path("x"), Sidecar)
+    files.unseal(files.seal(FORM), Path("x"), files.Sidecar)
     with pytest.raises(CheckpointFormatError, match=message):
-        unseal(raw, Path("x"), Sidecar)
+        files.unseal(raw, Path("x"), files.Sidecar)
 
 
-def save_part(path: Path, id: str, rank: int = 1, num_ranks: int = 2) -> DataPosition:
-    position = DataPosition(before_iteration=GeneratorStates({"numpy": {"state": 2**127}}), num_drawn=4)
+def save_part(path: Path, id: str, rank: int = 1, num_ranks: int = 2) -> files.DataPosition:
+    position = files.DataPosition(before_iteration=GeneratorStates({"numpy": {"state": 2**127}}), num_drawn=4)
     states: dict[str, Any] = {"generators": GeneratorStates.capture(), "position": position, "is_epoch_over": False}
-    part = Part(id=id, rank=rank, num_ranks=num_ranks, **states, buckets=(("a", "b"),))
-    write_part(path, part, {"gradient a": torch.arange(3.0)})
+    part = files.Part(id=id, rank=rank, num_ranks=num_ranks, **states, buckets=(("a", "b"),))
+    files.write_part(path, part, {"gradient a": torch.arange(3.0)})
     return position
 
 
@@ -122,7 +110,7 @@ def save(path: Path, id: str, *, num_ranks: int = 2) -> None:
         save_part(path, id, rank, num_ranks)
     checkpoint = {"state_dict": {"weight": torch.zeros(3)}, "id": id}
     torch.save(checkpoint, path)
-    write_sidecar(path, id=id, entries=lambda: entries_of(checkpoint), num_ranks=num_ranks)
+    files.write_sidecar(path, id=id, entries=lambda: entries_of(checkpoint), num_ranks=num_ranks)
 
 
 def test_a_part_belongs_to_the_save_that_it_is_of(tmp_path: Path) -> None:
@@ -133,22 +121,22 @@ def test_a_part_belongs_to_the_save_that_it_is_of(tmp_path: Path) -> None:
     assert sorted(added) == ["", ".digests.json", ".resume"]  # no digit, which Lightning would take for a version
     assert check_checkpoint(path).equal
     position = save_part(path, "b")
-    part, tensors = read_part(path, read_sidecar(path), 1)
+    part, tensors = files.read_part(path, files.read_sidecar(path), 1)
     assert (part.position, tensors["gradient a"].tolist()) == (position, [0.0, 1.0, 2.0])
     save_part(path, "c")  # of a save that was never done
     assert check_checkpoint(path).missing_files == ("the part of rank 1",)
     save_part(path, "b")
-    part_path(path, 0).rename(part_path(path, 1))
+    files.part_path(path, 0).rename(files.part_path(path, 1))
     assert check_checkpoint(path).missing_files == ("the part of rank 0", "the part of rank 1")
     save_part(path, "b")
-    content = bytearray(part_path(path, 1).read_bytes())
+    content = bytearray(files.part_path(path, 1).read_bytes())
     content[-1] ^= 1
     for raw in (b"{}", bytes(content), bytes(content[:-1])):
-        part_path(path, 1).write_bytes(raw)
+        files.part_path(path, 1).write_bytes(raw)
         with pytest.raises(CheckpointFormatError, match=r'01\.state is damaged.* or resume with resume="plain"'):
             check_checkpoint(path)
     path.unlink()
-    remove_beside(path)
+    files.remove_beside(path)
     assert os.listdir(tmp_path) == []
 
 
@@ -172,7 +160,7 @@ def test_every_file_of_a_folder_counts(tmp_path: Path) -> None:
     (path / "inner").mkdir(parents=True)
     for name in ("__0_0.distcp", "__1_0.distcp", ".metadata", "inner/meta.pt"):
         (path / name).write_bytes(name.encode())
-    write_sidecar(path, id="a", entries=dict)
+    files.write_sidecar(path, id="a", entries=dict)
     assert check_checkpoint(path).equal
     assert check_checkpoint(path).sections == {"files": 4}
     shard = path / "__1_0.distcp"
@@ -185,6 +173,6 @@ def test_every_file_of_a_folder_counts(tmp_path: Path) -> None:
         change()
         report = check_checkpoint(path)
         assert (report.equal, [(entry.path, entry.kind) for entry in report.entries]) == (False, differing)
-    remove_beside(path)
+    files.remove_beside(path)
     with pytest.raises(CheckpointNotFoundError, match="nothing to compare"):
         check_checkpoint(path)
