@@ -94,6 +94,8 @@ class Resuming:
             return False
         is_over = fit.is_epoch_over(self._trainer)
         problems = tuple(fit.problems(self._trainer, self._buckets.problem()))
+        if self._pending is not None:  # the place in the data is not known yet
+            problems += ("it was saved before the first batch after a resume; save at the end of a batch",)
         part = self._read(id, is_over=is_over, position=None if is_over else self._position, problems=problems)
         if self._is_attached and not problems:
             self._saved[path] = part, fit.saved_states(self._trainer)
@@ -187,11 +189,10 @@ class Resuming:
 
     def begin_draw(self) -> None:
         """Restore what the next batch needs, and keep the generators before the first one."""
-        if self._pending is None:  # else batches are drawn again
-            restore, self._restore_at_draw = self._restore_at_draw, None
-            if restore is not None:
-                restore()
-            self._complete()
+        restore, self._restore_at_draw = self._restore_at_draw, None
+        if restore is not None:
+            restore()
+        self._complete()
         if self._position is not None and not self._position.num_drawn:
             self._position = replace(self._position, before_first=GeneratorStates.capture(self._held))
 

@@ -82,9 +82,7 @@ class Noisy(pl.LightningModule):
         torch.randn(3)
 
     def configure_optimizers(self) -> Any:
-        _ = (
-            self.trainer.estimated_stepping_batches
-        )  # for which Lightning sets up the data before anything else of a fit
+        _ = self.trainer.estimated_stepping_batches  # Lightning sets up the data for it, before all else of a fit
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9), "interval": "step"}]
 
@@ -112,6 +110,7 @@ class Manual(Noisy):
 
 
 HOOKS = {
+    "resumed": "on_train_start",
     "backward": "on_before_backward",
     "batch": "on_train_batch_end",
     "within": "on_validation_batch_start",
@@ -144,12 +143,11 @@ def fit(
     model: Callable[[], pl.LightningModule] = Noisy,
     data: Callable[[], Any] = loader,
     validates: bool = False,
-    seed: int = 1,
     ckpt_path: Path | None = None,
     **options: Any,
 ) -> pl.Trainer:
-    """Train from a seed, two epochs by default."""
-    pl.seed_everything(seed, workers=True, verbose=False)
+    """Train two epochs by default."""
+    pl.seed_everything(1, workers=True, verbose=False)
     options = {"max_epochs": 2, "num_sanity_val_steps": 1, **options}
     options["enable_checkpointing"] = any(isinstance(other, Checkpoint) for other in others)
     trainer = quiet_trainer(callback, *others, **options)

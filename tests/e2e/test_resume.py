@@ -84,9 +84,10 @@ def test_wherever_an_epoch_or_a_fit_ends(limit: dict[str, int], validates: bool,
             assert resume(tmp_path, f"{name}/{steps}.ckpt", validates=validates, **limit) == (steps, 13)
 
 
-def test_a_resumed_run_can_be_resumed(tmp_path: Path) -> None:
+def test_a_resumed_run_can_be_resumed_once_it_has_trained(tmp_path: Path) -> None:
     record(tmp_path, SaveAfter(tmp_path, 3))
-    resume(tmp_path, "3.ckpt", SaveAfter(tmp_path, 5, 12))
+    resume(tmp_path, "3.ckpt", SaveAfter(tmp_path, 5, 12), SaveAfter(tmp_path / "before", 3, at="resumed"))
+    assert "it was saved before the first batch after a resume" in refused(tmp_path, "before/3.ckpt")
     (tmp_path / "moved").mkdir()
     for suffix in ("", ".digests.json", ".resume"):  # nor does it matter where the checkpoint lies
         (tmp_path / f"5.ckpt{suffix}").rename(tmp_path / "moved" / f"best.ckpt{suffix}")
