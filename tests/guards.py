@@ -39,7 +39,7 @@ class Watched(NamedTuple):
 
 def watched_things(root: Path = ROOT) -> dict[str, Watched]:
     """Return all that is watched, by name."""
-    dist = torch.distributed
+    dist, cudnn = torch.distributed, torch.backends.cudnn
     return {
         "what compiles a graph": _attribute(OutputGraph, "call_user_compiler"),
         "stance of the compiler": Watched(lambda: eval_frame._stance, lambda stance: eval_frame._set_stance(stance)),
@@ -49,9 +49,7 @@ def watched_things(root: Path = ROOT) -> dict[str, Watched]:
         "optimizer hooks": _dictionaries(optimizer_hooks),
         "deterministic algorithms": Watched(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
         "fill_uninitialized_memory": _attribute(torch.utils.deterministic, "fill_uninitialized_memory"),
-        "cudnn.enabled": _attribute(torch.backends.cudnn, "enabled"),
-        "cudnn.benchmark": _attribute(torch.backends.cudnn, "benchmark"),
-        "cudnn.deterministic": _attribute(torch.backends.cudnn, "deterministic"),
+        **{f"cudnn.{name}": _attribute(cudnn, name) for name in ("enabled", "benchmark", "deterministic")},
         "matmul precision": Watched(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
         "default dtype": Watched(torch.get_default_dtype, torch.set_default_dtype),
         "number of threads": Watched(torch.get_num_threads, torch.set_num_threads),
@@ -137,10 +135,9 @@ VARIABLES = (
 )
 """The environment variables that settings write."""
 
-NOTHING: dict[str, Any] = {
-    **{"seed": None, "deterministic_algorithms": None, "cublas_workspace_config": None},
-    **{"cudnn_benchmark": None, "cudnn_deterministic": None},
-}
+NOTHING: dict[str, Any] = dict.fromkeys(
+    ("seed", "deterministic_algorithms", "cublas_workspace_config", "cudnn_benchmark", "cudnn_deterministic")
+)
 """Settings that leave everything as it is."""
 
 

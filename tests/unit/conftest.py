@@ -33,12 +33,7 @@ def compiles_anew() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(
-    params=[
-        pytest.param("boxed", id="opaque"),
-        pytest.param("inductor", marks=pytest.mark.slow),
-    ]
-)
+@pytest.fixture(params=[pytest.param("boxed", id="opaque"), pytest.param("inductor", marks=pytest.mark.slow)])
 def backend(request: pytest.FixtureRequest) -> Any:
     """A compiler: one that runs op after op, and the one that users use."""
     return opaque_backend() if request.param == "boxed" else request.param
