@@ -156,7 +156,8 @@ class BackwardMap:
             call = next(iter(self._threads.values())).first.get(number)
             if call is not None and (known := call.scopes.get(name)) is not None:
                 return known
-        code = _forward_code(node)
+        # of the forward of a Python autograd Function; None for nodes of torch's own
+        code = getattr(getattr(getattr(type(node), "_forward_cls", None), "forward", None), "__code__", None)
         found = [
             scope for nodes in self._threads.values() if (scope := _find_in(nodes, number, name, code)) is not UNKNOWN
         ]
@@ -222,12 +223,6 @@ class OpPlaces:
         self._num_nodes = 0
         if len(self._calls) > _MAX_CALLS:
             self._calls.clear()
-
-
-def _forward_code(node: Any) -> CodeType | None:
-    """Return the code of the forward of a Python autograd Function; None for nodes of torch's own."""
-    forward = getattr(getattr(type(node), "_forward_cls", None), "forward", None)
-    return getattr(forward, "__code__", None)
 
 
 def _find_in(nodes: _Nodes, number: int, name: str, code: CodeType | None) -> OpScope:

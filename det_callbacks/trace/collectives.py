@@ -184,14 +184,14 @@ class Collectives:
         self._record_arrival(delivered)
         return not any(map(self._numbers, delivered))
 
-    def note_copy(self, *tensors: Tensor) -> None:
+    def note_copy(self, plan: OpPlan, args: tuple[Any, ...]) -> None:
         """Take a copy from memory that nobody knows, into what a reduce-scatter delivers, for its last act.
 
         Gloo copies this rank's part out of a buffer of its own when it is waited for (torch 2.13).
         """
-        if not self._deliveries or len(tensors) < 2 or any(map(has_parts, tensors)):
+        if not self._deliveries or plan.base != "aten.copy_" or any(map(has_parts, args[:2])):
             return
-        target, source = tensors
+        target, source, *_ = args
         if target.nbytes != source.nbytes or source.untyped_storage()._cdata in self._recorder.ledger.writers:
             return
         for number in self._numbers(target):
@@ -263,7 +263,9 @@ class Collectives:
         # who asks for a synchronous call waits for it before anything else runs; some works of gloo (reduce_scatter of
         # lists, torch 2.13) never say that they are done
         is_synchronous = given.get("async_op", True) is False
-        work = None if is_functional or is_synchronous else _work_of(out)
+        last = out[-1] if isinstance(out, list | tuple) and out else out
+        has_work = not (is_functional or is_synchronous or last is None or isinstance(last, Tensor | list | tuple))
+        work = dist.Work.unbox(last) if has_work else None  # boxed, it has no methods (torch 2.13)
         for delivery in self._deliveries:
             if delivery.work is not None:
                 delivery.has_arrived()  # lets go of the tensors of what is done
@@ -337,12 +339,6 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
         return
     for part in parts_of(tensor):
         yield from (part,) if part is tensor else _parts(part)
-
-
-def _work_of(out: Any) -> Any:
-    """Return what tells whether a ``c10d`` op is done: the ``Work`` that it returned, boxed (torch 2.13), or None."""
-    last = out[-1] if isinstance(out, list | tuple) and out else out
-    return None if last is None or isinstance(last, Tensor | list | tuple) else dist.Work.unbox(last)
 
 
 def _is_done(work: Any) -> bool:

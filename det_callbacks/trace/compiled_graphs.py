@@ -70,14 +70,6 @@ def describe_graph(graph: fx.GraphModule, output: Any, example_inputs: Sequence[
     )
 
 
-def _path_in_module(text: str) -> str:
-    """Return "net.0.weight" for "L['self']._modules['net']._modules['0']._parameters['weight']", or its short form."""
-    rest = text.partition("]")[2]
-    if "['" not in rest:
-        return rest.lstrip(".")
-    return ".".join(first or second for first, second in _CHILD.findall(rest))
-
-
 def _input_of(node: fx.Node) -> tuple[str, bool]:
     """Return the name of an input of a graph, and whether it is a parameter or buffer of the module."""
     known = node.meta.get("grapharg")
@@ -87,7 +79,9 @@ def _input_of(node: fx.Node) -> tuple[str, bool]:
     if not isinstance(text, str):
         return str(node.target), False
     if "_parameters[" in text or "_buffers[" in text:
-        return _path_in_module(text), True
+        # "net.0.weight" for "L['self']._modules['net']._modules['0']._parameters['weight']", or its short form
+        rest = text.partition("]")[2]
+        return ".".join(first or second for first, second in _CHILD.findall(rest)) if "['" in rest else rest[1:], True
     return re.sub(r"^[LG]\['(\w+)'\]", r"\1", text), False
 
 

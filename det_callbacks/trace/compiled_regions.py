@@ -127,7 +127,14 @@ class Region:
         recorder.counts.num_digested += 1
         if values:
             first, reads = recorder.num_sites, self.reads
-            self._step_to("outputs", [list(reads) for _ in values], [name for name, _ in values])
+
+            def build(node: CallNode) -> None:
+                node.source = source_of(self.scope)
+                op = f"{self.graph.region}.outputs"
+                pairs = enumerate(values)
+                node.rows = tuple(self._site(node, op, index, "output", name, reads) for index, (name, _) in pairs)
+
+            self._step_to("outputs", [list(reads) for _ in values], [name for name, _ in values], build)
             for position, (_, value) in enumerate(values, start=first):
                 recorder.append(value)
                 for part in parts_with_memory(value):
@@ -138,19 +145,10 @@ class Region:
             recorder.deferred.flush()
 
     def _step_to(
-        self,
-        part: str,
-        reads: list[list[int]],
-        names: Sequence[InputName],
-        build: Callable[[CallNode], None] | None = None,
+        self, part: str, reads: list[list[int]], names: list[InputName], build: Callable[[CallNode], None]
     ) -> None:
-        def build_part(node: CallNode) -> None:
-            node.source = source_of(self.scope)
-            op, pairs = f"{self.graph.region}.{part}", enumerate(zip(names, reads, strict=True))
-            node.rows = tuple(self._site(node, op, index, "output", name, edges) for index, (name, edges) in pairs)
-
-        call = (self.graph, self.phase, self.scope, [part], reads, list(names), len(reads))
-        self.source = self._recorder.trie.step_to(call, build or build_part).source
+        call = (self.graph, self.phase, self.scope, [part], reads, names, len(reads))
+        self.source = self._recorder.trie.step_to(call, build).source
 
     def _site(
         self, node: CallNode, op: str, index: int, role: Role, name: Any, edges: Iterable[int], arguments: str = "{}"
@@ -236,9 +234,8 @@ class CompiledRegions:
         self._start(region)
         recorder.modules.current = scope
         try:
-            outputs = call(*args)
+            outputs = self._call(region, call, *args)
         finally:
-            self.inside.pop(get_ident(), None)
             recorder.modules.return_to_stack()
         results = list(tensors_in([outputs]))
         region.leave((None, value) for value in results)
@@ -258,11 +255,9 @@ class CompiledRegions:
         if not self._is_recorded():
             return call()
         self._recorder.deferred.before_any_write()
-        self.inside[get_ident()] = None
         try:
-            return call()
+            return self._call(None, call)
         finally:
-            self.inside.pop(get_ident(), None)
             self._recorder.run_unseen(_EARLIER)
 
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -302,6 +297,13 @@ class CompiledRegions:
         is_open = self._depth > 0 and self._step is not None and recorder.selection.level != "state"
         return is_open and not self.is_inside() and not recorder.undigested.is_capturing()
 
+    def _call(self, region: Region | None, call: Callable[..., Any], *args: Any) -> Any:
+        self.inside[get_ident()] = region
+        try:
+            return call(*args)
+        finally:
+            self.inside.pop(get_ident(), None)
+
     def _start(self, region: Region) -> None:
         self._recorder.deferred.flush()  # its kernels reuse memory, also of what it is given
         self._recorder.counts.opaque.add(region.graph.region)
@@ -340,11 +342,7 @@ class CompiledRegions:
         """Run a region outside the selection: what it writes is unknown from here on."""
         self._recorder.deferred.flush()
         versions = [_version_of(value) for value in args]
-        self.inside[get_ident()] = None
-        try:
-            outputs = call(*args)
-        finally:
-            self.inside.pop(get_ident(), None)
+        outputs = self._call(None, call, *args)
         written = [value for value, before in zip(args, versions, strict=True) if _version_of(value) != before]
         for value in tensors_in([outputs, *written]):
             for part in parts_with_memory(value):

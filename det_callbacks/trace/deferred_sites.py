@@ -74,20 +74,12 @@ class DeferredSites(DeferredDigests):
                         return self.defer(position, bits)
         return self.defer(position, output_bits(tensor, self))
 
-    def digest_row_major(self, position: int, tensor: Tensor) -> int:
-        """Return the digest of a tensor in row-major order; 0 where it is deferred."""
-        return self.defer(position, tensor_bits(tensor, self))
-
     def defer(self, position: int, bits: Bits) -> int:
         """Return bits that are known; note others for a site, and return 0."""
         if not isinstance(bits, DeferredBits):
             return bits
         self.bits[position] = bits
         return 0
-
-    def take_over(self, position: int, other: int, digests: "array[int]") -> int:
-        """Return the digest of another site for a new one that holds the same bytes; 0 where it is deferred."""
-        return self.defer(position, self.bits.get(other, digests[other]))
 
     def is_deferred(self, tensor: Tensor) -> bool:
         """Return whether a tensor lies on a device that computes digests."""

@@ -55,10 +55,6 @@ def engine_entry(depth: int = 0) -> Entry:
     # in a thread of the engine's own there is nothing below the first frame
     if frame is None or frame.f_code is _RUN_BACKWARD:
         return Entry.ENGINE
-    return _walked_entry()
-
-
-def _walked_entry() -> Entry:
     outermost = None
     for frame in frames_above_engine():
         outermost = frame.f_code

@@ -19,7 +19,6 @@ from det_callbacks.trace.named_tensors import (
     Entry,
     ModuleOutputs,
     StateWalker,
-    gradients,
     has_place,
     record_generators,
     record_group,
@@ -229,7 +228,13 @@ class HashMode:
 
     def _record_gradients(self, optimizer: Optimizer) -> None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        record_group(self.recorder, "gradients", "gradient", gradients(parameters, self.recorder.parameter_names))
+        names = self.recorder.parameter_names
+        entries: list[Entry] = [
+            (f"grad of {names.get(id(parameter)) or f'parameter {number}'}", parameter.grad)
+            for number, parameter in enumerate(parameters)
+            if parameter.grad is not None
+        ]
+        record_group(self.recorder, "gradients", "gradient", entries)
 
     def _name_parameters(self) -> None:
         parameters = [] if self._walker is None else self._walker.parameters()

@@ -30,7 +30,7 @@ def leaves(tree: Any, name: str, *, is_whole: bool = False) -> Iterator[tuple[st
     ``is_whole``, at most 20 levels deep, and an object once; no code of an object's class runs but that of a mapping.
     What a class with ``__getattr__`` keeps in one private mapping counts as its attributes, as in torch_geometric.
     """
-    return _Walk(is_whole).leaves(tree, name, 0)
+    return _leaves(tree, name, {}, is_whole=is_whole, depth=0)
 
 
 def entries(tree: Any, path: str) -> list[tuple[str, Any]] | None:
@@ -49,48 +49,44 @@ def is_constant(leaf: Any) -> bool:
     return isinstance(leaf, _CONSTANTS)
 
 
-class _Walk:
-    def __init__(self, is_whole: bool) -> None:
-        self._is_whole = is_whole
-        self._entered: dict[int, Any] = {}
-        """Objects so far, and the mappings and sequences around; kept, so that their ids are not used again."""
+def _leaves(tree: Any, name: str, entered: dict[int, Any], *, is_whole: bool, depth: int) -> Iterator[tuple[str, Any]]:
+    """Yield the leaves; ``entered`` are the objects so far and the sequences around, kept so that no id comes again."""
+    if isinstance(tree, _LEAVES):
+        yield name, tree
+        return
+    if id(tree) in entered:
+        return
+    children = _children(tree, name, is_whole=is_whole) if depth < MAX_DEPTH else None
+    if children is None:
+        yield name, tree
+        return
+    entered[id(tree)] = tree
+    for child_name, child in children:
+        if isinstance(child, _LEAVES):
+            yield child_name, child
+        else:
+            yield from _leaves(child, child_name, entered, is_whole=is_whole, depth=depth + 1)
+    if isinstance(tree, (list, tuple, Mapping)):
+        del entered[id(tree)]
 
-    def leaves(self, tree: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:
-        if isinstance(tree, _LEAVES):
-            yield name, tree
-            return
-        if id(tree) in self._entered:
-            return
-        children = self._children(tree, name) if depth < MAX_DEPTH else None
-        if children is None:
-            yield name, tree
-            return
-        self._entered[id(tree)] = tree
-        for child_name, child in children:
-            if isinstance(child, _LEAVES):
-                yield child_name, child
-            else:
-                yield from self.leaves(child, child_name, depth + 1)
-        if isinstance(tree, (list, tuple, Mapping)):
-            del self._entered[id(tree)]
 
-    def _children(self, tree: Any, name: str) -> Iterable[tuple[str, Any]] | None:
-        """Return what a structure consists of; None where that cannot be told."""
-        if (found := entries(tree, name)) is not None:
-            return found
-        attributes = _attributes(tree)
-        if attributes is None:
-            return None
-        fields = {field.name for field in dataclasses.fields(tree)} if dataclasses.is_dataclass(tree) else ()
-        private = [key for key, value in attributes.items() if key.startswith("_") and isinstance(value, Mapping)]
-        shown = private if len(private) == 1 and hasattr(type(tree), "__getattr__") else []
-        members: list[tuple[str, Any]] = []
-        for key, value in attributes.items():
-            if key in shown:
-                members += [(_member(name, inner, attributes), item) for inner, item in value.items()]
-            elif self._is_whole or key in fields or not key.startswith("_"):
-                members.append((f"{name}.{key}", value))
-        return members
+def _children(tree: Any, name: str, *, is_whole: bool) -> Iterable[tuple[str, Any]] | None:
+    """Return what a structure consists of; None where that cannot be told."""
+    if (found := entries(tree, name)) is not None:
+        return found
+    attributes = _attributes(tree)
+    if attributes is None:
+        return None
+    fields = {field.name for field in dataclasses.fields(tree)} if dataclasses.is_dataclass(tree) else ()
+    private = [key for key, value in attributes.items() if key.startswith("_") and isinstance(value, Mapping)]
+    shown = private if len(private) == 1 and hasattr(type(tree), "__getattr__") else []
+    members: list[tuple[str, Any]] = []
+    for key, value in attributes.items():
+        if key in shown:
+            members += [(_member(name, inner, attributes), item) for inner, item in value.items()]
+        elif is_whole or key in fields or not key.startswith("_"):
+            members.append((f"{name}.{key}", value))
+    return members
 
 
 def _member(name: str, key: Any, attributes: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from det_callbacks.digest import Bits, digest_spans
+from det_callbacks.digest import Bits, digest_spans, tensor_bits
 from det_callbacks.rng import PROCESS, digest_generator, is_readable, used_generators
 from det_callbacks.runs.program import IN_FLIGHT, Role, Site, scalar_bits
 from det_callbacks.trace.components import PLAIN, STRIDED, address_of, has_parts, holds_data, unwrapped
@@ -198,8 +198,8 @@ def record_group(
     first = recorder.num_sites
     digests = digest_spans(spans)
     for index, value in others:
-        bits = recorder.deferred.digest_row_major(first + index, value) if isinstance(value, Tensor) else None
-        digests.insert(index, scalar_bits(value)[0] if bits is None else bits)
+        bits = tensor_bits(value, recorder.deferred) if isinstance(value, Tensor) else scalar_bits(value)[0]
+        digests.insert(index, recorder.deferred.defer(first + index, bits))
     recorder.digests.extend(digests)
     recorder.layout_indices.extend(indices)
     for position, value in enumerate(written, start=first):
@@ -355,12 +355,3 @@ def states_of_parameters(
                         found = flatten(value, str(key))
                         entries.extend((parameter, (f"{path} of {owner}", item)) for path, item in found if path != key)
     return entries
-
-
-def gradients(parameters: Iterable[nn.Parameter], parameter_names: Mapping[int, str]) -> list[Entry]:
-    """Return the gradients that are there: ("grad of net.head.weight", tensor)."""
-    return [
-        (f"grad of {parameter_names.get(id(parameter)) or f'parameter {number}'}", parameter.grad)
-        for number, parameter in enumerate(parameters)
-        if parameter.grad is not None
-    ]

@@ -101,7 +101,11 @@ class NondeterministicOps:
         found = NondeterministicOp(
             op=op, phase=phase, module=module, source=source, message=message, is_allowed=is_allowed
         )
-        self._keep(found, mode)
+        key = (found.op, found.phase, found.module, found.source)
+        known = self._found.get(key)
+        self._found[key] = found if known is None else replace(known, num_calls=known.num_calls + 1)
+        if known is None:
+            self._report(found, mode)
         # torch's own warning about a known op names no module and no line, and comes at any time. What is added within
         # a catch_warnings of the user's goes with its end.
         if self._silenced.get(message) not in warnings.filters:
@@ -118,13 +122,7 @@ class NondeterministicOps:
                 module,
             ) from error
 
-    def _keep(self, found: NondeterministicOp, mode: str) -> None:
-        key = (found.op, found.phase, found.module, found.source)
-        known = self._found.get(key)
-        if known is not None:
-            self._found[key] = replace(known, num_calls=known.num_calls + 1)
-            return
-        self._found[key] = found
+    def _report(self, found: NondeterministicOp, mode: str) -> None:
         if not found.is_allowed and mode == "warn":
             warnings.warn(
                 f"{found.place} has no deterministic implementation ({found.message}).",

@@ -73,7 +73,12 @@ class OptimizerPhases:
             if is_outermost:
                 self._on_update(optimizer)
             return None
-        wrapped = self._wrap(closure, optimizer)
+
+        def wrapped() -> Any:
+            result = in_phase(self._owner, self._closure_phase, closure)()
+            self._on_update(optimizer)
+            return result
+
         if "closure" in kwargs:
             return args, {**kwargs, "closure": wrapped}
         return (args[0], wrapped, *args[2:]), kwargs
@@ -82,14 +87,6 @@ class OptimizerPhases:
     def _after(self, _optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
         if self._outer:
             self._owner.phase = self._outer.pop()
-
-    def _wrap(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
-        def traced_closure() -> Any:
-            result = in_phase(self._owner, self._closure_phase, closure)()
-            self._on_update(optimizer)
-            return result
-
-        return traced_closure
 
 
 def in_phase(owner: HasPhase, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -211,6 +211,7 @@ def make_plan(func: OpOverload | HigherOrderOperator) -> OpPlan:
         and bool(schema.returns)
         and all(returned.alias_info is not None and not returned.alias_info.is_write for returned in schema.returns)
     )
+    call: Callable[..., Any] = func._op if type(func) is OpOverload else func
     may_be_in_flight = any(argument.name == "non_blocking" for argument in schema.arguments)
     returns_fresh = all(returned.alias_info is None for returned in schema.returns)
     plan = OpPlan(
@@ -218,7 +219,7 @@ def make_plan(func: OpOverload | HigherOrderOperator) -> OpPlan:
         name=f"{base}.{func._overloadname}",
         base=base,
         kind=_kind_of(func, base, is_view=is_view or base in UNDECLARED_VIEWS),
-        call=_call_of(func, base),
+        call=partial(_call_with_autocast, call) if base in AUTOCASTS_INSIDE else call,
         argument_names=tuple(argument.name for argument in schema.arguments),
         defaults={
             argument.name: argument.default_value for argument in schema.arguments if argument.has_default_value()
@@ -243,11 +244,6 @@ def make_plan(func: OpOverload | HigherOrderOperator) -> OpPlan:
     )
     is_taken_apart = plan.kind in (OpKind.DIGEST, OpKind.VIEW) and _is_composite(func.name())
     return replace(plan, kind=OpKind.COMPOSITE, whole=plan) if is_taken_apart else plan
-
-
-def _call_of(func: OpOverload, base: str) -> Callable[..., Any]:
-    call: Callable[..., Any] = func._op if type(func) is OpOverload else func
-    return partial(_call_with_autocast, call) if base in AUTOCASTS_INSIDE else call
 
 
 def _call_with_autocast(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

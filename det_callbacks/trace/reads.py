@@ -122,21 +122,6 @@ class Reads:
         else:
             consts.append(None if value.__class__ is Generator else value)
 
-    def gather_unwritten(
-        self,
-        plan: OpPlan,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        consts: list[Any],
-        reads: list[int],
-        names: list[InputName],
-    ) -> None:
-        """Collect all arguments of a call but those that it overwrites without reading."""
-        if plan.base == "aten.copy_":
-            self._recorder.undigested.collectives.note_copy(*args[:2])
-        for _, value in plan.inputs(args, kwargs):
-            self.gather(value, consts, reads, names)
-
     def read_generator(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], reads: list[int], names: list[InputName]
     ) -> None:

@@ -224,7 +224,9 @@ class Recorder:
         was_changed = False
         try:
             if plan.is_overwrite:
-                self.reads.gather_unwritten(plan, args, kwargs, consts, reads, names)
+                self.undigested.collectives.note_copy(plan, args)
+                for _, value in plan.inputs(args, kwargs):
+                    self.reads.gather(value, consts, reads, names)
             else:
                 for value in (*args, *kwargs.values()) if kwargs else args:
                     kind = value.__class__
@@ -391,7 +393,8 @@ class Recorder:
             written = self.layouts.at(self.layout_indices[writer])
             is_same = written is slot or (written.is_raw and written.num_bytes == slot.num_bytes)
             if is_same and tensor.untyped_storage().nbytes() == slot.num_bytes:
-                self.append_bits(self.deferred.take_over(len(self.digests), writer, self.digests), slot)
+                bits = self.deferred.bits.get(writer, self.digests[writer])
+                self.append_bits(self.deferred.defer(len(self.digests), bits), slot)
                 return
         self.append(tensor)
 

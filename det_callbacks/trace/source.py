@@ -101,12 +101,8 @@ def _owner_of(path: str, function: str) -> tuple[tuple[str, str], str]:
         return ("/".join(inside), function), "user"
     if path.startswith(sys.base_prefix):
         return (path, function), "other"
-    return (_shown_path(path), function), "user"
-
-
-def _shown_path(path: str) -> str:
-    """Return a path relative to the working directory, else its last two parts: no home directory in a run."""
     try:
-        return Path(path).resolve().relative_to(Path.cwd()).as_posix()
+        shown = Path(path).resolve().relative_to(Path.cwd()).as_posix()
     except (ValueError, OSError):
-        return "/".join(Path(path).parts[-2:])
+        shown = "/".join(Path(path).parts[-2:])  # no home directory in a run
+    return (shown, function), "user"
