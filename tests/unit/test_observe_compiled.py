@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from compiling import COMPILING
+from tiers import rest_slow
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
@@ -47,8 +48,9 @@ def train(
     return observer, weight.grad
 
 
-def test_observations_are_ops_of_one_graph_and_the_sites_of_eager_code(tmp_path: Path) -> None:
-    compiled = torch.compile(noisy, fullgraph=True, backend="aot_eager")
+@pytest.mark.parametrize("backend", rest_slow(["aot_eager", "inductor"], every=2))
+def test_observations_are_ops_of_one_graph_and_the_sites_of_eager_code(backend: str, tmp_path: Path) -> None:
+    compiled = torch.compile(noisy, fullgraph=True, backend=backend)
     _, gradient = train(tmp_path, "compiled", compiled)
     observer, replayed = train(tmp_path, "current", compiled, "compiled")
     # the verdict is a match, of the gradients too, although autograd saved the live bits first
