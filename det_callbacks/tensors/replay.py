@@ -126,7 +126,7 @@ class Replay:
             self._ops.append((op, 0))
             return live
         if key not in self.saved.values:
-            self.note_unsaved(self.saved, f"it has no plain value {key!r}")
+            self.note_unsaved(f"it has no plain value {key!r}")
             return live
         value = self.saved.values[key]
         value = complex(*value) if isinstance(value, list) else value
@@ -146,8 +146,10 @@ class Replay:
         write_bits(saved, copy, deferred)
         return copy
 
-    def note_unsaved(self, saved: SavedStep, what: str) -> None:
+    def note_unsaved(self, what: str) -> None:
         """Note that a live value stays, since what was saved has none for it; raise where its file is missing."""
+        saved = self.saved
+        assert saved is not None
         is_there = "" if saved.exists else "there is no such file, so "
         error = ReferenceFormatError(
             f"{saved.path}: {is_there}{what}. Without the saved bits of step {saved.place.step} nothing after it could "
@@ -169,11 +171,11 @@ class Replay:
             return None
         if key not in self.saved.entries:
             known = ", ".join(map(repr, list(self.saved.entries)[:4])) or "none"
-            self.note_unsaved(self.saved, f"it has no tensor {key!r}; it has {known}")
+            self.note_unsaved(f"it has no tensor {key!r}; it has {known}")
             return None
         saved = self.saved.read(key)
         if problem := misfit(saved, live):
-            self.note_unsaved(self.saved, f"{key!r} does not fit: {problem}")
+            self.note_unsaved(f"{key!r} does not fit: {problem}")
             return None
         inner, digest, num_bytes = unwrapped(live), saved.digest, saved.bits.nbytes
         if deferred is not None and deferred.is_deferred(inner):
@@ -228,7 +230,7 @@ class OpReplay(OpSelection):
         for index, output in enumerate(outputs):
             key = f"{place}#{call}.{index}"
             values.append(self._replay.exchange(key, output, op=op, deferred=deferred))
-            if type(values[-1]) is not type(output) and (saved := self._replay.saved) is not None:
-                self._replay.note_unsaved(saved, f"{key!r} is {values[-1]!r} there, and the live value is {output!r}")
+            if type(values[-1]) is not type(output):
+                self._replay.note_unsaved(f"{key!r} is {values[-1]!r} there, and the live value is {output!r}")
                 values[-1] = output
         return values

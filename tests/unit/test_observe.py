@@ -154,16 +154,17 @@ def test_occurrences_phases_and_modules_of_values_and_of_each_backward_pass(tmp_
 
 def test_plain_values_are_replayed_exactly_in_what_is_returned(tmp_path: Path) -> None:
     plain = [1j, complex("nan+1j"), 0.1, -0.0, float("inf"), float("nan"), 7, -(2**70), True, None, "tëxt"]
-    tree = {"time": 1.5, "plain": plain, "tensor": torch.ones(1)}
+    point, pair = namedtuple("point", "x y"), dataclasses.make_dataclass("Pair", ["left", "right"])
+    tree = {"time": point(1.5, 2), "plain": plain, "pair": pair(1, 2), "tensor": torch.ones(1)}
     with ObserverContext(tmp_path, "r"):
         assert observe_non_deterministic("t", tree) is tree
-    other = {"time": 2.5, "plain": ["other", *[0] * 9, 3], "tensor": torch.zeros(1)}
+    other = {"time": point(2.5, 2), "plain": ["other", *[0] * 9, 3], "pair": pair(0, 2), "tensor": torch.zeros(1)}
     with ObserverContext(tmp_path, "c", tmp_path / "r") as observer:
         replayed = observe_non_deterministic("t", other)
     assert repr(replayed) == repr(tree)
     assert replayed["tensor"] is other["tensor"]
     assert observer.verdict.verdict == "match"
-    assert observer.verdict.coverage.replayed == {"t": {"count": 13, "differing": 13, "mib_per_step": 4e-06}}
+    assert observer.verdict.coverage.replayed == {"t": {"count": 16, "differing": 14, "mib_per_step": 4e-06}}
 
 
 def test_observers_change_no_bit(tmp_path: Path) -> None:
