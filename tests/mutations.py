@@ -1,8 +1,7 @@
 """Breaks central lines one at a time, and lists which everyday test sees each: ``make mutations``.
 
-``mutations.txt`` says what is broken. Each mutation is made in a copy of the package in a temporary folder, where the
-tests named with it run until one fails. The exit status is 1 when a mutation is not seen, when the tests that saw one
-fail without it as well, and when a text is not in the package any more: then the table has to follow.
+``mutations.txt`` says what is broken, each in a copy of the package in a temporary folder, where tests run until one
+fails. The exit status is 1 when a mutation is not seen or cannot be made, and when what saw one fails without it, too.
 
     python tests/mutations.py [--jobs 2] [--only TEXT]
 """
@@ -25,8 +24,6 @@ COPIED = ("det_callbacks", "conf", "tests", "recipes", "pyproject.toml", "README
 
 
 class Mutation(NamedTuple):
-    """One text of one file that becomes another, and the tests that should see it."""
-
     title: str
     file: str
     old: str

@@ -28,7 +28,6 @@ SITES = st.builds(
     **dict.fromkeys(("name", "arguments", "varying", "recomputed", "source"), ...),
 )
 ENTRIES = st.none() | st.builds(TensorLayout, shape=SIZES, stride=SIZES, detail=...)
-SKIPPED = st.dictionaries(st.text(), COUNTS, max_size=2)
 
 
 @st.composite
@@ -38,8 +37,8 @@ def whole_steps(draw: st.DrawFn) -> tuple[Program, Layout, list[int]]:
     sites, entries, digests = (
         draw(st.lists(one, min_size=num, max_size=num)) for one in (SITES, ENTRIES, st.integers(0, 2**64 - 1))
     )
-    made = st.builds(Program, st.just(tuple(sites)), COUNTS, COUNTS, SKIPPED, st.lists(st.text()).map(tuple))
-    return draw(made), Layout(tuple(entries)), digests
+    counts = [draw(one) for one in (COUNTS, COUNTS, st.dictionaries(st.text(), COUNTS), st.lists(st.text()).map(tuple))]
+    return Program(tuple(sites), *counts), Layout(tuple(entries)), digests
 
 
 def small_program(num_sites: int = 3, op: str = "aten.mul.Tensor") -> Program:

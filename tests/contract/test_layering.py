@@ -51,12 +51,9 @@ def imports(source: str) -> list[tuple[str, int]]:
 
 def package_imports() -> dict[str, list[tuple[str, int]]]:
     """Return the imports of each module by dotted name; a package goes by its own name."""
-    found = {}
-    for path in sorted((ROOT / PACKAGE).rglob("*.py")):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        name = ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 2 else parts)
-        found[name] = imports(path.read_text())
-    return found
+    paths = {path: path.relative_to(ROOT).with_suffix("").parts for path in sorted((ROOT / PACKAGE).rglob("*.py"))}
+    names = {path: parts[:-1] if parts[-1] == "__init__" and len(parts) > 2 else parts for path, parts in paths.items()}
+    return {".".join(name): imports(path.read_text()) for path, name in names.items()}
 
 
 def unit(module: str) -> str:

@@ -7,7 +7,7 @@ say so.
 import json
 import struct
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -58,11 +58,6 @@ def columns(schema: pa.Schema) -> dict[str, str]:
     return {field.name: str(field.type) for field in schema}
 
 
-def stream_of(run: Path, name: str) -> tuple[pa.Schema, list[dict[str, Any]]]:
-    with pa.OSFile(str(run / "rank-00000" / name)) as file, pa.ipc.open_stream(file) as reader:
-        return reader.schema, reader.read_all().to_pylist()
-
-
 def xxh3(content: bytes) -> int:
     """Return the digest of fewer than 256 KiB: XXH3-64 of the bytes, padded with zeros to whole KiB."""
     return xxhash.xxh3_64_intdigest(content + bytes(-len(content) % 1024))
@@ -92,10 +87,11 @@ def test_the_streams_and_their_chains(run: Path) -> None:
     run_id = json.loads((run / "run.json").read_text())["run_id"]
     versions = {b"format_version": b"1", b"digest_version": b"1"}
     for segment, (name, num_steps) in enumerate(zip(STREAMS, (6, 2), strict=True)):
-        schema, rows = stream_of(run, name)
-        assert columns(schema) == STREAM_COLUMNS
+        stream = pa.ipc.open_stream((run / "rank-00000" / name).read_bytes())
+        rows = stream.read_all().to_pylist()
+        assert columns(stream.schema) == STREAM_COLUMNS
         place = {b"run_id": run_id.encode(), b"rank": b"0", b"attempt": b"0", b"segment": str(segment).encode()}
-        assert schema.metadata == {**versions, **place}
+        assert stream.schema.metadata == {**versions, **place}
         assert [(row["step"], row["epoch"]) for row in rows] == [(step, step // 4) for step in range(num_steps)]
         chain = 0
         for step, row in enumerate(rows):

@@ -65,9 +65,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def diff(capsys: pytest.CaptureFixture[str], *folders: Path) -> tuple[int, str, str]:
-    status = main(["diff", *map(str, folders), "--json"])
-    shown = capsys.readouterr()
-    return status, shown.out, shown.err
+    return main(["diff", *map(str, folders), "--json"]), *capsys.readouterr()
 
 
 @pytest.mark.parametrize(

@@ -100,10 +100,7 @@ WRITTEN: dict[str, tuple[Any, Any]] = {
     "colour": (enum.Enum("Colour", {"RED": "red"}).RED, "red"),
     "limit": (float("inf"), "inf"),
     "relative": (Path("data/train"), "data/train"),
-    "command": (
-        "train --data /home/alice/x --url https://alice:pw@example.org/x, twice",
-        "train --data <place> --url <place>, twice",
-    ),
+    "command": ("--data /home/alice/x --url https://alice:pw@example.org/x, b", "--data <place> --url <place>, b"),
     "layers": ([torch.nn.Linear(1, 1)], ["<torch.nn.modules.linear.Linear>"]),
     "kinds": ({"b", "a"}, ["a", "b"]),
     "hf_token": ("abc", "<withheld>"),

@@ -38,28 +38,16 @@ def run(tmp_path):
 def rows_of(path):
     """What an export of a run has to hold, site by site."""
     run = Run.open(path)
-    for rank in run.ranks:
-        for found in run.rank(rank).iterate():
-            view = run.view(rank, found.segment, found.step)
-            for position, (site, entry) in enumerate(zip(view.program.sites, view.layout.entries, strict=True)):
-                yield {
-                    "rank": rank,
-                    "attempt": int(rank == 0 and (found.segment, found.step) >= (0, 4)),
-                    **{name: getattr(found, name) for name in ("segment", "step", "epoch", "chain")},
-                    **{name: getattr(found, f"{name}_id") for name in ("program", "layout")},
-                    "position": position,
-                    **{name: getattr(site, name) for name in OF_SITE},
-                    "dtype": entry and entry.dtype,
-                    "shape": entry and list(entry.shape),
-                    "stride": entry and list(entry.stride),
-                    "source": list(site.source),
-                    "digest": int(found.digests[position]),
-                }
-
-
-def exported_rows(folder):
-    table = ds.dataset(folder, partitioning="hive").to_table()
-    return sorted(table.to_pylist(), key=lambda row: (row["rank"], row["segment"], row["step"], row["position"]))
+    for rank, found in [(one, found) for one in run.ranks for found in run.rank(one).iterate()]:
+        view = run.view(rank, found.segment, found.step)
+        of_step = {name: getattr(found, name) for name in ("segment", "step", "epoch", "chain")}
+        of_step |= {"rank": rank, "attempt": int(rank == 0 and (found.segment, found.step) >= (0, 4))}
+        of_step |= {"program": found.program_id, "layout": found.layout_id}
+        for position, (site, entry) in enumerate(zip(view.program.sites, view.layout.entries, strict=True)):
+            of_site = {name: getattr(site, name) for name in OF_SITE} | {"source": list(site.source)}
+            of_tensor = {"dtype": entry and entry.dtype}
+            of_tensor |= {name: entry and list(getattr(entry, name)) for name in ("shape", "stride")}
+            yield {**of_step, "position": position, **of_site, **of_tensor, "digest": int(found.digests[position])}
 
 
 @pytest.mark.parametrize("group_rows", [250_000, 7])
@@ -69,7 +57,8 @@ def test_every_site_is_there_once(tmp_path, run, monkeypatch, group_rows):
     found = export_run(run, tmp_path / "to")
     assert "1 is the last whole step" in found.incomplete_reason
     wanted = list(rows_of(run))
-    assert exported_rows(tmp_path / "to") == wanted
+    rows = ds.dataset(tmp_path / "to", partitioning="hive").to_table().to_pylist()
+    assert sorted(rows, key=lambda row: (row["rank"], row["segment"], row["step"], row["position"])) == wanted
     assert found.num_rows == len(wanted)
     files = [tmp_path / "to" / f"rank={rank}" / "part-0.parquet" for rank in range(2)]
     assert sorted((tmp_path / "to").rglob("*.parquet")) == files

@@ -89,7 +89,6 @@ def test_those_of_xpu_and_of_a_mac_are_named_saved_and_put_back(monkeypatch: pyt
 def test_what_an_op_draws_follows_from_the_state_of_its_own_device(
     cuda: StandInDevices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ops run on the CPU, and are taken for those of the devices."""
     mode, indices = HashMode(), itertools.cycle((3, 1, 3))
     monkeypatch.setattr(traced, "generator_on", lambda _: ("cuda", index := next(indices), cuda.generators[index]))
     for current, own, other in ((1, "torch.cuda", "torch.cuda:3"), (3, "torch.cuda:1", "torch.cuda")):
@@ -165,7 +164,6 @@ HELD: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (lambda: np.random.default_rng(1), lambda one: (one.normal(), one.integers(1 << 40))),
     (lambda: np.random.RandomState(1), lambda one: (one.randn(), one.randint(1 << 30))),
     (lambda: np.random.Generator(np.random.Philox(1)), lambda one: one.normal()),
-    (lambda: np.random.Generator(np.random.SFC64(1)), lambda one: one.integers(1 << 20)),
     (lambda: np.random.MT19937(1), lambda one: one.random_raw()),
 ]
 

@@ -24,16 +24,14 @@ def manifest_with(**changes: object) -> Manifest:
     return Manifest(**{"selection": Selection(), "environment": {}, "run_id": "ab12", **changes})
 
 
-# kind -> two contents, how they are written and read
-TABLES = {
-    "programs": (small_program(), small_program(op="aten.add.Tensor"), files.write_program, files.read_program),
-    "layouts": (small_layout(3), small_layout(4), files.write_layout, files.read_layout),
-}
+TABLES = [
+    ("programs", small_program(), small_program(op="aten.add.Tensor"), files.write_program, files.read_program),
+    ("layouts", small_layout(3), small_layout(4), files.write_layout, files.read_layout),
+]
 
 
-@pytest.mark.parametrize("kind", TABLES)
-def test_a_table_that_is_not_what_was_written_is_refused(tmp_path, kind):
-    ours, theirs, write, read = TABLES[kind]
+@pytest.mark.parametrize(("kind", "ours", "theirs", "write", "read"), TABLES)
+def test_a_table_that_is_not_what_was_written_is_refused(tmp_path, kind, ours, theirs, write, read):
     (tmp_path / kind).mkdir()
     path = files.table_path(tmp_path, kind, ours.id)
     with pytest.raises(ReferenceFormatError, match="No such file"):

@@ -18,10 +18,9 @@ from lightning.fabric.utilities.seed import seed_everything
 from det_callbacks.errors import SettingsError
 from det_callbacks.settings import SETTINGS, DeterminismSettings, catalogue, enforce_determinism, settings_in_force
 
-pytestmark = pytest.mark.usefixtures("same_process_afterwards")
+pytestmark = pytest.mark.usefixtures("same_process_afterwards")  # fails what is not put back
 
 matmul: Any = torch.backends.cuda.matmul
-ALL_SDPA = ("math", "flash", "mem_efficient", "cudnn")
 
 
 def variable(name: str, text: str) -> Callable[[], bool]:
@@ -45,7 +44,7 @@ CASES: list[tuple[str, Any, Any, Callable[[], bool]]] = [
     ("float32_matmul_precision", "highest", "medium", lambda: torch.get_float32_matmul_precision() == "medium"),
     ("fp16_reduced_precision_reduction", True, False, lambda: not matmul.allow_fp16_reduced_precision_reduction),
     ("bf16_reduced_precision_reduction", True, False, lambda: not matmul.allow_bf16_reduced_precision_reduction),
-    ("sdpa_backends", ALL_SDPA, ("math", "cudnn"), lambda: sdpa() == (True, False, False, True)),
+    ("sdpa_backends", catalogue.SDPA_BACKENDS, ("math", "cudnn"), lambda: sdpa() == (True, False, False, True)),
     # what torch overwrites when it sets the algorithms, which are put back first
     ("inductor_deterministic", True, False, lambda: not inductor.deterministic),
     ("inductor_max_autotune", False, True, lambda: inductor.max_autotune),
@@ -102,11 +101,9 @@ def test_nothing_stays_half_applied(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.undo()  # the way back uses the same function
         raise KeyError(value)
 
-    before = process_state()
     monkeypatch.setattr(torch, "set_float32_matmul_precision", refuse)
     with pytest.raises(KeyError, match="medium"):
         enforce_determinism(DeterminismSettings(seed=1, float32_matmul_precision="medium"))
-    assert process_state() == before
 
 
 @pytest.mark.parametrize("seed", [0, 4294967295])
@@ -139,17 +136,14 @@ WRONG = {
     "float32_matmul_precision": {"low": "'highest', 'high', 'medium'"},
     "sdpa_backends": {"math": "a list of strings", (): "'math', 'flash'", ("math", "fast"): "'math', 'flash'"},
     "nccl_algo": {"": "such as 'Ring'", " ": "such as 'Ring'", 1: "such as 'Ring'"},
-    "nccl_min_nchannels": {0: "from 1"},
     "num_threads": {0: "from 1", 2.0: "an integer"},
     "mkl_cbwr": {"avx2": "'AUTO', 'COMPATIBLE'", "AVX2,STRCT": "'AVX2,STRICT'"},
     "aten_cpu_capability": {"AVX2": "'default', 'avx2', 'avx512'"},
     "python_hash_seed": {"random": "0 to 4294967295"},
-    "flash_attention_deterministic": {1: "True, False"},
 }
 
 
 def test_a_wrong_value_is_refused_by_name_with_the_allowed_ones() -> None:
-    before = process_state()
     for name, values in WRONG.items():
         for value, allowed in values.items():
             with pytest.raises(SettingsError, match=f"^{name}.*{re.escape(repr(value))}") as refused:
@@ -160,19 +154,17 @@ def test_a_wrong_value_is_refused_by_name_with_the_allowed_ones() -> None:
         DeterminismSettings.from_mapping({"sead": 1, "seed": 1})
     with pytest.raises(SettingsError, match="The op pattern 'kthvalue' names no op"):
         DeterminismSettings(allow=("aten.put_.default", "kthvalue"))
-    assert process_state() == before
 
 
 def test_what_comes_too_late_is_refused_and_nothing_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = {"nccl_algo": "Ring", "nccl_proto": "LL", "nccl_min_nchannels": 2, "nccl_max_nchannels": 4}
-    before, backend = process_state(), "gloo"
+    backend = "gloo"
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_backend", lambda: backend)
     with enforce_determinism({"seed": 1, **wanted}):  # gloo reads none of them
         backend = "cpu:gloo,cuda:nccl"
         with enforce_determinism(wanted):
             pass  # in force already
-    assert process_state() == before
     with pytest.raises(SettingsError, match="an NCCL process group exists, and NCCL has read NCCL_") as refused:
         enforce_determinism({"seed": 1, **wanted})
     variables = "NCCL_ALGO=Ring and NCCL_PROTO=LL and NCCL_MIN_NCHANNELS=2 and NCCL_MAX_NCHANNELS=4"
@@ -180,7 +172,6 @@ def test_what_comes_too_late_is_refused_and_nothing_applied(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(SettingsError, match=r"too late.*CUBLAS_WORKSPACE_CONFIG=None already.*=:4096:8 set"):
         enforce_determinism(DeterminismSettings(seed=1))
-    assert process_state() == before
 
 
 def test_what_the_machine_cannot_do_is_said_where_it_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
