@@ -23,29 +23,23 @@ TESTS = """
     import lightning.pytorch as pl
     import pytest
     import torch
-    from torch.utils.data import DataLoader, TensorDataset
+    from lightning.pytorch.demos.boring_classes import BoringModel
 
     START = torch.initial_seed()
     PLANTED = os.environ.get("PLANTED", "")
 
-    class Model(pl.LightningModule):
-        def __init__(self, lr):
-            super().__init__()
-            self.lr = lr
+    class Model(BoringModel):
+        def __init__(self):
             torch.rand(int(PLANTED == "before the seed"))
-            self.net = torch.nn.Linear(4, 2)
+            super().__init__()
 
         def training_step(self, batch, batch_idx):
-            return self.net(batch[0]).square().mean() * (2 if PLANTED and batch_idx == 1 else 1)
+            return super().training_step(batch, batch_idx)["loss"] * (2 if PLANTED and batch_idx == 1 else 1)
 
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=self.lr)
-
-    def train(callback, lr=0.1):
+    def train(callback):
         torch.set_num_threads(2 if PLANTED == "elsewhere" else 1)
         quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-        trainer = pl.Trainer(callbacks=[callback], max_steps=2, accelerator="cpu", **quiet)
-        trainer.fit(Model(lr), DataLoader(TensorDataset(torch.rand(8, 4)), batch_size=2))
+        pl.Trainer(callbacks=[callback], max_steps=2, limit_val_batches=0, accelerator="cpu", **quiet).fit(Model())
 
     def test_plain(training_snapshot):
         train(training_snapshot(level="state"))
@@ -54,13 +48,12 @@ TESTS = """
         @pytest.mark.parametrize("lr", [0.1])
         def test_two(self, training_snapshot, lr):
             for name in ("first", "second"):
-                train(training_snapshot(name=name, level="state", settings={"seed": 3}), lr)
+                train(training_snapshot(name=name, level="state", settings={"seed": 3}))
 
     def test_without():
         assert torch.initial_seed() == START
         assert not torch.are_deterministic_algorithms_enabled()
 """
-NUM_REFERENCES = 3
 
 
 class Ended(NamedTuple):
@@ -117,7 +110,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     done = run_in(folder, "--determinism-record", "tests")
     assert done.status == 0, done.text
-    assert f"references of trainings: {NUM_REFERENCES} recorded\n" in done.text
+    assert "references of trainings: 3 recorded\n" in done.text
     return folder
 
 
@@ -150,7 +143,7 @@ def test_what_is_equal_passes_and_is_not_recorded_again(project: Path) -> None:
     ):
         done = run_in(project, *arguments, **variables)
         assert done.counts(passed=3), done.text
-        assert f"references of trainings: {NUM_REFERENCES} {word}\n" in done.text
+        assert f"references of trainings: 3 {word}\n" in done.text
     assert references(project) == before
     done = run_in(project, "--determinism-record", CI="true")
     assert done.status == 4
@@ -177,10 +170,7 @@ def test_a_difference_fails_its_test_and_is_recorded_where_that_is_asked_for(pro
     assert [name for name in os.listdir(project / "tests" / "__determinism__" / "test_net") if name[0] == "."] == []
 
 
-@pytest.mark.parametrize(
-    ("outcome", "word"),
-    [("fail", "failed"), ("skip", "skipped"), pytest.param("xfail", "xfailed", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("outcome", "word"), [("fail", "failed"), ("skip", "skipped"), ("xfail", "xfailed")])
 def test_another_machine_is_what_the_project_says(outcome: str, word: str, project: Path) -> None:
     (project / "pytest.ini").write_text(f"[pytest]\ndeterminism_not_comparable = {outcome}\n")
     done = run_in(project, "-rsx", "-k", "plain", PLANTED="elsewhere")
@@ -217,12 +207,8 @@ def test_only_a_test_that_passes_keeps_what_it_recorded(project: Path) -> None:
     before = references(project)
     done = run_in(project, "tests/test_bad.py", "--determinism-record", "-k", "not stops")
     assert done.counts(failed=4, deselected=1), done.text
-    for text in (
-        "Nothing was recorded: no fit came to its end",
-        "AssertionError: the test's own",
-        "give each a name of its own",
-        "training_snapshot chooses mode by itself",
-    ):
+    assert "Nothing was recorded: no fit came to its end" in done.text
+    for text in ("AssertionError: the test's own", "give each a name of its own", "chooses mode by itself"):
         assert text in done.text
     assert run_in(project, "tests/test_bad.py", "--determinism-record", "-k", "stops").status == 2
     assert references(project) == before
@@ -234,9 +220,8 @@ def test_references_that_no_test_uses_are_listed_where_all_tests_ran(project: Pa
     shutil.copytree(home / "test_net" / "test_plain", home / "test_removed" / "test_plain")
     done = run_in(project)
     assert done.status == 0
-    listed = done.text.partition("no test uses these references")[2].splitlines()[1:3]
-    found = [f"  tests/__determinism__/{name}" for name in ("test_net/test_gone", "test_removed/test_plain")]
-    assert listed == found, done.text
+    listed = re.findall(r"^  tests/__determinism__/(.*)$", done.text, re.MULTILINE)
+    assert listed == ["test_net/test_gone", "test_removed/test_plain"], done.text
     assert run_in(project, "--determinism-unused=fail").status == 1
     for arguments in (("--determinism-unused=fail", "tests/test_net.py::test_plain"), ("-k", "plain")):
         assert "no test uses" not in run_in(project, *arguments).text
