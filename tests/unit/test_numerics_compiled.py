@@ -37,31 +37,23 @@ def test_inductor_is_within_tolerance() -> None:
     assert {"output", "gradient"} <= {found.phase for found in report.differing}
 
 
-class Broken:
-    """A backend that transforms the graph wrongly: it drops an addition."""
-
-    def __call__(self, graph: fx.GraphModule, example_inputs: Any) -> Any:
-        graph = copy.copy(graph)
-        additions = [node for node in graph.graph.nodes if "add" in str(node.target)]
-        additions[-1].replace_all_uses_with(additions[-1].args[0])
-        graph.graph.erase_node(additions[-1])
-        graph.recompile()
-        return graph.forward
+def drop_an_addition(graph: fx.GraphModule, example_inputs: Any) -> Any:
+    """A backend that transforms the graph wrongly."""
+    graph = copy.copy(graph)
+    addition = [node for node in graph.graph.nodes if "add" in str(node.target)][-1]
+    addition.replace_all_uses_with(addition.args[0])
+    graph.graph.erase_node(addition)
+    graph.recompile()
+    return graph.forward
 
 
 def test_a_backend_that_drops_a_residual_is_found() -> None:
     torch.manual_seed(0)
     model = Transformer(layers=1)
-    report = compare_compiled(model, torch.randint(50, (2, 8)), backend=Broken(), iterations=2)
+    report = compare_compiled(model, torch.randint(50, (2, 8)), backend=drop_an_addition, iterations=2)
     assert (report.first.iteration, report.first.phase, report.first.name) == (0, "output", "output")
     assert report.first.excess > 100
-    assert report.notes[0].startswith("1 graph compiled by Broken")
-
-
-def test_what_is_not_compiled_is_no_result() -> None:
-    refusing = Apply(torch.compiler.disable(lambda weight, x: weight * x))
-    with pytest.raises(NothingComparedError, match="No compiled graph ran"):
-        compare_compiled(refusing, torch.ones(2, 4), backend="eager", iterations=1)
+    assert report.notes[0].startswith("1 graph compiled by drop_an_addition")
 
 
 def test_giving_up_after_recompilations_is_an_error() -> None:
@@ -72,15 +64,25 @@ def test_giving_up_after_recompilations_is_an_error() -> None:
         compare_compiled(branching, lambda i: (torch.ones(2, 4), str(i)), backend="eager", iterations=4)
 
 
-def test_wrong_arguments_and_a_backend_that_fails() -> None:
-    def failing(graph: Any, example_inputs: Any) -> Any:
-        raise RuntimeError("no kernels today")
+def failing(graph: Any, example_inputs: Any) -> Any:
+    raise RuntimeError("no kernels today")
 
-    with pytest.raises(ModuleRunError, match=r"control[\s\S]*no kernels today"):
-        compare_compiled(mlp(), torch.ones(2, 16), backend=failing, iterations=1)
-    with pytest.raises(ValueError, match="takes none"):
-        compare_compiled(mlp(), torch.ones(2, 16), backend="aot_eager", mode="max-autotune")
-    with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
-        compare_compiled(torch.relu, torch.ones(2, 16))
-    with pytest.raises(ValueError, match="compiled already"):
-        compare_compiled(torch.compile(mlp(), backend="eager"), torch.ones(2, 16))
+
+@pytest.mark.parametrize(
+    ("module", "options", "error", "words"),
+    [
+        (
+            Apply(torch.compiler.disable(lambda weight, x: weight * x[:, :4])),
+            {},
+            NothingComparedError,
+            "No compiled graph",
+        ),
+        (mlp(), {"backend": failing}, ModuleRunError, r"control[\s\S]*no kernels today"),
+        (mlp(), {"mode": "max-autotune"}, ValueError, "takes none"),
+        (torch.relu, {}, TypeError, r"torch\.nn\.Module"),
+        (torch.compile(mlp(), backend="eager"), {}, ValueError, "compiled already"),
+    ],
+)
+def test_what_cannot_be_compared_is_no_result(module: Any, options: Any, error: Any, words: str) -> None:
+    with pytest.raises(error, match=words):
+        compare_compiled(module, torch.ones(2, 16), **{"backend": "eager", "iterations": 1, **options})
