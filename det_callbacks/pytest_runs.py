@@ -20,6 +20,7 @@ from det_callbacks.errors import (
 )
 from det_callbacks.judge import compare_runs
 from det_callbacks.report.verdict import verdict_lines
+from det_callbacks.runs.files import MANIFEST
 from det_callbacks.runs.place import REPLACEMENT, put_in_place
 from det_callbacks.runs.store import Run
 from det_callbacks.settings import DeterminismSettings, enforce_determinism
@@ -77,7 +78,7 @@ class TrainingRuns:
             raise SelectionError(f"{self._folder} holds references by name. Give a name, or remove them.")
         if settings is not None:
             self._undo.enter_context(enforce_determinism(settings))
-        is_there = (reference / "run.json").exists()
+        is_there = (reference / MANIFEST).exists()
         is_recording = self._record == "all" or (self._record is not None and not is_there)
         if not is_recording and not is_there:
             raise ReferenceNotFoundError(
@@ -100,7 +101,7 @@ class TrainingRuns:
         if unfinished is not None:
             raise unfinished
         for training in self._trainings.values():
-            (_check_recording if training.is_recording else _check_verdict)(training)
+            _check(training)
         return {str(it.reference): _keep(it) if it.is_recording else "matched" for it in self._trainings.values()}
 
     def close(self) -> None:
@@ -109,37 +110,31 @@ class TrainingRuns:
         self._undo.close()
 
 
-def _check_recording(training: _Training) -> None:
-    try:
-        run = Run.open(training.folder)
-    except ReferenceNotFoundError as error:
-        raise NothingComparedError(_nothing("recorded", training)) from error
-    if not run.is_complete:
-        raise NothingComparedError(f"The recording is incomplete, so it is not kept: {run.incomplete_reason}")
+def _check(training: _Training) -> None:
+    """Raise where a training did not come to its end, or is not its reference.
 
-
-def _check_verdict(training: _Training) -> None:
-    """Read the verdict from its file, since attributes of a callback do not come back from ``ddp_spawn``."""
-    try:
-        verdict = Verdict.from_dict(json.loads((training.folder / VERDICT_FILE).read_bytes()))
-    except FileNotFoundError as error:
-        raise NothingComparedError(_nothing("compared", training)) from error
+    Its verdict is read from the file, since attributes of a callback do not come back from ``ddp_spawn``.
+    """
+    done, file = ("recorded", MANIFEST) if training.is_recording else ("compared", VERDICT_FILE)
+    if not (training.folder / file).exists():
+        raise NothingComparedError(
+            f"Nothing was {done}: no fit came to its end with the callback of {training.reference}. Give it to the "
+            "Trainer, callbacks=[callback], and call trainer.fit."
+        )
+    if training.is_recording:
+        if (reason := Run.open(training.folder).incomplete_reason) is not None:
+            raise NothingComparedError(f"The recording is incomplete, so it is not kept: {reason}")
+        return
+    verdict = Verdict.from_dict(json.loads((training.folder / VERDICT_FILE).read_bytes()))
     if verdict.verdict != "match":
         kind = NotComparableError if verdict.verdict == "not_comparable" else DivergenceError
         raise kind(verdict_lines(verdict), verdict)
 
 
-def _nothing(done: str, training: _Training) -> str:
-    return (
-        f"Nothing was {done}: no fit came to its end with the callback of {training.reference}. Give it to the "
-        "Trainer, callbacks=[callback], and call trainer.fit."
-    )
-
-
 def _keep(training: _Training) -> str:
     """Put a recording in its place, and return what that was; a reference that it equals stays as it is."""
     target = training.reference
-    is_there = (target / "run.json").exists()
+    is_there = (target / MANIFEST).exists()
     if is_there:
         try:
             if compare_runs(target, training.folder).verdict == "match":
