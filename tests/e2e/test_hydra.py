@@ -23,7 +23,7 @@ from det_callbacks.callback import ReplicaAuditCallback
 from det_callbacks.callback.fits import note_ended, wait
 from det_callbacks.errors import DivergenceError, NotComparableError
 
-RunApp = Callable[..., int]
+RunApp = Callable[..., tuple[int, str]]
 
 CONFIG = """
 seed: 1
@@ -37,27 +37,31 @@ hydra:
 VERIFY = ("+determinism=verify", "determinism.reference=refs/run1")
 JOB = "det_callbacks.hydra.DeterminismJobCallback"
 MULTIRUN = ("--multirun", "seed=1,2")
-Errors = Callable[[], str]
 
 
 @pytest.fixture
-def run_app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunApp]:
-    """Run a task function as ``hydra.main`` does and return the exit status that it would have ended with."""
+def run_app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[RunApp]:
+    """Run a task function as ``hydra.main`` does; return the exit status it would have ended with, and what it said.
+
+    Whatever the task does, the process is afterwards what it was, unless it is a fork, which ends.
+    """
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "config.yaml").write_text(CONFIG)
     monkeypatch.chdir(tmp_path)
 
-    def run(task: Callable[[DictConfig], None], *arguments: str) -> int:
+    def run(task: Callable[[DictConfig], None], *arguments: str) -> tuple[int, str]:
         quiet = ("hydra/job_logging=none", "hydra/hydra_logging=none")
         monkeypatch.setattr(sys, "argv", ["train.py", *arguments, *quiet])
         GlobalHydra.instance().clear()
+        before, status = process_state(), 0
         try:
             hydra.main(version_base="1.3", config_path=str(tmp_path / "conf"), config_name="config")(task)()
         except SystemExit as leaving:
-            return int(leaving.code or 0)
+            status = int(leaving.code or 0)
         finally:
             GlobalHydra.instance().clear()
-        return 0
+        assert process_state() == before or multiprocessing.parent_process() is not None
+        return status, capsys.readouterr().err
 
     with warnings.catch_warnings():
         yield run
@@ -77,19 +81,6 @@ def make_a_mess() -> None:
     warnings.filterwarnings("ignore", message="left behind")  # the filter that is left behind on purpose
 
 
-@pytest.fixture
-def unchanged() -> Iterator[None]:
-    """What the process is before an application runs, it has to be after it."""
-    before = process_state()
-    yield
-    assert process_state() == before
-
-
-@pytest.fixture
-def errors(capsys: pytest.CaptureFixture[str]) -> Errors:
-    return lambda: capsys.readouterr().err
-
-
 ONE_OF_TWO = DivergenceError("one fit of two")
 ENDS: list[tuple[Any, str, int, str]] = [  # what the job of seed 1 raises, if Hydra shows all of it, and the status
     (DivergenceError("it diverged"), "1", 1, "DivergenceError: it diverged"),
@@ -102,12 +93,11 @@ ENDS: list[tuple[Any, str, int, str]] = [  # what the job of seed 1 raises, if H
 
 @pytest.mark.parametrize(("end", "is_full", "status", "words"), ENDS)
 def test_how_a_job_ended_is_the_status_and_every_job_starts_where_the_first_did(
-    end: Any, is_full: str, status: int, words: str, run_app: RunApp, errors: Errors, monkeypatch: Any
+    end: Any, is_full: str, status: int, words: str, run_app: RunApp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Our errors have no traceback unless Hydra is asked for it, others are left to Hydra."""
     starts: list[dict[str, Any]] = []
     monkeypatch.setenv("HYDRA_FULL_ERROR", is_full)
-    before = process_state()
 
     def task(config: DictConfig) -> None:
         starts.append(process_state())
@@ -119,22 +109,22 @@ def test_how_a_job_ended_is_the_status_and_every_job_starts_where_the_first_did(
         elif isinstance(end, Exception) and config.seed == 1:
             raise end
 
-    assert run_app(task, *MULTIRUN, *VERIFY, "determinism.settings.seed=3") == status
-    assert process_state() == before
+    ended, printed = run_app(task, *MULTIRUN, *VERIFY, "determinism.settings.seed=3")
+    assert (ended, words in printed) == (status, True)
     assert starts == [starts[0]] * 2
     assert starts[0]["algorithms"] == (True, 2)
     assert starts[0]["torch"] == (3, torch.Generator().manual_seed(3).get_state().tolist())
-    printed = errors()
-    assert words in printed
     if not isinstance(end, ZeroDivisionError):
         assert printed.count(words) == 1
         assert ("Traceback" in printed, "in task" in printed) == (is_full == "1",) * 2
 
 
-def test_a_refused_argument_of_the_callback_is_ours(run_app: RunApp, errors: Errors) -> None:
-    assert run_app(lambda config: hydra.utils.instantiate(config.callbacks), *VERIFY, "determinism.phases=[fwd]") == 2
-    printed = errors()
-    assert ("fwd" in printed, "Traceback" in printed) == (True, False)
+def test_a_refused_argument_of_the_callback_is_ours(run_app: RunApp) -> None:
+    def task(config: DictConfig) -> None:
+        hydra.utils.instantiate(config.callbacks)
+
+    status, printed = run_app(task, *VERIFY, "determinism.phases=[fwd]")
+    assert (status, "fwd" in printed, "Traceback" in printed) == (2, True, False)
 
 
 @pytest.mark.parametrize(
@@ -147,16 +137,14 @@ def test_a_refused_argument_of_the_callback_is_ours(run_app: RunApp, errors: Err
         (VERIFY, "KeyError: 'a defect'"),  # of ours: not the warning that Hydra makes of it
     ],
 )
-@pytest.mark.usefixtures("unchanged")
 def test_what_cannot_be_applied_starts_no_job(
-    arguments: tuple[str, ...], words: str, run_app: RunApp, errors: Errors, monkeypatch: pytest.MonkeyPatch
+    arguments: tuple[str, ...], words: str, run_app: RunApp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     jobs: list[Any] = []
     if "a defect" in words:
         monkeypatch.setattr(job_callback, "enforce_determinism", Mock(side_effect=KeyError("a defect")))
-    assert run_app(jobs.append, *arguments) == 2
-    assert words in errors()
-    assert jobs == []
+    status, printed = run_app(jobs.append, *arguments)
+    assert (status, words in printed, jobs) == (2, True, [])
 
 
 def test_disabled_applies_nothing_and_asks_for_nothing(run_app: RunApp) -> None:
@@ -165,8 +153,8 @@ def test_disabled_applies_nothing_and_asks_for_nothing(run_app: RunApp) -> None:
     def task(config: DictConfig) -> None:
         assert {**process_state(), "warning filters": before["warning filters"]} == before
 
-    assert run_app(task, "+determinism=disabled") == 0
-    assert run_app(task, *VERIFY, "determinism.mode=disabled", "determinism.settings.seed=9") == 0
+    for arguments in (["+determinism=disabled"], [*VERIFY, "determinism.mode=disabled", "determinism.settings.seed=9"]):
+        assert run_app(task, *arguments)[0] == 0
 
 
 @pytest.mark.parametrize(("num_fits", "status"), [(0, 2), (1, 0)])
@@ -182,7 +170,7 @@ def test_leaving_by_sys_exit_does_not_look_verified(num_fits: int, status: int, 
     assert child.exitcode == status
 
 
-def test_an_audit_of_replicas_has_to_run(run_app: RunApp, errors: Errors) -> None:
+def test_an_audit_of_replicas_has_to_run(run_app: RunApp) -> None:
     built: list[object] = []
 
     def task(config: DictConfig) -> None:
@@ -190,9 +178,9 @@ def test_an_audit_of_replicas_has_to_run(run_app: RunApp, errors: Errors) -> Non
         if config.seed == 1:
             note_ended()
 
-    assert run_app(task, "+determinism=replicas", "seed=2") == 2
-    assert "determinism.mode=replicas, but no ReplicaAuditCallback ran a fit in this job" in errors()
-    assert run_app(task, "+determinism=replicas", 'callbacks.determinism.ignore=["a.*"]') == 0
+    status, printed = run_app(task, "+determinism=replicas", "seed=2")
+    assert (status, "mode=replicas, but no ReplicaAuditCallback ran a fit in this job" in printed) == (2, True)
+    assert run_app(task, "+determinism=replicas", 'callbacks.determinism.ignore=["a.*"]')[0] == 0
     callback = built[-1]
     assert isinstance(callback, ReplicaAuditCallback)
     assert (callback.every_n_steps, callback.ignore) == (100, ("a.*",))
