@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from det_callbacks.compare.cause import DataChange, Facts, earlier_choice
 from det_callbacks.compare.evidence import Evidence, GeneratorChange
-from det_callbacks.compare.metrics import FIRST_BATCH, GENERATOR, LENGTH, MetricDifference
+from det_callbacks.compare.metrics import GENERATOR, MetricDifference
 from det_callbacks.report.console import at_most, listed
 from det_callbacks.report.sentences import show_differences, source_name
 from det_callbacks.runs.evidence import AFTER, BEFORE
@@ -142,13 +142,10 @@ def advise_metric(metric: MetricDifference) -> str:
     if metric.kind != "content":
         where = "Look at what decides where epochs end: limit_train_batches, drop_last and the length of the data"
         return where if metric.is_read_in_one else ""
-    if found.startswith(LENGTH):
-        return f"The data are others: {found} are not as many"
-    if found.startswith(GENERATOR):
-        what = "steps that were not recorded" if reading.where == "epoch" else "the evaluation"
-        return f"Seed {what} alike: the {found} is in another state after it"
-    if found.startswith(FIRST_BATCH):
-        return f"Look at the data that it is computed from: the {found} differs"
+    if found:
+        is_drawn = found.startswith(GENERATOR)
+        todo = "Seed what it is computed with alike" if is_drawn else "Look at the data that it is computed from"
+        return f"{todo}: the {found} differs"
     if metric.is_after_gap:
         return _begun_before("It may have begun", reading.step + 1, metric.choices)
     return (
@@ -203,42 +200,35 @@ def _batch_lines(facts: Facts) -> list[str]:
     if not tensors:
         return []
     names, batch = [source_name(item) for item in tensors if item.role != "samples"], facts.evidence.batch
-    lines = [f"batch: other bits in {listed(names) or 'its samples'}"]
+    found = [f"other bits in {listed(names) or 'its samples'}"]
     if batch.indices is not None:
-        lines.append(f"batch: the sampler drew {_DREW[batch.indices]}")
+        found.append(f"the sampler drew {_DREW[batch.indices]}")
     if batch.is_loaded_alike is not None:
-        lines.append(f"batch: what left the loader {'agrees' if batch.is_loaded_alike else 'differs'}")
+        found.append(f"what left the loader {'agrees' if batch.is_loaded_alike else 'differs'}")
     if batch.found_at is not None:
         which = "its samples are all" if batch.is_whole else "one of its samples is"
-        lines.append(f"batch: {which} at step {batch.found_at} of the reference")
+        found.append(f"{which} at step {batch.found_at} of the reference")
     elif batch.was_searched and batch.indices != "cut":
-        lines.append("batch: its samples are nowhere in what the reference recorded")
+        found.append("its samples are nowhere in what the reference recorded")
     if batch.first_index is not None and batch.indices != "cut":
         loader, position, ours, theirs = batch.first_index
-        lines.append(f"batch: first other sample: {loader} [{position}] drew {ours} in the reference, {theirs} now")
-    return lines + [
-        f"loader: {name} is {ours} in the reference, {theirs} now" for name, (ours, theirs) in batch.settings.items()
-    ]
+        found.append(f"first other sample: {loader} [{position}] drew {ours} in the reference, {theirs} now")
+    settings = (f"{name} is {ours} in the reference, {theirs} now" for name, (ours, theirs) in batch.settings.items())
+    return [*(f"batch: {one}" for one in found), *(f"loader: {one}" for one in settings)]
 
 
 def show_change(change: GeneratorChange, evidence: Evidence) -> str:
     """Return how a generator came to differ, as one sentence without its final stop."""
     ours, theirs = change.seeds or (None, None)
+    why = "" if change.seeds is None else ", by another number of draws from the same seed"
+    if change.is_reseeded:
+        why = f", seeded with {ours} in the reference, {theirs} now"
     if change.equal_at is None:
         since = "from the start of the fit on" if change.differs_at[0] == 0 else f"{_moment(change.differs_at)} already"
-        text = f"{change.name} was in another state {since}"
-        if change.is_reseeded:
-            return f"{text}: seeded with {ours} in the reference, {theirs} now"
-        same = f": seeded with {ours} in both, and drawn from a different number of times before it"
-        return text + (same if change.seeds is not None else "")
-    text = f"{change.name}: equal {_moment(change.equal_at)}, different {_moment(change.differs_at)}"
-    if change.is_reseeded:
-        text += f", seeded anew in between ({ours} in the reference, {theirs} now)"
-    elif change.seeds is not None:
-        text += ", by another number of draws from the same seed"
-    return f"{text}; in between ran: {_what_ran(change, evidence)}" + "".join(
-        f"; only in {side}: {', '.join(points)}" for side, points in _only_in(change).items() if points
-    )
+        return f"{change.name} was in another state {since}{why}"
+    text = f"{change.name}: equal {_moment(change.equal_at)}, different {_moment(change.differs_at)}{why}"
+    only = (f"; only in {side}: {', '.join(points)}" for side, points in _only_in(change).items() if points)
+    return f"{text}; in between ran: {_what_ran(change, evidence)}{''.join(only)}"
 
 
 def _only_in(change: GeneratorChange) -> dict[str, tuple[str, ...]]:

@@ -352,4 +352,4 @@ def test_a_draw_before_a_validation_is_named_where_no_step_is_recorded(tmp_path:
     session = Session("verify", reference, current=tmp_path / "current", on_divergence="collect", also="a draw")
     verdict = diverges(session, "differs", LambdaCallback(on_validation_start=draw))
     assert (verdict.verdict, verdict.cause, verdict.first_divergence.name) == ("diverged", "rng", "val/drawn")
-    assert "Seed the evaluation alike" in verdict.explanation
+    assert "Seed what it is computed with alike" in verdict.explanation

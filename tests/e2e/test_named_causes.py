@@ -106,7 +106,7 @@ FAULTS = {
         base={"shuffle_seed": None},
         callbacks=(DrawsAtEpochEnd,),
     ),
-    "callback seeds anew": planted("rng", "seeded anew in between (0 in the reference, 9 now)", callbacks=(SeedsAnew,)),
+    "callback seeds anew": planted("rng", "seeded with 0 in the reference, 9 now", callbacks=(SeedsAnew,)),
     "dropout with another seed": planted("rng", "torch.cpu", "equal at the batch start of step 2", dropout_seed=5),
     "a weight changed in a step that was not recorded": planted(
         "unknown", "before step 6, and steps before it were not recorded", base={"every_n_steps": 3}, changes_in_step=4

@@ -57,7 +57,7 @@ def test_who_drew_is_named_and_what_only_one_run_has(drawn_at, step, equal_at, d
     (change,) = compare_windows(*windows(ours, theirs, step - 1 if step else None, step), step).generators
     assert (change.name, change.equal_at, change.differs_at) == ("torch.cpu", equal_at, differs_at)
     assert change.seeds in ((5, 5), None)
-    said = f"in between ran: {ran}" if ran else "seeded with 5 in both"
+    said = f"in between ran: {ran}" if ran else "by another number of draws from the same seed"
     assert said in show_change(change, compare_windows(*windows(ours, theirs, None, step), step))
     evidence = compare_windows(*windows(fit(4, validates=False), fit(4, drawn_at=(2, "before validation")), 1, 2), 2)
     (change,) = evidence.generators
