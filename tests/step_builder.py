@@ -129,6 +129,7 @@ def training_step(
     seed: int = 0,
     weight: int = 11,
     muls: int = 20,
+    factor: object = 2.0,
     noise_at: int | None = None,
     insert_at: int | None = None,
     lr: float = 0.1,
@@ -151,7 +152,7 @@ def training_step(
     for index in range(muls):
         place = {"module": "net.chain", "source": (f"train.py:{40 + index} in forward",)}
         if index == insert_at:
-            value = step.op("aten.mul.Tensor", value, arguments={"other": 2.0}, **place)
+            value = step.op("aten.mul.Tensor", value, arguments={"other": factor}, **place)
         noise = "ulp" if index == noise_at else None
         value = step.op("aten.mul.Tensor", value, arguments={"other": 2.0}, noise=noise, **place)
         if index == unseen_at:
