@@ -2,12 +2,13 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -21,13 +22,6 @@ NO_NEGATIVE_ZERO = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64)
 PARTS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 ALL = (*FLOATS, *NO_NEGATIVE_ZERO, torch.float8_e8m0fnu, *INTEGERS, *PARTS)
-
-
-@pytest.fixture(params=[3, 1 << 20])
-def chunk(request: pytest.FixtureRequest) -> Iterator[int]:
-    before, numbers.CHUNK_ELEMENTS = numbers.CHUNK_ELEMENTS, request.param
-    yield request.param
-    numbers.CHUNK_ELEMENTS = before
 
 
 def of_bits(bits: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -61,16 +55,13 @@ def pairs(draw: st.DrawFn) -> tuple[torch.dtype, list[int], list[int]]:
     return dtype, first, second
 
 
-def parts_of(number: complex) -> tuple[float, float]:
-    return complex(number).real, complex(number).imag
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(pairs())
-def test_it_counts_what_a_loop_over_the_elements_counts(chunk, case):
+@settings(max_examples=120, deadline=None)
+@given(pairs(), st.sampled_from([3, 1 << 20]))
+def test_it_counts_what_a_loop_over_the_elements_counts(case, chunk):
     dtype, first, second = case
     one, other = of_bits(first, dtype), of_bits(second, dtype)
-    found = tensor_numbers(LABEL, one, other)
+    with mock.patch.object(numbers, "CHUNK_ELEMENTS", chunk):
+        found = tensor_numbers(LABEL, one, other)
     step = 2 if dtype.is_complex else 1
     rows = [(first[at : at + step], second[at : at + step]) for at in range(0, len(first), step)]
     differing = [index for index, (ours, theirs) in enumerate(rows) if ours != theirs]
@@ -78,7 +69,9 @@ def test_it_counts_what_a_loop_over_the_elements_counts(chunk, case):
     assert found.first == (None if not differing else (differing[0],))
     wide = torch.complex128 if dtype.is_complex else torch.float64
     values = [*zip(one.to(wide).tolist(), other.to(wide).tolist(), strict=True)]
-    parts = {index: [part for side in values[index] for part in parts_of(side)] for index in differing}
+    parts = {
+        index: [part for side in map(complex, values[index]) for part in (side.real, side.imag)] for index in differing
+    }
     finite = [index for index, known in parts.items() if all(map(math.isfinite, known))]
     nan = [index for index, known in parts.items() if any(map(math.isnan, known))]
     assert (found.num_nan, found.num_inf) == (len(nan), len(differing) - len(finite) - len(nan))
@@ -151,7 +144,8 @@ def test_views_and_gradients_and_packed_elements(one: Tensor, other: Tensor, exp
     assert (found.num_differing, found.max_ulps) == expected
 
 
-def test_what_float64_does_not_hold_is_neither_equal_nor_given(chunk: int) -> None:
+def test_what_float64_does_not_hold_is_neither_equal_nor_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numbers, "CHUNK_ELEMENTS", 3)
     found = tensor_numbers(LABEL, torch.tensor([2**62]), torch.tensor([2**62 + 1]))
     assert (found.num_differing, found.max_ulps, found.max_absolute) == (1, 1, 1.0)
     assert found.first_values == (str(2**62), str(2**62 + 1))
