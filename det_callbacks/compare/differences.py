@@ -176,8 +176,7 @@ class StepDifference:
     def _by_row(self, ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
         """Return what two arrays have by position as an array by row: the current step's, where it has one."""
         lefts, rights = self.alignment.reference, self.alignment.current
-        found: np.ndarray = np.where(rights >= 0, _with_blank(theirs)[rights], _with_blank(ours)[lefts])
-        return found
+        return np.asarray(np.where(rights >= 0, _with_blank(theirs)[rights], _with_blank(ours)[lefts]))
 
     @cached_property
     def roles(self) -> np.ndarray:
@@ -190,10 +189,10 @@ class StepDifference:
         programs = self.reference.program, self.current.program
         return self._by_row(*(np.arange(len(program)) < num_leading_sites(program) for program in programs))
 
-    def sites_read(self, row: int) -> Iterator[Site]:
-        """Yield what a row reads in the current step, else in the reference."""
-        program, position = self._side(row)
-        return (program.sites[place] for place in program.sites[position].inputs)
+    def sites_read(self, row: int) -> list[Site]:
+        """Return what a row reads in the current step, else in the reference."""
+        sites = self._side(row)[0].sites
+        return [sites[place] for place in self.site(row).inputs]
 
     def first_reader(self, row: int) -> str:
         """Return the phase of the first op that reads what a row wrote; "" where none does."""
@@ -229,18 +228,14 @@ class StepDifference:
         since = [np.full(len(view.program), len(view.program)) for view in (self.reference, self.current)]
         for positions, known in zip((self.alignment.reference, self.alignment.current), since, strict=True):
             known[positions[self.differs & (positions >= 0)]] = -1
-        fed = self._readers(since)
-        has_changed = False
-        for row in np.flatnonzero(self.differs & ~fed & (self.roles == "named")).tolist():
-            if self.kinds[row] != "content":
-                continue
-            read = [list(view.program.sites[position].inputs) for view, position in self._sides_of(row)]
-            told = list(zip(since, read, self._pairs[row], strict=True))
-            if not any((known[places] < position).any() for known, places, position in told if places):
-                for known, places, position in told:
-                    known[places] = position
-                has_changed |= any(read)
-        return self._readers(since) if has_changed else fed
+        for row in np.flatnonzero(self.differs & ~self._readers(since) & (self.roles == "named")).tolist():
+            if self.kinds[row] == "content":
+                read = [[*view.program.sites[position].inputs] for view, position in self._sides_of(row)]
+                told = list(zip(since, read, self._pairs[row], strict=True))
+                if not any((known[places] < position).any() for known, places, position in told if places):
+                    for known, places, position in told:
+                        known[places] = position
+        return self._readers(since)
 
     def _readers(self, since: Sequence[np.ndarray]) -> np.ndarray:
         """Return, bool by row, which rows read other bits, on either side."""
