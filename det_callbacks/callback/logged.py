@@ -95,7 +95,7 @@ class LoggedMetrics:
         evidence = {f"{GENERATOR}{row.name}": format_digest(row.value) for row in ledger.take(0)}
         evidence |= {} if where == "epoch" else {**_lengths(trainer, where), **first_batches}
         place: dict[str, Any] = {"where": where, "number": number, "step": self.step, "epoch": epoch}
-        return session.put_metrics(Reading(**place, metrics=metrics, evidence=evidence))
+        return bool(session.put_metrics(Reading(**place, metrics=metrics, evidence=evidence)))
 
     def _put_resumed(self, trainer: pl.Trainer, step: int, *, is_first: bool = False) -> None:
         if self._session is not None and trainer.is_global_zero:

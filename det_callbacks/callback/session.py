@@ -14,7 +14,6 @@ from det_callbacks.errors import TraceError
 from det_callbacks.observers.observations import REGISTRY, Observations
 from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.runs.manifest import Manifest
-from det_callbacks.runs.metrics import Reading
 from det_callbacks.runs.peers import ALONE, Peers
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import Expectation, StepTrace
@@ -89,51 +88,18 @@ class Session:
         last_fit = max((at for at, stage in enumerate(self.stages) if stage == FIT), default=-1)
         return self.stages[last_fit + 1 :].count(call)
 
-    def put_metrics(self, reading: Reading) -> bool:
-        """Take what the module logged, on rank 0; return whether to stop because it differs."""
-        return False
+    def _nothing(self, *_: Any, **__: Any) -> Any:
+        """Stand for what a session need not do; its own is called at the hook of the same name, in a fit only."""
 
-    def resume_metrics(self, reading: Reading, *, is_first: bool) -> None:
-        """Take which metrics a resumed fit may lack, on rank 0."""
-
-    def end(self, *, is_early: bool = False) -> None:
-        """Close the stage, print the closing line, and raise what was found; an early end lacks no later steps."""
-
-    def stop(self, reason: str) -> None:
-        """Close the files: an exception ended the stage."""
-
-    # its steps
-
-    def follow(self, trainer: pl.Trainer, ops: NondeterministicOps | None) -> None:
-        """Follow the fit that began, and the ops without a deterministic implementation."""
-
-    def attach(self, trainer: pl.Trainer) -> None:
-        """Follow a Trainer that is about to train, and whose data is set up."""
-
-    def mark(self, point: str) -> None:
-        """Note the generators at a point of the fit."""
-
-    def begin_step(self, step: int, batch: Any) -> None:
-        """Start a step."""
-
-    def note_loss(self, loss: Any) -> None:
-        """Note the loss, before the backward pass."""
-
-    def begin_gradients(self) -> None:
-        """Note that what follows is done to gradients, until the optimizer steps."""
-
-    def end_step(self, step: int, epoch: int, outputs: Any) -> bool:
-        """End a step; return whether to stop because it differs."""
-        return False
-
-    def drop_step(self) -> None:
-        """Forget a step that did not come to its end; nothing is done where none is open."""
-
-    def flush(self, step: int) -> None:
-        """Hand over what was gathered since the last step: the fit is over."""
-
-    def close(self) -> None:
-        """Leave nothing open; may be called more than once."""
+    # a step: ``mark`` notes the generators at a point, ``end_step`` returns whether to stop because it differs,
+    # ``drop_step`` forgets one that did not come to its end, ``flush`` hands over what came after the last
+    begin_step = mark = note_loss = begin_gradients = end_step = drop_step = flush = _nothing
+    # a fit: ``follow`` comes before its data is set up, ``attach`` after; ``close`` may be called more than once
+    follow = attach = close = _nothing
+    # metrics of rank 0: ``put_metrics`` returns whether to stop because they differ
+    put_metrics = resume_metrics = _nothing
+    # ``end`` prints the closing line and raises what was found; ``stop`` closes the files, after an exception
+    end = stop = _nothing
 
     @property
     def progress(self) -> Progress:
