@@ -40,12 +40,7 @@ def test_ops_are_traced_as_on_the_host(name: str) -> None:
     on_host = traced(PROGRAMS[name])
     torch.manual_seed(0)
     with late_device() as device:
-
-        def step() -> None:
-            with as_in_a_step(device):
-                PROGRAMS[name]()
-
-        assert_same(on_host, traced(step))
+        assert_same(on_host, traced(as_in_a_step(device)(PROGRAMS[name])))
     assert (device.waits, device.num_collected) == ([], 1)
 
 
@@ -63,15 +58,14 @@ class Written(nn.Module):
 
 @pytest.mark.parametrize("level", ["op", "module", "state"])
 def test_a_training_step_is_the_same_at_every_level(level: str) -> None:
-    def train(device: LateDevice) -> tuple[list[StepTrace], list[Any]]:
+    def train(device: LateDevice) -> Iterator[tuple[StepTrace, Any]]:
         torch.manual_seed(1)
         model = Written()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
         mode = HashMode(model, level=level)
-        traces, sketches = [], []
-        for _ in range(3):
+        for step in range(3):
             batch = [torch.randint(0, 3, (5,)), torch.randn(5, 2).t(), torch.randn(5, 6)]
-            mode.begin(batch=batch, is_first=not traces)
+            mode.begin(batch=batch, is_first=step == 0)
             with as_in_a_step(device):
                 loss = nn.functional.cross_entropy(model(batch[2]), batch[0])
                 mode.record_values("forward", loss, "loss")
@@ -80,17 +74,16 @@ def test_a_training_step_is_the_same_at_every_level(level: str) -> None:
                 loss.detach().zero_()
                 nn.utils.clip_grad_norm_(model.parameters(), 0.1)
                 optimizer.step()
-                traces.append(mode.finish())
-            sketches.append(mode.sketch)
-        return traces, sketches
+                mode.finish()
+            yield mode.trace, mode.sketch
 
-    on_host, sketches = train(LateDevice())
+    on_host = list(train(LateDevice()))
     with late_device() as device:
-        late = train(device)
+        late = list(train(device))
     assert (device.waits, device.num_collected) == ([], 3)
-    for one, other in zip(on_host, late[0], strict=True):
+    for (one, sketch), (other, late_sketch) in zip(on_host, late, strict=True):
         assert_same(one, other)
-    assert (sketches, len(sketches[0])) == (late[1], 5)
+        assert (sketch, len(sketch)) == (late_sketch, 5)
 
 
 def test_an_op_that_raises_leaves_its_sites_out_and_the_step_goes_on(device: LateDevice) -> None:

@@ -30,18 +30,15 @@ def test_a_digest_is_that_of_the_output():
 def test_what_is_skipped_is_counted():
     def body():
         x = torch.ones(2, 3)
-        x.view(3, 2).t().unsqueeze(0).detach()
+        x.view(3, 2).t()
         torch.empty(2).fill_(1.0)
-        torch.empty_like(x)
-        x.new_empty(2)
         with torch.profiler.record_function("here"):
             x.sum()
         torch.zeros(2, device="meta").add_(1)
 
     trace = traced(body)
-    assert trace.program.ops_skipped == {"view": 4, "uninitialised": 3, "no_tensors": 2, "no_data": 2}
-    assert trace.program.ops_digested == 3
-    assert trace.program.ops_seen == 3 + 4 + 3 + 2 + 2
+    assert trace.program.ops_skipped == {"view": 2, "uninitialised": 1, "no_tensors": 2, "no_data": 2}
+    assert (trace.program.ops_digested, trace.program.ops_seen) == (3, 3 + 2 + 1 + 2 + 2)
     ops = [site.op.removeprefix("aten.") for site in with_role(trace, "output")]
     assert ops == ["ones.default", "fill_.Scalar", "sum.default"]
 
