@@ -88,9 +88,8 @@ class LayoutTable:
         name = str(dtype).removeprefix("torch.")
         detail = describe_parts(*parts)
         entry = TensorLayout(dtype=name, shape=tuple(shape), stride=tuple(stride), detail=detail)
-        return self.add(
-            key, entry, itemsize=dtype.itemsize, may_be_raw=not dtype.is_complex and dtype not in _QUANTISED
-        )
+        may_be_raw = not dtype.is_complex and dtype not in _QUANTISED
+        return self.add(key, entry, itemsize=dtype.itemsize, may_be_raw=may_be_raw)
 
     def special(self, dtype: str, shape: tuple[int, ...] = (), detail: str = "") -> LayoutSlot:
         """Return the slot of something that is no strided tensor: a number, a sparse tensor, a shard."""

@@ -17,7 +17,7 @@ from det_callbacks.runs.program import Program
 from det_callbacks.runs.steps import Expectation
 from det_callbacks.trace.components import has_parts
 from det_callbacks.trace.overloads import OpPlan, tensors_in, tensors_read
-from det_callbacks.trace.storages import PartialWrites, region_of
+from det_callbacks.trace.storages import PartialWrites, Region, region_of
 
 if TYPE_CHECKING:
     from det_callbacks.trace.recorder import Recorder
@@ -127,36 +127,25 @@ class UnseenWriteCheck:
         return isinstance(writer, int) and writer >= mark
 
     def _is_changed(self, tensor: Tensor) -> bool:
+        """Return whether bytes that one site wrote have changed; of those with holes it cannot be told."""
         recorder = self._recorder
         writer = self._writer(tensor)
         if (found := self._changed_at.get(_address(tensor))) is not None:
             return not isinstance(writer, int) or writer < found
-        if isinstance(writer, PartialWrites):
-            return self._is_part_changed(tensor, writer)
-        if writer is None or writer in recorder.deferred.bits:
+        if writer is None or not (address := tensor.untyped_storage().data_ptr()):
             return False
-        slot = recorder.layouts.of(tensor)
-        left = recorder.layouts.at(recorder.layout_indices[writer])
-        digest = recorder.digests[writer]
-        if left.is_row_major and tensor.is_cpu and _is_part(tensor):
-            storage = tensor.untyped_storage()
-            return storage.nbytes() == left.num_bytes and digest_memory(storage.data_ptr(), left.num_bytes) != digest
-        if not slot.is_raw or not left.is_raw or slot.num_bytes != left.num_bytes:
-            return False
-        # a named tensor is digested in row-major order, whatever its strides
-        return digest_output(tensor) != digest and (left.is_row_major or digest_tensor(tensor) != digest)
-
-    def _is_part_changed(self, tensor: Tensor, known: PartialWrites) -> bool:
-        """Return whether bytes that one site wrote have changed; of those with holes it cannot be told."""
-        recorder = self._recorder
-        storage = tensor.untyped_storage()
-        for region, writer in known.untouched(region_of(tensor)) if tensor.is_cpu else ():
-            left = recorder.layouts.at(recorder.layout_indices[writer])
-            is_same_extent = left.is_raw and left.num_bytes == region.high - region.low
-            if is_same_extent and region.high <= storage.nbytes():
-                now = digest_memory(storage.data_ptr() + region.low, left.num_bytes)
-                if now != recorder.digests[writer]:
-                    return True
+        end = tensor.untyped_storage().nbytes()
+        left_alone = [(Region(0, end), writer)] if isinstance(writer, int) else writer.untouched(region_of(tensor))
+        for region, at in left_alone:
+            left, digest = recorder.layouts.at(recorder.layout_indices[at]), recorder.digests[at]
+            is_known = left.is_raw and left.num_bytes == region.high - region.low and region.high <= end
+            is_whole = recorder.layouts.of(tensor).is_raw and tensor.nbytes == left.num_bytes
+            if not is_known or at in recorder.deferred.bits or not (tensor.is_cpu or is_whole):
+                continue
+            now = digest_memory(address + region.low, left.num_bytes) if tensor.is_cpu else digest_output(tensor)
+            # a named tensor is digested in row-major order, whatever its strides
+            if now != digest and (left.is_row_major or (is_whole and digest_tensor(tensor) != digest)):
+                return True
         return False
 
 
