@@ -15,7 +15,6 @@ from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.report.fits import audit_line, audit_lines
 from det_callbacks.runs.files import replace_atomically
 from det_callbacks.runs.peers import Peers
-from det_callbacks.trace.nondeterministic_ops import NondeterministicOps
 from det_callbacks.verification import free_folder
 
 AUDIT_FILE = "audit.json"
@@ -38,18 +37,13 @@ class Auditing(Session):
         self._replaced = ReplacedInLightning()
 
     @override
-    def begin(self, *, is_resumed: bool = False, call: str | None = None) -> None:
-        super().begin(is_resumed=is_resumed, call=call)
+    def follow(self, trainer: pl.Trainer, ops: object) -> None:
         self.audit_report = None
         if self.stages == [FIT]:
             self._folder = self.arguments.current or free_folder(self.root, kind="audit")
+            self._mode = BitwiseEquivalenceMode(model=trainer.lightning_module, base_phase="other")
         for name in (AUDIT_FILE, REPLAY_FILE):  # of an earlier audit: not to be taken for this one's
             (self._folder / name).unlink(missing_ok=True)
-
-    @override
-    def follow(self, trainer: pl.Trainer, ops: NondeterministicOps | None) -> None:
-        if self.stages == [FIT]:
-            self._mode = BitwiseEquivalenceMode(model=trainer.lightning_module, base_phase="other")
 
     @override
     def attach(self, trainer: pl.Trainer) -> None:
@@ -67,18 +61,16 @@ class Auditing(Session):
         self._mode.set_phase("gradient")
 
     @override
-    def end_step(self, step: int, epoch: int, outputs: object) -> bool:
-        self.drop_step()
-        return False
-
-    @override
-    def drop_step(self) -> None:
+    def end_step(self, *_: object) -> bool:
         """End the step that is open, if any: what ran of one that the module ended was audited, too."""
         if self._mode.is_open:
             self._steps.append(self._step)
             for mismatch in self._mode.finish():
                 place = (mismatch.phase, mismatch.module, mismatch.op)
                 self._found.setdefault(place, []).append((self._step, mismatch))
+        return False
+
+    drop_step = end_step
 
     @override
     def close(self) -> None:

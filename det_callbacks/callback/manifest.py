@@ -19,7 +19,8 @@ def manifest_of(
 ) -> dict[str, Any]:
     """Return selection, settings, environment and patterns of a fit; ``choices`` are further ones."""
     allow = [] if arguments.settings is None else list(arguments.settings.allow)
-    chosen = {**_trainer_choices(trainer), "hparams": dict(pl_module.hparams), **optimizer_choices(trainer.optimizers)}
+    chosen: dict[str, Any] = {"trainer": _trainer_choices(trainer), "hparams": dict(pl_module.hparams)}
+    chosen |= optimizer_choices(trainer.optimizers)
     # the classes of the learning rate schedulers, and when each is stepped
     schedulers = [f"{type(one.scheduler).__name__} each {one.interval}" for one in trainer.lr_scheduler_configs]
     chosen["optimizer.lr_scheduler"] = ", ".join(schedulers) or "none"
@@ -41,15 +42,10 @@ def _trainer_choices(trainer: pl.Trainer) -> dict[str, Any]:
     if trainer.fit_loop.epoch_loop.val_loop._data_source.is_defined():
         names += ["limit_val_batches", "val_check_interval", "check_val_every_n_epoch", "num_sanity_val_steps"]
     algorithm = trainer.gradient_clip_algorithm
-    return {
-        "trainer": {
-            **{name: getattr(trainer, name) for name in names},
-            "precision": str(trainer.precision),
-            "gradient_clip_algorithm": None if algorithm is None else str(algorithm),
-            "strategy": type(trainer.strategy).__name__,
-            "accelerator": type(trainer.accelerator).__name__,
-        }
-    }
+    choices = {name: getattr(trainer, name) for name in names}
+    choices |= {name: type(getattr(trainer, name)).__name__ for name in ("strategy", "accelerator")}
+    choices |= {"precision": str(trainer.precision), "gradient_clip_algorithm": algorithm and str(algorithm)}
+    return choices
 
 
 def optimizer_choices(optimizers: Sequence[Any]) -> dict[str, Any]:
