@@ -75,8 +75,8 @@ def observe_grad(name: str, tensor: Tensor) -> Tensor:
     Raises:
         TypeError, ValueError: the name is no such text as ``observe`` takes, or the value is no tensor.
     """
-    if REGISTRY.sink is not None:
-        _gradient(name, tensor, is_replayed=False, is_compiled=torch.compiler.is_compiling())
+    if (sink := REGISTRY.sink) is not None:
+        _gradient(sink, name, tensor, is_replayed=False, is_compiled=torch.compiler.is_compiling())
     return tensor
 
 
@@ -85,8 +85,8 @@ def observe_non_deterministic_grad(name: str, tensor: Tensor) -> Tensor:
 
     Otherwise as ``observe_grad``; the errors of ``observe_non_deterministic`` come in the backward pass.
     """
-    if REGISTRY.sink is not None:
-        _gradient(name, tensor, is_replayed=True, is_compiled=torch.compiler.is_compiling())
+    if (sink := REGISTRY.sink) is not None:
+        _gradient(sink, name, tensor, is_replayed=True, is_compiled=torch.compiler.is_compiling())
     return tensor
 
 
@@ -115,12 +115,11 @@ def disable_hash_mode() -> None:
 
 
 @breaks_graph("det_callbacks: a gradient is observed by a hook, which a compiled graph cannot hold")
-def _gradient(name: str, tensor: Tensor, *, is_replayed: bool, is_compiled: bool) -> None:
+def _gradient(sink: Observations, name: str, tensor: Tensor, *, is_replayed: bool, is_compiled: bool) -> None:
     check_name(name)
     if not isinstance(tensor, Tensor):
         raise TypeError(f"the gradient {name!r} is observed on a tensor; got a {type(tensor).__qualname__}")
-    if REGISTRY.sink is not None:
-        REGISTRY.sink.observe_gradient(name, tensor, is_replayed=is_replayed, is_compiled=is_compiled)
+    sink.observe_gradient(name, tensor, is_replayed=is_replayed, is_compiled=is_compiled)
 
 
 def _observe(sink: Observations, name: str, tree: _Tree, *, is_replayed: bool) -> _Tree:

@@ -21,7 +21,6 @@ from typing import Any, Self
 
 import numpy as np
 
-from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.host_digest import digest_bytes, format_digest
 from det_callbacks.runs.files import damaged
 from det_callbacks.runs.store import Run
@@ -173,15 +172,10 @@ class SavedStep:
             metadata = sections.pop("__metadata__")
             text = metadata[_METADATA]
             content = json.loads(text)
-            version = content["format_version"]
+            if (version := content["format_version"]) != TENSORS_FORMAT_VERSION:
+                raise ValueError(f"its format version is {version!r}, and {TENSORS_FORMAT_VERSION} is read here")
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise damaged(self.path, f"it is no safetensors file of ours ({error!r})") from error
-        if version != TENSORS_FORMAT_VERSION:
-            raise ReferenceFormatError(
-                f"{self.path} has format version {version!r}, and this version of det_callbacks reads "
-                f"{TENSORS_FORMAT_VERSION}. Use the version that recorded it, or record the run again.",
-                str(self.path),
-            )
         if metadata.get(_SEAL) != _seal(text, sections):
             raise damaged(self.path, "its header is not what its digest says")
         place = asdict(self.place)

@@ -232,7 +232,7 @@ def test_what_was_not_saved_or_does_not_fit_is_an_error(tmp_path: Path) -> None:
             SavedStep(next(tmp_path.rglob("*.safetensors")), replace(PLACE, **change)).read("one")
 
 
-def test_every_damaged_byte_is_found(tmp_path: Path) -> None:
+def test_every_damaged_byte_and_another_version_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(tmp_path, torch.randn(8))
     content = path.read_bytes()
     damaged = [content[:at] + bytes([content[at] ^ 0x11]) + content[at + 1 :] for at in range(0, len(content), 3)]
@@ -241,6 +241,10 @@ def test_every_damaged_byte_is_found(tmp_path: Path) -> None:
         path.write_bytes(other)
         with pytest.raises(ReferenceFormatError, match="step-000000012"):
             reader(tmp_path).exchange(KEY, torch.randn(8), op="op", deferred=None)
+    path.write_bytes(content)
+    monkeypatch.setattr("det_callbacks.tensors.files.TENSORS_FORMAT_VERSION", 2)
+    with pytest.raises(ReferenceFormatError, match="step-000000012.*its format version is 1, and 2 is read here"):
+        reader(tmp_path).exchange(KEY, torch.randn(8), op="op", deferred=None)
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")
