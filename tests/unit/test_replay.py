@@ -243,7 +243,7 @@ def test_every_damaged_byte_and_another_version_are_found(tmp_path: Path, monkey
             reader(tmp_path).exchange(KEY, torch.randn(8), op="op", deferred=None)
     path.write_bytes(content)
     monkeypatch.setattr("det_callbacks.tensors.files.TENSORS_FORMAT_VERSION", 2)
-    with pytest.raises(ReferenceFormatError, match="step-000000012.*its format version is 1, and 2 is read here"):
+    with pytest.raises(ReferenceFormatError, match=r"step-000000012.*its format version is 1, and 2 is read here"):
         reader(tmp_path).exchange(KEY, torch.randn(8), op="op", deferred=None)
 
 
