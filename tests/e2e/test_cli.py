@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -47,8 +46,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     fit.trainer.save_checkpoint(folder / "x.ckpt")
     write_run(folder / "long", range(24))
     write_run(folder / "short", range(4))
-    middle = partial(nn.ReflectionPad1d, (1, -1))
-    Training(model=partial(Deep, middle=middle)).record(folder / "ops")
+    Training(model=partial(Deep, middle=partial(nn.ReflectionPad1d, (1, -1)))).record(folder / "ops")
     return folder
 
 
@@ -117,9 +115,8 @@ def test_sentences_and_tables_stay_below_120_columns_and_what_is_copied_is_one_l
     name = "recipe.racing_sum.default" * 3
     folded = to_text([Section(table=Table(columns="ab", rows=[(name, "at train.py:41 in forward " * 3)]))])
     assert name in folded, "words are cut only where nothing else helps"
-    few = Table(columns="ab", rows=["cd"] * 3, limit=1)
-    text = to_text([Section(title="Some", items=["one"], facts=[("a", "b")], table=few)])
-    assert text.splitlines() == ["Some", "  one", "  a  b", "a  b", "c  d", "and 2 more"]
+    few = Section(title="Some", items=["one"], facts=[("a", "b")], table=Table(columns="ab", rows=["cd"] * 3, limit=1))
+    assert to_text([few]).splitlines() == ["Some", "  one", "  a  b", "a  b", "c  d", "and 2 more"]
 
 
 def test_show_lists_the_steps_and_the_sites_of_one(runs: Path, command: Command) -> None:
@@ -127,8 +124,7 @@ def test_show_lists_the_steps_and_the_sites_of_one(runs: Path, command: Command)
     lines = command("show reference")[1].splitlines()
     assert lines[0] == f"run {run.manifest.run_id} in reference: complete"
     assert "level op" in lines[1]
-    assert lines[2] == "rank 0: 4 steps in 1 fit"
-    assert lines[3].split() == ["fit", "step", "epoch", "sites", "program", "layout", "chain"]
+    assert (lines[2], lines[3].split()[:4]) == ("rank 0: 4 steps in 1 fit", ["fit", "step", "epoch", "sites"])
     assert [line.split()[1] for line in lines[4:]] == ["0", "1", "2", "3"]
     assert lines[-1].endswith(format_digest(run.rank(0).chain(0, 3)))
     content = json.loads(command("show reference --json")[1])
@@ -157,15 +153,11 @@ def test_ops_lists_what_torch_says_and_what_a_run_uses(command: Command) -> None
     listed = ", ".join(f"{counts[kind]} {kind}" for kind in ("alternate algorithm", "error", "random"))
     assert lines[0] == f"torch {torch.__version__}: {len(facts)} entries ({listed})"
     assert [line.split()[0] for line in lines[6:]] == [fact.name for fact in facts]
-    (row,) = [line for line in lines if line.startswith("torch.histc ")]
-    assert row.split() == ["torch.histc", "error", "cuda", "aten.histc", "when", "called", "on", "a", "CUDA", "tensor"]
+    (row,) = [line.split() for line in lines if line.startswith("torch.histc ")]
+    assert row == ["torch.histc", "error", "cuda", "aten.histc", "when", "called", "on", "a", "CUDA", "tensor"]
     content = json.loads(command("ops --json")[1])
     assert (content["schema"], content["torch"], content["run"]) == (1, torch.__version__, None)
-    assert content["counts"] == Counter(entry["behaviour"] for entry in content["entries"])
-    (entry,) = [entry for entry in content["entries"] if entry["name"] == "torch.nn.ReflectionPad1d"]
-    backward, condition = "aten.reflection_pad1d_backward", "when attempting to differentiate a CUDA tensor"
-    assert (entry["ops"], entry["behaviour"], entry["device"]) == ([backward], "error", "cuda")
-    assert entry["condition"] == condition
+    assert (content["counts"], len(content["entries"])) == (counts, len(facts))
 
     used = {entry["name"]: entry for entry in json.loads(command("ops --used-by ops --json")[1])["entries"]}
     modules = {name: {row["module"]: row["sites"] for row in entry["modules"]} for name, entry in used.items()}
@@ -175,8 +167,8 @@ def test_ops_lists_what_torch_says_and_what_a_run_uses(command: Command) -> None
     }
     lines = command("ops --used-by ops")[1].splitlines()
     assert lines[2].endswith("; 2 may be about this run")
-    (row,) = [line for line in lines if line.startswith("torch.nn.ReflectionPad1d")]
-    assert row.split()[:6] == ["torch.nn.ReflectionPad1d", "error", "cuda", "middle", "1", f"{backward}.default"]
+    (row,) = [line.split()[1:6] for line in lines if line.startswith("torch.nn.ReflectionPad1d")]
+    assert row == ["error", "cuda", "middle", "1", "aten.reflection_pad1d_backward.default"]
 
 
 @pytest.mark.parametrize(
@@ -205,13 +197,8 @@ def test_what_could_not_be_done_is_written_to_standard_error(words: str, message
 # check-checkpoint
 
 
-def test_a_checkpoint_is_compared_with_its_digests_or_with_another_one(
-    runs: Path, tmp_path: Path, command: Command
-) -> None:
-    path, other = tmp_path / "x.ckpt", tmp_path / "y.ckpt"
-    for name in ("x.ckpt", "x.ckpt.digests.json"):
-        shutil.copy(runs / name, tmp_path / name)
-    shutil.copytree(runs / "x.ckpt.resume", tmp_path / "x.ckpt.resume")
+def test_a_checkpoint_is_compared_with_its_digests_or_with_another_one(runs: Path, command: Command) -> None:
+    path, other = runs / "x.ckpt", runs / "y.ckpt"
 
     def check(words: str, status: int, *texts: str) -> dict[str, Any]:
         done, out, err = command(f"check-checkpoint {words}")

@@ -18,7 +18,7 @@ from playwright.sync_api import sync_playwright
 from step_builder import StepBuilder
 from stored_runs import SELECTION, OneOf, digests_of, join
 from trainers import LIGHTNING_ADVICE
-from verdicts import DIVERGED, THREADS
+from verdicts import DIVERGED, THREADS, differing
 
 from det_callbacks import DeterminismCallback, cli, compare_runs, verification
 from det_callbacks.callback import verifying
@@ -26,7 +26,6 @@ from det_callbacks.errors import DivergenceError, DivergenceWarning
 from det_callbacks.report.html import write_report
 from det_callbacks.report.verdict import verdict_lines
 from det_callbacks.runs.writer import RunWriter
-from det_callbacks.verdict import EnvironmentDifference
 
 pytestmark = LIGHTNING_ADVICE
 
@@ -165,13 +164,11 @@ def test_it_has_no_script_and_no_address_and_no_text_of_a_run_is_markup(tmp_path
     verdict = compare_runs(tmp_path / "reference", tmp_path / "current")
     first = replace(DIVERGED.origins[0], module=NASTY, name=NASTY, phase=NASTY, dtype=NASTY, source=(NASTY,))
     replayed = {NASTY: {"count": 3, "differing": 2, "mib_per_step": 0.5}}
-    choice = EnvironmentDifference(name=NASTY, reference=NASTY, current=1, changes_bits=True, is_machine=False)
     coverage = replace(verdict.coverage, opaque_regions=(NASTY,), ops_skipped={NASTY: 9}, replayed=replayed)
-    texts = dict.fromkeys(("reference", "explanation"), NASTY)
-    lists = {"evidence": (NASTY,), "origins": (first,), "environment": (choice,)}
-    verdict = replace(verdict, first_divergence=first, coverage=coverage, **texts, **lists)
-    path = tmp_path / "report.html"
-    page = Page(write_report(path, verdict, reference=tmp_path / "reference", current=tmp_path / "current"))
+    texts = {"reference": NASTY, "explanation": NASTY, "evidence": (NASTY,), "environment": (differing(NASTY),)}
+    verdict = replace(verdict, first_divergence=first, origins=(first,), coverage=coverage, **texts)
+    paths = {name: tmp_path / name for name in ("reference", "current")}
+    page = Page(write_report(tmp_path / "report.html", verdict, **paths))
     assert page.text.count("{{ 7*7 }}") > 20
     assert "Where saved tensors were put back, it shows a match." in page.text
     assert f"replayed: {NASTY}: 3 tensors put back, 2 of them differed, 0.5 MiB a step" in page.text
