@@ -42,8 +42,9 @@ class Samples(TensorDataset):
 class Classifier(pl.LightningModule):
     """The plainest style; the others change one thing."""
 
-    def __init__(self) -> None:
+    def __init__(self, optimizer: Callable[..., Any] = torch.optim.AdamW, **options: Any) -> None:
         super().__init__()
+        self.make_optimizer = partial(optimizer, **{"lr": 1e-2, **options})
         self.first = nn.Linear(FEATURES, 16)
         self.norm = nn.BatchNorm1d(16)
         self.drop = nn.Dropout(0.2)
@@ -57,7 +58,7 @@ class Classifier(pl.LightningModule):
         return cross_entropy(self(inputs), labels)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return self.make_optimizer(self.parameters())
 
 
 class Scheduled(Classifier):
@@ -65,11 +66,6 @@ class Scheduled(Classifier):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-
-
-class Lbfgs(Classifier):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
 
 
 class Manual(Classifier):
@@ -138,20 +134,17 @@ class Validated(Classifier):
 
 class Sparse(Classifier):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(torch.optim.SGD, lr=0.1)
         self.table = nn.Embedding(20, 16, sparse=True)
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.last(self.table(inputs.abs().long() % 20).mean(1))
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
-
-STYLES: dict[str, tuple[type[Classifier], dict[str, Any]]] = {
+STYLES: dict[str, tuple[Callable[[], Classifier], dict[str, Any]]] = {
     "plain": (Classifier, {}),
     "accumulation": (Scheduled, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}),
-    "lbfgs": (Lbfgs, {}),
+    "lbfgs": (partial(Classifier, torch.optim.LBFGS, lr=0.1, max_iter=2), {}),
     "manual": (Manual, {}),
     "scripted": (Scripted, {}),
     "bf16_mixed": (Classifier, {"precision": "bf16-mixed"}),
