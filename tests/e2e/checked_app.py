@@ -5,6 +5,7 @@ Run as a script: ``python checked_app.py set reduction``.
 
 import os
 import sys
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -15,21 +16,20 @@ NAMES = ["b", "A", "a", "B", *(f"{number:02d}" for number in range(28))]
 FAULTS = sys.argv[1:]
 
 
-class Digits(Dataset[tuple[Tensor, Tensor]]):
+class Samples(Dataset[tuple[Tensor, Tensor]]):
     def __init__(self, names: list[str]) -> None:
         self.images = torch.rand(len(NAMES), 64, generator=torch.Generator().manual_seed(0))
-        self.labels = torch.arange(len(NAMES)) % 10
-        self.names = names
+        self.numbers = [*map(NAMES.index, names)]
 
     def __len__(self) -> int:
-        return len(self.names)
+        return len(self.numbers)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        number = NAMES.index(self.names[index])
+        number = self.numbers[index]
         image = self.images[number]
         if "augmentation" in FAULTS:  # in the main process it draws what shuffling and dropout draw from
             image = image + 0.1 * torch.rand(image.shape)
-        return image, self.labels[number]
+        return image, torch.tensor(number % 10)
 
 
 class Model(pl.LightningModule):
@@ -51,25 +51,14 @@ class Model(pl.LightningModule):
 
 
 def train() -> None:
-    names = list(set(NAMES)) if "set" in FAULTS else NAMES
-    loader = DataLoader(Digits(names), batch_size=8, shuffle=True)
-    callbacks: list[pl.Callback] = []
+    loader = DataLoader(Samples(list(set(NAMES)) if "set" in FAULTS else NAMES), batch_size=8, shuffle=True)
+    options: dict[str, Any] = {"devices": 2, "strategy": "ddp"} if "ddp" in FAULTS else {}
     if "own" in FAULTS:
         from det_callbacks import DeterminismCallback
 
-        callbacks.append(DeterminismCallback("own", mode="record", level="state"))
-    options = {"devices": 2, "strategy": "ddp"} if "ddp" in FAULTS else {}
-    trainer = pl.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=callbacks,
-        **options,
-    )
-    trainer.fit(Model(), loader)
+        options["callbacks"] = DeterminismCallback("own", mode="record", level="state")
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    pl.Trainer(max_epochs=1, accelerator="cpu", **quiet, **options).fit(Model(), loader)
 
 
 if __name__ == "__main__":
