@@ -150,7 +150,9 @@ def _own_choices() -> Iterator[tuple[str, Any]]:
     for name in ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul"):
         yield f"torch.backends.{name}.fp32_precision", attrgetter(f"{name}.fp32_precision")(torch.backends)
     for name in _DETERMINISM_VARIABLES:
-        yield f"env.{name}", (start_environment() if name == "PYTHONHASHSEED" else os.environ).get(name)
+        is_ignored = name == "PYTHONHASHSEED" and sys.flags.ignore_environment  # python -E: a check has varied nothing
+        known = start_environment() if name == "PYTHONHASHSEED" else os.environ
+        yield f"env.{name}", None if is_ignored else known.get(name)
 
 
 def _is_idle(name: str) -> bool:
