@@ -103,14 +103,13 @@ def doctor_report(diagnosis: "Diagnosis") -> list[Section]:
     versions = ", ".join(f"{name} {facts[f'{name}.version']}" for name in ("python", "torch", "lightning"))
     head = [f"{versions}; {count(facts['torch.num_threads'], 'thread')} on {place}"]
     head += [f"Digests of tensors on {facts['digest']}"] if "digest" in facts else []
-    asked, others = list[tuple[str, str]](), list[str]()
+    asked = list[tuple[str, str]]()
     for one in diagnosis.settings:
-        if one.state == "left alone":
-            others.append(f"{one.name} {one.in_force!r}")
-            continue
-        here = "" if one.state == "in force" else f", here {one.in_force!r}: {one.effect}"
-        asked.append((one.state, f"{one.name} = {one.wanted!r}{here}"))
-        asked += [("", one.to_do)] if one.to_do else []
+        if one.state != "left alone":
+            here = "" if one.state == "in force" else f", here {one.in_force!r}: {one.effect}"
+            asked.append((one.state, f"{one.name} = {one.wanted!r}{here}"))
+            asked += [("", one.to_do)] if one.to_do else []
+    others = [f"{one.name} {one.in_force!r}" for one in diagnosis.settings if one.state == "left alone"]
     asker = "the defaults of DeterminismSettings" if against is None else f"in force in {against}"
     report = [Section(lines=head), Section(title=f"Asked for ({asker})", facts=asked)]
     report += [Section(title="Left as they are", items=[", ".join(others)])] if others else []

@@ -144,18 +144,16 @@ def explain_step(facts: Facts, rule: str, *, show_rank: bool) -> str:
     if rule in CHOSEN and (choice := facts.explaining_choice) is not None:
         text = explain_choice(choice, text)
     if origin is not None and origin.row != first.row:
-        text += f"; {'besides' if is_outside else 'an origin is'}, {_describe(origin)}"
-    num_alike = sum(one.op == first.divergence.op for one in difference.origins) - 1
-    return text + (
-        f" (so do {count(num_alike, 'more call')} of it)" if first.divergence.is_origin and num_alike else ""
-    )
+        text += f"; {'besides,' if is_outside else 'an origin is'} {_describe(origin)}"
+    alike = [one for one in difference.origins[1:] if first.divergence.is_origin and one.op == first.divergence.op]
+    return f"{text} (so do {count(len(alike), 'more call')} of it)" if alike else text
 
 
 def _who_wrote(facts: Facts) -> str:
     programs = facts.difference.reference.program, facts.difference.current.program
     if facts.sources[0].divergence.phase == "input" and any("unselected" in one.ops_skipped for one in programs):
         return "an op that is not recorded (modules, phases) may have written it"
-    return "no op is to blame" + (" for it" if facts.origin is not None else "")
+    return "no op is to blame for it" if facts.origin is not None else "no op is to blame"
 
 
 def _explain_sources(facts: Facts, sources: Sequence[Finding], phase: str) -> str:
