@@ -243,7 +243,8 @@ class DeterminismCallback(CallbackArguments):
         if not self._is_open:
             return
         self._group.set_place("step")
-        self._close_step()  # one that a module ended by returning -1
+        self._hooks.drop_step()  # one that a module ended by returning -1
+        self._watch_ops(is_on=False)
         step = trainer.fit_loop.epoch_loop.total_batch_idx
         self._logged.begin_step(trainer, step)
         if self.mode == "audit" or self.selection.level != "op" or not self.selection.selects_step(step):
@@ -285,13 +286,10 @@ class DeterminismCallback(CallbackArguments):
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._group.set_place("between")
-        self._close_step()
-        self._hooks.mark("epoch end")
-        self._logged.ended_epoch = trainer.current_epoch
-
-    def _close_step(self) -> None:
         self._hooks.drop_step()
         self._watch_ops(is_on=False)
+        self._hooks.mark("epoch end")
+        self._logged.ended_epoch = trainer.current_epoch
 
     # validation, test and prediction, of which metrics are taken
 

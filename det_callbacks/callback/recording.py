@@ -57,6 +57,7 @@ class Recording(TracedSession):
         if call is not None:
             self.run = self.run or self._create()
             return
+        goes_on = is_resumed and not self.arguments.overwrite
         # where steps are left out, the first one that is recorded need not be the first one after the checkpoint
         self._is_resuming = is_resumed and self.arguments.selection.is_every_step
         if self.run is not None:
@@ -65,7 +66,7 @@ class Recording(TracedSession):
                 self.run.start_segment()
             else:
                 self.run.reopen(self.manifest)
-        elif is_resumed and not self.arguments.overwrite and self._is_there():
+        elif goes_on and self.peers.broadcast((self.path / "run.json").exists, task=f"looking for {self.path}"):
             self._resume()
         else:
             self.run = self._create()
@@ -75,10 +76,6 @@ class Recording(TracedSession):
     def _create(self) -> RunWriter:
         overwrite = self.arguments.overwrite
         return RunWriter.create(self.path, manifest=self.manifest, peers=self.peers, overwrite=overwrite)
-
-    def _is_there(self) -> bool:
-        """Return whether rank 0 sees a run to go on with; the others see its folder."""
-        return self.peers.broadcast((self.path / "run.json").exists, task=f"looking for {self.path}")
 
     def _resume(self) -> None:
         earlier = self.peers.run_on_all(self._open_earlier, task=f"opening the run {self.path}")
