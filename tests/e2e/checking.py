@@ -3,10 +3,9 @@
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 import pytest
 from forks import fork_process
@@ -17,8 +16,7 @@ from det_callbacks.cli import main
 __all__ = ["Ended", "Run", "fork_process", "run_command", "write_app"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class Ended(NamedTuple):
     """How ``det-callbacks record``, ``verify`` or ``check`` ended."""
 
     status: int
@@ -27,7 +25,6 @@ class Ended:
 
     @property
     def last(self) -> str:
-        """The last line."""
         return self.text.splitlines()[-1]
 
 
@@ -60,7 +57,6 @@ def run_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.C
             status = main([*words, "--", sys.executable, script, *faults])
         except SystemExit as ended:  # argparse
             status = int(ended.code or 0)
-        text, errors = capfd.readouterr()
-        return Ended(status=status, text=text, errors=errors)
+        return Ended(status, *capfd.readouterr())
 
     return run
