@@ -79,9 +79,9 @@ def test_the_training_loop_is_not_users_code_and_an_optimizer_without_any_shows_
     hooks = called(f"{SITE_PACKAGES}/lightning/pytorch/core/hooks.py", capture_source)
     assert not any("lightning" in line for line in hooks)
     weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
     optimizer = torch.optim.SGD([weight], lr=0.1)
     optimizer.step()  # the wrappers of the first call
-    weight.grad = torch.ones(2)
     with HashMode() as mode:
         called(f"{SITE_PACKAGES}/lightning/pytorch/loops/optimization/automatic.py", optimizer.step)
     (line,) = line_of("aten.add_.Tensor", mode)

@@ -164,10 +164,8 @@ def test_an_op_that_raises_leaves_no_trace():
         outside.sum()
         rows[:2].sum()
 
-    trace = traced(body)
-    assert [site.op for site in with_role(trace, "output")] == ["aten.sum.default"] * 2
-    assert len(with_role(trace, "input")) == 2
-    assert reads_of(trace, "sum.default", 0) == reads_of(trace, "sum.default", 1) == ["input"]
+    sites = traced(body).program.sites
+    assert [site.op or site.role for site in sites if site.phase != "rng"] == ["input", "aten.sum.default"] * 2
 
 
 def test_the_address_of_a_storage_that_is_gone_is_not_used_again() -> None:
