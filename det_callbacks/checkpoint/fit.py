@@ -31,7 +31,7 @@ def is_epoch_over(trainer: pl.Trainer) -> bool:
     return bool(epoch_loop.batch_progress.is_last_batch or epoch_loop._num_ready_batches_reached())
 
 
-def tensors_to_save(trainer: pl.Trainer, *, is_over: bool) -> dict[str, torch.Tensor]:
+def tensors_to_save(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
     """Return the gradients that the next batch adds to, and the buffers of another rank than 0.
 
     Lightning saves the buffers of rank 0; DDP makes them equal before the next forward pass, or not at all. What is
@@ -39,8 +39,8 @@ def tensors_to_save(trainer: pl.Trainer, *, is_over: bool) -> dict[str, torch.Te
     """
     module, num_batches = trainer.lightning_module, trainer.fit_loop.epoch_loop.batch_progress.current.ready
     found: dict[str, torch.Tensor] = {}
-    # in manual optimization only the training step knows
-    if not module.automatic_optimization or (not is_over and num_batches % trainer.accumulate_grad_batches):
+    # in manual optimization only the training step knows; those of an epoch's last batches are zeroed before the next
+    if not module.automatic_optimization or num_batches % trainer.accumulate_grad_batches:
         for name, parameter in module.named_parameters():
             if parameter.grad is not None:
                 found[GRADIENT + name] = local_part(parameter.grad)

@@ -82,17 +82,17 @@ def _inside(value: Any) -> Iterator[tuple[str, object]]:
 
 
 class _Followed(CombinedLoader):
-    """A loader that calls its followers; those that came last are called first before, and last after."""
+    """A loader that calls its followers in the order in which they came: a resume restores before others read."""
 
     _followers: list[Any]
 
     def __iter__(self) -> Any:
-        for follower in self._followers[::-1]:
+        for follower in self._followers:
             follower.begin_iteration()
         return super().__iter__()
 
     def __next__(self) -> Any:
-        for follower in self._followers[::-1]:
+        for follower in self._followers:
             follower.begin_draw()
         drawn = super().__next__()
         for follower in self._followers:

@@ -101,7 +101,7 @@ class Resuming:
             self._saved[path] = part, fit.saved_states(self._trainer)
         if not problems and fit.has_more_to_come(self._trainer):
             part = replace(part, problems=(_ENDED,))
-        self._write(path, part)
+        write_part(Path(path), part, fit.tensors_to_save(self._trainer))
         return True
 
     def _complete(self, *, is_end: bool = False) -> None:
@@ -121,7 +121,7 @@ class Resuming:
             now = {**part.values, **fit.saved_states(self._trainer)}
             if changed := _differing({**before.values, **states}, now):
                 part = replace(part, problems=(_CHANGED.format(changed),))
-            self._write(path, part)
+            write_part(Path(path), part, fit.tensors_to_save(self._trainer))
 
     def _read(self, id: str, *, is_over: bool, position: DataPosition | None, problems: tuple[str, ...] = ()) -> Part:
         trainer, ddp = self._trainer, self._buckets.ddp
@@ -141,9 +141,6 @@ class Resuming:
             syncs_buffers=ddp is None or ddp.require_forward_param_sync,
             problems=problems,
         )
-
-    def _write(self, path: str, part: Part) -> None:
-        write_part(Path(path), part, fit.tensors_to_save(self._trainer, is_over=part.is_epoch_over))
 
     # what was loaded
 

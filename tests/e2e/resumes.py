@@ -9,7 +9,6 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from trainers import LIGHTNING_ADVICE, quiet_trainer
@@ -137,20 +136,11 @@ class SaveAfter(pl.Callback):
             trainer.save_checkpoint(folder / f"{number}.ckpt")
 
 
-def fit(
-    callback: pl.Callback,
-    *others: pl.Callback,
-    model: Callable[[], pl.LightningModule] = Noisy,
-    data: Callable[[], Any] = loader,
-    validates: bool = False,
-    ckpt_path: Path | None = None,
-    **options: Any,
-) -> pl.Trainer:
-    """Train two epochs by default."""
+def fit(*callbacks: pl.Callback, model: Any = Noisy, data: Any = loader, **options: Any) -> pl.Trainer:
+    """Train, two epochs by default; ``validates`` and ``ckpt_path`` are options, too."""
     pl.seed_everything(1, workers=True, verbose=False)
-    options = {"max_epochs": 2, "num_sanity_val_steps": 1, **options}
-    options["enable_checkpointing"] = any(isinstance(other, Checkpoint) for other in others)
-    trainer = quiet_trainer(callback, *others, **options)
+    ckpt_path, validates = options.pop("ckpt_path", None), options.pop("validates", False)
+    trainer = quiet_trainer(*callbacks, **{"max_epochs": 2, "num_sanity_val_steps": 1, **options})
     validation = DataLoader(Augmented(num_samples=4), batch_size=2) if validates else None
     trainer.fit(model(), data(), validation, ckpt_path=ckpt_path)
     return trainer

@@ -152,6 +152,7 @@ DRAWING = noisy(training_step=step_that_draws)
 PAIRED = noisy(training_step=lambda self, batch, index: self(batch["long"]).pow(2).mean())
 ENDING = noisy(on_train_batch_start=lambda self, batch, index: -1 if index == 3 else None)
 CHANGING = noisy(on_train_epoch_end=lambda self: self.last.bias.data.add_(1))
+SETTING = noisy(on_train_epoch_end=lambda self: self.trainer.optimizers[0].param_groups[0].update(lr=1.0))
 PLACED = type("Placed", (DataLoader,), {"load_state_dict": lambda self, state: None})
 
 
@@ -188,7 +189,7 @@ REASONS: dict[str, tuple[dict[str, Any], int, str, str]] = {  # options, after, 
     "within_a_validation": ({"validates": True, "val_check_interval": 2}, 4, "within", MIDDLE),
     "before_validation": ({"validates": True, "val_check_interval": 2, "max_steps": 4}, 4, "batch", MISSED),
     "hooks_that_change": ({"model": CHANGING, "max_epochs": 2}, 7, "batch", f"{CHANGED} last.bias"),
-    "at_the_end": ({"model": CHANGING}, 7, "batch", f"{CHANGED} last.bias"),
+    "at_the_end": ({"model": SETTING}, 7, "batch", f"{CHANGED} lr of group 0 of optimizer 0"),
     "callbacks_that_change": ({"others": Counting, "max_epochs": 2}, 7, "batch", f"{CHANGED} state of Counting"),
 }
 

@@ -27,16 +27,9 @@ BATCHES = 4
 """Steps of an epoch."""
 
 
-def fit(
-    callback: DeterminismCallback,
-    *others: pl.Callback,
-    ckpt_path: Path | None = None,
-    model: Any = Steady,
-    **options: Any,
-) -> None:
+def fit(*callbacks: pl.Callback, ckpt_path: Any = None, model: Any = Steady, **options: Any) -> None:
     """Train, for two epochs unless the options say otherwise, from the start or from a checkpoint."""
-    fitting = Fit(callback, *others, model=model, **{"max_epochs": 2, **options})
-    fitting.run(ckpt_path=None if ckpt_path is None else str(ckpt_path))
+    Fit(*callbacks, model=model, **{"max_epochs": 2, **options}).run(ckpt_path=ckpt_path and str(ckpt_path))
 
 
 def recording(run: Path, **options: Any) -> DeterminismCallback:
