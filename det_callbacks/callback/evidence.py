@@ -57,6 +57,8 @@ class Evidence:
         self._samplers = ReplacedInLightning()
         self._indices: dict[str, deque[Any]] = {}
         self._waiting: deque[tuple[Any, dict[str, Any]]] = deque(maxlen=MAX_WAITING)
+        if NUM_WORKERS in os.environ and trainer.fit_loop._combined_loader is not None:
+            set_workers([], os.environ[NUM_WORKERS])  # too late, so it raises: the loader has been iterated over
         self._ledger.mark(_FIT_START, with_seeds=True)
         state = (*trainer.lightning_module.parameters(), *trainer.lightning_module.buffers())
         with unobserved():
@@ -82,6 +84,8 @@ class Evidence:
         """Follow the loaders once they are there."""
         loop = self._trainer.fit_loop
         self._replaced.put(loop, "_load_combined_loader_states", lambda load: partial(self._load_and_follow, load))
+        if loop._combined_loader is not None:  # already: a scheduler has asked for the number of steps
+            self._load_and_follow(lambda: None)
 
     def _load_and_follow(self, load: Callable[[], None]) -> None:
         load()

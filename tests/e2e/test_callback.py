@@ -40,6 +40,7 @@ from det_callbacks import (
 )
 from det_callbacks.callback.evidence import set_workers
 from det_callbacks.replaced_in_lightning import PLACES, ReplacedInLightning
+from det_callbacks.runs.evidence import evidence_path, read_evidence
 from det_callbacks.runs.store import Run
 from det_callbacks.variables import NUM_WORKERS
 
@@ -123,6 +124,23 @@ def test_what_cannot_be_had_of_a_training_is_refused(
     assert isinstance(error, SelectionError if workers == "0" else SettingsError)
     assert message in str(error)
     assert not (tmp_path / "run" / "run.json").exists()
+
+
+def test_loaders_that_a_scheduler_had_set_up_are_followed_and_get_no_workers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Asking(Classifier):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=1 / self.trainer.estimated_stepping_batches)
+
+    Fit(DeterminismCallback(tmp_path / "run", mode="record"), model=Asking).run()
+    run = Run.open(tmp_path / "run")
+    stream = run.rank(0).file_of(0, 0).path
+    rows = read_evidence(evidence_path(stream), run_id=run.manifest.run_id)
+    assert {"before a batch is drawn", "before the loader starts"} <= {row.point for row in rows}
+    monkeypatch.setenv(NUM_WORKERS, "1")
+    with pytest.raises(SettingsError, match="before it is first iterated over"):
+        Fit(DeterminismCallback(tmp_path / "other", mode="record"), model=Asking).run()
 
 
 def test_what_is_given_may_be_the_references(tmp_path: Path) -> None:
