@@ -148,9 +148,9 @@ def _refuse_late(settings: DeterminismSettings) -> None:
 
 def _find_parameters() -> Mapping[int, weakref.ref[nn.Parameter]]:
     """Return all parameters among what the garbage collector follows, not kept alive; some 30 milliseconds."""
-    # isinstance would ask each object for an attribute
-    found = (one for one in gc.get_objects() if issubclass(type(one), nn.Parameter) and not is_lazy(one))
-    return {id(one): weakref.ref(one) for one in found}
+    objects = gc.get_objects()
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, nn.Parameter)}
+    return {id(one): weakref.ref(one) for one in objects if type(one) in kinds and not is_lazy(one)}
 
 
 def _require_seed(seed: int, model: nn.Module) -> None:
