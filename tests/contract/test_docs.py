@@ -21,7 +21,6 @@ LINK = re.compile(r"\]\((?!https?:)([^)\s]*)\)")
 
 
 def anchors(text: str) -> set[str]:
-    """The anchors of a page's headings, as they are made for Markdown."""
     headings = re.findall(r"(?m)^#+ (.*)$", re.sub(r"(?s)```.*?```", "", text))
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 

@@ -42,10 +42,9 @@ def test_the_reading_half_loads_nothing_heavy(tmp_path: Path) -> None:
     paths = [path.relative_to(ROOT).with_suffix("").parts for path in (ROOT / "det_callbacks").rglob("*.py")]
     modules = [".".join(parts).removesuffix(".__init__") for parts in paths if parts[1] in READING_HALF.split()]
     assert len(modules) > 40
-    page, folder = str(tmp_path / "r.html"), str(tmp_path / "x")
     lines = ["--help", f"show {runs[0]}", f"show {runs[0]} --step 1 --json", f"diff {' '.join(runs)}"]
-    commands = [line.split() for line in (*lines, f"{lines[-1]} --html {page}", f"export {runs[0]} --to {folder}")]
-    words = map(json.dumps, ((*HEAVY, "sqlite3"), [*modules, "sqlite3"], commands))
+    lines += [f"{lines[-1]} --html {tmp_path}/r.html", f"export {runs[0]} --to {tmp_path}/x"]
+    words = map(json.dumps, ((*HEAVY, "sqlite3"), [*modules, "sqlite3"], [line.split() for line in lines]))
     done = subprocess.run([sys.executable, "-c", SCRIPT, *words], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "['sqlite3']\n"), f"what is loaded is found: {done.stderr}"
 

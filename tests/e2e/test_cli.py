@@ -32,8 +32,7 @@ Command = Callable[..., tuple[int, str, str]]
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A reference, others of which each differs in one way, one with ops that torch speaks of, and a checkpoint."""
-    folder = tmp_path_factory.mktemp("runs")
-    threads = torch.get_num_threads()
+    folder, threads = tmp_path_factory.mktemp("runs"), torch.get_num_threads()
     record(folder / "reference")
     for name, num_threads in (("other", threads), ("elsewhere", threads + 1)):
         torch.set_num_threads(num_threads)
@@ -52,7 +51,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def command(runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
-    """Run a command in this process, beside the runs; return its exit status, standard output and standard error."""
+    """Run a command in this process, beside the runs; return its exit status and what it printed."""
     monkeypatch.chdir(runs)
 
     def run(words: str) -> tuple[int, str, str]:
@@ -98,10 +97,10 @@ def test_diff_prints_the_verdict(words: str, status: int, text: str, command: Co
     assert text in out
     assert out.startswith(("MATCH\n", "DIVERGED\n", "", "NOT COMPARABLE\n")[status])
     assert ("cause" in out) is (status != 0)
-    done, out, err = command(f"diff {words} --json")
-    assert (done, err) == (status, "")
     reference, current, *options = words.split()
-    assert json.loads(out) == compare_runs(reference, current, steps="common" if options else "all").to_dict()
+    verdict = compare_runs(reference, current, steps="common" if options else "all")
+    done, out, err = command(f"diff {words} --json")
+    assert (done, json.loads(out), err) == (status, verdict.to_dict(), "")
 
 
 def test_sentences_and_tables_stay_below_120_columns_and_what_is_copied_is_one_line() -> None:
@@ -192,9 +191,6 @@ def test_what_could_not_be_done_is_written_to_standard_error(words: str, message
     assert (status, out) == (2, "")
     assert err.startswith(("det-callbacks: ", "usage: "))
     assert message in err
-
-
-# check-checkpoint
 
 
 def test_a_checkpoint_is_compared_with_its_digests_or_with_another_one(runs: Path, command: Command) -> None:

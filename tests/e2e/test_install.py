@@ -44,11 +44,9 @@ def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-def pip(*arguments: str, python: Path | None = None) -> None:
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    command += ["--python", str(python)] if python else []
-    offline = ["--no-index", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*command, arguments[0], *offline, *arguments[1:]], check=True, timeout=200)
+def pip(command: str, *arguments: str, python: str = sys.executable) -> None:
+    begin = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "--python", python, command]
+    subprocess.run([*begin, "--no-index", "--no-deps", "--no-build-isolation", *arguments], check=True, timeout=200)
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path, source: Path) -> None:
@@ -90,7 +88,7 @@ def test_an_install_works_from_another_directory(tmp_path: Path, wheel: Path, so
 
     nothing = run(python, "-c", "import det_callbacks")
     assert "No module named 'det_callbacks'" in nothing, "this environment has it already"
-    pip("install", *([str(wheel)] if kind == "wheel" else ["--editable", str(source)]), python=Path(python))
+    pip("install", *([str(wheel)] if kind == "wheel" else ["--editable", str(source)]), python=python)
     (elsewhere / "train.py").write_text(PROGRAM)
     search = ["hydra.searchpath=[pkg://det_callbacks.conf]", "hydra/job_logging=none", "hydra/hydra_logging=none"]
     options = ["+determinism=record", "determinism.reference=refs/run", "--cfg", "job"]

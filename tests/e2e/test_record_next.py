@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_module
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from resumes import RESUMING
 
-from det_callbacks import DeterminismCallback, Verdict, compare_runs
+from det_callbacks import DeterminismCallback, compare_runs
 from det_callbacks.report.verdict import verdict_lines
 from det_callbacks.runs.store import Run
 
@@ -27,18 +27,13 @@ def record(folder: Path, *others: Callback, is_faulty: bool, ckpt_path: Path | N
         fit.run(ckpt_path=ckpt_path)
 
 
-def first_of(verdict: Verdict) -> tuple[int, bool | None]:
-    assert verdict.first_divergence is not None
-    return verdict.first_divergence.step, verdict.first_divergence.is_origin
-
-
 def test_what_is_to_be_recorded_next_names_the_op_and_then_the_numbers(tmp_path: Path) -> None:
     """One side from the start and one from its checkpoint, one step each: the op is found."""
     saving = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=5, save_top_k=-1, filename="{step}")
     record(tmp_path / "state" / "good", is_faulty=False, level="state")
     record(tmp_path / "state" / "bad", saving, is_faulty=True, level="state")
     verdict = compare_runs(tmp_path / "state" / "good", tmp_path / "state" / "bad")
-    assert first_of(verdict) == (FAULT, None)
+    assert (verdict.first_divergence.step, verdict.first_divergence.is_origin) == (FAULT, None)
     assert verdict.record_next == {"level": "op", "only_steps": [FAULT]}
     lines = verdict_lines(verdict).splitlines()
     sentence = "to see where it starts, record step 14 again on both sides and compare the two recordings"
@@ -56,10 +51,8 @@ def test_what_is_to_be_recorded_next_names_the_op_and_then_the_numbers(tmp_path:
             record(place, is_faulty=is_faulty, ckpt_path=ckpt_path, **verdict.record_next)
             assert Run.open(place).rank(0).steps(0).tolist() == [FAULT]
         verdict = compare_runs(tmp_path / folder / "good", tmp_path / folder / "bad")
-        assert first_of(verdict) == (FAULT, True)
+        assert (verdict.first_divergence.step, verdict.first_divergence.is_origin) == (FAULT, True)
         assert [origin.op for origin in verdict.origins] == ["aten.addmm.default"]
         keep = {"level": "op", "only_steps": [FAULT], "keep_tensors": ["forward/first:aten.addmm.default"]}
         assert verdict.record_next == (keep if folder == "ops" else None)
-    numbers = verdict.origins[0].numbers
-    assert numbers is not None
-    assert [tensor.num_differing for tensor in numbers.output] == [1]
+    assert [tensor.num_differing for tensor in verdict.origins[0].numbers.output] == [1]
