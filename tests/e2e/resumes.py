@@ -108,26 +108,15 @@ class Manual(Noisy):
         return torch.optim.AdamW([*self.first.parameters(), *self.norm.parameters()], lr=1e-2), head
 
 
-HOOKS = {
-    "resumed": "on_train_start",
-    "backward": "on_before_backward",
-    "batch": "on_train_batch_end",
-    "within": "on_validation_batch_start",
-    "validation": "on_validation_end",
-    "start": "on_train_epoch_start",
-    "epoch": "on_train_epoch_end",
-}
-
-
 class SaveAfter(pl.Callback):
-    """Saves ``<n>.ckpt`` when n batches were trained: at the end of the batch, of a validation, or of the epoch.
+    """Saves ``<n>.ckpt`` in a hook when n batches were trained.
 
     Other ranks than the first are told another path, as where a metric in a file's name is another one on each.
     """
 
-    def __init__(self, folder: Path, *after: int, at: str = "batch") -> None:
+    def __init__(self, folder: Path, *after: int, at: str = "train_batch_end") -> None:
         self.folder, self.after = folder, after
-        setattr(self, HOOKS[at], self.save)
+        setattr(self, f"on_{at}", self.save)
 
     def save(self, trainer: pl.Trainer, *_: Any) -> None:
         number = trainer.fit_loop.epoch_loop.total_batch_idx + 1

@@ -292,7 +292,7 @@ def test_the_parts_of_a_session_are_one_run_and_told_apart(tmp_path: Path, capsy
     assert (verdict.verdict, verdict.environment) == ("match", ())
 
 
-@pytest.mark.parametrize(("after", "at"), [(4, "batch"), pytest.param(3, "validation", marks=SLOW)])
+@pytest.mark.parametrize(("after", "at"), [(4, "train_batch_end"), pytest.param(3, "validation_end", marks=SLOW)])
 def test_metrics_of_a_resumed_run(after: int, at: str, whole: Path, tmp_path: Path) -> None:
     stops = RaiseAt("on_train_epoch_end", StopError(), call=2)
     with pytest.raises(StopError):

@@ -60,8 +60,9 @@ def resume(folder: Path, name: str, *others: pl.Callback, num_ranks: int = 2, **
     return resumes.resume(folder, name, *others, **on_ranks(options, num_ranks))
 
 
-def round_trip(folder: Path, after: Sequence[int], *, at: str = "batch", level: Any = "op", **options: Any) -> None:
+def round_trip(folder: Path, after: Sequence[int], *, level: Any = "op", **options: Any) -> None:
     """Record a training that saves checkpoints, and resume from each of them."""
+    at = options.pop("at", "train_batch_end")
     record(folder, SaveAfter(folder, *after, at=at), level=level, **options)
     for number in after:
         assert resume(folder, f"{number}.ckpt", **options) == (number, 2 * BATCHES - 1)
@@ -122,7 +123,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "batches": {"after": (3, 7, 10)},
     "validation": {"after": (4, 6), "validates": True, "val_check_interval": 2},
     "workers": {"after": (8,), "data": lambda: data(num_workers=2)},
-    "end_of_epoch": {"after": (7,), "at": "epoch", "validates": True},
+    "end_of_epoch": {"after": (7,), "at": "train_epoch_end", "validates": True},
     "unused": {"after": (3,), "strategy": lambda: "ddp_find_unused_parameters_true"},
     # of two ranks a sum has the same bits in any order; of three it has not
     "three_ranks": {"after": (4, 8), "num_ranks": 3, "level": "state"},

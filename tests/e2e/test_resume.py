@@ -71,13 +71,13 @@ def test_from_the_middle_and_the_end_of_an_epoch(name: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("limit", "validates"), [({"max_epochs": -1, "max_steps": 14}, True), ({}, False)])
 def test_wherever_an_epoch_or_a_fit_ends(limit: dict[str, int], validates: bool, tmp_path: Path) -> None:
-    names = ["epoch", *(["validation"] if validates else [])]
+    names = ["train_epoch_end", *(["validation_end"] if validates else [])]
     record(tmp_path, *(SaveAfter(tmp_path / at, 7, at=at) for at in names), validates=validates, **limit)
     for name in names:
         assert resume(tmp_path, f"{name}/7.ckpt", validates=validates, **limit) == (7, 13)
     for steps in (4, 7):  # within an epoch Lightning counts it as processed, and calls the hooks of its end
         first = DeterminismCallback(tmp_path / f"first-{steps}", mode="record", level="state")
-        saving = SaveAfter(tmp_path / "end", steps, at="epoch")
+        saving = SaveAfter(tmp_path / "end", steps, at="train_epoch_end")
         trainer = fit(first, saving, validates=validates, **{**limit, "max_steps": steps})
         trainer.save_checkpoint(tmp_path / "after" / f"{steps}.ckpt")
         for name in ("end", "after"):
@@ -86,7 +86,7 @@ def test_wherever_an_epoch_or_a_fit_ends(limit: dict[str, int], validates: bool,
 
 def test_a_resumed_run_can_be_resumed_once_it_has_trained(tmp_path: Path) -> None:
     record(tmp_path, SaveAfter(tmp_path, 3))
-    resume(tmp_path, "3.ckpt", SaveAfter(tmp_path, 5, 12), SaveAfter(tmp_path / "before", 3, at="resumed"))
+    resume(tmp_path, "3.ckpt", SaveAfter(tmp_path, 5, 12), SaveAfter(tmp_path / "before", 3, at="train_start"))
     assert "it was saved before the first batch after a resume" in refused(tmp_path, "before/3.ckpt")
     (tmp_path / "moved").mkdir()
     for suffix in ("", ".digests.json", ".resume"):  # nor does it matter where the checkpoint lies
@@ -170,36 +170,34 @@ class Counting(pl.Callback):
 
 TWO = {"long": loader(), "short": DataLoader(Augmented(num_samples=6), batch_size=2)}
 DATA = "its training data is not one DataLoader of torch's that is made once and from which Lightning draws"
-MIDDLE = (
-    "of a validation, or of the hooks of an epoch's start; save at the end of a batch, of a validation or of an epoch"
-)
+MIDDLE = "of a validation, or of the hooks of an epoch's start; save at the end of a batch, of a validation or of an ep"
 MISSED = "before a validation or the end of an epoch, which Lightning leaves out when it resumes, and the process ended"
 CHANGED = "(hooks of callbacks, a validation, an end of epoch), which Lightning leaves out when it resumes, changed"
-REASONS: dict[str, tuple[dict[str, Any], int, str, str]] = {  # options, after, at which moment it is saved, why not
-    "workers": ({"data": lambda: loader(num_workers=1, persistent_workers=True)}, 4, "batch", "persistent_workers=Fa"),
-    "no_length": ({"data": lambda: DataLoader(Endless(), batch_size=2)}, 4, "batch", "give the data set a __len__"),
-    "draws_itself": ({"model": DRAWING, "data": lambda: loader("own")}, 4, "batch", DATA),
-    "two_loaders": ({"model": PAIRED, "data": lambda: TWO}, 4, "batch", DATA),
-    "made_again": ({"reload_dataloaders_every_n_epochs": 2}, 4, "batch", DATA),
-    "own_place": ({"data": lambda: PLACED(Augmented(), 2)}, 4, "batch", DATA),
-    "schedule": ({"others": lambda: GradientAccumulationScheduler({0: 3})}, 4, "batch", "use accumulate_grad_batches"),
-    "ended_epoch": ({"model": ENDING, "max_epochs": 2}, 5, "batch", "on_train_batch_start returned -1 before"),
-    "within_a_step": ({}, 4, "backward", f"in the middle of step 3, {MIDDLE}"),
-    "within_a_start": ({"max_epochs": 2}, 7, "start", MIDDLE),
-    "within_a_validation": ({"validates": True, "val_check_interval": 2}, 4, "within", MIDDLE),
-    "before_validation": ({"validates": True, "val_check_interval": 2, "max_steps": 4}, 4, "batch", MISSED),
-    "hooks_that_change": ({"model": CHANGING, "max_epochs": 2}, 7, "batch", f"{CHANGED} last.bias"),
-    "at_the_end": ({"model": SETTING}, 7, "batch", f"{CHANGED} lr of group 0 of optimizer 0"),
-    "callbacks_that_change": ({"others": Counting, "max_epochs": 2}, 7, "batch", f"{CHANGED} state of Counting"),
+REASONS: dict[str, tuple[dict[str, Any], int, str]] = {  # options, after which batch it is saved, and why not
+    "workers": ({"data": lambda: loader(num_workers=1, persistent_workers=True)}, 4, "use persistent_workers=False"),
+    "no_length": ({"data": lambda: DataLoader(Endless(), batch_size=2)}, 4, "give the data set a __len__"),
+    "draws_itself": ({"model": DRAWING, "data": lambda: loader("own")}, 4, DATA),
+    "two_loaders": ({"model": PAIRED, "data": lambda: TWO}, 4, DATA),
+    "made_again": ({"reload_dataloaders_every_n_epochs": 2}, 4, DATA),
+    "own_place": ({"data": lambda: PLACED(Augmented(), 2)}, 4, DATA),
+    "schedule": ({"others": lambda: GradientAccumulationScheduler({0: 3})}, 4, "use accumulate_grad_batches"),
+    "ended_epoch": ({"model": ENDING, "max_epochs": 2}, 5, "on_train_batch_start returned -1 before"),
+    "within_a_step": ({"at": "before_backward"}, 4, f"in the middle of step 3, {MIDDLE}"),
+    "within_a_start": ({"max_epochs": 2, "at": "train_epoch_start"}, 7, MIDDLE),
+    "within_a_validation": ({"validates": True, "val_check_interval": 2, "at": "validation_batch_start"}, 4, MIDDLE),
+    "before_validation": ({"validates": True, "val_check_interval": 2, "max_steps": 4}, 4, MISSED),
+    "hooks_that_change": ({"model": CHANGING, "max_epochs": 2}, 7, f"{CHANGED} last.bias"),
+    "at_the_end": ({"model": SETTING}, 7, f"{CHANGED} lr of group 0 of optimizer 0"),
+    "callbacks_that_change": ({"others": Counting, "max_epochs": 2}, 7, f"{CHANGED} state of Counting"),
 }
 
 
 @pytest.mark.parametrize("name", REASONS)
 def test_a_save_that_cannot_be_resumed_says_what_to_change(name: str, tmp_path: Path) -> None:
-    options, after, at, reason = REASONS[name]
-    options = {"max_epochs": 1, **options}
+    options, after, reason = REASONS[name]
+    options = {"max_epochs": 1, "at": "train_batch_end", **options}
     others = [options.pop("others")()] if "others" in options else []
-    record(tmp_path, *others, SaveAfter(tmp_path, after, at=at), **options)
+    record(tmp_path, *others, SaveAfter(tmp_path, after, at=options.pop("at")), **options)
     path = tmp_path / f"{after}.ckpt"
     part, _ = read_part(path, read_sidecar(path), 0)
     assert [reason in problem for problem in part.problems] == [True], part.problems
@@ -244,7 +242,7 @@ def test_missing_state_is_refused_or_said(saved: Path, capsys: pytest.CaptureFix
 
 
 def test_a_finished_training(tmp_path: Path) -> None:
-    record(tmp_path, SaveAfter(tmp_path, 7, at="epoch"), max_epochs=1)
+    record(tmp_path, SaveAfter(tmp_path, 7, at="train_epoch_end"), max_epochs=1)
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     with pytest.raises(NothingComparedError, match="of a training that was finished: no step was left"):
         resume(tmp_path, "7.ckpt", max_epochs=1)

@@ -66,7 +66,7 @@ def test_steps_that_agree_are_not_written_twice(recorded: Path, run: Path, capsy
     fit(recording(run), ckpt_path=recorded / "2.ckpt", max_steps=6)  # one that stops earlier adds nothing
     assert "4 steps there already, and equal; recorded 0 new steps" in capsys.readouterr().out
     callback = recording(run)
-    fit(callback, SaveAfter(run.parent, 3 * BATCHES, at="epoch"), ckpt_path=recorded / "6.ckpt", max_epochs=3)
+    fit(callback, SaveAfter(run.parent, 3 * BATCHES, at="train_epoch_end"), ckpt_path=recorded / "6.ckpt", max_epochs=3)
     resumed = Run.open(run)
     assert resumed.is_complete
     assert steps_of(run) == list(range(3 * BATCHES))

@@ -13,9 +13,6 @@ from trainers import quiet_trainer
 
 from det_callbacks import DeterminismCallback
 
-MAX_GROWTH_BYTES = 8 * 2**20
-"""In 1,900 steps; a single tensor of each step kept alive would be ten times as much."""
-
 
 class Watched(Classifier):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -23,7 +20,8 @@ class Watched(Classifier):
             self.before = resident_bytes()
 
     def on_train_end(self) -> None:
-        assert (self.global_step, resident_bytes() - self.before < MAX_GROWTH_BYTES) == (2000, True)
+        # a single tensor of each step kept alive would be ten times as much
+        assert (self.global_step, resident_bytes() - self.before < 8 * 2**20) == (2000, True)
 
 
 def resident_bytes() -> int:
