@@ -1,10 +1,8 @@
 """The proof of a resume: that it holds, that it can fail, and what it says when it cannot be given."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from resumes import RESUMING, Augmented, Manual, Noisy, loader
@@ -17,9 +15,7 @@ from det_callbacks.rng import GeneratorStates
 pytestmark = RESUMING
 
 
-def prove(
-    root: Path, model: Callable[[], pl.LightningModule] = Noisy, data: Callable[[], Any] = loader, **options: Any
-) -> Verdict:
+def prove(root: Path, model: Any = Noisy, data: Any = loader, **options: Any) -> Verdict:
     trainer = {"max_epochs": 3, "default_root_dir": root, **options.pop("trainer", {})}
     defaults: dict[str, Any] = {"stop_at": 4, "steps": 10, "level": "state", "folder": root / "proof"}
     return prove_resume(lambda: quiet_trainer(**trainer), model, data, **{**defaults, **options})
