@@ -7,6 +7,7 @@ never a wrong one. Private names of torch (2.13): ``Node._sequence_nr``, ``_forw
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 from threading import get_ident
@@ -52,18 +53,16 @@ ENGINE = OpScope(module=UNKNOWN_MODULE, source=("the autograd engine",))
 _UNSEEN = CallNode(None, None, "", OpScope(module=UNKNOWN_MODULE), [], [], [], 0)
 
 
+@dataclass(slots=True, eq=False)
 class _Nodes:
-    """The autograd nodes made in one thread: by number, the first call after each.
+    """The autograd nodes made in one thread, by number: the first call after each.
 
     Saved-tensor hooks, and clones of inputs with the conjugate bit, may run ops between the making of a node and the
     op proper; then ``later`` has the other calls that carry the number.
     """
 
-    __slots__ = ("first", "later")
-
-    def __init__(self) -> None:
-        self.first: dict[int, CallNode] = {}
-        self.later: dict[int, list[CallNode]] = {}
+    first: dict[int, CallNode] = field(default_factory=dict)
+    later: dict[int, list[CallNode]] = field(default_factory=dict)
 
 
 class BackwardMap:

@@ -18,11 +18,8 @@ from det_callbacks.trace.leaves import is_constant, leaves
 from det_callbacks.trace.named_tensors import record_bits, record_group
 from det_callbacks.trace.recorder import Recorder
 
-MAX_SAMPLES = 1024
-"""Samples of a batch up to which they are also digested one by one, to tell their order from their content."""
-
+MAX_SAMPLES = 1024  # up to which samples are also digested one by one, to tell their order from their content
 MAX_SKETCHED = 8
-"""Samples that a sketch keeps."""
 
 _WORDS = {1: "<u1", 2: "<u2", 4: "<u4", 8: "<u8"}
 

@@ -11,13 +11,9 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-PLAIN = frozenset({Tensor, nn.Parameter})
-"""Classes of tensors that compute none of their attributes in Python."""
-
+PLAIN = frozenset({Tensor, nn.Parameter})  # they compute none of their attributes in Python
 STRIDED = torch.strided
-
-address_of: Callable[[Tensor], int] = torch._C.TensorBase.data_ptr
-"""``data_ptr`` without the lookup of a subclass's method."""
+address_of: Callable[[Tensor], int] = torch._C.TensorBase.data_ptr  # without the lookup of a subclass's method
 
 
 def unwrapped(tensor: Tensor) -> Tensor:

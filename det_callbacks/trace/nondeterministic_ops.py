@@ -34,8 +34,8 @@ _set_flags = torch._C._set_deterministic_algorithms
 # aten/src/ATen/Context.cpp, Context::alertNotDeterministic, torch 2.13
 _MARK = "does not have a deterministic implementation, but you set 'torch.use_deterministic_algorithms(True"
 
+# raises on CUDA (aten/src/ATen/native/cuda/Sorting.cpp), which the docstring of torch 2.13 does not say
 _UNDOCUMENTED = frozenset({"aten.kthvalue"})
-"""Raises on CUDA (aten/src/ATen/native/cuda/Sorting.cpp), which the docstring of torch 2.13 does not say."""
 
 
 class NondeterministicOps:

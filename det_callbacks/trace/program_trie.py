@@ -18,8 +18,7 @@ from det_callbacks.trace.source import read_text
 
 MAX_NODES = 200_000
 _MAX_SIBLINGS = 64
-MAX_TEXT = 4_000_000
-"""Characters of arguments that a recorder keeps; of those that come later, a step has the digest only."""
+MAX_TEXT = 4_000_000  # characters of arguments; of those that come later, a step has the digest only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

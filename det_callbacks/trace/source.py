@@ -18,10 +18,8 @@ MAX_COLUMNS = 200
 # Unresolved, as frames have it: an environment may be reached through a symbolic link.
 _PACKAGE = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
-RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+")
-"""Name of the rest of a function that Dynamo compiled up to a graph break (torch 2.13)."""
-_PATHS: dict[str, str] = {}
-"""File as shown -> its path, "" where two files are shown alike; as many as there are files with code that ran."""
+RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+")  # what follows a graph break (torch 2.13)
+_PATHS: dict[str, str] = {}  # of files as they are shown; "" where two are shown alike
 
 _FOREIGN = ("lightning", "lightning_fabric", "pytorch_lightning", "hydra", "omegaconf")
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 _free_weak_ref = torch.UntypedStorage._free_weak_ref
 
-MAX_MASK_BYTES = 1 << 24
-"""Bytes of a storage that are looked at one by one."""
+MAX_MASK_BYTES = 1 << 24  # of a storage that are looked at one by one
 
 UNKNOWN = -1
 """Stands for the position of a site where something that is not recorded wrote.
