@@ -112,9 +112,8 @@ class DeterminismJobCallback(Callback):
                 job_return.return_value = SystemExit(error.exit_code)
 
     def _open(self, config: DictConfig) -> None:
-        for name in config.determinism:
-            if name not in _ARGUMENTS:
-                raise SelectionError(f"DeterminismCallback has no argument {name}.")
+        if unknown := [name for name in config.determinism if name not in _ARGUMENTS]:
+            raise SelectionError(f"DeterminismCallback has no argument {unknown[0]}.")
         if OmegaConf.is_missing(config.determinism, "reference"):
             raise SettingsError(
                 "determinism.reference is not set, so there is nowhere to record to or to verify against. "

@@ -32,8 +32,7 @@ def at_op(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_each_rank_records_its_own_steps_and_the_same_training_matches(at_op: Path, tmp_path: Path) -> None:
     recording = Run.open(at_op / "run")
-    assert recording.is_complete
-    assert recording.ranks == [0, 1]
+    assert (recording.is_complete, recording.ranks) == (True, [0, 1])
     assert [recording.rank(rank).steps(0).tolist() for rank in recording.ranks] == [[0, 1, 2, 3]] * 2
     # the root of a broadcast (of batch norm's buffers) puts something in, and the other does not
     views = [recording.view(rank, 0, 2) for rank in recording.ranks]
@@ -76,8 +75,7 @@ def test_who_started_it_is_found_and_diff_says_the_same(fault: str, at_op: Path,
     place, cause, said = FAULTS[fault]
     ended = run_training("verify", linked(at_op, tmp_path), fault, status=1)
     require_one_verdict(verdict := verdict_in(tmp_path), tmp_path / "run", tmp_path / "current")
-    assert {name: verdict["first_divergence"][name] for name in place} == place
-    assert verdict["cause"] == cause
+    assert (verdict["cause"], verdict["first_divergence"] | place) == (cause, verdict["first_divergence"])
     assert all(text in verdict["explanation"] for text in said), verdict["explanation"]
     wanted = {(rank, "c10d.allreduce_.default") for rank in range(2)} if fault == "collective" else set()
     assert {(origin["rank"], origin["op"]) for origin in verdict["origins"]} == wanted
