@@ -107,10 +107,7 @@ _ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
     "--steps": {"choices": ("all", "common"), "help": "all (default) demands the reference's; common: those of both"},
     "--on-divergence": {"choices": ("raise", "collect", "warn"), "help": "raise (default) stops there; others go on"},
     "--seed": {"type": _number, "metavar": "N", "help": "seed of all generators, set before the script's first line"},
-    "--deterministic": {
-        "action": argparse.BooleanOptionalAction,
-        "help": "set the defaults of DeterminismSettings before the script's first line",
-    },
+    "--deterministic": {"action": argparse.BooleanOptionalAction, "help": "likewise, the default settings"},
 }
 SCRIPT_OPTIONS = (
     *("--level", "--modules", "--every-n-steps", "--only-steps", "--replay", "--keep", "--steps", "--on-divergence"),
@@ -118,25 +115,20 @@ SCRIPT_OPTIONS = (
 )
 """Of commands that start a script, and of pyproject.toml: arguments of ``DeterminismCallback``, and settings."""
 _COMMANDS: Mapping[str, tuple[str, str]] = {
-    # name -> what it does, whose first sentence stands in the list of commands, and its arguments
+    # name -> what it does, and its arguments
     "show": ("Show what a run holds.", "run_folder --json --step --rank --segment"),
     "diff": ("Compare a run with its reference.", "reference current --json --steps --html"),
     "record": ("Run a script that trains with a Lightning Trainer, and record its training.", "run_folder --overwrite"),
     "verify": ("Run a script, and verify its training against a recorded one.", "run_folder --current"),
     "check": ("Run a script twice, recording and then verifying, and say what differs.", "--vary --to -v/--verbose"),
     "doctor": (
-        "Show which determinism settings are in force in a new process here. What is not has the line to add. Exit 1 "
-        "when something asked for is not in force.",
+        "Show which determinism settings are in force here; exit 1 when one asked for is not.",
         "--json --against",
     ),
     "ops": ("Show what the installed torch says of ops that are not deterministic, or draw.", "--json --used-by"),
-    "export": (
-        "Write a run as a Parquet data set. It has a folder a rank, and DuckDB, Polars and Spark query it as it is.",
-        "run_folder --to",
-    ),
+    "export": ("Write a run as a Parquet data set, which DuckDB, Polars and Spark query as it is.", "run_folder --to"),
     "check-checkpoint": (
-        "Compare a checkpoint with the digests beside it, or with another one. Exit 1 when something differs, 2 "
-        "when it cannot be told.",
+        "Compare a checkpoint with the digests beside it, or with another.",
         "checkpoint other --json",
     ),
 }
@@ -164,7 +156,7 @@ def _parser(more: str) -> argparse.ArgumentParser:
             names += SCRIPT_OPTIONS
             usage = f"det-callbacks {name}{folder} [OPTIONS] -- PROGRAM ARGUMENT ..."
             of_script = {"usage": "\n".join([usage, more]).strip().replace("%", "%%"), "epilog": _OF_SCRIPTS}
-        command = commands.add_parser(name, help=says.partition(". ")[0].rstrip("."), description=says, **of_script)
+        command = commands.add_parser(name, help=says.rstrip("."), description=says, **of_script)
         for argument in names:
             needed: dict[str, Any] = {"required": True} if (name, argument) == ("export", "--to") else {}
             command.add_argument(*argument.split("/"), **_ARGUMENTS[argument], **needed)

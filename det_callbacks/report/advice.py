@@ -82,18 +82,24 @@ def _advise_unrecorded(facts: Facts) -> str:
 
 def _begun_before(what: str, step: int, choices: Sequence[EnvironmentDifference]) -> str:
     choice = earlier_choice(choices)
-    known = "record them too to see where it starts" if choice is None else show_differences([choice])
+    known = "record them too to see where it starts"
+    if choice is not None:
+        known = f"a choice explains it, {show_differences([choice])}"
     return f"{what} before step {step}, and steps before it were not recorded: {known}"
 
 
 def _advise_lost_value(facts: Facts) -> str:
     """Say what a resume may have lost where all that a checkpoint restores agrees, and no choice explains it."""
-    kind = (facts.origin or facts.first).divergence.kind
-    is_outside = bool(facts.sources) and all(
-        one.role == "input" and one.divergence.name is None for one in facts.sources
+    is_lost = (facts.origin or facts.first).divergence.kind in ("argument", "missing", "extra")
+    if facts.sources:
+        is_lost = all(one.role == "input" and one.divergence.name is None for one in facts.sources)
+    if not is_lost or not facts.is_resumed or facts.choices:
+        return ""
+    return (
+        "All that a checkpoint restores agrees: look for a Python value that the checkpoint does not hold (an "
+        "attribute, a counter, the state of an environment), and keep it there with on_save_checkpoint and "
+        "on_load_checkpoint, or in a buffer"
     )
-    is_lost = is_outside or (not facts.sources and kind in ("argument", "missing", "extra"))
-    return _LOST_VALUE if facts.is_resumed and not facts.choices and is_lost else ""
 
 
 _OTHER_EPOCHS = (
@@ -102,11 +108,6 @@ _OTHER_EPOCHS = (
 _UNRESTORED = (
     'Resume with resume="exact" from a checkpoint that was saved with the callback: Lightning alone restores no '
     "generator"
-)
-_LOST_VALUE = (
-    "All that a checkpoint restores agrees: look for a Python value that the checkpoint does not hold (an "
-    "attribute, a counter, the state of an environment), and keep it there with on_save_checkpoint and "
-    "on_load_checkpoint, or in a buffer"
 )
 
 ADVICE: Mapping[str, str | Callable[[Facts], str]] = {
