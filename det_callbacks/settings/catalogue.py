@@ -132,7 +132,8 @@ def start_environment() -> Mapping[str, str]:
     except OSError:
         return dict(os.environ)
     entries = (os.fsdecode(entry).partition("=") for entry in content.split(b"\0") if entry)
-    return {name: value for name, _, value in entries}
+    is_hiding = sys.flags.ignore_environment  # python -E
+    return {name: value for name, _, value in entries if not (is_hiding and name.startswith("PYTHON"))}
 
 
 def algorithms_in_force() -> str:

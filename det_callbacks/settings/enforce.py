@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -131,8 +131,7 @@ def _enforce(settings: DeterminismSettings, *, with_generators: bool = True) -> 
 
 
 def _refuse_late(settings: DeterminismSettings) -> None:
-    late: list[str] = []
-    variables: list[str] = []
+    late, variables = list[str](), list[str]()
     for name, setting in SETTINGS.items():
         wanted = getattr(settings, name)
         reason = None if wanted is None else setting.too_late(wanted)
@@ -148,9 +147,9 @@ def _refuse_late(settings: DeterminismSettings) -> None:
 
 def _find_parameters() -> Mapping[int, weakref.ref[nn.Parameter]]:
     """Return all parameters among what the garbage collector follows, not kept alive; some 30 milliseconds."""
-    objects = gc.get_objects()
-    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, nn.Parameter)}
-    return {id(one): weakref.ref(one) for one in objects if type(one) in kinds and not is_lazy(one)}
+    is_parameter: Callable[[type], bool] = cache(lambda kind: issubclass(kind, nn.Parameter))
+    found = (one for one in gc.get_objects() if is_parameter(type(one)) and not is_lazy(one))
+    return {id(one): weakref.ref(one) for one in found}
 
 
 def _require_seed(seed: int, model: nn.Module) -> None:
