@@ -18,7 +18,7 @@ from det_callbacks.errors import DivergenceWarning, NothingComparedError, Replic
 from det_callbacks.patterns import as_names
 from det_callbacks.ranks.group import RankGroup
 from det_callbacks.ranks.replicas import ReplicaReport, ReplicatedState, compare_replicas, replicated_state
-from det_callbacks.report.replicas import replicas_line, replicas_text
+from det_callbacks.report.fits import replicas_line, replicas_text
 
 
 class Replicas:

@@ -1,19 +1,22 @@
-"""The lines and errors that a recording, a verification or an audit ends with."""
+"""The lines and errors that a recording, a verification, an audit of ops or one of replicas ends with."""
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from det_callbacks.audit import AuditReport
-from det_callbacks.report.console import Section, Table, at_most, count, listed, print_line, size, to_text
+from det_callbacks.report.console import Section, Table, at_most, count, listed, print_line, ranks_text, size, to_text
 from det_callbacks.report.run import missing_calls
 from det_callbacks.tensors.kept import KeptCounts
 from det_callbacks.verdict import Verdict
 
-MAX_FINDINGS = 30
-"""Rows of an audit's table; all of them stand in audit.json."""
+if TYPE_CHECKING:
+    from det_callbacks.ranks.replicas import ReplicaDifference, ReplicaReport
+
+MAX_FINDINGS, MAX_DIFFERENCES = 30, 10
+"""Rows of the table of an audit of ops, and lines on replicas; the reports have all."""
 
 _STYLES = {"match": "green", "diverged": "bold red", "not_comparable": "yellow"}
 
@@ -183,3 +186,46 @@ def audit_lines(report: AuditReport, *, replay: Path) -> str:
     begin = f"Run again on the same inputs, {count(len(report.findings), 'op')} gave other bits."
     table = Table(columns=columns, rows=rows, limit=MAX_FINDINGS)
     return to_text([Section(lines=[begin]), Section(table=table), Section(lines=advice)])
+
+
+# replicas
+
+
+def replicas_text(report: "ReplicaReport") -> str:
+    """Return what differs between replicas, where and since when, what was still equal, and what to do next."""
+    num_names = len({found.name for found in report.differences})
+    last = report.last_agreement
+    agreed = "They were never compared before." if last is None else f"They last agreed {_when(last)}."
+    differences = "\n".join(f"  {line}" for line in at_most(MAX_DIFFERENCES, [*map(_difference, report.differences)]))
+    return (
+        f"The replicas of this training differ {_when(report.step)}: {count(num_names, 'tensor')} on "
+        f"{report.world_size} ranks. {agreed}\n\n{differences}\n\n"
+        f"Compared: {count(report.num_compared, 'tensor')} of this rank{_left_out(report.left_out)}.\n"
+        "To find the op, record with DeterminismCallback and verify, which names rank, step and op; audit after "
+        "every step to find the step. What is to differ: ReplicaAuditCallback(ignore=[...])."
+    )
+
+
+def replicas_line(report: "ReplicaReport", *, num_audits: int, has_differed: bool) -> str:
+    """Return the closing line of a fit whose replicas were compared so often, with the report of the last time."""
+    verb = ("agree again" if has_differed else "agree") if report.equal else "differ"
+    return (
+        f"det_callbacks: replicas {verb}: {count(num_audits, 'audit')} of {count(report.num_compared, 'tensor')} on "
+        f"{report.world_size} ranks, the last {_when(report.step)}{_left_out(report.left_out)}"
+    )
+
+
+def _when(step: int) -> str:
+    return "before the first step" if step < 0 else f"after step {step}"
+
+
+def _difference(found: "ReplicaDifference") -> str:
+    held = [f"{value.digest or 'not there'} on {ranks_text(value.ranks)}" for value in found.values]
+    if found.is_tie:
+        return f"{found.name}: {', '.join(held)}; neither is a majority"
+    return f"{found.name}: {'; '.join(held[1:])}, and {held[0]}"
+
+
+def _left_out(left_out: Mapping[str, int]) -> str:
+    parts = [f"{reason} ({number})" for reason, number in sorted(left_out.items())]
+    return f"; not compared: {'; '.join(parts)}" if parts else ""
