@@ -121,9 +121,7 @@ def doctor_report(diagnosis: "Diagnosis") -> list[Section]:
         report.append(Section(title=title, table=Table(columns=columns, rows=rows) if rows else None))
     if not missing:
         return [*report, Section(title="all in force", style="bold green")]
-    advice = (
-        "One call sets them all: det_callbacks.enforce_determinism(det_callbacks.DeterminismSettings(...)), "
-        "before the model is built; the Hydra presets do."
-    )
     title = f"{count(len(missing), 'setting')} not in force: {', '.join(missing)}"
+    call = "det_callbacks.enforce_determinism(det_callbacks.DeterminismSettings(...))"
+    advice = f"One call sets them all, before the model is built, as the Hydra presets do: {call}"
     return [*report, Section(title=title, style="bold red", lines=[advice])]

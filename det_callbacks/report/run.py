@@ -44,16 +44,9 @@ def step_to_dict(view: StepView) -> dict[str, Any]:
     for position, (site, entry) in enumerate(zip(program.sites, view.layout.entries, strict=True)):
         layout = {name: getattr(entry, name, None) for name in ("shape", "dtype")}
         sites.append({"position": position, **asdict(site), **layout, "digest": _digest_at(view, position)})
-    counts = {"ops_seen": program.ops_seen, "ops_digested": program.ops_digested}
-    skipped = dict(program.ops_skipped)
-    return {
-        "schema": 1,
-        "rank": view.rank,
-        **_record_to_dict(view.record),
-        **counts,
-        "ops_skipped": skipped,
-        "sites": sites,
-    }
+    counts: dict[str, Any] = {"ops_seen": program.ops_seen, "ops_digested": program.ops_digested}
+    counts["ops_skipped"] = dict(program.ops_skipped)
+    return {"schema": 1, "rank": view.rank, **_record_to_dict(view.record), **counts, "sites": sites}
 
 
 def _record_to_dict(record: StepRecord) -> dict[str, Any]:

@@ -71,8 +71,9 @@ def build_maps(verdict: Verdict, reference: Run, current: Run) -> tuple[list[Hea
     """
     if reference.manifest.world_size != current.manifest.world_size:
         return [], 0
-    ranks = [(rank, run.rank(rank)) for run in (reference, current) for rank in run.ranks]
-    fits = {(number, fit) for number, rank in ranks for fit in rank.segments if len(rank.steps(fit))}
+    common = {*reference.ranks} & {*current.ranks}
+    ranks = [run.rank(rank) for run in (reference, current) for rank in common]
+    fits = {(rank.rank, fit) for rank in ranks for fit in rank.segments if len(rank.steps(fit))}
     urgent = {one.rank for one in (verdict.first_divergence, *verdict.origins) if one is not None}
     shown = sorted(sorted(fits, key=lambda fit: (fit[0] not in urgent, fit))[:MAX_MAPS])
     begun: set[int] = set()
