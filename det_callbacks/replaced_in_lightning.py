@@ -22,7 +22,6 @@ PLACES: Mapping[str, str] = {
     "save_checkpoint": "of the strategy: every checkpoint is saved through it",
     "load_checkpoint": "of the strategy: every checkpoint is loaded through it",
     "remove_checkpoint": "of the strategy: every checkpoint is removed through it",
-    "get_metrics": "of Lightning's own progress bars: their metrics are numbers, and the word of a run is none",
     "__class__": "of the loader and the samplers of a fit: Python looks __iter__ and __next__ up in the class",
 }
 """Each method that is replaced, with the reason."""

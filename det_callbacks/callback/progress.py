@@ -1,9 +1,7 @@
 """How far a run is, in the Trainer's loggers and in its progress bar (read at Lightning 2.6.6)."""
 
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,7 +9,6 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
 from det_callbacks.callback.session import Progress
-from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.report.fits import print_closing_line, progress_word
 from det_callbacks.rng import RewindPoint
 
@@ -30,27 +27,18 @@ class ProgressReporter:
 
     def __init__(self) -> None:
         self._trainer: pl.Trainer | None = None
-        self._replaced = ReplacedInLightning()
         self._progress = Progress()
         self._is_recording = False
         self._step = 0
         self._is_logged = True
 
     def begin_fit(self, trainer: pl.Trainer, *, is_recording: bool) -> None:
-        """Follow a fit that is about to train, whose steps are recorded, or verified.
-
-        The word stands beside what the bar's ``get_metrics`` returns, whoever wrote that;
-        ``trainer.progress_bar_metrics`` holds numbers only and is left alone. Nothing is done where the bar is another
-        one than Lightning's, which need not take text.
-        """
+        """Follow a fit that is about to train, whose steps are recorded, or verified."""
         self.close()
         self._progress, self._is_logged = Progress(), True
         self._is_recording = is_recording
-        bar: Any = trainer.progress_bar_callback
         if trainer.is_global_zero:
             self._trainer = trainer
-            if isinstance(bar, TQDMProgressBar | RichProgressBar):
-                self._replaced.put(bar, "get_metrics", lambda get_metrics: partial(self._with_word, get_metrics))
 
     def after_step(self, progress: Progress) -> None:
         """Take the state after a batch, and log it when the Trainer's own metrics are logged."""
@@ -60,6 +48,9 @@ class ProgressReporter:
         trainer: Any = self._trainer
         fit_loop, every = trainer.fit_loop, trainer.log_every_n_steps
         self._progress, self._step, self._is_logged = progress, fit_loop.epoch_loop._batches_that_stepped, False
+        if isinstance(trainer.progress_bar_callback, TQDMProgressBar | RichProgressBar):  # another need not take text
+            numbers = {"num_steps": progress.num_steps, "num_differing": progress.num_differing}
+            _bar_metrics(trainer)[KEY] = progress_word(**numbers, is_recording=self._is_recording)
         if every and (self._step + 1) % every == 0 and not fit_loop._should_accumulate():
             self._log(trainer)
 
@@ -72,8 +63,9 @@ class ProgressReporter:
 
     def close(self) -> None:
         """Leave the bar as it was; may be called more than once."""
+        if self._trainer is not None:
+            _bar_metrics(self._trainer).pop(KEY, None)
         self._trainer = None
-        self._replaced.restore()
 
     def _log(self, trainer: pl.Trainer) -> None:
         self._is_logged, progress = True, self._progress
@@ -91,9 +83,10 @@ class ProgressReporter:
             logger.save()
         states.put_back()
 
-    def _with_word(self, get_metrics: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        numbers = {"num_steps": self._progress.num_steps, "num_differing": self._progress.num_differing}
-        return {KEY: progress_word(**numbers, is_recording=self._is_recording), **get_metrics(*args, **kwargs)}
+
+def _bar_metrics(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return what ``trainer.progress_bar_metrics`` holds, without the computing of metrics that it begins with."""
+    return trainer._logger_connector._progress_bar_metrics  # a bar takes text as well
 
 
 def print_beside_bar(trainer: pl.Trainer, text: str) -> None:
