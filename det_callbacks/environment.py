@@ -27,11 +27,11 @@ import torch
 from det_callbacks.digest import device_choice
 from det_callbacks.host_digest import digest_bytes, format_digest
 from det_callbacks.runs.environment import ARGUMENTS, CHANGED_FILE, CONFIGURATION, DIGEST, Environment, EnvironmentEntry
-from det_callbacks.settings import SETTINGS, enforced_names, settings_in_force
+from det_callbacks.settings import SETTINGS, settings_in_force
 from det_callbacks.settings.catalogue import SDPA_BACKENDS, start_environment
+from det_callbacks.settings.enforce import enforced_names
 
 WITHHELD = "<withheld>"
-GIT_SECONDS = 5
 
 _KERNEL_VARIABLES = (
     *("ATEN_CPU_CAPABILITY", "DNNL_DEFAULT_FPMATH_MODE", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE"),
@@ -150,9 +150,7 @@ def _own_choices() -> Iterator[tuple[str, Any]]:
     for name in ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul"):
         yield f"torch.backends.{name}.fp32_precision", attrgetter(f"{name}.fp32_precision")(torch.backends)
     for name in _DETERMINISM_VARIABLES:
-        is_ignored = name == "PYTHONHASHSEED" and sys.flags.ignore_environment  # python -E: a check has varied nothing
-        known = start_environment() if name == "PYTHONHASHSEED" else os.environ
-        yield f"env.{name}", None if is_ignored else known.get(name)
+        yield f"env.{name}", (start_environment() if name == "PYTHONHASHSEED" else os.environ).get(name)
 
 
 def _is_idle(name: str) -> bool:
@@ -244,7 +242,7 @@ def _ask_git(folder: Path, *arguments: str) -> str | None:
     # --no-optional-locks: a question must not write to the repository of somebody else
     command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, check=False, stdin=subprocess.DEVNULL, timeout=GIT_SECONDS)
+        done = subprocess.run(command, capture_output=True, check=False, stdin=subprocess.DEVNULL, timeout=5)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.decode(errors="backslashreplace") if done.returncode == 0 else None

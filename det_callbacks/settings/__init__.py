@@ -1,12 +1,7 @@
 """What is enforced so that a run can repeat, and what is in force: asked of torch and the process."""
 
 from det_callbacks.settings.catalogue import MAX_SEED, SETTINGS, settings_in_force
-from det_callbacks.settings.enforce import (
-    EnforcedDeterminism,
-    enforce_around_training,
-    enforce_determinism,
-    enforced_names,
-)
+from det_callbacks.settings.enforce import EnforcedDeterminism, enforce_around_training, enforce_determinism
 from det_callbacks.settings.model import DeterminismSettings
 
 __all__ = [
@@ -16,6 +11,5 @@ __all__ = [
     "EnforcedDeterminism",
     "enforce_around_training",
     "enforce_determinism",
-    "enforced_names",
     "settings_in_force",
 ]

@@ -128,12 +128,12 @@ def _owner_of(path: str) -> tuple[Any, str]:
 def start_environment() -> Mapping[str, str]:
     """Return the environment variables with which this process started; without /proc those of the first call."""
     try:
-        content = Path("/proc/self/environ").read_bytes()
+        entries = Path("/proc/self/environ").read_bytes().split(b"\0")
+        variables = dict(os.fsdecode(entry).partition("=")[::2] for entry in entries if entry)
     except OSError:
-        return dict(os.environ)
-    entries = (os.fsdecode(entry).partition("=") for entry in content.split(b"\0") if entry)
+        variables = dict(os.environ)
     is_hiding = sys.flags.ignore_environment  # python -E
-    return {name: value for name, _, value in entries if not (is_hiding and name.startswith("PYTHON"))}
+    return {name: value for name, value in variables.items() if not (is_hiding and name.startswith("PYTHON"))}
 
 
 def algorithms_in_force() -> str:

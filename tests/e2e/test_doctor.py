@@ -1,5 +1,3 @@
-"""The doctor says what is in force, what is missing, and how this place differs from a reference's."""
-
 import json
 from collections.abc import Callable
 from pathlib import Path
