@@ -67,11 +67,7 @@ _WORDS = [
 CONSTANTS = (*_WORDS, *struct.unpack("<8q", struct.pack("<8Q", *_INITIAL_LANES)))
 """What the kernels' constants point at; they know the places as numbers."""
 
-_SUM_ARGUMENTS = [
-    "constants",
-    "sums",
-    *(f"{kind}{number}" for number in range(SPANS_PER_LAUNCH) for kind in ("address", "bytes")),
-]
+_SPAN_ARGUMENTS = [f"{kind}{number}" for number in range(SPANS_PER_LAUNCH) for kind in ("at", "len")]
 
 
 @triton.jit
@@ -91,83 +87,51 @@ def _mix(word, key):
     return (mixed & 0xFFFFFFFF) * (mixed >> 32)
 
 
-@triton.jit(do_not_specialize=_SUM_ARGUMENTS)
+@triton.jit(do_not_specialize=["constants", "sums", *_SPAN_ARGUMENTS])
 def _sum_blocks(
     constants: tl.int64,
     sums: tl.int64,
-    address0: tl.int64,
-    bytes0: tl.int64,
-    address1: tl.int64,
-    bytes1: tl.int64,
-    address2: tl.int64,
-    bytes2: tl.int64,
-    address3: tl.int64,
-    bytes3: tl.int64,
-    address4: tl.int64,
-    bytes4: tl.int64,
-    address5: tl.int64,
-    bytes5: tl.int64,
-    address6: tl.int64,
-    bytes6: tl.int64,
-    address7: tl.int64,
-    bytes7: tl.int64,
-    address8: tl.int64,
-    bytes8: tl.int64,
-    address9: tl.int64,
-    bytes9: tl.int64,
-    address10: tl.int64,
-    bytes10: tl.int64,
-    address11: tl.int64,
-    bytes11: tl.int64,
-    address12: tl.int64,
-    bytes12: tl.int64,
-    address13: tl.int64,
-    bytes13: tl.int64,
-    address14: tl.int64,
-    bytes14: tl.int64,
-    address15: tl.int64,
-    bytes15: tl.int64,
+    at0: tl.int64,
+    len0: tl.int64,
+    at1: tl.int64,
+    len1: tl.int64,
+    at2: tl.int64,
+    len2: tl.int64,
+    at3: tl.int64,
+    len3: tl.int64,
+    at4: tl.int64,
+    len4: tl.int64,
+    at5: tl.int64,
+    len5: tl.int64,
+    at6: tl.int64,
+    len6: tl.int64,
+    at7: tl.int64,
+    len7: tl.int64,
+    at8: tl.int64,
+    len8: tl.int64,
+    at9: tl.int64,
+    len9: tl.int64,
+    at10: tl.int64,
+    len10: tl.int64,
+    at11: tl.int64,
+    len11: tl.int64,
+    at12: tl.int64,
+    len12: tl.int64,
+    at13: tl.int64,
+    len13: tl.int64,
+    at14: tl.int64,
+    len14: tl.int64,
+    at15: tl.int64,
+    len15: tl.int64,
 ):
     """Write what each of a tile's blocks adds to the eight accumulators; a span's tiles follow the span's before."""
-    addresses = (
-        address1,
-        address2,
-        address3,
-        address4,
-        address5,
-        address6,
-        address7,
-        address8,
-        address9,
-        address10,
-        address11,
-        address12,
-        address13,
-        address14,
-        address15,
-    )
-    lengths = (
-        bytes1,
-        bytes2,
-        bytes3,
-        bytes4,
-        bytes5,
-        bytes6,
-        bytes7,
-        bytes8,
-        bytes9,
-        bytes10,
-        bytes11,
-        bytes12,
-        bytes13,
-        bytes14,
-        bytes15,
-    )
+    addresses = (at1, at2, at3, at4, at5, at6, at7, at8, at9, at10, at11, at12, at13, at14, at15)
+    lengths = (len1, len2, len3, len4, len5, len6, len7, len8, len9, len10, len11, len12, len13, len14, len15)
     program = tl.program_id(0).to(tl.int64)
-    address = address0
-    num_bytes = bytes0
+    address = at0
+    num_bytes = len0
     first = program * 0
-    following = (bytes0 + 32767) // 32768
+    following = (len0 + 32767) // 32768
     for number in tl.static_range(15):
         is_past = program >= following
         address = tl.where(is_past, addresses[number], address)
