@@ -7,7 +7,8 @@ if TYPE_CHECKING:
     from det_callbacks.audit import AuditFinding, AuditReport, OpMismatch
     from det_callbacks.callback import DeterminismCallback, ReplicaAuditCallback, prove_resume
     from det_callbacks.checkpoint import CheckpointReport, EntryDifference, check_checkpoint
-    from det_callbacks.digest import StateDigest, digest_state, digest_tensor
+    from det_callbacks.digest.components import digest_tensor
+    from det_callbacks.digest.state import StateDigest, digest_state
     from det_callbacks.equivalence import BitwiseEquivalenceMode
     from det_callbacks.errors import (
         AuditError,
@@ -121,7 +122,8 @@ _HOMES = {
     "det_callbacks.audit": ("AuditFinding", "AuditReport", "OpMismatch"),
     "det_callbacks.callback": ("DeterminismCallback", "ReplicaAuditCallback", "prove_resume"),
     "det_callbacks.checkpoint": ("CheckpointReport", "EntryDifference", "check_checkpoint"),
-    "det_callbacks.digest": ("StateDigest", "digest_state", "digest_tensor"),
+    "det_callbacks.digest.components": ("digest_tensor",),
+    "det_callbacks.digest.state": ("StateDigest", "digest_state"),
     "det_callbacks.equivalence": ("BitwiseEquivalenceMode",),
     "det_callbacks.errors": (
         "AuditError",

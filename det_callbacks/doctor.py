@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 
-from det_callbacks.digest import device_choice
+from det_callbacks.digest.device.triton_digest import device_choice
 from det_callbacks.environment import capture_environment
 from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.runs.environment import compare_environments

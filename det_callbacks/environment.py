@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from det_callbacks.digest import device_choice
+from det_callbacks.digest.device.triton_digest import device_choice
 from det_callbacks.host_digest import digest_bytes, format_digest
 from det_callbacks.runs.environment import ARGUMENTS, CHANGED_FILE, CONFIGURATION, DIGEST, Environment, EnvironmentEntry
 from det_callbacks.settings import SETTINGS, settings_in_force

@@ -26,7 +26,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import _disable_current_modes  # looked at in torch 2.13
 
 from det_callbacks.audit import OpMismatch
-from det_callbacks.digest import INTEGERS, digest_tensor, require_storage, tensor_numbers
+from det_callbacks.digest.components import INTEGERS, digest_tensor, require_storage, tensor_numbers
 from det_callbacks.errors import CoverageWarning, DetCallbacksError, EquivalenceError, TraceError
 from det_callbacks.rng import RewindPoint, is_capturing
 from det_callbacks.runs.program import scalar_bits

@@ -17,10 +17,10 @@ from unittest import mock
 
 import torch
 
-from det_callbacks.digest import digest_memory
 from det_callbacks.digest.device import deferred
 from det_callbacks.digest.device.deferred import Transfers
 from det_callbacks.digest.device.triton_digest import Choice, Span
+from det_callbacks.host_digest import digest_memory
 from det_callbacks.trace.components import address_of
 from det_callbacks.trace.deferred_sites import DeferredSites
 from det_callbacks.trace.recorder import Recorder

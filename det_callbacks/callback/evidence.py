@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from det_callbacks.checkpoint.loaders import find_generators, follow
-from det_callbacks.digest import digest_bytes, unobserved
+from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import SettingsError
+from det_callbacks.host_digest import digest_bytes
 from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.runs.evidence import AFTER, BEFORE, CALLBACKS, CONSTANTS, Row
 from det_callbacks.trace.components import has_parts, holds_data

@@ -10,7 +10,9 @@ from torch import Tensor, as_tensor
 from det_callbacks.callback.session import Session
 from det_callbacks.checkpoint.fit import local_part
 from det_callbacks.compare.metrics import FIRST_BATCH, GENERATOR, LENGTH
-from det_callbacks.digest import digest_tensor, format_digest, unobserved
+from det_callbacks.digest.components import digest_tensor
+from det_callbacks.digest.unobserved import unobserved
+from det_callbacks.host_digest import format_digest
 from det_callbacks.runs.metrics import RESUMED, Metric, Reading
 from det_callbacks.trace.components import holds_data
 from det_callbacks.trace.generators import Ledger

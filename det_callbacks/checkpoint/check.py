@@ -19,7 +19,7 @@ from det_callbacks.checkpoint.files import (
     read_sidecar,
     resolved,
 )
-from det_callbacks.digest import tensor_numbers
+from det_callbacks.digest.components import tensor_numbers
 from det_callbacks.errors import CheckpointFormatError, CheckpointNotFoundError
 from det_callbacks.verdict import TensorNumbers
 

@@ -20,8 +20,8 @@ import safetensors.torch
 from torch import Tensor
 
 from det_callbacks.checkpoint.entries import Entries, Entry
-from det_callbacks.digest import DIGEST_VERSION, digest_bytes, digest_file, format_digest
 from det_callbacks.errors import CheckpointFormatError
+from det_callbacks.host_digest import DIGEST_VERSION, digest_bytes, digest_file, format_digest
 from det_callbacks.rng import GeneratorStates
 
 SCHEMA = 1

@@ -14,8 +14,10 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from det_callbacks.checkpoint.loaders import find_generators
-from det_callbacks.digest import digest_tensor, format_digest, unobserved
+from det_callbacks.digest.components import digest_tensor
+from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import DetCallbacksError
+from det_callbacks.host_digest import format_digest
 from det_callbacks.rng import Held
 
 GRADIENT, BUFFER = "gradient ", "buffer "

@@ -29,8 +29,9 @@ from det_callbacks.checkpoint.files import (
     write_part,
 )
 from det_callbacks.checkpoint.loaders import follow
-from det_callbacks.digest import digest_bytes, format_digest, unobserved
+from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import NotResumableError
+from det_callbacks.host_digest import digest_bytes, format_digest
 from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.report.checkpoints import unrestored_line
 from det_callbacks.report.fits import print_closing_line

@@ -33,7 +33,7 @@ from det_callbacks.checkpoint.files import (
     write_sidecar,
 )
 from det_callbacks.checkpoint.resume import Resume, Resuming
-from det_callbacks.digest import unobserved
+from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import CheckpointMismatchError
 from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.report.checkpoints import mismatch_text, uncovered_save_line

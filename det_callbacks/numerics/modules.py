@@ -16,7 +16,7 @@ from torch._dynamo.backends.registry import lookup_backend
 # torch-private, looked at in torch 2.13: the table that torch.testing.assert_close documents
 from torch.testing._comparison import default_tolerances
 
-from det_callbacks.digest import tensor_numbers
+from det_callbacks.digest.components import tensor_numbers
 from det_callbacks.errors import NothingComparedError
 from det_callbacks.numerics.result import PHASES, Kind, NumericsReport, Phase, TensorComparison
 from det_callbacks.numerics.side import Inputs, OptimizerFactory, Side, Values, copy_of, is_compiled

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from det_callbacks.digest import digest_bytes, digest_tensors, format_digest, unobserved
+from det_callbacks.digest.components import digest_tensors
+from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import NothingComparedError, SettingsError
+from det_callbacks.host_digest import digest_bytes, format_digest
 from det_callbacks.ranks.group import RankGroup, by_majority
 from det_callbacks.runs.program import scalar_bits
 from det_callbacks.trace.components import holds_data

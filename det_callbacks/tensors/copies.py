@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # torch 2.13
 
-from det_callbacks.digest import INTEGERS, inner_tensors, require_storage, unobserved
+from det_callbacks.digest.components import INTEGERS, inner_tensors, require_storage
+from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import ReplayError, SelectionError
 from det_callbacks.tensors.files import MIB, SavedTensor
 from det_callbacks.trace.components import holds_data, unwrapped

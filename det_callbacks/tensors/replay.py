@@ -9,7 +9,7 @@ import yaml
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes  # torch 2.13
 
-from det_callbacks.digest import digest_tensor
+from det_callbacks.digest.components import digest_tensor
 from det_callbacks.errors import ReferenceFormatError, SelectionError
 from det_callbacks.patterns import OpPattern, as_patterns
 from det_callbacks.tensors.copies import TensorBudget, misfit, require_apart, write_bits

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from det_callbacks.digest import Bits, derived, digest_bytes, digest_rows
+from det_callbacks.digest.device.deferred import Bits, derived
+from det_callbacks.host_digest import digest_bytes, digest_rows
 from det_callbacks.runs.program import UNREAD
 from det_callbacks.trace.components import has_parts, holds_data
 from det_callbacks.trace.deferred_sites import DeferredSites

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from det_callbacks.digest import digest_output
+from det_callbacks.digest.components import digest_output
 from det_callbacks.runs.program import MISSES_PARAMETERS, REGION, Role, Site
 from det_callbacks.trace.backward import compiled_nodes
 from det_callbacks.trace.compiled_graphs import TracedGraph

@@ -14,16 +14,10 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from det_callbacks.digest import (
-    Bits,
-    DeferredBits,
-    DeferredDigests,
-    digest_memory,
-    output_bits,
-    tensor_bits,
-    unobserved,
-    value_of,
-)
+from det_callbacks.digest.components import output_bits, tensor_bits
+from det_callbacks.digest.device.deferred import Bits, DeferredBits, DeferredDigests, value_of
+from det_callbacks.digest.unobserved import unobserved
+from det_callbacks.host_digest import digest_memory
 from det_callbacks.trace.components import PLAIN, address_of, has_parts, parts_of
 from det_callbacks.trace.layouts import LayoutSlot
 

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from det_callbacks.digest import Bits, DeferredDigests, tensor_bits, value_of
+from det_callbacks.digest.components import tensor_bits
+from det_callbacks.digest.device.deferred import Bits, DeferredDigests, value_of
 from det_callbacks.rng import (
     PROCESS,
     TORCH_CPU,

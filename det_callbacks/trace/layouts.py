@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from det_callbacks.digest import is_dense
+from det_callbacks.digest.components import is_dense
 from det_callbacks.runs.program import READS, Layout, TensorLayout, entry_digest, layout_id
 from det_callbacks.trace.components import PLAIN, STRIDED, has_parts
 

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from det_callbacks.digest import Bits, digest_spans, tensor_bits
+from det_callbacks.digest.components import tensor_bits
+from det_callbacks.digest.device.deferred import Bits
+from det_callbacks.host_digest import digest_spans
 from det_callbacks.rng import PROCESS, digest_generator, is_readable, used_generators
 from det_callbacks.runs.program import IN_FLIGHT, Role, Site, scalar_bits
 from det_callbacks.trace.components import PLAIN, STRIDED, address_of, has_parts, holds_data, unwrapped

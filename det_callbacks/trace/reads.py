@@ -8,7 +8,7 @@ import torch
 from torch import Generator, Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # looked at in torch 2.13
 
-from det_callbacks.digest import digest_memory
+from det_callbacks.host_digest import digest_memory
 from det_callbacks.rng import digest_generator
 from det_callbacks.runs.program import IN_FLIGHT, UNWRITTEN, Site
 from det_callbacks.trace.components import address_of, has_parts, holds_data, parts_of

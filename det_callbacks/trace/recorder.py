@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from det_callbacks.digest import digest_memory
+from det_callbacks.host_digest import digest_memory
 from det_callbacks.runs.program import Program, scalar_bits
 from det_callbacks.runs.selection import PHASES, Selection
 from det_callbacks.runs.steps import Expectation, StepTrace, require_whole

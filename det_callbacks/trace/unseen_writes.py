@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from det_callbacks.digest import Bits, DeferredDigests, digest_memory, digest_output, digest_tensor, value_of
+from det_callbacks.digest.components import digest_output, digest_tensor
+from det_callbacks.digest.device.deferred import Bits, DeferredDigests, value_of
+from det_callbacks.host_digest import digest_memory
 from det_callbacks.runs.program import Program
 from det_callbacks.runs.steps import Expectation
 from det_callbacks.trace.components import has_parts

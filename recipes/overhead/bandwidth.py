@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from device import enqueue_and_busy_seconds
 
-from det_callbacks.digest import device_choice, digest_tensors
+from det_callbacks.digest.components import digest_tensors
 from det_callbacks.digest.device.deferred import DigestQueue
+from det_callbacks.digest.device.triton_digest import device_choice
 
 SIZES_KIB = tuple(4**power for power in range(11))
 """1 KiB to 1 GiB."""

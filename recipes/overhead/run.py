@@ -18,7 +18,7 @@ from measure import OPTIMIZERS, VARIANTS, Case, measure_memory_apart, measure_ti
 from models import FLOAT32_NETWORKS, MIXED_NETWORKS, NETWORKS
 from tables import print_case, print_digests
 
-from det_callbacks.digest import device_choice
+from det_callbacks.digest.device.triton_digest import device_choice
 
 # Steps that each variant trains in a round: enough to be timed, few enough to take turns often.
 STEPS = {"mlp": 50, "transformer": 1, "resnet": 2, "transformer-random-length": 2, "gpt2": 1, "resnet50": 1}

@@ -11,7 +11,8 @@ import torch
 from beta_tensors import BETA_TENSORS
 
 from det_callbacks import digest
-from det_callbacks.digest import digest_output, digest_tensor, digest_tensors, format_digest
+from det_callbacks.digest.components import digest_output, digest_tensor, digest_tensors
+from det_callbacks.host_digest import format_digest
 
 KIB = 1024
 MIB = 1024 * KIB

@@ -21,7 +21,7 @@ from verdicts import DIVERGED, DIVERGENCE
 
 from det_callbacks import DeterminismCallback, Verdict, compare_runs
 from det_callbacks.cli import main
-from det_callbacks.digest import tensor_numbers
+from det_callbacks.digest.components import tensor_numbers
 from det_callbacks.report.verdict import verdict_lines
 from det_callbacks.verdict import Numbers, TensorNumbers
 

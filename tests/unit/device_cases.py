@@ -14,9 +14,11 @@ from unittest import mock
 
 import torch
 
-from det_callbacks.digest import components, digest_memory, digest_output, digest_tensor, digest_tensors
+from det_callbacks.digest import components
+from det_callbacks.digest.components import digest_output, digest_tensor, digest_tensors
 from det_callbacks.digest.device import deferred, triton_digest
 from det_callbacks.digest.device.triton_digest import Choice, TritonDigest, disagreement
+from det_callbacks.host_digest import digest_memory
 
 HOST = torch.device("cpu")
 LEAF = 256 * 1024

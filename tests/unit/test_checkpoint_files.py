@@ -12,7 +12,8 @@ import torch
 from det_callbacks import CheckpointFormatError, CheckpointNotFoundError, check_checkpoint
 from det_callbacks.checkpoint import files
 from det_callbacks.checkpoint.entries import MAX_FLAT, Entry, encode_plain, entries_of
-from det_callbacks.digest import digest_tensor, format_digest
+from det_callbacks.digest.components import digest_tensor
+from det_callbacks.host_digest import format_digest
 from det_callbacks.rng import GeneratorStates
 
 # names and digests of what is in it

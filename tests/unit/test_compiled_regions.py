@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from tracing import assert_same, site_of, step_of, traced
 
 from det_callbacks import DeterminismCallback
-from det_callbacks.digest import digest_tensor
+from det_callbacks.digest.components import digest_tensor
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.trace.hash_mode import HashMode
 from det_callbacks.trace.replaced import REPLACED

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from tracing import assert_same, position_of, site_of, step_of, traced, with_role
 
-from det_callbacks.digest import digest_tensor
+from det_callbacks.digest.components import digest_tensor
 from det_callbacks.errors import CoverageWarning
 from det_callbacks.observers.observations import Observations
 from det_callbacks.runs.selection import Selection

@@ -14,7 +14,7 @@ from torch import library, nn
 from tracing import assert_same, position_of, site_of, step_of, traced
 
 from det_callbacks import ObserverContext, disable_hash_mode, enable_hash_mode, observe
-from det_callbacks.digest import digest_tensor
+from det_callbacks.digest.components import digest_tensor
 from det_callbacks.errors import TraceError
 from det_callbacks.runs.program import IN_FLIGHT
 from det_callbacks.runs.steps import StepTrace

@@ -15,8 +15,10 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.two_tensor import TwoTensor  # looked at in torch 2.13
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from det_callbacks.digest import components, digest_bytes, digest_output, digest_tensor, digest_tensors
+from det_callbacks.digest import components
+from det_callbacks.digest.components import digest_output, digest_tensor, digest_tensors
 from det_callbacks.errors import DetCallbacksError
+from det_callbacks.host_digest import digest_bytes
 
 pytestmark = [
     BETA_TENSORS,

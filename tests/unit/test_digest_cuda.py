@@ -5,7 +5,7 @@ import pytest
 import torch
 from test_digest_device import add
 
-from det_callbacks.digest import digest_output, digest_tensor, digest_tensors
+from det_callbacks.digest.components import digest_output, digest_tensor, digest_tensors
 from det_callbacks.digest.device.deferred import DigestQueue
 from det_callbacks.digest.device.triton_digest import TritonDigest, device_choice
 

@@ -20,7 +20,7 @@ from test_digest import CountingDispatch
 from test_triton_digest import late_kernels
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from det_callbacks.digest import digest_tensor
+from det_callbacks.digest.components import digest_tensor
 from det_callbacks.digest.device import deferred, triton_digest
 from det_callbacks.digest.device.deferred import DeferredDigests, DigestQueue
 from det_callbacks.digest.device.triton_digest import Choice, device_choice, disagreement

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from det_callbacks import host_digest as host
-from det_callbacks.digest import digest_bytes
+from det_callbacks.host_digest import digest_bytes
 
 KIB = 1024
 MIB = 1024 * KIB

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from det_callbacks import DetCallbacksError, digest_state, digest_tensor
-from det_callbacks.digest import format_digest
+from det_callbacks.host_digest import format_digest
 
 
 class Net(nn.Module):

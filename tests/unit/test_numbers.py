@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from det_callbacks import numbers
-from det_callbacks.digest import tensor_numbers
+from det_callbacks.digest.components import tensor_numbers
 from det_callbacks.verdict import TensorNumbers
 
 LABEL = TensorNumbers(tensor="output 0")

@@ -14,9 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from det_callbacks.digest import digest_tensor, format_digest
+from det_callbacks.digest.components import digest_tensor
 from det_callbacks.environment import capture_environment
 from det_callbacks.errors import RunExistsError, SettingsError
+from det_callbacks.host_digest import format_digest
 from det_callbacks.ranks.group import RankGroup
 from det_callbacks.ranks.replicas import (
     ReplicaReport,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from tracing import assert_same, digests_by_name, position_of, reads_of, site_of, step_of, traced, with_role
 
-from det_callbacks.digest import digest_output, digest_tensor
+from det_callbacks.digest.components import digest_output, digest_tensor
 from det_callbacks.trace.hash_mode import HashMode
 
 

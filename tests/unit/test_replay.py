@@ -26,8 +26,9 @@ from torch.distributed.tensor import DTensor, Shard
 from verdicts import DIVERGED, DIVERGENCE
 
 from det_callbacks.compare.numbers import KeptNumbers, to_keep
-from det_callbacks.digest import digest_tensor, format_digest
+from det_callbacks.digest.components import digest_tensor
 from det_callbacks.errors import DetCallbacksError, ReferenceFormatError, ReplayError
+from det_callbacks.host_digest import format_digest
 from det_callbacks.runs.files import stream_path
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.tensors.copies import TensorBudget
