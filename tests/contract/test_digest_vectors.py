@@ -10,7 +10,7 @@ import pytest
 import torch
 from beta_tensors import BETA_TENSORS
 
-from det_callbacks import digest
+from det_callbacks import host_digest
 from det_callbacks.digest.components import digest_output, digest_tensor, digest_tensors
 from det_callbacks.host_digest import format_digest
 
@@ -65,15 +65,19 @@ def test_bytes(num_bytes: int, expected: str, tmp_path: Path) -> None:
     data = pattern(num_bytes + 2048)[:num_bytes]  # what lies behind it plays no part
     (tmp_path / "file").write_bytes(data)
     tensor = torch.from_numpy(data)
-    digests = [digest.digest_bytes(data), digest.digest_memory(data.ctypes.data, num_bytes), digest_tensor(tensor)]
-    size, of_file = digest.digest_file(tmp_path / "file")
+    digests = [
+        host_digest.digest_bytes(data),
+        host_digest.digest_memory(data.ctypes.data, num_bytes),
+        digest_tensor(tensor),
+    ]
+    size, of_file = host_digest.digest_file(tmp_path / "file")
     digests += [digest_output(tensor), *digest_tensors([tensor]), of_file]
     assert size == num_bytes
     assert {format_digest(one) for one in digests} == {expected}
 
 
 def test_the_version_and_the_memory_order_of_an_output() -> None:
-    assert digest.DIGEST_VERSION == 1
+    assert host_digest.DIGEST_VERSION == 1
     assert format_digest(digest_output(torch.arange(24.0).reshape(4, 6).t())) == TENSORS["float32"][1]
 
 
