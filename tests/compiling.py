@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -119,8 +118,8 @@ def restored(model: nn.Module, state: dict[str, Tensor], run: Callable[[], StepT
     return run()
 
 
-@contextmanager
-def compiling_anew() -> Iterator[None]:
+@pytest.fixture
+def compiles_anew() -> Iterator[None]:
     """Forget what was compiled, before and after."""
     REPLACED.follow(FOLLOWER)  # as a callback does during a fit
     was_set = SET_BY_INDUCTOR in os.environ

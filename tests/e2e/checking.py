@@ -13,8 +13,6 @@ from forks import fork_process
 from det_callbacks import check as checks
 from det_callbacks.cli import main
 
-__all__ = ["Ended", "Run", "fork_process", "run_command", "write_app"]
-
 
 class Ended(NamedTuple):
     """How ``det-callbacks record``, ``verify`` or ``check`` ended."""

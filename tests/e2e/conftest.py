@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from compiling import compiling_anew
+from compiling import compiles_anew as compiles_anew  # for tests that are marked with COMPILING
 from faults import Deep, Training
 from fits import record
 from judged import one_verdict as one_verdict  # for every test
@@ -35,10 +35,4 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 def environment_again() -> Iterator[None]:
     """What ``seed_everything`` sets is as before after a test."""
     with mock.patch.dict(os.environ):
-        yield
-
-
-@pytest.fixture
-def compiles_anew() -> Iterator[None]:
-    with compiling_anew():
         yield

@@ -1,4 +1,7 @@
-"""Trainings on several real processes: forked, since an interpreter that imports torch takes longer than the test."""
+"""Trainings on several real processes: forked, since an interpreter that imports torch takes longer than the test.
+
+Also a program that a launcher starts: ``python processes.py MODE FOLDER STRATEGY``.
+"""
 
 import faulthandler
 import inspect
@@ -18,9 +21,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from fits import Classifier, Samples
+from fits import CLASSES, FEATURES, Classifier, Samples
 from forks import end_with
-from torch import Tensor
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 from trainers import has_same_weights, quiet_trainer
 
@@ -169,3 +175,43 @@ def linked(reference: Path, folder: Path) -> Path:
 def verdict_in(folder: Path) -> dict[str, Any]:
     verdict: dict[str, Any] = json.loads((folder / "current" / "verdict.json").read_text())
     return verdict
+
+
+class Sharded(Classifier):
+    """FSDP2 over the data-parallel dimension, and tensor parallelism over the other, where it has several ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(FEATURES, 16), nn.Linear(16, CLASSES + 1)
+        self.norm = self.drop = None
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.last(torch.relu(self.first(inputs)))
+        return outputs
+
+    def configure_model(self) -> None:
+        assert self.device_mesh is not None
+        if self.device_mesh["tensor_parallel"].size() > 1:
+            plan = {"first": ColwiseParallel(), "last": RowwiseParallel()}
+            parallelize_module(self, self.device_mesh["tensor_parallel"], plan)
+        for layer in (self.first, self.last):
+            fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+        fully_shard(self, mesh=self.device_mesh["data_parallel"])
+
+
+STRATEGIES: dict[str, tuple[Any, Any, int]] = {
+    "ddp": ("ddp", Classifier, 2),
+    "ddp_spawn": ("ddp_spawn", Classifier, 2),
+    "fsdp2": (lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1), Sharded, 2),
+    "mesh": (lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2), Sharded, 4),
+}
+
+
+def run_strategy(mode: Any, folder: Path, name: str) -> None:
+    strategy, model, world_size = STRATEGIES[name]
+    callback = DeterminismCallback(folder / "run", mode=mode, current=folder / "current")
+    train(callback, model=model, strategy=strategy() if callable(strategy) else strategy, world_size=world_size)
+
+
+if __name__ == "__main__":
+    run_strategy(sys.argv[1], Path(sys.argv[2]), sys.argv[3])

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from checking import fork_process
+from forks import fork_process
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"```console\n(.*?)```", re.DOTALL)

@@ -1,8 +1,15 @@
 """What a Trainer's loggers and progress bars show of a run, and that the training does not notice."""
 
+import fcntl
 import logging
+import os
+import pty
 import random
 import re
+import struct
+import termios
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,9 +18,9 @@ from unittest.mock import ANY
 import lightning.pytorch as pl
 import numpy as np
 import pytest
-import terminal
 import torch
 from fits import Fit, Steady, StopError
+from forks import end_with
 from lightning.pytorch.callbacks import LambdaCallback, ProgressBar, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import Logger
 from trainers import LIGHTNING_ADVICE
@@ -23,6 +30,29 @@ from det_callbacks.runs.store import Run
 
 pytestmark = LIGHTNING_ADVICE
 COMMON = ("chain", "differing", "replayed_mib", "sites")
+
+
+def written_by(body: Callable[[], Any]) -> str:
+    """Return what a body writes to its terminal of 60 rows and 600 columns, control characters included."""
+    process, terminal = pty.fork()
+    if process == 0:
+        end_with(lambda: at_terminal(body))
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 60, 600, 0, 0))
+    written = bytearray()
+    with suppress(OSError):  # the process has ended (Linux says so in this way)
+        while content := os.read(terminal, 65536):
+            written += content
+    os.close(terminal)
+    os.waitpid(process, 0)
+    return written.decode()
+
+
+def at_terminal(body: Callable[[], Any]) -> None:
+    time.sleep(0.2)  # until the terminal has its size
+    for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        os.environ.pop(name, None)
+    os.environ["TERM"] = "xterm-256color"
+    body()
 
 
 class Logging(Steady):
@@ -158,7 +188,7 @@ def see(*callbacks: pl.Callback, factor_at: int | None = None) -> tuple[str, str
         with suppress(DivergenceError):
             training(*callbacks, factor_at=factor_at, enable_progress_bar=True).run()
 
-    written = terminal.written_by(body)
+    written = written_by(body)
     (ours,) = re.findall(rf"[\r\n]{CONTROL}*(det_callbacks: [^\r\n]*)[\r\n]", written)
     bars = re.findall(r"(Epoch \d[^\r\n]*)", re.sub(CONTROL, "", written))
     return re.sub(CONTROL, "", ours), bars[-1]

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import processes
 import pytest
-import ranks_program
 import torch
 from fits import Classifier
 from html_page import assert_no_receiver_is_an_origin
@@ -144,7 +144,7 @@ def test_ranks_that_do_not_start_alike_do_not_train(tmp_path: Path) -> None:
 
 
 def start_forked(mode: str, folder: Path, name: str, world_size: int = 2) -> None:
-    run_ranks(lambda _: ranks_program.run(mode, folder, name), folder / mode, world_size=world_size, status=0)
+    run_ranks(lambda _: processes.run_strategy(mode, folder, name), folder / mode, world_size=world_size, status=0)
 
 
 @pytest.mark.parametrize(("name", "world_size"), [("fsdp2", 2), pytest.param("mesh", 4, marks=SLOW)])
@@ -171,7 +171,8 @@ def test_launchers(launcher: tuple[str, ...], name: str, started: str, tmp_path:
         if mode != started:
             start_forked(mode, tmp_path, "ddp")
             continue
-        command = [sys.executable, *launcher, ranks_program.__file__, mode, str(tmp_path), name]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False, cwd=tmp_path)
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, Path(__file__).parents[:2]))}
+        command = [sys.executable, *launcher, processes.__file__, mode, str(tmp_path), name]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False, cwd=tmp_path, env=env)
         assert done.returncode == 0, done.stdout + done.stderr
     assert_match(tmp_path)

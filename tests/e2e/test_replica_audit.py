@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks_program
 from fits import Classifier
 from lightning.pytorch.strategies import DDPStrategy
-from processes import Ended, Faulty, require_same_training, run_ranks, train, verdict_in
+from processes import STRATEGIES, Ended, Faulty, Sharded, require_same_training, run_ranks, train, verdict_in
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from trainers import LIGHTNING_ADVICE
 
@@ -117,13 +116,10 @@ def averaged() -> DDPStrategy:
     return DDPStrategy(ddp_comm_state=state, model_averaging_period=2)
 
 
-FSDP2 = ranks_program.STRATEGIES["fsdp2"][0]
-
-
 @pytest.mark.parametrize(
     ("strategy", "model", "text"),
     [
-        (FSDP2, ranks_program.Sharded, "Nothing can be compared: no parameter has a replica"),
+        (STRATEGIES["fsdp2"][0], Sharded, "Nothing can be compared: no parameter has a replica"),
         (Unwrapped, Classifier, "Unwrapped does not say which ranks hold the same parameters"),
         pytest.param(averaged, Classifier, "differ by design between two averagings", marks=pytest.mark.slow),
     ],

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from compiling import compiling_anew, opaque_backend
+from compiling import compiles_anew as compiles_anew  # for tests that are marked with COMPILING
+from compiling import opaque_backend
 from guards import VARIABLES, process_state
 
 
@@ -25,12 +26,6 @@ def single_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(num_threads)
-
-
-@pytest.fixture
-def compiles_anew() -> Iterator[None]:
-    with compiling_anew():
-        yield
 
 
 @pytest.fixture(params=[pytest.param("boxed", id="opaque"), pytest.param("inductor", marks=pytest.mark.slow)])

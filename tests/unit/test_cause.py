@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from pairs import judge, record, steps_of
-from step_builder import both, training_step
+from step_builder import both, judge, record, steps_of, training_step
 
 from det_callbacks.judge import compare_runs
 from det_callbacks.runs.program import TensorLayout

@@ -4,8 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pairs import Pair, judge
-from step_builder import StepBuilder, both, reducing_step
+from step_builder import Pair, StepBuilder, both, judge, reducing_step
 
 from det_callbacks.compare.collectives import Begins, CollectiveCall, FirstDifference, classify, describe_first
 from det_callbacks.compare.step import compare_steps

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pairs import manifest_of, record, steps_of
-from step_builder import StepBuilder, training_step
+from step_builder import StepBuilder, manifest_of, record, steps_of, training_step
 
 from det_callbacks import judge
 from det_callbacks.compare.step import compare_steps

@@ -147,7 +147,7 @@ def test_everyday_ops_give_the_same_bits_twice(name):
 @pytest.mark.parametrize("stride", [pytest.param(12, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.soak)])
 def test_ops_that_torch_tests_give_the_same_bits_twice(stride):
     """In a process of its own: importing the samples that torch has for its tests changes global flags."""
-    script = Path(__file__).with_name("op_database.py")
+    script = Path(__file__).with_name("op_sweep.py")
     command = [sys.executable, str(script), "equivalence", str(stride)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -190,7 +190,7 @@ def test_kinds(func, kind):
 @pytest.mark.soak
 def test_nothing_is_kept_silent_by_any_op_that_torch_tests():
     """Runs the samples of torch's own operator database, in a process of its own: importing it changes global flags."""
-    script = Path(__file__).with_name("op_database.py")
+    script = Path(__file__).with_name("op_sweep.py")
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=1500, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from beta_tensors import BETA_TENSORS
-from compiling import compiling_anew, opaque_backend, twice
+from compiling import opaque_backend, twice
 from device_cases import DTYPES, of_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -346,12 +346,12 @@ def test_one_budget_serves_what_a_step_keeps_and_saves(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it compiles
+@pytest.mark.usefixtures("compiles_anew")
 def test_an_op_inside_a_compiled_region_is_kept_too(tmp_path: Path) -> None:
-    with compiling_anew():
-        compiled = torch.compile(lambda values: twice(values) + 1, backend=opaque_backend())
-        with HashMode():
-            compiled(torch.ones(2, 4))  # compiled before what is kept
-        trace(keeper(tmp_path / "run", "det_tests.twice.default"), lambda: compiled(torch.ones(2, 4)))
+    compiled = torch.compile(lambda values: twice(values) + 1, backend=opaque_backend())
+    with HashMode():
+        compiled(torch.ones(2, 4))  # compiled before what is kept
+    trace(keeper(tmp_path / "run", "det_tests.twice.default"), lambda: compiled(torch.ones(2, 4)))
     assert_kept(tmp_path / "run", replace(ADD, op="det_tests.twice.default"), torch.full((2, 4), 2.0))
 
 

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from judged import require_one_verdict
-from pairs import detector, record, run_fits, steps_of
-from step_builder import StepBuilder, reducing_step, training_step
+from step_builder import StepBuilder, detector, record, reducing_step, run_fits, steps_of, training_step
 
 from det_callbacks import verification as verifying
 from det_callbacks.compare.record import TOGETHER, FitRecord, RankRecord, Stop, Tally, record_path, write_record
