@@ -1,7 +1,7 @@
-"""What running ops again found: plain data, and the list of patterns that record and verify take to replay it."""
+"""What running ops again found, as plain data."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -111,10 +111,3 @@ class AuditReport:
         """Return the report as plain data: ``audit.json``."""
         form: dict[str, Any] = json.loads(json.dumps({"schema": 1, **asdict(self), "replay": self.replay}))
         return form
-
-
-def replay_list(patterns: Sequence[str], comments: Iterable[str] = ()) -> str:
-    """Return a YAML list of patterns that the argument ``replay`` takes as it is."""
-    lines = [f"# {comment}" for comment in comments]
-    lines += ["- '" + pattern.replace("'", "''") + "'" for pattern in patterns] or ["[]"]
-    return "\n".join(lines) + "\n"

@@ -10,16 +10,10 @@ from typing import Any, Self
 
 import torch
 from torch import Generator, Tensor, UntypedStorage, nn
-from torch._C import DisableTorchFunction as _DisableTorchFunction
 
-# torch-private, looked at in torch 2.13; _data_address is where the storage begins, and materialises no copy-on-write
-# storage
-from torch._C import (  # type: ignore[attr-defined]  # not in torch's stubs
-    _data_address,
-    _len_torch_dispatch_stack,
-    _set_conj,
-    _set_neg,
-)
+# torch-private, looked at in torch 2.13, and not in its stubs; _data_address is where the storage begins, and
+# materialises no copy-on-write storage
+from torch._C import DisableTorchFunction, _data_address, _len_torch_dispatch_stack  # type: ignore[attr-defined]
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -263,7 +257,7 @@ class BitwiseEquivalenceMode:
         else:
             self.num_compared += 1
         for index, one, other in differing:
-            with _no_modes_below(), _DisableTorchFunction():
+            with _no_modes_below(), DisableTorchFunction():
                 difference = difference_of(one, other)
             mismatch = OpMismatch(
                 phase=phase,
@@ -340,7 +334,7 @@ def _copied_twice(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     scratch = (plan.argument(name, args, kwargs) for name in OPAQUE_WRITES.get(plan.base, ()))
     written = [*written_arguments(plan, args, kwargs), *(value for value in scratch if isinstance(value, Tensor))]
     try:
-        with _no_modes_below(), _DisableTorchFunction():
+        with _no_modes_below(), DisableTorchFunction():
             calls = [copied_call((args, kwargs), written) for _ in range(2)]
     except Exception:  # noqa: BLE001  # what a tensor class cannot do; the op runs once, and is not compared
         return []
@@ -364,7 +358,7 @@ def _run_again(plan: OpPlan, before: RewindPoint | None, after: RewindPoint | No
 
 def _differing(first: Sequence[Any], second: Sequence[Any]) -> list[_Difference]:
     """Return what two runs wrote with other bits; one that wrote less differs in what it lacks."""
-    with _DisableTorchFunction():
+    with DisableTorchFunction():
         return [
             (index, one, other)
             for index, (one, other) in enumerate(zip_longest(first, second))
@@ -430,9 +424,6 @@ def has_same_bits(first: Any, second: Any) -> bool:
 
 def difference_of(first: Any, second: Any) -> dict[str, Any]:
     """Return shape, dtype and numbers for the ``OpMismatch`` of two outputs that have not the same bits."""
-    if isinstance(first, float) and isinstance(second, float):
-        one, other = (torch.tensor(value, dtype=torch.float64, device="cpu") for value in (first, second))
-        return {**difference_of(one, other), "dtype": "float"}
     if not isinstance(first, Tensor):
         name = type(first).__name__
         return {"shape": (), "dtype": name, "num_elements": 1, "num_differing": 1, "max_ulps": None}
@@ -453,8 +444,8 @@ def is_special(tensor: Tensor) -> bool:
 def _rebuilt(tensor: Tensor, storage: UntypedStorage) -> Tensor:
     copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     copy.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-    _set_conj(copy, tensor.is_conj())
-    _set_neg(copy, tensor.is_neg())
+    torch._C._set_conj(copy, tensor.is_conj())
+    torch._C._set_neg(copy, tensor.is_neg())
     return copy.requires_grad_(tensor.requires_grad)
 
 

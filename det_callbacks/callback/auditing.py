@@ -1,12 +1,14 @@
 """A fit in which the ops of some steps are run again: ``mode="audit"``."""
 
 import json
+import math
 from pathlib import Path
 
 import lightning.pytorch as pl
+import yaml
 from typing_extensions import override
 
-from det_callbacks.audit import AuditFinding, AuditReport, OpMismatch, replay_list
+from det_callbacks.audit import AuditFinding, AuditReport, OpMismatch
 from det_callbacks.callback.arguments import CallbackArguments
 from det_callbacks.callback.session import FIT, Session
 from det_callbacks.equivalence import BitwiseEquivalenceMode
@@ -93,11 +95,12 @@ class Auditing(Session):
         folder.mkdir(parents=True, exist_ok=True)
         replace_atomically(folder / AUDIT_FILE, json.dumps(report.to_dict(), indent=1).encode())
         replay = folder / REPLAY_FILE
-        comments = (
-            f"What an audit of the steps {', '.join(map(str, report.steps))} found. Give it to record and to verify:",
-            f"determinism.replay={replay} (Hydra), or replay={str(replay)!r}",
+        steps = ", ".join(map(str, report.steps))
+        text = (
+            f"# What an audit of the steps {steps} found. Give it to record and to verify:\n"
+            f"# determinism.replay={replay} (Hydra), or replay={str(replay)!r}\n"
         )
-        replace_atomically(replay, replay_list(report.replay, comments).encode())
+        replace_atomically(replay, (text + yaml.safe_dump(list(report.replay), width=math.inf)).encode())
         self.print_line(audit_line(report, folder=folder, missed=sorted(set(chosen or ()).difference(report.steps))))
         if report.findings:
             text = audit_lines(report, replay=replay)

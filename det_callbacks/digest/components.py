@@ -15,11 +15,7 @@ import torch
 # torch-private names below: looked at in torch 2.13.0.
 # _data_address is where the storage begins; unlike data_ptr() it does not materialise a copy-on-write storage, and is 0
 # for what has no memory (wrapper subclasses, functional and zero tensors).
-from torch._C import (  # type: ignore[attr-defined]  # its stubs leave some of them out
-    _data_address,
-    _functorch,
-    _len_torch_function_stack,
-)
+from torch._C import _data_address, _functorch, _len_torch_function_stack  # type: ignore[attr-defined]  # not in stubs
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.parameter import Parameter, is_lazy
@@ -66,9 +62,7 @@ def digest_tensor(tensor: torch.Tensor) -> int:
         >>> digest_tensor(weight) == digest_tensor(weight.t().contiguous().t())
         True
     """
-    bits = _bits(tensor, None, memory_order=False)
-    assert isinstance(bits, int)
-    return bits
+    return value_of(_bits(tensor, None, memory_order=False), {})
 
 
 def digest_output(tensor: torch.Tensor) -> int:
@@ -76,9 +70,7 @@ def digest_output(tensor: torch.Tensor) -> int:
 
     A row-major copy of a channels-last tensor costs five times its digest. Its strides stand beside the digest.
     """
-    bits = _bits(tensor, None, memory_order=True)
-    assert isinstance(bits, int)
-    return bits
+    return value_of(_bits(tensor, None, memory_order=True), {})
 
 
 def tensor_bits(tensor: torch.Tensor, deferred: DeferredDigests) -> Bits:
@@ -188,10 +180,6 @@ def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _resolved(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.is_conj() and tensor.is_neg():
-        # One after the other: complex32 has no kernel for both at once, nor a negation.
-        conjugate = torch._neg_view(tensor).resolve_conj()
-        return torch.view_as_complex(torch.view_as_real(conjugate).neg())
     return tensor.resolve_conj().resolve_neg()
 
 
@@ -316,14 +304,11 @@ def tensor_numbers(label: TensorNumbers, reference: torch.Tensor, current: torch
 
     Tensors on a device come to the host for it: ask first whether they differ.
     """
-    if reference.shape != current.shape or reference.dtype != current.dtype:
-        raise ValueError(
-            f"{reference.dtype} {tuple(reference.shape)} and {current.dtype} {tuple(current.shape)} have no elements "
-            "in common; compare tensors of one dtype and shape"
-        )
     for tensor in (reference, current):
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
             raise ValueError("only ordinary strided tensors have numbers; compare what this one is made of")
+    if reference.shape != current.shape or reference.dtype != current.dtype:
+        raise ValueError("tensors of two dtypes or shapes have no elements in common")
     label = replace(label, shape=tuple(reference.shape), dtype=str(reference.dtype).removeprefix("torch."))
     with unobserved():
         sides = (_as_integers(_resolved(side.detach())).contiguous().cpu() for side in (reference, current))

@@ -106,7 +106,35 @@ class StepWriter:
         path.unlink(missing_ok=True)
         if not tensors and not values:
             return 0
-        return _write_tensors(path, replace(self._place, step=step), tensors, values)
+        # large elements first, as the format's own writer does, so that all of them are aligned
+        order = sorted(tensors, key=lambda key: -tensors[key].bits.nbytes // max(prod(tensors[key].shape), 1))
+        sections: dict[str, Any] = {}
+        offset = 0
+        for key in order:
+            name, size = _SAFETENSORS.get(tensors[key].dtype), tensors[key].bits.nbytes
+            shape = list(tensors[key].shape) if name else [size]
+            sections[key] = {"dtype": name or "U8", "shape": shape, "data_offsets": [offset, offset + size]}
+            offset += size
+        entries = {}
+        for key, saved in tensors.items():
+            known = {"dtype": saved.dtype, "shape": saved.shape, "digest": format_digest(saved.digest)}
+            entries[key] = known | dict(saved.options)
+        content = {"format_version": TENSORS_FORMAT_VERSION, "entries": entries, "values": dict(values)}
+        text = json.dumps(content | asdict(replace(self._place, step=step)))
+        header = json.dumps({"__metadata__": {_METADATA: text, _SEAL: _seal(text, sections)}, **sections}).encode()
+        header += b" " * (-len(header) % 8)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            with temporary.open("wb") as file:
+                file.write(len(header).to_bytes(8, "little") + header)
+                for key in order:
+                    file.write(tensors[key].bits.data)
+            temporary.replace(path)
+        except BaseException:  # Ctrl-C too: raised again
+            temporary.unlink(missing_ok=True)
+            raise
+        return 8 + len(header) + offset
 
     def delete(self) -> None:
         """Delete everything that was written beside the stream: its attempt is taken back."""
@@ -189,35 +217,3 @@ class SavedStep:
 
 def _seal(text: str, sections: Mapping[str, Any]) -> str:
     return format_digest(digest_bytes(json.dumps([text, sections], sort_keys=True).encode()))
-
-
-def _write_tensors(path: Path, place: StepPlace, tensors: Mapping[str, SavedTensor], values: Mapping[str, Any]) -> int:
-    # large elements first, as the format's own writer does, so that all of them are aligned
-    order = sorted(tensors, key=lambda key: -tensors[key].bits.nbytes // max(prod(tensors[key].shape), 1))
-    sections: dict[str, Any] = {}
-    offset = 0
-    for key in order:
-        name, size = _SAFETENSORS.get(tensors[key].dtype), tensors[key].bits.nbytes
-        shape = list(tensors[key].shape) if name else [size]
-        sections[key] = {"dtype": name or "U8", "shape": shape, "data_offsets": [offset, offset + size]}
-        offset += size
-    entries = {}
-    for key, saved in tensors.items():
-        known = {"dtype": saved.dtype, "shape": saved.shape, "digest": format_digest(saved.digest)}
-        entries[key] = known | dict(saved.options)
-    content = {"format_version": TENSORS_FORMAT_VERSION, "entries": entries, "values": dict(values)}
-    text = json.dumps(content | asdict(place))
-    header = json.dumps({"__metadata__": {_METADATA: text, _SEAL: _seal(text, sections)}, **sections}).encode()
-    header += b" " * (-len(header) % 8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(len(header).to_bytes(8, "little") + header)
-            for key in order:
-                file.write(tensors[key].bits.data)
-        temporary.replace(path)
-    except BaseException:  # Ctrl-C too: raised again
-        temporary.unlink(missing_ok=True)
-        raise
-    return 8 + len(header) + offset

@@ -93,8 +93,7 @@ def test_a_single_bit_and_a_number_count_and_the_program_gets_what_the_first_run
         torch.ones(1).item()
     zero, value = mode.get_mismatches()
     assert (zero.num_differing, zero.num_elements, zero.max_ulps) == (1, 1, 0)
-    assert (value.dtype, value.shape, value.num_elements) == ("float", (), 1)
-    assert value.max_ulps > 0
+    assert (value.dtype, value.shape, value.num_elements, value.max_ulps) == ("float", (), 1, None)
     assert not out.signbit().item()
 
 
@@ -382,7 +381,7 @@ def test_what_may_not_run_twice():
         (lambda: (torch.zeros(2), torch.zeros(2, dtype=torch.float64)), 2, None),
         (lambda: (torch.ones(3, 4), torch.ones(4, 3).t().mul(2)), 12, 1 << 23),
         (lambda: (3, 5), 1, None),
-        (lambda: (1.0, 1.0000000000000002), 1, 1),
+        (lambda: (1.0, 1.0000000000000002), 1, None),
         (lambda: (True, 1), 1, None),
     ],
 )

@@ -319,7 +319,7 @@ def test_what_cannot_be_copied_or_written_is_left_out_and_said(tmp_path: Path, m
     trace(keeping, lambda: torch.ones(3, 3).to_sparse())
     assert (keeping.counts.num_tensors, keeping.counts.num_missing) == (1, 1)
     assert "has the layout sparse_coo, so its bits cannot be saved" in keeping.counts.reason
-    for name, error in (("copies.copy_bits", torch.OutOfMemoryError()), ("files._write_tensors", OSError("full"))):
+    for name, error in (("copies.copy_bits", torch.OutOfMemoryError()), ("files.StepWriter.write", OSError("full"))):
         with monkeypatch.context() as patch:
             patch.setattr(f"det_callbacks.tensors.{name}", mock.Mock(side_effect=error))
             trace(keeping, lambda: torch.ones(2))

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from det_callbacks.digest.unobserved import require_no_capture
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.host_digest import BLOCK_BYTES, LEAF_BYTES, digest_bytes
 
@@ -38,17 +37,12 @@ _FAILURES = (AssertionError, AttributeError, ImportError, OSError, RuntimeError,
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Launched:
-    """The spans of one launch: their sizes in bytes, and the stream that they are read on.
-
-    Attributes:
-        sums: of the spans' blocks; None once the kernels that need them are enqueued.
-        hashes: of the spans' leaves, on the device, there when these kernels have run.
-    """
+    """The spans of one launch: their sizes in bytes, and the stream that they are read on."""
 
     stream: Hashable
     sizes: tuple[int, ...]
-    sums: torch.UntypedStorage | None
-    hashes: torch.UntypedStorage
+    sums: torch.UntypedStorage | None  # of the spans' blocks; None once the kernels that need them are enqueued
+    hashes: torch.UntypedStorage  # of the spans' leaves, on the device, there when these kernels have run
 
 
 class TritonDigest:
@@ -74,7 +68,7 @@ class TritonDigest:
         self._lock = threading.Lock()
         self._waiting: dict[Hashable, list[Launched]] = defaultdict(list)  # by stream: launches whose sums wait
         self._num_sum_bytes: Counter[Hashable] = Counter()
-        require_no_capture()
+        _require_no_capture()
         # what is made in inference mode cannot be written outside of it
         with torch.inference_mode(False), self._on(self.stream()):
             self._launchers: Any = kernels.Launchers()
@@ -88,7 +82,7 @@ class TritonDigest:
 
     def wait_for(self, stream: Hashable) -> None:
         """Have the device's current stream wait for what another one has been given."""
-        require_no_capture()
+        _require_no_capture()
         if isinstance(stream, torch.cuda.Stream):
             torch.cuda.current_stream(self._device).wait_stream(stream)
 
@@ -125,7 +119,7 @@ class TritonDigest:
         One copy on the device, one to the host, and one event. Raises DetCallbacksError where a launch failed that
         these digests were to be finished with.
         """
-        require_no_capture()
+        _require_no_capture()
         with self._lock:
             for stream in dict.fromkeys(part.stream for part in launched):
                 with self._on(stream):
@@ -210,15 +204,28 @@ class TritonDigest:
     @contextmanager
     def _on(self, stream: Hashable) -> Iterator[None]:
         """Make a stream and its device the current ones, unless they are."""
-        require_no_capture()
+        _require_no_capture()
         if not isinstance(stream, torch.cuda.Stream) or (
             torch.cuda.current_device() == stream.device_index and torch.cuda.current_stream() == stream
         ):
             yield
         else:
             with torch.cuda.stream(stream):
-                require_no_capture()
+                _require_no_capture()
                 yield
+
+
+def _require_no_capture() -> None:
+    """Raise where the current stream captures a CUDA graph: nothing may be allocated, copied or waited for then.
+
+    A kernel would become part of the graph, and read whatever is there at each replay.
+    """
+    # where CUDA has not begun nothing captures, and builds without it raise at the question
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise DetCallbacksError(
+            "a digest was asked for while the current stream captures a CUDA graph, in which nothing may be allocated "
+            "or waited for; the capture and all tensors are intact; take digests before or after the capture"
+        )
 
 
 def _num_leaves(size: int) -> int:
