@@ -24,9 +24,8 @@ from det_callbacks.callback.session import Session
 from det_callbacks.callback.verifying import Verifying
 from det_callbacks.checkpoint.watch import CheckpointWatch
 from det_callbacks.errors import DivergenceError, NothingComparedError
-from det_callbacks.ranks.group import RankGroup
+from det_callbacks.ranks.group import RankGroup, require_same_start
 from det_callbacks.ranks.replicas import ReplicaReport
-from det_callbacks.ranks.start import require_same_start
 from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.report.fits import no_metrics_text
 from det_callbacks.settings import enforce_around_training, settings_in_force

@@ -7,6 +7,7 @@ has its callback close the group (``close`` sets its place to "gone"), and the o
 at the end of a fit in ``_meet``, in any other exchange since its connections are closed.
 """
 
+import json
 import socket
 import uuid
 from collections.abc import Callable, Mapping
@@ -16,10 +17,13 @@ from time import monotonic, sleep
 from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store  # looked at in torch 2.13
 from torch.utils._mode_utils import no_dispatch  # likewise: hides what runs inside from open modes
 
-from det_callbacks.errors import RankError
+from det_callbacks.digest.state import digest_state
+from det_callbacks.errors import RankError, SettingsError
+from det_callbacks.report.console import at_most, ranks_text
 from det_callbacks.runs.files import MANIFEST
 from det_callbacks.runs.peers import END_OF_FIT, Peers
 
@@ -28,6 +32,18 @@ SYNC_EVERY_N_STEPS = 10
 
 Place = Literal["step", "between", "end", "gone"]
 """Where a rank is: in a training step; between two, as in a validation, a save or a hook; at the end; or it failed."""
+
+_MAX_NAMED = 5
+"""Entries that start otherwise and are named in a message."""
+
+_ALIKE = (
+    *("settings.", "python.", "numpy.", "lightning.", "det_callbacks.", "triton.", "trainer.", "torch."),
+    "code.git_commit",
+)
+"""What entries of the environment begin with that have to be the same on all ranks."""
+
+_BY_DESIGN = frozenset({"settings.seed", "torch.cpu_capability", "torch.num_interop_threads"})
+"""Those of them that may differ: seeds, and properties of each node's CPU."""
 
 Value = TypeVar("Value")
 
@@ -151,11 +167,13 @@ class RankGroup(Peers):
         # of the form of a temporary file of run.json, which readers do not look at
         marker = folder / f".{MANIFEST}.{uuid.uuid4().int}.tmp"
 
+        task = f"looking into {folder}"
+
         def lead() -> list[str]:
             marker.touch()
             return [marker.name, socket.gethostname()]
 
-        name, host = self.broadcast(lead, task=f"looking into {folder}")
+        name, host = self.broadcast(lead, task=task)
 
         def look() -> None:
             if not (folder / name).exists():
@@ -167,7 +185,7 @@ class RankGroup(Peers):
                     self.rank,
                 )
 
-        self.run_on_all(look, task=f"looking into {folder}")
+        self.run_on_all(look, task=task)
         if self.rank == 0:
             marker.unlink(missing_ok=True)
 
@@ -194,12 +212,11 @@ class RankGroup(Peers):
         begun = last_without_step = monotonic()
         while True:
             places = [place.decode() for place in self._places.multi_get(keys)]
-            now = monotonic()
             if set(places) == {"end"}:
                 return
+            why, now = "", monotonic()
             if "step" not in places:
                 last_without_step = now
-            why = ""
             if "gone" in places:
                 why = f"rank {places.index('gone')} has left"
             elif now - last_without_step > self.end_seconds:
@@ -222,3 +239,41 @@ def by_majority(values: Mapping[int, Value]) -> list[tuple[Value, tuple[int, ...
     for rank, value in values.items():
         ranks.setdefault(value, []).append(rank)
     return sorted(((value, tuple(held)) for value, held in ranks.items()), key=lambda one: (-len(one[1]), one[1]))
+
+
+def require_same_start(group: Peers, manifest: Mapping[str, Any], weights: Mapping[str, Tensor] | None) -> None:
+    """Raise ``SettingsError`` on all ranks when they do not start alike, and name who is in the minority.
+
+    Settings, versions, code, selection and the weights that each rank has all of must agree; seeds and data need not.
+    """
+    if group.world_size == 1:
+        return
+    digests = {} if weights is None else digest_state(weights).tensors
+    facts = start_facts(manifest) | {f"weights of {name}": digest for name, digest in digests.items()}
+    told = group.gather(lambda: facts, task="comparing how the ranks start")
+    names = sorted({name for facts in told for name in facts})
+    problems = []
+    for name in names:
+        values = {rank: json.dumps(facts.get(name), sort_keys=True) for rank, facts in enumerate(told)}
+        (value, ranks), *others = by_majority(values)
+        if others:
+            shown = ", ".join(f"{other} on {ranks_text(held)}" for other, held in others[:_MAX_NAMED])
+            problems.append(f"{name} is {shown}, and {value} on {ranks_text(ranks)}")
+    if problems:
+        raise SettingsError(
+            f"The {len(told)} processes of this run do not start alike: {'; '.join(at_most(_MAX_NAMED, problems))}. "
+            f"Nothing was trained; {len(names) - len(problems)} other entries agree. Give all processes the same code, "
+            "packages, settings and weights; only seeds and data may differ."
+        )
+
+
+def start_facts(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what has to be the same in all processes; settings without an effect on this machine are left out."""
+    facts = {
+        name: entry["value"]
+        for name, entry in manifest["environment"].items()
+        if name.startswith(_ALIKE) and name not in _BY_DESIGN
+        if entry["changes_bits"] or not name.startswith("settings.")
+    }
+    selection = {f"selection.{name}": value for name, value in manifest["selection"].items()}
+    return {**facts, **selection, **{name: manifest.get(name, ()) for name in ("replay", "keep_tensors")}}

@@ -1,8 +1,4 @@
-"""Replicas: what several ranks have to hold alike, and whether they do.
-
-Under DDP that is all of the state; of DTensors on a mesh what is replicated along a dimension, among the ranks of one
-shard.
-"""
+"""Replicas: what several ranks have to hold alike, and whether they do."""
 
 import json
 from collections import Counter
@@ -32,13 +28,7 @@ its own by design; a name that DDP, or the user, leaves out; it has no data."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaValue:
-    """What some of the ranks that should agree hold.
-
-    Attributes:
-        digest: 16 hexadecimal digits; None where these ranks have no tensor of that name.
-        layout: dtype and shape; None likewise.
-        ranks: ascending.
-    """
+    """What some of the ranks that should agree hold; digest and layout are None where they have no such tensor."""
 
     digest: str | None
     layout: str | None
@@ -90,16 +80,10 @@ class ReplicaReport:
 
 
 class ReplicatedState(NamedTuple):
-    """What of a training's state is to be equal on several ranks.
-
-    Attributes:
-        tensors: name -> this rank's tensor (of a DTensor its shard) or number, and the ranks that have to hold the same
-            bits, ascending: this one and at least one other.
-        left_out: reason -> number of tensors that are not compared.
-    """
+    """What of a training's state is to be equal on several ranks: this rank's, and who has to hold the same bits."""
 
     tensors: dict[str, tuple[Tensor | bool | int | float, Ranks]]
-    left_out: Counter[str]
+    left_out: Counter[str]  # reason -> number of tensors that are not compared
 
 
 def holders_of(tensor: object, everybody: Ranks) -> Ranks | LeftOut:
@@ -133,17 +117,9 @@ def replicated_state(
 ) -> ReplicatedState:
     """Return the parameters, buffers and optimizer state that are to be equal on several ranks; reads no tensor.
 
-    The state of a parameter goes where the parameter goes: a step count of a sharded parameter is compared among the
-    ranks of its shard. Running statistics (``running_mean``, ``running_var``) are of each rank's own batches and left
-    out, but for those of ``SyncBatchNorm``.
-
-    Args:
-        module: whose parameters and buffers.
-        optimizers: whose state.
-        everybody: the ranks that have a replica each of what is not sharded.
-        ddp_ignores: names that DDP does not synchronise.
-        has_own_buffers: buffers are each rank's own (DDP with ``broadcast_buffers=False``).
-        ignore: fnmatch patterns over names.
+    Each rank of ``everybody`` has a replica of what is not sharded; ``ddp_ignores`` are names that DDP does not
+    synchronise, ``has_own_buffers`` is DDP's ``broadcast_buffers=False``. The state of a parameter goes where the
+    parameter goes. Running statistics are of each rank's own batches and left out, but for ``SyncBatchNorm``'s.
     """
     everyone = tuple(sorted(everybody))
     tensors, left_out = state = ReplicatedState({}, Counter())
@@ -171,14 +147,12 @@ def replicated_state(
     synchronised = {name for name, child in module.named_modules() if isinstance(child, nn.SyncBatchNorm)}
     for name, buffer in module.named_buffers():
         owner, _, last = name.rpartition(".")
-        holders = holders_of(buffer, everyone)
+        reason: LeftOut | None = "own buffer" if has_own_buffers else None
         if name in ddp_ignores:
-            holders = "ignored by DDP"
+            reason = "ignored by DDP"
         elif last in ("running_mean", "running_var") and owner not in synchronised:
-            holders = "running statistic"
-        elif has_own_buffers:
-            holders = "own buffer"
-        add(name, buffer, holders)
+            reason = "running statistic"
+        add(name, buffer, reason or holders_of(buffer, everyone))
     for optimizer in optimizers:
         if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
             raise SettingsError(

@@ -4,6 +4,7 @@ import time
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -18,13 +19,8 @@ from det_callbacks.digest.components import digest_tensor
 from det_callbacks.environment import capture_environment
 from det_callbacks.errors import RunExistsError, SettingsError
 from det_callbacks.host_digest import format_digest
-from det_callbacks.ranks.group import RankGroup
-from det_callbacks.ranks.replicas import (
-    ReplicaReport,
-    compare_replicas,
-    replicated_state,
-)
-from det_callbacks.ranks.start import require_same, start_facts
+from det_callbacks.ranks.group import RankGroup, require_same_start, start_facts
+from det_callbacks.ranks.replicas import ReplicaReport, compare_replicas, replicated_state
 
 pytestmark = pytest.mark.ddp
 
@@ -78,8 +74,12 @@ def test_what_ranks_hear_of_each_other(body: Any, said: tuple[str, str], tmp_pat
 
 
 def test_who_starts_otherwise_is_named() -> None:
+    def compare(told: list[dict[str, Any]]) -> None:
+        group = Mock(world_size=len(told), gather=lambda *_, **__: told)
+        require_same_start(group, {"environment": {}, "selection": {}}, None)
+
     facts = {"torch.version": "2.13", "weights": "00ff", "other": 0}
-    require_same([facts] * 3)
+    compare([facts] * 3)
     many, old = {f"entry {number}": number for number in range(9)}, {**facts, "torch.version": "2.12"}
     for told, said in (
         (
@@ -93,7 +93,7 @@ def test_who_starts_otherwise_is_named() -> None:
         ([many, {}], "; and 4 more"),
     ):
         with pytest.raises(SettingsError) as caught:
-            require_same(told)
+            compare(told)
         assert said in str(caught.value)
 
 
