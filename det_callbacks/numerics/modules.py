@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -105,10 +104,8 @@ def compare_modules(
     given = None if rtol is None or atol is None else (float(rtol), float(atol))
     if (rtol is None) != (atol is None) or not all(0 <= one < math.inf for one in given or ()):
         raise ValueError(f"rtol and atol are given together, finite and not negative; got {rtol!r} and {atol!r}")
-    with ExitStack() as stack:
-        # copies that are made in inference mode could not be trained
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(enforce_determinism(_AS_THEY_ARE))
+    # copies that are made in inference mode could not be trained
+    with torch.inference_mode(False), enforce_determinism(_AS_THEY_ARE):
         has_compiled = is_compiled(base) or is_compiled(control)
         one, other = (
             Side(
@@ -154,14 +151,13 @@ def _comparison(
     key: tuple[Phase, str], base: Tensor | None, control: Tensor | None, iteration: int, given: Tolerances
 ) -> TensorComparison:
     kind: Kind = "extra" if base is None else "missing" if control is None else "structure"
-    numbers: TensorNumbers | None = None
-    excess, rtol, atol = math.inf, 0.0, 0.0
+    measured: dict[str, Any] = {"excess": math.inf}
     if base is not None and control is not None and (base.shape, base.dtype) == (control.shape, control.dtype):
         rtol, atol = given or default_tolerances(base.dtype)
         numbers = tensor_numbers(TensorNumbers(tensor=key[1]), base, control)
         kind = "content" if numbers.num_differing else "equal"
         excess = _excess(base, control.to(base.device), rtol, atol) if numbers.num_differing else 0.0
-    measured: dict[str, Any] = {"numbers": numbers, "rtol": rtol, "atol": atol, "excess": excess}
+        measured = {"numbers": numbers, "rtol": rtol, "atol": atol, "excess": excess}
     sides: dict[str, Any] = {"base": _described(base), "control": _described(control)}
     return TensorComparison(iteration=iteration, phase=key[0], name=key[1], kind=kind, **sides, **measured)
 
@@ -225,7 +221,7 @@ def compare_compiled(
         )
     if mode is not None and backend != "inductor":
         raise ValueError(f'mode={mode!r} is for backend="inductor"; {backend!r} takes none')
-    name = backend if isinstance(backend, str) else getattr(backend, "__name__", type(backend).__name__)
+    name = backend if isinstance(backend, str) else getattr(backend, "__name__", "a backend")
     inductor: Any = torch._TorchCompileInductorWrapper  # torch 2.13: what torch.compile makes of that name and mode
     compile_graph: Any = inductor(mode, None, None) if backend == "inductor" else lookup_backend(backend)
     num_graphs = 0
@@ -236,9 +232,9 @@ def compare_compiled(
         num_graphs += 1
         return compile_graph(graph, example_inputs)
 
-    with ExitStack() as stack:
-        stack.enter_context(dynamo_config.patch(fail_on_recompile_limit_hit=True, suppress_errors=False))
-        stack.enter_context(import_module("torch._inductor.config").patch(fallback_random=True))
+    inductor_config: Any = import_module("torch._inductor.config")
+    raising = dynamo_config.patch(fail_on_recompile_limit_hit=True, suppress_errors=False)
+    with raising, inductor_config.patch(fallback_random=True):
         control: Any = torch.compile(module, backend=counted)
         report = compare_modules(module, control, inputs, **options)
     if not num_graphs:

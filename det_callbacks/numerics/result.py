@@ -4,7 +4,7 @@ import json
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from det_callbacks.errors import NumericsError
 from det_callbacks.report.numerics import numerics_text
@@ -14,7 +14,7 @@ from det_callbacks.verdict import TensorNumbers, as_json
 Phase = Literal["initial", "module", "output", "loss", "gradient", "parameter", "buffer"]
 Kind = Literal["equal", "content", "structure", "missing", "extra"]
 
-PHASES: tuple[Phase, ...] = ("initial", "module", "output", "loss", "gradient", "parameter", "buffer")
+PHASES: tuple[Phase, ...] = get_args(Phase)
 """What is compared, in the order in which an iteration computes it."""
 
 

@@ -3,8 +3,8 @@
 import copy
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -24,11 +24,6 @@ from det_callbacks.observers.values import leaves_of
 from det_callbacks.settings import MAX_SEED
 from det_callbacks.trace.components import has_parts
 
-_MAX_LINES = 3
-"""Lines that are quoted of an error, which is the cause of ours: those of Dynamo have many."""
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword arguments."""
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any] | Callable[[int], Any]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Values = dict[tuple[Phase, str], Tensor]
@@ -64,7 +59,7 @@ class Side:
         except DetCallbacksError:
             raise
         except Exception as error:  # whatever a module raises: reported with its side, never swallowed
-            lines = [line for line in str(error).splitlines() if line.strip()][:_MAX_LINES]
+            lines = [line for line in str(error).splitlines() if line.strip()][:3]  # those of Dynamo have many
             raise ModuleRunError(
                 f"The {self.label} ({self.description}) raised {type(error).__name__} in iteration {iteration}: "
                 f"{' '.join(lines)}\nBoth modules are as they were. Run it alone on the inputs of that iteration.",
@@ -86,9 +81,7 @@ class Side:
         leaves = leaves_of(output, "output")
         for name, value in leaves:
             if isinstance(value, bool | int | float | complex):
-                found["output", name] = torch.tensor(
-                    value, dtype={float: torch.float64, complex: torch.complex128}.get(type(value))
-                )
+                found["output", name] = torch.from_numpy(np.asarray(value))  # in double precision, as they are
             elif isinstance(value, Tensor):
                 found["output", name] = _copied(name, value)
         loss = default_loss([value for _, value in leaves], seed) if self.loss is None else self.loss(output)
@@ -111,7 +104,7 @@ class Side:
         for name, buffer in self.module.named_buffers():
             found[buffers, plain_name(name)] = _copied(name, buffer)
 
-    def _add_gradients(self, found: Values, call: Call) -> None:
+    def _add_gradients(self, found: Values, call: Any) -> None:
         # the last layers have theirs first: what is wrong in the backward pass of a layer is wrong in all before it
         leaves: list[tuple[str, Any]] = [
             *((plain_name(name), parameter) for name, parameter in reversed([*self.module.named_parameters()])),
@@ -121,9 +114,8 @@ class Side:
             if isinstance(leaf, Tensor) and leaf.is_leaf and leaf.grad is not None:
                 found["gradient", name] = _copied(name, leaf.grad)
 
-    @contextmanager
-    def _submodules_into(self, found: Values) -> Iterator[None]:
-        """Add the outputs of submodules while the block runs.
+    def _submodules_into(self, found: Values) -> AbstractContextManager[Any]:
+        """Return what adds the outputs of submodules while it is open.
 
         The hook is global: a module with a hook of its own leaves its fast path (``nn.TransformerEncoderLayer``).
         """
@@ -144,12 +136,7 @@ class Side:
                     full_name = f"{name}{number}{pytree.keystr(path)}"
                     found["module", full_name] = _copied(full_name, leaf)
 
-        handle = register_module_forward_hook(add) if names else None
-        try:
-            yield
-        finally:
-            if handle is not None:
-                handle.remove()
+        return register_module_forward_hook(add) if names else nullcontext()
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -194,7 +181,8 @@ def default_loss(leaves: list[Any], seed: int) -> Tensor | None:
     return torch.stack([one.to(distances[0]) for one in distances]).mean() if distances else None
 
 
-def _call_of(inputs: Inputs, iteration: int) -> Call:
+def _call_of(inputs: Inputs, iteration: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return positional and keyword arguments."""
     if callable(inputs) and not isinstance(inputs, Tensor):
         inputs = inputs(iteration)
     if isinstance(inputs, Mapping):
