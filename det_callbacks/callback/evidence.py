@@ -20,18 +20,19 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from det_callbacks.checkpoint.loaders import find_generators, follow
+from det_callbacks.compare.evidence import BATCH
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import SettingsError
 from det_callbacks.host_digest import digest_bytes
 from det_callbacks.replaced_in_lightning import ReplacedInLightning
-from det_callbacks.runs.evidence import AFTER, BEFORE, CALLBACKS, CONSTANTS, Row
+from det_callbacks.runs.evidence import AFTER, BEFORE, CALLBACKS, CONSTANTS
 from det_callbacks.trace.components import has_parts, holds_data
 from det_callbacks.trace.generators import Ledger
 from det_callbacks.trace.leaves import flatten
 from det_callbacks.variables import NUM_WORKERS
 
-BATCH = "batch"
-"""The point at which what a batch holds is noted."""
+_FIT_START = "fit start"
+_LOADER_START = "before the loader starts"
 
 MAX_INDICES = 256
 """Indices of a batch that are kept as they are, beside the digest of all; zstd makes about 2 bytes of each."""
@@ -39,19 +40,16 @@ MAX_INDICES = 256
 MAX_WAITING = 64
 """Batches drawn and not trained on yet that are known; a fetcher holds one or two."""
 
-_FIT_START = "fit start"
-_LOADER_START = "before the loader starts"
 
-
-class Evidence:
-    """Gathers the evidence of one fit for a callback of its trainer; some 40 microseconds a step.
+class Evidence(Ledger):
+    """The ledger of one fit, for a callback of its trainer, with what its hooks and loaders do; 40 microseconds a step.
 
     It follows the loaders of the fit: the batches that wait to be trained on, as they left the loaders, and the indices
     that the samplers of map-style data sets drew for them, where the loader keeps the order.
     """
 
     def __init__(self, trainer: pl.Trainer, own: pl.Callback) -> None:
-        self._ledger = Ledger()
+        super().__init__()
         self._trainer = trainer
         self._replaced = ReplacedInLightning()
         self._let_go: Callable[[], object] = lambda: None
@@ -60,10 +58,10 @@ class Evidence:
         self._waiting: deque[tuple[Any, dict[str, Any]]] = deque(maxlen=MAX_WAITING)
         if NUM_WORKERS in os.environ and trainer.fit_loop._combined_loader is not None:
             set_workers([], os.environ[NUM_WORKERS])  # too late, so it raises: the loader has been iterated over
-        self._ledger.mark(_FIT_START, with_seeds=True)
+        self.mark(_FIT_START, with_seeds=True)
         state = (*trainer.lightning_module.parameters(), *trainer.lightning_module.buffers())
         with unobserved():
-            self._ledger.note(_FIT_START, CONSTANTS, sum(map(_is_constant, state)))
+            self.note(_FIT_START, CONSTANTS, sum(map(_is_constant, state)))
         self._note_hooks(own)
 
     def _note_hooks(self, own: pl.Callback) -> None:
@@ -79,7 +77,7 @@ class Evidence:
                 if order == AFTER and is_overridden(hook, module, pl.LightningModule):
                     names.insert(0, type(module).__qualname__)  # its hooks are called after those of all callbacks
                 if names:
-                    self._ledger.note(_FIT_START, f"{CALLBACKS}{order} {hook}", text=", ".join(names))
+                    self.note(_FIT_START, f"{CALLBACKS}{order} {hook}", text=", ".join(names))
 
     def attach(self) -> None:
         """Follow the loaders once they are there."""
@@ -96,12 +94,12 @@ class Evidence:
         if NUM_WORKERS in os.environ:
             set_workers(inner, os.environ[NUM_WORKERS])
         name, is_one = "train_dataloader", len(inner) == 1
-        self._ledger.held = find_generators({name: inner[0] if is_one else inner}, left=(pl.LightningModule,))
+        self.held = find_generators({name: inner[0] if is_one else inner}, left=(pl.LightningModule,))
         self._let_go = follow(loader, self)
         for number, one in enumerate(inner):
             place = name if is_one else f"{name} {number}"
             for setting, text in _settings_of(one):
-                self._ledger.note(_LOADER_START, f"{setting} of {place}", text=text)
+                self.note(_LOADER_START, f"{setting} of {place}", text=text)
             # a draw of "sequential" is of one of the loaders, and nobody says of which
             if _draws_in_order(one) and (loader._mode != "sequential" or is_one):
                 self._follow_sampler(place, one)
@@ -111,10 +109,14 @@ class Evidence:
         sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
         indices = deque[Any]()
 
+        def keep(index: Any) -> Any:
+            indices.append(index)
+            return index
+
         def watched(base: Any) -> Any:
             def iterate(self: Any) -> Any:
                 indices.clear()
-                return _noted(base.__iter__(self), indices)  # called now: a sampler may draw before its first index
+                return map(keep, base.__iter__(self))  # called now: a sampler may draw before its first index
 
             names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__iter__": iterate}
             return type(base.__name__, (base,), names)
@@ -139,30 +141,21 @@ class Evidence:
     def begin_iteration(self) -> None:
         """Note that the loader begins to be iterated over."""
         self._waiting.clear()
-        self._ledger.mark(_LOADER_START)
+        self.mark(_LOADER_START)
 
     def begin_draw(self) -> None:
         """Note that a batch is about to be drawn."""
-        self._ledger.mark("before a batch is drawn")
+        self.mark("before a batch is drawn")
 
     def end_draw(self, batch: Any) -> None:
         """Keep what was drawn until it is trained on."""
         self._waiting.append((batch, {name: known.popleft() for name, known in self._indices.items() if known}))
 
-    # what the trace calls
-
-    def mark(self, point: str) -> None:
-        """Note the states of all generators at a point of the fit."""
-        self._ledger.mark(point, with_seeds=point == "after forward")
-
-    def note_samples(self, digests: Sequence[int]) -> None:
-        """Note the sketch of the samples of the step's batch, see ``det_callbacks.trace.batches``."""
-        for number, digest in enumerate(digests):
-            self._ledger.note(BATCH, f"sample {number}", digest)
+    # what the session calls
 
     def begin_step(self, batch: Any) -> None:
         """Note what the batch of a step is made of, as the training step gets it, when its trace has begun."""
-        self._ledger.mark("batch start", with_seeds=True)
+        self.mark("batch start", with_seeds=True)
         fetcher: Any = self._trainer.fit_loop._data_fetcher
         num_fetched = len(fetcher.batches) if isinstance(fetcher, _PrefetchDataFetcher) else 0
         if len(self._waiting) <= num_fetched:
@@ -172,18 +165,14 @@ class Evidence:
             indices = _whole_numbers(index)
             if indices is not None:
                 digest, of_sorted = (digest_bytes(repr(numbers).encode()) for numbers in (indices, sorted(indices)))
-                self._ledger.note(BATCH, f"indices of {loader}", digest, json.dumps(indices[:MAX_INDICES]))
-                self._ledger.note(BATCH, f"sorted indices of {loader}", of_sorted)
+                self.note(BATCH, f"indices of {loader}", digest, json.dumps(indices[:MAX_INDICES]))
+                self.note(BATCH, f"sorted indices of {loader}", of_sorted)
         # what left the loader, where the training step gets something else: moved to a device, or transformed
         given = {id(value) for _, value in flatten(batch, "batch", is_whole=True)}
         with unobserved():
             for name, value in flatten(loaded, "batch", is_whole=True):
                 if isinstance(value, Tensor) and id(value) not in given and holds_data(value):
-                    self._ledger.note_tensor(BATCH, f"{name} as loaded", value)
-
-    def take(self, step: int) -> list[Row]:
-        """Return the evidence up to the end of a step, since the last time."""
-        return self._ledger.take(step)
+                    self.note_tensor(BATCH, f"{name} as loaded", value)
 
 
 def _is_constant(tensor: Tensor) -> bool:
@@ -192,12 +181,6 @@ def _is_constant(tensor: Tensor) -> bool:
         return tensor.numel() == 1
     head = tensor.detach().flatten()[:4096]
     return bool((head == head[0]).all())
-
-
-def _noted(drawn: Iterator[Any], indices: deque[Any]) -> Iterator[Any]:
-    for index in drawn:
-        indices.append(index)
-        yield index
 
 
 def _draws_in_order(loader: Any) -> bool:

@@ -26,21 +26,14 @@ class LoggedMetrics:
     """Hands what the module logs on rank 0 to a session.
 
     The metrics of a training epoch are computed after the last hook of the epoch, and read in the first one after it.
-
-    Attributes:
-        step: the last training batch that began; -1 before the first.
-        is_resuming: no training batch has begun since a checkpoint was loaded.
-        is_whole_epoch: the training epoch under way was begun at its start.
-        ended_epoch: the training epoch whose end's hooks run; None when its metrics were read.
-        first_batches: digests of the first batch of each loader of the validation or test under way.
     """
 
     def __init__(self) -> None:
-        self.step = -1
-        self.is_resuming = False
-        self.is_whole_epoch = False
-        self.ended_epoch: int | None = None
-        self.first_batches: dict[str, str] = {}
+        self.step = -1  # the last training batch that began; -1 before the first
+        self.is_resuming = False  # no training batch has begun since a checkpoint was loaded
+        self.is_whole_epoch = False  # the training epoch under way was begun at its start
+        self.ended_epoch: int | None = None  # whose end's hooks run; None when its metrics were read
+        self.first_batches: dict[str, str] = {}  # digests of each loader's, of the validation or test under way
         self._session: Session | None = None
         self._seen: dict[str, Any] = {}
 
@@ -85,11 +78,9 @@ class LoggedMetrics:
         fresh = self._fresh(trainer, only=None if where == "epoch" else _evaluated(trainer))
         first_batches, self.first_batches = self.first_batches, {}
         with unobserved():
-            metrics = {
-                name: _metric(value)
-                for name, value in fresh.items()
-                if isinstance(value, Tensor | float | int) and session.arguments.selection.selects_metric(name)
-            }
+            values = {name: value for name, value in fresh.items() if isinstance(value, Tensor | float | int)}
+            selects = session.arguments.selection.selects_metric
+            metrics = {name: _metric(value) for name, value in values.items() if selects(name)}
         if not metrics:
             return False
         ledger = Ledger()
@@ -124,12 +115,8 @@ def _evaluated(trainer: pl.Trainer) -> set[str]:
 def _metric(value: Tensor | float) -> Metric:
     tensor = local_part(as_tensor(value).detach()).cpu()
     shown = tensor.item() if tensor.numel() == 1 else tensor.tolist()
-    return Metric(
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        shape=tuple(tensor.shape),
-        digest=format_digest(digest_tensor(tensor)),
-        value=repr(shown),
-    )
+    dtype, digest = str(tensor.dtype).removeprefix("torch."), format_digest(digest_tensor(tensor))
+    return Metric(dtype=dtype, shape=tuple(tensor.shape), digest=digest, value=repr(shown))
 
 
 def _lengths(trainer: pl.Trainer, where: str) -> dict[str, str]:

@@ -14,9 +14,6 @@ from det_callbacks.rng import RewindPoint
 
 KEY = "determinism"
 
-_CHAIN_BITS = 24
-"""Of a chain, which is logged as a number: TensorBoard keeps scalars as float32, which has no more whole ones."""
-
 
 class ProgressReporter:
     """Tells loggers and the progress bar of one callback's fits; on rank 0 only, nothing elsewhere.
@@ -35,10 +32,8 @@ class ProgressReporter:
     def begin_fit(self, trainer: pl.Trainer, *, is_recording: bool) -> None:
         """Follow a fit that is about to train, whose steps are recorded, or verified."""
         self.close()
-        self._progress, self._is_logged = Progress(), True
-        self._is_recording = is_recording
-        if trainer.is_global_zero:
-            self._trainer = trainer
+        self._progress, self._is_logged, self._is_recording = Progress(), True, is_recording
+        self._trainer = trainer if trainer.is_global_zero else None
 
     def after_step(self, progress: Progress) -> None:
         """Take the state after a batch, and log it when the Trainer's own metrics are logged."""
@@ -76,7 +71,7 @@ class ProgressReporter:
             "replayed_mib": progress.num_bytes / 2**20,
         }
         if progress.chain is not None:
-            metrics["chain"] = progress.chain >> (64 - _CHAIN_BITS)
+            metrics["chain"] = progress.chain >> 40  # TensorBoard keeps float32, whose whole numbers have 24 bits
         states = RewindPoint()
         for logger in trainer.loggers:
             logger.log_metrics({f"{KEY}/{name}": float(value) for name, value in metrics.items()}, step=self._step)

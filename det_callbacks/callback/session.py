@@ -10,6 +10,7 @@ from typing_extensions import override
 from det_callbacks.audit import AuditReport
 from det_callbacks.callback.arguments import CallbackArguments
 from det_callbacks.callback.evidence import Evidence
+from det_callbacks.compare.evidence import BATCH
 from det_callbacks.errors import TraceError
 from det_callbacks.observers.observations import REGISTRY, Observations
 from det_callbacks.replaced_in_lightning import ReplacedInLightning
@@ -190,7 +191,7 @@ class TracedSession(Session):
 
     @override
     def mark(self, point: str) -> None:
-        self._evidence.mark(point)
+        self._evidence.mark(point, with_seeds=point == "after forward")
 
     @override
     def begin_step(self, step: int, batch: Any) -> None:
@@ -236,7 +237,8 @@ class TracedSession(Session):
             self._hash_mode.record_values("state", outputs, "outputs")
             self._observations.end()
             trace = self._hash_mode.finish()
-            self._evidence.note_samples(self._hash_mode.sketch)
+            for number, digest in enumerate(self._hash_mode.sketch):
+                self._evidence.note(BATCH, f"sample {number}", digest)
         self._put_evidence(step)
         if trace is not None:
             self._is_first = False
