@@ -91,7 +91,14 @@ class DeterminismJobCallback(Callback):
     @override
     def on_job_start(self, config: DictConfig, *, task_function: TaskFunction, **kwargs: Any) -> None:
         with _ending_the_process_on_errors():
-            if _mode(config) != "disabled":
+            mode = OmegaConf.select(config, "determinism.mode")
+            if mode is None:
+                raise SettingsError(
+                    "hydra.callbacks.determinism is configured, but determinism.mode is not, so nothing can be "
+                    "recorded or verified. Use the presets: add pkg://det_callbacks.conf to hydra.searchpath and "
+                    "+determinism=record."
+                )
+            if mode != "disabled":
                 self._open(config)
 
     @override
@@ -121,13 +128,21 @@ class DeterminismJobCallback(Callback):
             )
         token = _configuration.set(configuration_of(config))
         self._undo.callback(_configuration.reset, token)
-        self._undo.callback(_restore_variables, dict(os.environ))
+        self._undo.callback(os.environ.update, dict(os.environ))
+        self._undo.callback(os.environ.clear)  # is called before the update
         self._undo.enter_context(warnings.catch_warnings())
         # Nothing to set is still everything to put back, so that no job leaks into the next.
         settings = config.determinism.settings
         self._undo.enter_context(enforce_determinism(DeterminismSettings.choose() if settings is None else settings))
         # also where the job never ends: the task leaves by ``sys.exit``, perhaps with 0
-        error, before = _nothing_ran(config.determinism.mode), num_ended()
+        mode = config.determinism.mode
+        name = "ReplicaAuditCallback" if mode == "replicas" else "DeterminismCallback"
+        error = NothingComparedError(
+            f"determinism.mode={mode}, but no {name} ran a fit in this job, so nothing was recorded or compared. The "
+            "configuration is right; the program has to build cfg.callbacks (hydra.utils.instantiate), pass them to "
+            "the Trainer, and call trainer.fit, with a strategy that trains in this process, too: ddp, not ddp_spawn."
+        )
+        before = num_ended()
         wait(self, lambda: None if num_ended() > before else error)
 
 
@@ -137,11 +152,12 @@ def configuration_of(config: DictConfig) -> Mapping[str, Any]:
     That is our own part, Hydra's, and what is interpolated of the time or of the job's folders. Where an interpolation
     does not resolve, which the program then does not need or will say, all values are as they are written.
     """
-    own = OmegaConf.masked_copy(config, [str(key) for key in config if key not in ("determinism", "hydra")])
-    callbacks = OmegaConf.select(own, "callbacks")
-    if isinstance(callbacks, DictConfig) and "determinism" in callbacks:
-        own.callbacks = OmegaConf.masked_copy(callbacks, [str(key) for key in callbacks if key != "determinism"])
-    written = OmegaConf.create(_without_run(OmegaConf.to_container(own, resolve=False)))
+    written: Any = _without_run(OmegaConf.to_container(config, resolve=False))
+    for place in (written, written.get("callbacks")):
+        if isinstance(place, dict):
+            place.pop("determinism", None)
+    written.pop("hydra", None)
+    written = OmegaConf.create(written)
     try:
         found: Any = OmegaConf.to_container(written, resolve=True)
     except OmegaConfBaseException:
@@ -156,31 +172,6 @@ def _without_run(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_run(inner) for inner in value]
     return _OF_ONE_RUN.sub("<run>", value) if isinstance(value, str) else value
-
-
-def _restore_variables(variables: dict[str, str]) -> None:
-    for name in set(os.environ) - set(variables):
-        del os.environ[name]
-    os.environ.update(variables)
-
-
-def _mode(config: DictConfig) -> str:
-    mode = OmegaConf.select(config, "determinism.mode")
-    if mode is None:
-        raise SettingsError(
-            "hydra.callbacks.determinism is configured, but determinism.mode is not, so nothing can be recorded or "
-            "verified. Use the presets: add pkg://det_callbacks.conf to hydra.searchpath and +determinism=record."
-        )
-    return str(mode)
-
-
-def _nothing_ran(mode: str) -> NothingComparedError:
-    name = "ReplicaAuditCallback" if mode == "replicas" else "DeterminismCallback"
-    return NothingComparedError(
-        f"determinism.mode={mode}, but no {name} ran a fit in this job, so nothing was recorded or compared. The "
-        "configuration is right; the program has to build cfg.callbacks (hydra.utils.instantiate), pass them to the "
-        "Trainer, and call trainer.fit, with a strategy that trains in this process, too: ddp, not ddp_spawn."
-    )
 
 
 def _print_error(error: Exception) -> None:
