@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from det_callbacks.pytest_runs import TrainingRuns
 
 FOLDER = "__determinism__"
+LARGE_BYTES = 1_000_000
 
 _RUNS: "pytest.StashKey[TrainingRuns]" = pytest.StashKey()
 _PROPERTY = "determinism"
@@ -178,7 +179,7 @@ class Summary:
                     yield run.parent
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Say how many references were compared and recorded, and which no test used."""
+        """Say how many references were compared and recorded, which are large, and which no test used."""
         if not self._done and not self._unused:
             return
         terminalreporter.section("determinism")
@@ -186,7 +187,16 @@ class Summary:
         counts = [f"{words.count(word)} {word}" for word in ("matched", "recorded", "re-recorded", "unchanged")]
         line = ", ".join(text for text in counts if not text.startswith("0 ")) or "none compared"
         terminalreporter.write_line(f"references of trainings: {line}")
+        for path in sorted(self._done):
+            size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+            if size > LARGE_BYTES:
+                terminalreporter.write_line(
+                    f"{self._shown(path)} has {size / 1e6:.1f} MB: train fewer steps, or record level='state'"
+                )
         if self._unused:
             terminalreporter.write_line("no test uses these references; remove them, or see why their test is gone:")
         for path in self._unused:
-            terminalreporter.write_line(f"  {os.path.relpath(path, self._config.rootpath)}")
+            terminalreporter.write_line(f"  {self._shown(path)}")
+
+    def _shown(self, path: Path) -> str:
+        return os.path.relpath(path, self._config.rootpath)

@@ -356,7 +356,7 @@ class DeterminismCallback(CallbackArguments):
             self._session.end(is_early=is_early)
         finally:
             self.verdict, self.audit_report = self._session.verdict, self._session.audit_report
-            self._progress.end_fit()
+            self._progress.end_fit(self.verdict)
 
     def _close_fit(self) -> None:
         """Leave no trace open, and loops and loaders as they were."""

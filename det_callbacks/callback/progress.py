@@ -2,15 +2,19 @@
 
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
+from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
 from det_callbacks.callback.session import Progress
+from det_callbacks.compare.record import REPORT_FILE, VERDICT_FILE
 from det_callbacks.report.fits import print_closing_line, progress_word
 from det_callbacks.rng import RewindPoint
+from det_callbacks.verdict import Verdict
 
 KEY = "determinism"
 
@@ -49,12 +53,17 @@ class ProgressReporter:
         if every and (self._step + 1) % every == 0 and not fit_loop._should_accumulate():
             self._log(trainer)
 
-    def end_fit(self) -> None:
-        """Log the last state; the bar is left alone from now on."""
+    def end_fit(self, verdict: Verdict | None) -> None:
+        """Log the last state and give the verdict; the bar is left alone from now on."""
         trainer = self._trainer
         self.close()
         if trainer is not None and not self._is_logged:
             self._log(trainer)
+        if trainer is not None and verdict is not None:
+            states = RewindPoint()
+            for logger in trainer.loggers:
+                _give_verdict(logger, verdict, self._step)
+            states.put_back()
 
     def close(self) -> None:
         """Leave the bar as it was; may be called more than once."""
@@ -77,6 +86,20 @@ class ProgressReporter:
             logger.log_metrics({f"{KEY}/{name}": float(value) for name, value in metrics.items()}, step=self._step)
             logger.save()
         states.put_back()
+
+
+def _give_verdict(logger: Logger, verdict: Verdict, step: int) -> None:
+    """Give a logger the verdict as text, or the files of verdict and report as artifacts, whichever it has."""
+    files = [path for name in (VERDICT_FILE, REPORT_FILE) if (path := Path(verdict.current, name)).is_file()]
+    if isinstance(logger, TensorBoardLogger):
+        logger.experiment.add_text(f"{KEY}/verdict", f"{verdict.verdict}: {verdict.explanation}", step)
+        logger.save()
+    elif isinstance(logger, WandbLogger):  # wandb 0.31
+        for path in files:
+            logger.experiment.log_artifact(str(path), name=f"{KEY}-{path.stem}", type=KEY)
+    elif isinstance(logger, MLFlowLogger):  # mlflow 3.17
+        for path in files:
+            logger.experiment.log_artifact(logger.run_id, str(path), KEY)
 
 
 def _bar_metrics(trainer: pl.Trainer) -> dict[str, Any]:

@@ -174,7 +174,10 @@ def test_an_untouched_template_records_verifies_and_finds(seed: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["cli.py fit --config cli.yaml", "transformer.py"])
+@pytest.mark.parametrize(
+    "command",
+    ["cli.py fit --config cli.yaml", "transformer.py gpt2", "transformer.py vit", "resnet.py", "two_optimizers.py"],
+)
 def test_without_a_changed_line(command: str, run_command: RunCommand, monkeypatch: pytest.MonkeyPatch) -> None:
     script, *arguments = command.split()
     assert ADDED not in Path(script).read_text()

@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest.mock import ANY
 
 import lightning.pytorch as pl
@@ -22,7 +23,7 @@ import torch
 from fits import Fit, Steady, StopError
 from forks import end_with
 from lightning.pytorch.callbacks import LambdaCallback, ProgressBar, RichProgressBar, TQDMProgressBar
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from trainers import LIGHTNING_ADVICE
 
 from det_callbacks import DeterminismCallback, DivergenceError
@@ -124,6 +125,32 @@ def test_loggers_get_numbers_that_a_plot_of_32_bit_floats_holds(reference: Path,
     chains = [(step, Run.open(reference).rank(0).chain(0, step) >> 40) for step in (2, 5, 7)]  # every third, the last
     assert [(step, row["chain"]) for step, row in floats.ours()] == chains
     assert floats.ours()[-1][1]["sites"] == verdict.counts.sites_compared
+
+
+@pytest.mark.parametrize("factor_at", [None, 4])
+def test_stores_get_the_verdict_and_the_report(
+    factor_at: int | None, reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[tuple[Any, ...]] = []
+    note = lambda *args, **options: given.append((*args, *options.values()))  # noqa: E731
+    for kind in (WandbLogger, MLFlowLogger, TensorBoardLogger):
+        monkeypatch.setattr(kind, "__init__", lambda self: None)
+        monkeypatch.setattr(kind, "experiment", SimpleNamespace(log_artifact=note, add_text=note))
+        monkeypatch.setattr(kind, "save_dir", str(tmp_path))
+        for name in ("log_metrics", "log_hyperparams", "log_graph", "save", "finalize", "after_save_checkpoint"):
+            monkeypatch.setattr(kind, name, lambda *args, **options: None)
+    monkeypatch.setattr(MLFlowLogger, "run_id", "run7")
+    callback = DeterminismCallback(reference, current=(current := tmp_path / "current"))
+    with suppress(DivergenceError):
+        loggers = [cast(Any, kind)() for kind in (WandbLogger, MLFlowLogger, TensorBoardLogger)]
+        fit(callback, *loggers, factor_at=factor_at, default_root_dir=tmp_path)
+    verdict: Any = callback.verdict
+    files = [current / name for name in ("verdict.json", "report.html")[: 1 if factor_at is None else 2]]
+    assert given == [
+        *((str(file), f"determinism-{file.stem}", "determinism") for file in files),
+        *(("run7", str(file), "determinism") for file in files),
+        ("determinism/verdict", f"{verdict.verdict}: {verdict.explanation}", 7 if factor_at is None else factor_at),
+    ]
 
 
 def test_what_differs_is_logged(reference: Path, tmp_path: Path) -> None:

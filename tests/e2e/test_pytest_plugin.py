@@ -214,7 +214,10 @@ def test_only_a_test_that_passes_keeps_what_it_recorded(project: Path) -> None:
     assert references(project) == before
 
 
-def test_references_that_no_test_uses_are_listed_where_all_tests_ran(project: Path) -> None:
+def test_references_that_no_test_uses_or_that_are_large_are_listed_where_all_tests_ran(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("det_callbacks.pytest_plugin.LARGE_BYTES", 1000)
     home = project / "tests" / "__determinism__"
     shutil.copytree(home / "test_net" / "test_plain", home / "test_net" / "test_gone")
     shutil.copytree(home / "test_net" / "test_plain", home / "test_removed" / "test_plain")
@@ -222,6 +225,7 @@ def test_references_that_no_test_uses_are_listed_where_all_tests_ran(project: Pa
     assert done.status == 0
     listed = re.findall(r"^  tests/__determinism__/(.*)$", done.text, re.MULTILINE)
     assert listed == ["test_net/test_gone", "test_removed/test_plain"], done.text
+    assert re.search(r"(?m)^tests/__determinism__/test_net/test_plain has 0.\d MB: train fewer steps, or", done.text)
     assert run_in(project, "--determinism-unused=fail").status == 1
     for arguments in (("--determinism-unused=fail", "tests/test_net.py::test_plain"), ("-k", "plain")):
         assert "no test uses" not in run_in(project, *arguments).text

@@ -1,4 +1,6 @@
-"""GPT-2 of transformers with random weights, in bfloat16, with accumulated and clipped gradients."""
+"""GPT-2 and ViT of transformers, with random weights."""
+
+import sys
 
 import lightning.pytorch as pl
 import torch
@@ -8,14 +10,25 @@ from torch import Tensor
 
 
 class Net(pl.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=64, n_positions=32)
-        self.net = transformers.GPT2LMHeadModel(config)
+        self.kind = kind
+        sizes = {"gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 64, "n_positions": 32}}
+        if kind == "gpt2":
+            self.net = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes["gpt2"]))
+        else:
+            config = transformers.ViTConfig(
+                hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=8,
+                patch_size=4, num_labels=4,
+            )  # fmt: skip
+            self.net = transformers.ViTForImageClassification(config)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        tokens = batch[0].flatten(1)[:, :32].mul(8).long().remainder(64)
-        return planted(self.net(input_ids=tokens, labels=tokens).loss, batch_idx)
+        inputs, labels = batch
+        if self.kind == "gpt2":
+            tokens = inputs.flatten(1)[:, :32].mul(8).long().remainder(64)
+            return planted(self.net(input_ids=tokens, labels=tokens).loss, batch_idx)
+        return planted(self.net(pixel_values=inputs, labels=labels).loss, batch_idx)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
@@ -23,5 +36,4 @@ class Net(pl.LightningModule):
 
 if __name__ == "__main__":
     pl.seed_everything(0, verbose=False)
-    options = {"precision": "bf16-mixed", "accumulate_grad_batches": 2, "gradient_clip_val": 1.0}
-    pl.Trainer(max_epochs=1, accelerator="cpu", **options, **QUIET).fit(Net(), loader())
+    pl.Trainer(max_epochs=1, accelerator="cpu", **QUIET).fit(Net(sys.argv[1]), loader())
