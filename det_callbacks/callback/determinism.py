@@ -272,7 +272,7 @@ class DeterminismCallback(CallbackArguments):
         self._progress.after_step(self._session.progress)
         if trainer.fit_loop.epoch_loop._is_training_done or trainer.should_stop:  # read at Lightning 2.6.6
             self._group.set_place("between")  # after the last batch there may be long validations, saves and hooks
-        error = self._replicas.after_step(step)
+        error = self._replicas.after_step(trainer)
         self._stop_together(differs=differs, asks_now=error is not None)  # what differs from the reference says more
         raise_if(error)
 
@@ -338,7 +338,7 @@ class DeterminismCallback(CallbackArguments):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._checkpoints is not None:
             self._checkpoints.resuming.end_training()
-        error = self._replicas.end()
+        error = self._replicas.end(trainer)
         if self.mode == "record":
             raise_if(error)  # before the run is complete: it is no reference
         if self._is_fitting:

@@ -34,11 +34,8 @@ from det_callbacks.variables import NUM_WORKERS
 _FIT_START = "fit start"
 _LOADER_START = "before the loader starts"
 
-MAX_INDICES = 256
-"""Indices of a batch that are kept as they are, beside the digest of all; zstd makes about 2 bytes of each."""
-
-MAX_WAITING = 64
-"""Batches drawn and not trained on yet that are known; a fetcher holds one or two."""
+MAX_INDICES = 256  # of a batch that are kept as they are, beside the digest of all; zstd makes about 2 bytes of each
+MAX_WAITING = 64  # batches drawn and not trained on yet that are known; a fetcher holds one or two
 
 
 class Evidence(Ledger):
@@ -100,8 +97,10 @@ class Evidence(Ledger):
             place = name if is_one else f"{name} {number}"
             for setting, text in _settings_of(one):
                 self.note(_LOADER_START, f"{setting} of {place}", text=text)
+            is_map = isinstance(one, DataLoader) and not isinstance(one.dataset, IterableDataset)
+            is_in_order = is_map and (not one.num_workers or getattr(one, "in_order", True))
             # a draw of "sequential" is of one of the loaders, and nobody says of which
-            if _draws_in_order(one) and (loader._mode != "sequential" or is_one):
+            if is_in_order and (loader._mode != "sequential" or is_one):
                 self._follow_sampler(place, one)
 
     def _follow_sampler(self, name: str, loader: Any) -> None:
@@ -181,11 +180,6 @@ def _is_constant(tensor: Tensor) -> bool:
         return tensor.numel() == 1
     head = tensor.detach().flatten()[:4096]
     return bool((head == head[0]).all())
-
-
-def _draws_in_order(loader: Any) -> bool:
-    is_map = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
-    return is_map and (not loader.num_workers or getattr(loader, "in_order", True))
 
 
 def _settings_of(loader: Any) -> Iterator[tuple[str, str]]:

@@ -28,17 +28,14 @@ class Replicas:
     With ``on_divergence`` "raise" it is returned at once, with "collect" at the end of the fit; "warn" warns instead.
     """
 
-    _open: tuple[pl.Trainer, RankGroup] | None = None
+    _is_open = False
     _first: ReplicaReport | None = None  # that found a difference
     _num_audits = 0
 
     def __init__(self, every_n_steps: int, on_divergence: OnDivergence, *, ignore: Sequence[str] = ()) -> None:
         self.every_n_steps, self.on_divergence, self.ignore = every_n_steps, on_divergence, tuple(ignore)
         self.replica_report: ReplicaReport | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy takes along: the arguments, never the group of a fit under way."""
-        return {name: vars(self)[name] for name in ("every_n_steps", "on_divergence", "ignore", "replica_report")}
+        self._group = RankGroup()
 
     def begin(self, trainer: pl.Trainer) -> None:
         """Compare the replicas that a fit starts with; one process has none, which a line says."""
@@ -46,19 +43,20 @@ class Replicas:
         if self.every_n_steps and trainer.world_size == 1:
             print_beside_bar(trainer, "det_callbacks: one process has no replicas: nothing to compare")
         elif self.every_n_steps:
-            self._open = trainer, RankGroup().open()
-            self._num_audits, self._first, self.replica_report = 0, None, None
-            raise_if(self._compare())
+            self._group.open()
+            self._is_open, self._num_audits, self._first, self.replica_report = True, 0, None, None
+            raise_if(self._compare(trainer))
 
-    def after_step(self, step: int) -> ReplicaError | None:
+    def after_step(self, trainer: pl.Trainer) -> ReplicaError | None:
         """Compare the replicas when it is their turn."""
-        return None if self._open is None or (step + 1) % self.every_n_steps else self._compare()
+        is_turn = self._is_open and not (trainer.fit_loop.epoch_loop.total_batch_idx + 1) % self.every_n_steps
+        return self._compare(trainer) if is_turn else None
 
-    def end(self) -> ReplicaError | None:
+    def end(self, trainer: pl.Trainer) -> ReplicaError | None:
         """Compare the replicas at the end of a fit, and print the closing line."""
-        if self._open is None:
+        if not self._is_open:
             return None
-        error = self._compare(is_last=True)
+        error = self._compare(trainer, is_last=True)
         if self.on_divergence == "collect" and self._first is not None:
             self.replica_report = self._first
             error = ReplicaError(replicas_text(self._first), self._first)
@@ -67,16 +65,15 @@ class Replicas:
 
     def close(self) -> None:
         """Give the group back; may be called more than once."""
-        opened, self._open = self._open, None
-        if opened is not None:
-            opened[1].close()
+        self._is_open = False
+        self._group.close()
 
-    def _compare(self, *, is_last: bool = False) -> ReplicaError | None:
-        assert self._open is not None, "a fit is under way"
-        trainer, group = self._open
+    def _compare(self, trainer: pl.Trainer, *, is_last: bool = False) -> ReplicaError | None:
         step = trainer.fit_loop.epoch_loop.total_batch_idx
         agreed = None if self.replica_report is None else self.replica_report.last_agreement
-        report = compare_replicas(group, lambda: _state_of(trainer, self.ignore), step=step, last_agreement=agreed)
+        report = compare_replicas(
+            self._group, lambda: _state_of(trainer, self.ignore), step=step, last_agreement=agreed
+        )
         self.replica_report = report
         self._num_audits += 1
         if self._first is None and not report.equal:
@@ -144,19 +141,17 @@ class ReplicaAuditCallback(Replicas, Callback):
         self.begin(trainer)
 
     @override
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        raise_if(self.after_step(trainer.fit_loop.epoch_loop.total_batch_idx))
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        raise_if(self.after_step(trainer))
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         note_ended()
-        raise_if(self.end())
+        raise_if(self.end(trainer))
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        if self._open is not None:
+        if self._is_open:
             note_ended()
         self.close()
 

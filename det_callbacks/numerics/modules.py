@@ -107,18 +107,11 @@ def compare_modules(
     # copies that are made in inference mode could not be trained
     with torch.inference_mode(False), enforce_determinism(_AS_THEY_ARE):
         has_compiled = is_compiled(base) or is_compiled(control)
-        one, other = (
-            Side(
-                label=label,
-                module=copy_of(label, module),
-                inputs=inputs,
-                loss=loss,
-                make_optimizer=optimizer or partial(torch.optim.SGD, lr=0.01),
-                seed=seed,
-                patterns=() if has_compiled else as_names("modules", modules),
-            )
-            for label, module in (("base", base), ("control", control))
-        )
+        options: dict[str, Any] = {"inputs": inputs, "loss": loss, "seed": seed}
+        options["make_optimizer"] = optimizer or partial(torch.optim.SGD, lr=0.01)
+        options["patterns"] = () if has_compiled else as_names("modules", modules)
+        one = Side(label="base", module=copy_of("base", base), **options)
+        other = Side(label="control", module=copy_of("control", control), **options)
         found: list[TensorComparison] = []
         for iteration in range(iterations):
             found += _compared(one.run(iteration), other.run(iteration), iteration, given)

@@ -33,8 +33,7 @@ SYNC_EVERY_N_STEPS = 10
 Place = Literal["step", "between", "end", "gone"]
 """Where a rank is: in a training step; between two, as in a validation, a save or a hook; at the end; or it failed."""
 
-_MAX_NAMED = 5
-"""Entries that start otherwise and are named in a message."""
+_MAX_NAMED = 5  # of the entries in which ranks start otherwise
 
 _ALIKE = (
     *("settings.", "python.", "numpy.", "lightning.", "det_callbacks.", "triton.", "trainer.", "torch."),
@@ -54,15 +53,13 @@ class RankGroup(Peers):
     It may be opened and closed several times, for each fit of a Trainer. A copy, or a process that is started, begins
     with a closed one: connections are not theirs. Every method raises ``RankError`` when a process does not take part
     in time. Each exchange is two small collectives: some 0.3 milliseconds on one machine.
-
-    Attributes:
-        timeout_seconds: how long ranks wait for each other: one may load, save or draw batches again for longer than
-            another. A rank that ends is noticed at once, since its connections close.
-        end_seconds: how long a rank that has finished its training waits for one that is in a training step: that one
-            may have got more batches, and wait in a collective of the training for the one that has finished.
     """
 
+    # How long ranks wait for each other: one may load, save or draw batches again for longer than another. A rank that
+    # ends is noticed at once, since its connections close.
     timeout_seconds = 1800.0
+    # How long a rank that has finished its training waits for one that is in a training step: that one may have got
+    # more batches, and wait in a collective of the training for the one that has finished.
     end_seconds = 30.0
 
     def __init__(self) -> None:

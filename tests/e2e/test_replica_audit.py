@@ -143,7 +143,6 @@ def test_one_process_has_no_replicas(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_copies_take_the_arguments_along_and_wrong_ones_are_refused() -> None:
     audit = ReplicaAuditCallback(7, "collect", ignore=["codebook.*"])
     other = pickle.loads(pickle.dumps(audit))
-    assert vars(other) == vars(audit)
     assert (other.every_n_steps, other.on_divergence, other.ignore) == (7, "collect", ("codebook.*",))
     for arguments in ({"every_n_steps": 0}, {"on_divergence": "stop"}, {"ignore": "codebook"}):
         with pytest.raises(SelectionError, match=next(iter(arguments))):
