@@ -158,38 +158,16 @@ def test_ops_that_torch_tests_give_the_same_bits_twice(stride):
     assert found["num_failed"] < 0.02 * found["num_samples"], found["failures"]
 
 
-def memory_of(tensors: list[Tensor]) -> list[dict[str, Any]]:
-    """Return all that an op can tell of tensors, but their addresses: of these only which of them share memory."""
-    addresses = [tensor.untyped_storage().data_ptr() for tensor in tensors]
-    return [
-        {
-            "size": tuple(tensor.shape),
-            "stride": tensor.stride(),
-            "dtype": tensor.dtype,
-            "requires_grad": tensor.requires_grad,
-            "is_conj": tensor.is_conj(),
-            "is_neg": tensor.is_neg(),
-            "content": tensor.detach().resolve_conj().resolve_neg().tolist(),
-            "storage": addresses.index(address),
-            "start": tensor.data_ptr() - address,
-        }
-        for tensor, address in zip(tensors, addresses, strict=True)
-    ]
-
-
-def test_copies_lie_as_the_originals_do():
-    """The second run of an op that writes its arguments works on them."""
-    base, numbers, weight = torch.arange(64.0), torch.randn(4, dtype=torch.complex64), nn.Parameter(torch.ones(3, 4))
-    for tensors in (
-        [base[1:5], base[3:9], base[9:33].view(4, 6).t()[2:, 1:3], base.view(torch.int32)[2:6], base[40:]],
-        [weight, weight.detach()[1]],
-        [numbers.conj(), numbers.imag, torch._neg_view(numbers.real), numbers.conj().imag],
-    ):
-        other = torch.ones(2)
-        (first, (*rest, read)), _ = equivalence.copied_call(((tensors[0], [*tensors[1:], other]), {}), [tensors[0]])
-        assert read is other
-        assert memory_of([first, *rest]) == memory_of(tensors)
-        assert first.untyped_storage().data_ptr() != tensors[0].untyped_storage().data_ptr()
+def test_what_an_op_writes_lies_in_the_second_run_as_in_the_first():
+    base, numbers = torch.arange(64.0), torch.randn(4, dtype=torch.complex64)
+    with BitwiseEquivalenceMode() as mode:
+        torch._foreach_add_([base[1:5], base[3:9], base[9:33].view(4, 6).t()[2:, 1:3]], 1)
+        torch._foreach_add_([base[40:], base.view(torch.int32)[44:]], [torch.tensor(1), torch.tensor(2)])
+        numbers.conj().conj_physical_()  # of the few that see such views as they are
+        torch._neg_view(numbers.real).neg_()
+    assert mode.get_mismatches() == []
+    assert mode.skipped.keys() <= {"view"}, mode.skipped
+    assert (base[:6].tolist(), base[40].item()) == ([0, 2, 3, 5, 6, 6], 41)
 
 
 def test_what_cannot_be_copied_runs_once() -> None:
