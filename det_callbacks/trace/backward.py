@@ -13,6 +13,7 @@ from itertools import pairwise
 from threading import get_ident
 from types import CodeType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from det_callbacks.trace.engine import (
     next_sequence_number,
     top_hooks,
 )
-from det_callbacks.trace.modules import UNKNOWN_MODULE, ModuleStack, is_repeating
+from det_callbacks.trace.modules import UNKNOWN_MODULE, ModuleStack, repeated_region
 from det_callbacks.trace.overloads import OpPlan
 from det_callbacks.trace.program_trie import CallNode, OpScope
 from det_callbacks.trace.sites import source_of
@@ -36,6 +37,8 @@ _is_grad_enabled = torch.is_grad_enabled
 # a class method, which mypy takes for a plain function
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]  # undeclared
 _CALL_MODULE = torch.nn.Module._call_impl.__code__
+# without reentry, what runs in a checkpoint has these saved-tensor hooks, whose closure is the region's frame
+_PACK_HOOK = "_checkpoint_hook.__init__.<locals>.pack_hook"
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
 _REENTRANT = "CheckpointFunctionBackward"
 _COMPILED = "CompiledFunctionBackward"  # of what AOTAutograd compiled
@@ -74,6 +77,8 @@ class BackwardMap:
     def __init__(self, parameter_names: Mapping[int, str], modules: ModuleStack) -> None:
         self._parameter_names = parameter_names
         self._modules = modules
+        modules.on_enter = self._note_region
+        self._callers: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # of checkpoints: regions -> modules
         self._threads: dict[int, _Nodes] = {}
         self._scopes: dict[tuple[str, str | None, bool], OpScope] = {}
 
@@ -91,7 +96,10 @@ class BackwardMap:
             nodes = self._threads[get_ident()] = _Nodes()
         number = next_sequence_number() - 1
         first = nodes.first.setdefault(number, call)
-        if first is not call and (top_hooks(True) is not None or first.op_base == "aten.clone"):
+        hooks = top_hooks(True)
+        if hooks is not None:
+            self._note_region()
+        if first is not call and (hooks is not None or first.op_base == "aten.clone"):
             nodes.later.setdefault(number, []).append(call)
             if call.is_in_place and first.op_base == "aten.clone":
                 nodes.first.setdefault(number - 1, call)  # its node, then a clone of what it is about to overwrite
@@ -109,8 +117,8 @@ class BackwardMap:
     def scope(self) -> OpScope:
         """Return where the running op of a backward pass belongs: in a module called there, else by its autograd node.
 
-        An op of a hook belongs with the node that the hook runs at, and has a source of its own. Of an op that a
-        checkpoint repeats outside any module call, the module that called the checkpoint is not known any more.
+        An op of a hook belongs with the node that the hook runs at, and has a source of its own. What a checkpoint
+        repeats outside any module call belongs to the module that called the checkpoint.
         """
         modules = self._modules
         if modules.backward_pass == graph_task_id():
@@ -120,8 +128,8 @@ class BackwardMap:
         if node is None:
             return ENGINE if entry is Entry.ENGINE else _HOOK
         name = node.name()
-        if (top_hooks(True) is not None or name == _REENTRANT) and is_repeating():
-            return self.in_module(UNKNOWN_MODULE, recomputed=True)
+        if (top_hooks(True) is not None or name == _REENTRANT) and (region := repeated_region()) is not None:
+            return self.in_module(self._caller_of(region), recomputed=True)
         found = self._of_accumulation(node) if name == _ACCUMULATE else self._of_node(node, name)
         return found if entry is not Entry.HOOK else self.in_module(found.module, recomputed=False)
 
@@ -133,12 +141,36 @@ class BackwardMap:
         return known
 
     def note_functions(self, call: CallNode) -> None:
-        """Note in a new call the forwards of autograd Functions that its module called, and that run now."""
+        """Note in a new call which autograd Functions' forwards run, innermost first, and what module called each.
+
+        The modules called since are those whose calls lie further in on the stack.
+        """
         # codes, not frames: a list of frames holds its own, and so every tensor on the stack until it is collected
         codes = [frame.f_code for frame in frames_above_engine()]
-        if _CALL_MODULE in codes:
-            del codes[codes.index(_CALL_MODULE) :]
-        call.functions = tuple(code for code, outer in pairwise(codes) if outer is _APPLY)
+        if _APPLY not in codes:
+            return
+        task = graph_task_id()
+        modules = [scope.module for _, scope, called_in, _ in reversed(self._modules.stack) if called_in == task]
+        modules.append("" if task == -1 else self._caller_of(repeated_region()))
+        functions = []
+        for index, (code, outer) in enumerate(pairwise(codes)):
+            if outer is _APPLY:
+                num_calls = codes[:index].count(_CALL_MODULE)
+                functions.append((code, modules[min(num_calls, len(modules) - 1)]))
+        call.functions = tuple(functions)
+
+    def _note_region(self) -> None:
+        """Note which module called the checkpoint whose region runs, when the first op or module in it does."""
+        hooks = top_hooks(True)
+        if hooks is not None and getattr(hooks[0], "__qualname__", None) == _PACK_HOOK:
+            region = hooks[0].__closure__[0].cell_contents
+            if region not in self._callers:
+                self._callers[region] = (self._modules.current if graph_task_id() == -1 else self.scope()).module
+
+    def _caller_of(self, region: Any) -> str:
+        if type(region).__name__ == _REENTRANT:
+            return self._of_node(region, _REENTRANT).module
+        return UNKNOWN_MODULE if region is None else self._callers.get(region, UNKNOWN_MODULE)
 
     def _of_accumulation(self, node: Any) -> OpScope:
         name = self._parameter_names.get(id(node.variable))
@@ -244,9 +276,7 @@ def _find_in(nodes: _Nodes, number: int, name: str, code: CodeType | None) -> Op
     else:
         return UNKNOWN
     if code is not None:
-        # by identity: equal code is not the same Function
-        is_known = any(running is code for running in call.functions)
-        found = _scope_of_gradient(call) if is_known else UNKNOWN
+        found = _scope_of_function(call, code)
         if found is not UNKNOWN or num_between:
             return found
     if _fits(call, name):
@@ -264,6 +294,16 @@ def _scope_of_gradient(call: CallNode) -> OpScope:
         known = call.scopes[""] = (
             UNKNOWN if call.module == UNKNOWN_MODULE else OpScope(module=call.module, source=call.source)
         )
+    return known
+
+
+def _scope_of_function(call: CallNode, code: CodeType) -> OpScope:
+    key = id(code)  # equal code is not the same Function
+    known = call.scopes.get(key)
+    if known is None:
+        modules = {module for running, module in call.functions if running is code}
+        is_known = len(modules) == 1 and UNKNOWN_MODULE not in modules
+        known = call.scopes[key] = OpScope(module=modules.pop(), source=call.source) if is_known else UNKNOWN
     return known
 
 

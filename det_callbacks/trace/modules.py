@@ -28,6 +28,7 @@ _global_pre_hooks: dict[int, Any] = _module._global_forward_pre_hooks
 _global_hooks: dict[int, Any] = _module._global_forward_hooks
 _always_called: dict[int, bool] = _module._global_forward_hooks_always_called
 _CHECKPOINT_FILE = CheckpointFunction.forward.__code__.co_filename
+_REGIONS = {"unpack_hook": "frame", "backward": "ctx"}  # what repeats a checkpointed region -> its variable for that
 
 
 class ModuleStack:
@@ -38,15 +39,18 @@ class ModuleStack:
             here, and calls ``return_to_stack`` at its end.
         backward_pass: the backward pass that module was called in (recomputation, hooks); -1 when it was in none.
         is_recomputed: whether that call repeats one of the forward pass under activation checkpointing.
+        stack: of each running module itself, its scope, and its ``backward_pass`` and ``is_recomputed``.
+        on_enter: called before a module is entered.
         on_output: called as ``on_output(name, output)`` when a module returns outside a backward pass.
     """
 
     def __init__(self, root: nn.Module | None) -> None:
+        self.on_enter: Callable[[], None] | None = None
         self.on_output: Callable[[str, Any], None] | None = None
         self._root = root
         self._scopes: dict[int, OpScope] = {}
         self._modules: list[nn.Module] = []
-        self._stack: list[tuple[nn.Module, OpScope, int, bool]] = []
+        self.stack: list[tuple[nn.Module, OpScope, int, bool]] = []
         self._key: int | None = None
         self._hooks = (self._enter, self._leave)
         self._has_refreshed = False
@@ -80,12 +84,12 @@ class ModuleStack:
             if _NO_WARNING in self._filters:
                 self._filters.remove(_NO_WARNING)
         self._key = None
-        self._stack.clear()
+        self.stack.clear()
         self.return_to_stack()
 
     def forget(self) -> None:
         """Forget the modules named by their class, which would be kept alive; call between steps."""
-        if self._root is None and not self._stack:
+        if self._root is None and not self.stack:
             self._scopes.clear()
             self._modules.clear()
 
@@ -96,8 +100,8 @@ class ModuleStack:
 
     def return_to_stack(self) -> None:
         """Make the innermost running module the current one."""
-        if self._stack:
-            _, self.current, self.backward_pass, self.is_recomputed = self._stack[-1]
+        if self.stack:
+            _, self.current, self.backward_pass, self.is_recomputed = self.stack[-1]
         else:
             self.current, self.backward_pass, self.is_recomputed = NOWHERE, -1, False
 
@@ -112,7 +116,7 @@ class ModuleStack:
         if known is not None:
             return known
         if self._root is None:
-            if not self._stack:
+            if not self.stack:
                 self._refresh(module, type(module).__name__)
                 return self._scopes[id(module)]
         elif not self._has_refreshed:
@@ -125,11 +129,13 @@ class ModuleStack:
     def _enter(self, module: nn.Module, _args: Any) -> None:
         if torch.compiler.is_compiling():
             return
+        if self.on_enter is not None:
+            self.on_enter()
         backward_pass = graph_task_id()
         is_recomputed = backward_pass != -1 and (
-            (self.is_recomputed and self.backward_pass == backward_pass) or is_repeating()
+            (self.is_recomputed and self.backward_pass == backward_pass) or repeated_region() is not None
         )
-        self._stack.append((module, self._scope_of(module), backward_pass, is_recomputed))
+        self.stack.append((module, self._scope_of(module), backward_pass, is_recomputed))
         self.return_to_stack()
 
     @runs_uncompiled  # likewise
@@ -137,21 +143,22 @@ class ModuleStack:
         if torch.compiler.is_compiling():
             return
         # an exception (checkpointing's early stop is one) may have skipped the hooks of modules further in
-        depth = len(self._stack)
-        while depth and self._stack[depth - 1][0] is not module:
+        depth = len(self.stack)
+        while depth and self.stack[depth - 1][0] is not module:
             depth -= 1
         if not depth:
             return
-        _, scope, backward_pass, _ = self._stack[depth - 1]
+        _, scope, backward_pass, _ = self.stack[depth - 1]
         if self.on_output is not None and output is not None and backward_pass == -1 and id(module) in self._scopes:
             self.on_output(scope.module, output)
-        del self._stack[depth - 1 :]
+        del self.stack[depth - 1 :]
         self.return_to_stack()
 
 
-def is_repeating() -> bool:
-    """Return whether activation checkpointing repeats the running code inside a backward pass."""
-    return any(
-        frame.f_code.co_filename == _CHECKPOINT_FILE and frame.f_code.co_name in ("unpack_hook", "backward")
-        for frame in frames_above_engine()
-    )
+def repeated_region() -> Any:
+    """Return what activation checkpointing repeats in a backward pass here: its frame or context, None for nothing."""
+    for frame in frames_above_engine():
+        name = _REGIONS.get(frame.f_code.co_name)
+        if name is not None and frame.f_code.co_filename == _CHECKPOINT_FILE:
+            return frame.f_locals.get(name)
+    return None

@@ -11,6 +11,7 @@ follows from the step alone, whatever this process has recorded before.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from types import CodeType
 from typing import Any
 
 from det_callbacks.runs.program import ArgumentTag, Program, Site, argument_bits
@@ -71,7 +72,7 @@ class CallNode:
     source: tuple[str, ...] = ()
     op_base: str = ""
     is_in_place: bool = False
-    functions: tuple[object, ...] = ()
+    functions: tuple[tuple[CodeType, str], ...] = ()
     scopes: dict[object, OpScope] = field(default_factory=dict)
     children: "list[CallNode]" = field(default_factory=list)
     likely: "CallNode | None" = None

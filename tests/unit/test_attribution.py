@@ -27,14 +27,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires
 UNNAMED = {
     # gradients of views whose base was written after they were made: autograd makes them anew, where no op is
     "views": 12,
-    # an autograd Function that calls nothing but a module
-    "functions and a custom op": 1,
-    # the same, and a full backward hook, which runs at a node that no op made
-    "hooks": 3,
-    # what a checkpoint repeats outside any module call
-    "nested checkpoints": 26,
-    "nested checkpoints, reentrant": 55,
-    "gradient penalty": 72,
+    # a full backward hook runs at a node that no op made
+    "hooks": 1,
 }
 """How many backward ops stay "?" although anomaly mode can tell their module."""
 
@@ -138,7 +132,7 @@ def test_ops_belong_to_the_module_that_anomaly_mode_tells(name):
     assert len(found.unnamed) <= UNNAMED.get(name, 0), found.unnamed
     recomputed = [site for site in found.sites if site.recomputed]
     assert len(recomputed) > (40 if "checkpoint" in name else -1)
-    assert {site.phase for site in recomputed} <= {"backward"}
+    assert {(site.phase, site.module == "?") for site in recomputed} <= {("backward", False)}
 
 
 def test_the_oracle_sees_a_map_that_is_one_node_off(monkeypatch):
