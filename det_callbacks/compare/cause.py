@@ -210,6 +210,9 @@ class Facts:
             return True  # divided between the passes, by an op that is recorded at level op only
         if choice.startswith("optimizer") and one.phase in ("optimizer", "state"):
             return is_other_call or not one.op
+        if choice.startswith("optimizer") and one.phase == "forward" and one.kind in ("missing", "extra"):
+            # an optimizer such as LBFGS decides how often the passes are run
+            return any(self.difference.site(row).phase == "gradient" for row in range(found.row))
         if choice == "torch.num_threads":
             return bool(one.op) and one.kind == "content"  # sums are split among threads
         if choice == "settings.seed" and None in (chosen.reference, chosen.current):

@@ -28,6 +28,18 @@ def of_dtype(step, now):
     step.op("aten.mm.default", "net.weight")
 
 
+def with_another_closure(step, now):
+    for _ in range(2 + now):
+        step.named("output", 1, phase="forward")
+        step.named("grad of net.weight", 1, phase="gradient")
+
+
+def with_another_layer(step, now):
+    for _ in range(2 + now):
+        step.op("aten.mm.default", "net.weight")
+    step.named("grad of net.weight", 1, phase="gradient")
+
+
 def of_other_shape(step, now):
     step.named("net.weight", 1 + now, entry=TensorLayout(dtype="float32", shape=(2 + now,), stride=(1,)))
     step.generators(1)
@@ -189,6 +201,8 @@ CASES = [
     case(of_dtype, "settings", PRECISION_FIRST, environment=[PRECISION, choice("settings.deterministic_algorithms")]),
     case(of_dtype, "initial_weights", "!that is what differs first", environment=[LR]),
     case(of_other_shape, "initial_weights", "!that is what differs first", environment=[PRECISION]),
+    case(with_another_closure, "settings", environment=[LR]),
+    case(with_another_layer, "structure", environment=[LR]),
     case(start_of_backward("other", "backward"), "backward", "ones_like", "starts here"),
     case(start_of_backward("forward", "backward"), "backward"),
     case(start_of_backward("other", "forward"), "unknown"),
