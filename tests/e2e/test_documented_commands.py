@@ -2,8 +2,11 @@
 
 import importlib
 import json
+import os
 import re
+import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 from collections import OrderedDict
@@ -12,19 +15,69 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import duckdb
 import pytest
 import torch
 from fits import Classifier, Samples
-from readme_commands import ROOT, commands_of, pattern_of, run_page
+from forks import fork_process
+from step_builder import training_step
+from stored_runs import OneOf, join
 from torch import nn
 from torch.utils.data import DataLoader
 from trainers import quiet_trainer
 
-from det_callbacks import DeterminismCallback, enforce_determinism
+from det_callbacks import DeterminismCallback, cli, enforce_determinism
+from det_callbacks.runs.writer import RunWriter
 
+ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
+BLOCK = re.compile(r"```console\n(.*?)```", re.DOTALL)
 OVERHEAD = RECIPES / "overhead" / "README.md"
 QUIET = "enable_progress_bar=False, enable_model_summary=False, logger=False, enable_checkpointing=False"
+
+
+def commands_of(readme: str) -> list[tuple[str, list[str]]]:
+    """Each command with the lines of output below it."""
+    found: list[tuple[str, list[str]]] = []
+    for line in "".join(BLOCK.findall(readme)).splitlines():
+        if line.startswith("$ "):
+            found.append((line.removeprefix("$ "), []))
+        elif line.strip():
+            found[-1][1].append(line)
+    return found
+
+
+def pattern_of(line: str) -> str:
+    """A promised line as a pattern: "..." stands for anything, and a sentence may go on in the next line."""
+    parts = (r"\s+".join(map(re.escape, part.split())) for part in line.split("..."))
+    return r".*(?:\n.*)?".join(parts)
+
+
+def run_page(page: Path, folder: Path, *, added: str = "") -> int:
+    """Run all commands of a page in a folder, and check what they promise; return how many there are.
+
+    Commands that train get the ``added`` arguments as well.
+    """
+    (folder / "recipes").symlink_to(ROOT / "recipes")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "COLUMNS": "120", "NO_COLOR": "1"}
+    commands, status = commands_of(page.read_text()), 0
+    for command, promised in commands:
+        if command == "echo $?":
+            assert promised == [str(status)]
+            continue
+        words = shlex.split(command, comments=True)
+        with (folder / "said").open("w+b") as said:
+            if words[0] == "python":
+                words = [sys.executable, *words[1:], *shlex.split(added)]
+                status = fork_process(words, variables=environment, folder=folder, output=said.fileno())
+            else:
+                options: dict[str, Any] = {"cwd": folder, "env": environment, "check": False, "timeout": 200}
+                status = subprocess.run(words, stdout=said, stderr=subprocess.STDOUT, **options).returncode
+        text = (folder / "said").read_text()
+        for line in promised:
+            assert re.search(pattern_of(line), text), f"{command}\npromised: {line}\nsaid:\n{text}"
+    return len(commands)
 
 
 def test_a_promise_can_be_broken() -> None:
@@ -192,3 +245,80 @@ def test_short_runs_of_overhead_measure_time_memory_and_disk(
     printed = capsys.readouterr().out
     assert re.search(r"^op +\d+\.\d\d +\d+\.\d\d .* 113 ", printed, re.MULTILINE)
     assert re.search(r"^ +64 KiB( +\d+\.\d+){7}$", printed, re.MULTILINE)
+
+
+# many ranks: queries in DuckDB, the recipe, and the sizes it promises
+
+SCALE = RECIPES / "scale"
+QUERIES = re.findall(r"```sql\n(.*?)```", (ROOT / "docs" / "how-to" / "query.md").read_text(), re.DOTALL)
+
+
+def record_two_ranks(path: Path, **changes) -> None:
+    """Write a run of two ranks with other batches; ``changes`` are those of rank 1 in step 2."""
+    manifest = {"selection": {"level": "op"}, "environment": {}}
+    for rank in range(2):
+        writer = join(path, rank) if rank else RunWriter.create(path, peers=OneOf(0, 2), manifest=manifest)
+        for step in range(4):
+            planted = changes if (rank, step) == (1, 2) else {}
+            view = training_step(rows=(step, 2, 3, 4 + rank), is_first=step == 0, **planted).view(step=step)
+            digests = view.record.digests
+            for place, site in enumerate(view.program.sites):  # equal on all ranks, as after an all-reduce
+                if site.name == "net.weight" and (rank, step) != (1, 3):
+                    digests[place] = step
+                if site.name == "grad of net.weight" and (rank, step) not in ((1, 2), (1, 3)):
+                    digests[place] = step
+            writer.put_program(view.program)
+            writer.put_layout(view.layout)
+            writer.append(step, 0, view.program.id, view.layout.id, digests)
+        writer.close(complete=True)
+
+
+def test_the_queries_of_the_docs_answer_what_they_say(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    record_two_ranks(tmp_path / "reference")
+    record_two_ranks(tmp_path / "other", noise_at=5)
+    for name, to in (("reference", "exported"), ("other", "current")):  # where the queries look for them
+        assert cli.main(["export", name, "--to", to]) == 0
+    assert capsys.readouterr().out.count(": 314 rows, ") == 2
+    assert len(QUERIES) == 3
+    ranks, differing, modules = (duckdb.connect().sql(query) for query in QUERIES)
+    assert ranks.fetchall() == [("grad of net.weight", 2), ("net.weight", 3)]
+    assert differing.columns == ["step", "position", "rank", "module", "op", "reference", "current"]
+    rows = differing.fetchall()
+    assert len(rows) == 5
+    assert {row[0] for row in rows} == {2}
+    assert {row[2] for row in rows} == {1}
+    assert rows[0][3:5] == ("net.chain", "aten.mul.Tensor")
+    assert all(re.fullmatch("[0-9a-f]{16}", digest) for row in rows for digest in row[5:])
+    sites = training_step(is_first=False).view().program.sites
+    assert modules.fetchall()[0] == ("forward", "net.chain", sum(site.module == "net.chain" for site in sites))
+
+
+def test_a_small_run_of_the_recipe_finds_what_it_plants(monkeypatch, capsys, tmp_path):
+    monkeypatch.syspath_prepend(str(SCALE))
+    arguments = ["--ranks", "3", "--steps", "6", "--sites", "50", "--folder", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
+    runpy.run_path(str(SCALE / "run.py"), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    sys.modules.pop("synthetic")
+    assert lines[0].startswith("3 ranks x 6 steps x 50 sites: 6 files")
+    assert lines[1].endswith(" match")
+    places = zip(lines[2:5], ((1, 3), (2, 5), (1, 2)), strict=True)
+    assert all(f"diverged: rank {rank}, step {step}, " in line for line, (rank, step) in places)
+    assert lines[2].endswith("; 1 sites differ")
+    assert lines[5].startswith("peak of memory")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("number", "place"), [(0, "rank 4, step 25"), (1, "rank 128, step 100")])
+def test_the_commands_of_the_recipe_find_it_in_bounded_memory(tmp_path, number, place):
+    if number and shutil.disk_usage(tmp_path).free < 8e9:
+        pytest.skip("the two runs take 3.3 GB of disk")
+    command, promised = commands_of((SCALE / "README.md").read_text())[number]
+    words = [sys.executable, *command.split()[1:], "--folder", str(tmp_path)]
+    said = subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, timeout=1000).stdout
+    for line in (*promised, f"one digest differs ... {place}, aten.add.Tensor #16 in model.layers.19; 1 s"):
+        assert re.search(pattern_of(line), said), line
+    peak, before = map(int, re.search(r"peak of memory: (\d+) MiB, (\d+) MiB of it before", said).groups())
+    assert peak - before < 64  # the rest is what is imported

@@ -1,12 +1,10 @@
 """Windows of evidence as a fit gathers them: what two of them tell."""
 
 import pytest
-from device_stand_ins import StandInDevices
 
 from det_callbacks.compare.evidence import Window, compare_windows, gather_window
 from det_callbacks.report.advice import show_change
 from det_callbacks.runs.evidence import Row
-from det_callbacks.trace.generators import Ledger
 
 POINTS = ("before a batch is drawn", "batch start", "after forward", "after backward", "batch end")
 
@@ -32,14 +30,6 @@ def windows(ours: list[Row], theirs: list[Row], since: int | None, step: int) ->
     assert found[0] is not None
     assert found[1] is not None
     return found[0], found[1]
-
-
-def test_the_generators_of_devices_are_noted_with_their_seeds(monkeypatch):
-    StandInDevices(2, contexts=(0, 1)).install(monkeypatch)
-    ledger = Ledger()
-    ledger.mark("batch start", with_seeds=True)
-    names = {row.name for row in ledger.take(0)}
-    assert {"torch.cpu", "torch.cuda", "seed of torch.cuda", "torch.cuda:1", "seed of torch.cuda:1"} <= names
 
 
 @pytest.mark.parametrize(
