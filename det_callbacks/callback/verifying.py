@@ -16,7 +16,7 @@ from det_callbacks.compare.record import REPORT_FILE
 from det_callbacks.errors import DivergenceError, DivergenceWarning, NotComparableError, NothingComparedError
 from det_callbacks.report import fits as closing
 from det_callbacks.report.console import count
-from det_callbacks.report.html import write_report
+from det_callbacks.report.page import write_report
 from det_callbacks.report.verdict import verdict_of_rank
 from det_callbacks.runs.files import stream_path
 from det_callbacks.runs.metrics import Reading

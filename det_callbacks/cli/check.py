@@ -1,21 +1,45 @@
-"""``det-callbacks record``, ``verify`` and ``check``: a script that is started, and what it came to."""
+"""``det-callbacks record``, ``verify`` and ``check``: a script recorded, verified, or both, in fresh processes."""
 
 import argparse
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Literal
 
-from det_callbacks.check import FACTORS, PLAIN, CheckedRun, Script, check_script, new_folder
 from det_callbacks.cli.parser import INTERRUPTED, SCRIPT_OPTIONS
-from det_callbacks.compare.record import REPORT_FILE
-from det_callbacks.errors import CheckError
+from det_callbacks.compare.evidence import read_window
+from det_callbacks.compare.record import REPORT_FILE, VERDICT_FILE
+from det_callbacks.errors import CheckError, ReferenceFormatError
 from det_callbacks.patterns import as_patterns
 from det_callbacks.report.console import Section, Table, make_console, print_line, print_report
 from det_callbacks.report.verdict import verdict_report
+from det_callbacks.runs.files import MANIFEST
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.store import Run
+from det_callbacks.variables import LAUNCH, NUM_WORKERS
+from det_callbacks.verdict import EXIT_CODES, Verdict
 
+RECORDING, PLAIN = "recording", "plain"
+FACTORS = ("workers", "threads", "hash-seed")
+"""What can be varied, in this order."""
+GRACE_SECONDS = 20.0
+"""For an interrupted script to end by itself; a second Ctrl-C ends the wait."""
+
+_HASH_SEED = "PYTHONHASHSEED"
+_STARTUP = Path(__file__).parents[1] / "startup"
+_NOTHING = (
+    "the script ended well, and nothing was {}: no Trainer had a fit, or each had a DeterminismCallback of the "
+    "script's own, or the Python that trains has no det_callbacks installed"
+)
 _STYLES = {0: "bold green", 1: "bold red", 2: "bold red", 3: "bold yellow"}
 _OF_SCRIPT = {
     "match": "the script repeats itself, bit for bit",
@@ -23,6 +47,166 @@ _OF_SCRIPT = {
     "not_comparable": "the two runs differ, and so does what they ran on",
     "failed": "it could not be checked whether the script repeats itself",
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedRun:
+    """One process and what it came to."""
+
+    name: str  # "recording", "plain", or what was varied
+    change: str = "nothing"  # what it has different ("2 instead of 0")
+    outcome: Literal["recorded", "match", "diverged", "not_comparable", "failed", "not_run"]
+    reason: str = ""  # why it failed
+    verdict: Verdict | None = None
+    output: Path | None = None  # with what it printed, where that did not go to the terminal
+
+    @property
+    def exit_code(self) -> int:
+        """0 recorded, match or not run, 1 diverged, 2 failed, 3 not comparable."""
+        return {**EXIT_CODES, "recorded": 0, "not_run": 0, "failed": 2}[self.outcome]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """A program that trains, started as it is; Lightning gives its Trainers a DeterminismCallback.
+
+    ``arguments`` are those of ``DeterminismCallback``, but for the mode and the folders; ``settings`` is what is set
+    before the script's first line: "seed", and "deterministic" for the defaults of ``DeterminismSettings``.
+    """
+
+    words: Sequence[str]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.words:
+            raise CheckError("No command was given. Name the script after --: det-callbacks check -- python train.py")
+
+    def record(self, run: Path, *, overwrite: bool = False, output: Path | None = None) -> CheckedRun:
+        """Run the script, and record it into a folder; what it prints goes to ``output``, or is printed."""
+        before = _manifest(run)
+        reason, _ = self._start("record", output, mode="record", reference=str(run), overwrite=overwrite)
+        if not reason:
+            reason = _NOTHING.format("recorded") if _manifest(run) == before else _unfinished(run)
+        return CheckedRun(name=RECORDING, outcome="failed" if reason else "recorded", reason=reason, output=output)
+
+    def verify(
+        self,
+        reference: Path,
+        current: Path,
+        *,
+        name: str = PLAIN,
+        change: str = "nothing",
+        entry: str = "",
+        output: Path | None = None,
+    ) -> CheckedRun:
+        """Run the script, and verify it against a run, into a folder that is empty or not there.
+
+        ``entry`` is what has to be other in run.json, so that what was to be varied has been.
+        """
+        title = "verify" if name == PLAIN else f"verify, {name}, {change}"
+        reason, is_one_run = self._start(title, output, mode="verify", reference=str(reference), current=str(current))
+        done = CheckedRun(name=name, change=change, outcome="failed", reason=reason, output=output)
+        if not is_one_run:
+            return done
+        try:
+            verdict = Verdict.from_dict(json.loads((current / VERDICT_FILE).read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return replace(done, reason=reason or _NOTHING.format("verified"))
+        except ValueError as error:  # no JSON, no text, or no verdict
+            return replace(done, reason=f"{current / VERDICT_FILE} cannot be read: {error}")
+        done = replace(done, verdict=verdict)
+        if verdict.verdict == "match" and reason:
+            return replace(done, reason=f"{reason}. What was compared before agrees")
+        if verdict.verdict == "match" and entry not in {"", *(one.name for one in verdict.environment)}:
+            return replace(done, reason=f"it could not be varied: {entry} is what it was, by the script itself")
+        return replace(done, outcome=verdict.verdict, reason="")
+
+    def _start(self, title: str, output: Path | None, **arguments: Any) -> tuple[str, bool]:
+        """Run a process to its end; return what was wrong with that, "" for nothing, and whether it was one run."""
+        print_line(make_console(), f"det-callbacks: {title}: {shlex.join(self.words)}", "bold")
+        sys.stdout.flush()  # before the process writes to the same place
+        variables = {**os.environ, **self.variables}
+        if self.settings:
+            variables["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_STARTUP), variables.get("PYTHONPATH"))))
+        with contextlib.ExitStack() as files:
+            claim = Path(files.enter_context(tempfile.TemporaryDirectory(prefix="det_callbacks-")), "claim")
+            launch = {"arguments": {**self.arguments, **arguments}, "settings": self.settings, "claim": str(claim)}
+            variables[LAUNCH] = json.dumps(launch)
+            try:
+                file = None if output is None else files.enter_context(output.open("wb"))
+                status = run_process(self.words, variables=variables, output=file)
+            except OSError as error:
+                raise CheckError(f"{self.words[0]} cannot be started: {error}") from error
+            if claim.exists() and (text := claim.read_text(encoding="utf-8")):
+                return text, False
+        if status < 0:
+            return f"the process was killed by signal {-status} ({signal.strsignal(-status)})", True
+        return f"the script failed with status {status}: see what it printed" if status else "", True
+
+
+def _manifest(run: Path) -> bytes:
+    """Return what a recording always changes; nothing where there is no run."""
+    path = run / MANIFEST
+    return path.read_bytes() if path.is_file() else b""
+
+
+def _unfinished(path: Path) -> str:
+    """Return why a recording is none that can be used; "" where it is one."""
+    try:
+        run = Run.open(path)
+    except ReferenceFormatError as error:
+        return str(error)
+    return "" if run.is_complete else f"the script ended well, and its recording is incomplete: {run.incomplete_reason}"
+
+
+def check_script(script: Script, home: Path, *, vary: Sequence[str] = ()) -> list[CheckedRun]:
+    """Run a script twice in fresh processes, the second verified against the first, bit for bit.
+
+    Where that is a match, it is verified again in a further process for each of what is to be varied. The runs, and
+    beside them what the scripts print, go to the folder ``home``.
+    """
+    seed = os.environ.get(_HASH_SEED, "")
+    if "hash-seed" in vary and seed in ("", "random"):
+        seed = "0"  # else each process has another one, also two that are to be the same
+        script = replace(script, variables={_HASH_SEED: seed})
+    reference = home / "reference"
+    runs = [script.record(reference, output=home / f"{RECORDING}.txt")]
+    if runs[0].outcome == "recorded":
+        runs.append(script.verify(reference, home / PLAIN, output=home / f"{PLAIN}.txt"))
+    for name in (factor for factor in FACTORS if factor in vary):
+        if runs[1:2] and runs[1].outcome == "match":
+            varied, change, entry = _vary(script, name, Run.open(reference), seed)
+            output = home / f"{name}.txt"
+            runs.append(varied.verify(reference, home / name, name=name, change=change, entry=entry, output=output))
+        else:
+            runs.append(CheckedRun(name=name, change="-", outcome="not_run"))
+    return runs
+
+
+def _vary(script: Script, name: str, run: Run, seed: str) -> tuple[Script, str, str]:
+    """Return a script with one thing changed, that in words, and the entry of run.json that shows it, "" for none."""
+    variables, settings = dict(script.variables), dict(script.settings)
+    if name == "workers":
+        steps = run.rank(0).steps(0)
+        window = read_window(run, 0, 0, int(steps[0])) if len(steps) else None
+        noted = {} if window is None else window.settings
+        before = sorted({text for name, text in noted.items() if name.startswith("num_workers of ")})
+        # a training without a torch DataLoader refuses it
+        variables[NUM_WORKERS] = now = "0" if before and before != ["0"] else "2"
+        change, entry = f"{now} instead of {' and '.join(before) or 'none'}", ""
+    elif name == "threads":
+        entry = "torch.num_threads"
+        threads = run.manifest.environment.get(entry)
+        had = None if threads is None else threads.value
+        settings["num_threads"] = number = 2 if had == 1 else 1
+        variables["OMP_NUM_THREADS"] = str(number)  # what NumPy's libraries ask
+        change = f"{number} instead of {had}"
+    else:
+        variables[_HASH_SEED] = other = "1" if seed == "0" else "0"
+        change, entry = f"{_HASH_SEED} {other} instead of {seed}", f"env.{_HASH_SEED}"
+    return replace(script, variables=variables, settings=settings), change, entry
 
 
 def record(options: argparse.Namespace) -> int:
@@ -102,3 +286,53 @@ def _script(options: argparse.Namespace) -> Script:
             as_patterns(name, patterns)
     Selection(**{name: value for name, value in arguments.items() if name in Selection.__dataclass_fields__})
     return Script(words=options.words, arguments=arguments, settings=settings)
+
+
+def new_folder(to: str | Path | None, kind: str) -> Path:
+    """Make a folder for runs that git does not see: ``to``, or one named by the time below ``kind``."""
+    home = Path.cwd() / (to or f"{kind}/{datetime.now():%Y-%m-%d_%H-%M-%S-%f}")
+    if home.exists() and (not home.is_dir() or any(home.iterdir())):
+        raise CheckError(f"{home} is there already, and is not an empty folder; nothing was run. Name another one.")
+    home.mkdir(parents=True, exist_ok=True)
+    (home / ".gitignore").write_text("*\n", encoding="utf-8")
+    return home
+
+
+def run_process(words: Sequence[str], *, variables: Mapping[str, str], output: IO[bytes] | None = None) -> int:
+    """Run a program to its end and return its status, negative for the signal that ended it.
+
+    It has a session of its own, so that what it started ends with it. Where this process is interrupted, asked to end
+    or hung up on, the program is interrupted, and killed when it does not end. What it prints, errors included, goes to
+    ``output``, and to where this process prints where that is None.
+    """
+    both: dict[str, Any] = {} if output is None else {"stdout": output, "stderr": subprocess.STDOUT}
+    with _signals_as_exceptions():
+        process = subprocess.Popen(words, env=dict(variables), stdin=subprocess.DEVNULL, start_new_session=True, **both)
+        try:
+            return process.wait()
+        except BaseException:
+            _signal_group(process, signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_SECONDS)
+            raise
+        finally:
+            if process.returncode != 0:
+                _signal_group(process, signal.SIGKILL)
+                process.wait()
+
+
+@contextlib.contextmanager
+def _signals_as_exceptions() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP, where nobody ignores them (nohup), end this process as an exception does."""
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda number, frame: sys.exit(128 + number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _signal_group(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left, or (macOS) only zombies
+        os.killpg(process.pid, number)

@@ -43,7 +43,7 @@ def diff(options: argparse.Namespace) -> int:
         verdict = compare_runs(options.reference, options.current, steps=options.steps or "all")
     _print(options, verdict.to_dict, lambda: verdict_report(verdict))
     if options.html is not None:
-        from det_callbacks.report.html import write_report  # noqa: PLC0415  # loads jinja2, for a page alone
+        from det_callbacks.report.page import write_report  # noqa: PLC0415  # loads jinja2, for a page alone
 
         path = write_report(options.html, verdict, reference=options.reference, current=options.current)
         print_line(console, f"det-callbacks: wrote {path}")

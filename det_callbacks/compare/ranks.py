@@ -1,14 +1,13 @@
-"""What each rank of two runs tells: how much was compared, where it first differs, and what became of each step."""
+"""What each rank of two runs tells: how much was compared, and where it first differs."""
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
 from det_callbacks.compare.collectives import FirstDifference, Order, describe_first
-from det_callbacks.compare.differences import StepDifference
 from det_callbacks.compare.record import FitRecord, RankRecord, Tally, record_path
 from det_callbacks.compare.step import StepCounter, compare_steps, reached_part
 from det_callbacks.runs.files import damaged
@@ -160,55 +159,3 @@ def num_equal_steps(ours: Fit, theirs: Fit) -> int:
         return 0
     num_same = int(np.argmin(np.append(ours.steps[:num_common] == theirs.steps[:num_common], False)))
     return bisect_left(range(num_same), True, key=lambda index: bool(ours.chains[index] != theirs.chains[index]))
-
-
-# what became of each step, for a report that shows all of them
-
-Outcome = Literal["equal", "differs", "missing", "extra", "unkept", "unknown"]
-"""What became of a step.
-
-equal, differs: both runs have it, or a verification compared it and says so.
-missing, extra: only the reference, or only the current run, has it.
-unkept: a verification found that it differs, and did not keep it, so that nobody knows in what.
-unknown: a verification kept nothing of it and does not say that it compared it.
-"""
-
-
-class StepOutcome(NamedTuple):
-    """What became of one step, with the program of the side that has it, the current run's where both do."""
-
-    step: int
-    outcome: Outcome
-    program_id: int
-    sites: StepDifference | None  # where both sides are there and differ
-
-
-def walk_outcomes(
-    reference: Run, current: Run, rank: int, segment: int, compared: Mapping[int, FitRecord]
-) -> Iterator[StepOutcome]:
-    """Yield what became of each step of a fit, in order; one is read at a time, if its chains do not agree.
-
-    Of a verification, whose run has its diverging steps only, ``compared`` says by fit what it compared.
-    """
-    ours, theirs = reference.rank(rank).fit(segment), current.rank(rank).fit(segment)
-    num_equal = num_equal_steps(ours, theirs) if current.keeps == "all" else 0
-    at_ours, at_theirs = ({int(step): index for index, step in enumerate(fit.steps)} for fit in (ours, theirs))
-    for step in sorted({*at_ours, *at_theirs}):
-        left, right = at_ours.get(step, -1), at_theirs.get(step, -1)
-        program_id = int(theirs.program_ids[right] if right >= 0 else ours.program_ids[left])
-        outcome: Outcome = "equal"
-        sites: StepDifference | None = None
-        if right < 0:
-            known = compared.get(segment)
-            if current.keeps == "all":
-                outcome = "missing"
-            elif known is None or step not in known.compared:
-                outcome = "unknown"
-            elif step in known.differing:
-                outcome = "unkept"
-        elif left < 0:
-            outcome = "extra"
-        elif left >= num_equal:
-            found = compare_steps(reference.view(rank, segment, step), current.view(rank, segment, step))
-            sites, outcome = (found, "differs") if found.kinds else (None, "equal")
-        yield StepOutcome(step, outcome, program_id, sites)

@@ -171,8 +171,3 @@ def read_records(reference: Run, current: Run) -> dict[int, RankRecord]:
             str(reference.path),
         )
     return records
-
-
-def read_compared(current: Run, rank: int) -> Mapping[int, FitRecord]:
-    """Return what a rank compared, by fit, from its record; {} of a run that is no verification."""
-    return {fit.segment: fit for fit in read_record(current, rank).fits} if current.keeps != "all" else {}

@@ -65,9 +65,6 @@ def _how(entry: "EntryDifference") -> str:
     return f"differs: {entry.num_differing:,} of {entry.num_elements:,} elements{ulps}"
 
 
-# lines of a fit
-
-
 def unrestored_line(path: str) -> str:
     """Return the line of a checkpoint that Lightning alone resumes."""
     return (

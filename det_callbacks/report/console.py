@@ -18,8 +18,6 @@ MAX_NAMED, MAX_RANKS = 3, 8
 MAX_WIDTH = 119
 """Columns of a line and of a folded table where there is no terminal."""
 
-# words
-
 
 def count(number: int, noun: str) -> str:
     """Return "1 step", "1,234 steps", "2 entries"."""
@@ -56,9 +54,6 @@ def at_most(limit: int, lines: Sequence[str]) -> list[str]:
 def ranks_text(ranks: Sequence[int]) -> str:
     """Return "rank 1", "ranks 0, 1 and 3 more"."""
     return f"rank{'s' * (len(ranks) > 1)} {listed(map(str, ranks), limit=MAX_RANKS)}"
-
-
-# reports
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,9 +152,6 @@ def _print_table(console: Console, table: Table) -> None:
             print_line(console, "  ".join(padded).rstrip(), "" if number else "bold")
     if len(table.rows) > table.limit:
         print_line(console, f"and {len(table.rows) - table.limit:,} more")
-
-
-# ends
 
 
 def print_error(error: Exception, *, name: str = "") -> None:

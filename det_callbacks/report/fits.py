@@ -41,9 +41,6 @@ def level_words(level: str, compiled: str, regions: Collection[str]) -> str:
     return f"{level} ({'; '.join(words)})" if words else level
 
 
-# recordings
-
-
 def recorded_line(
     *,
     path: str,
@@ -94,9 +91,6 @@ def nothing_recorded_text(*, path: Path, selected: str) -> str:
         "The checkpoint is of a training that was finished: no step was left, so nothing was added to "
         f"{path}, which is as it was. Resume from an earlier one, or train for longer (max_epochs, max_steps)."
     )
-
-
-# verifications
 
 
 def verified_line(verdict: Verdict, *, level: str, report: Path | None = None) -> str:
@@ -155,9 +149,6 @@ def _replayed(replayed: Mapping[str, Any], done: str) -> str:
     return f", {count(len(replayed), 'op')} {done} ({mib:.3g} MiB a step)" if replayed else ""
 
 
-# audits
-
-
 def audit_line(report: AuditReport, *, folder: Path, missed: Sequence[int] = ()) -> str:
     """Return the closing line of an audit; ``missed`` are steps that were asked for and never came."""
     what = f"audited {count(len(report.steps), 'step')}, {count(report.num_compared, 'op')} run again"
@@ -186,9 +177,6 @@ def audit_lines(report: AuditReport, *, replay: Path) -> str:
     begin = f"Run again on the same inputs, {count(len(report.findings), 'op')} gave other bits."
     table = Table(columns=columns, rows=rows, limit=MAX_FINDINGS)
     return to_text([Section(lines=[begin]), Section(table=table), Section(lines=advice)])
-
-
-# replicas
 
 
 def replicas_text(report: "ReplicaReport") -> str:

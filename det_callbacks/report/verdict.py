@@ -106,9 +106,6 @@ def _word(verdict: Verdict) -> str:
     return verdict.verdict.upper().replace("_", " ")
 
 
-# the first divergence and the origins
-
-
 def _facts(divergence: Divergence) -> list[tuple[str, str]]:
     """Return what is known of a divergence, each with its name."""
     shape = "" if divergence.shape is None else f" {list(divergence.shape)}"
@@ -175,9 +172,6 @@ def _how_much(tensor: TensorNumbers) -> str:
         ours, theirs = tensor.first_values
         parts.append(f"first at {list(tensor.first)}: {ours} in the reference, {theirs} now")
     return ", ".join(parts)
-
-
-# what was compared, and what comes next
 
 
 def _coverage(verdict: Verdict) -> list[str]:

@@ -18,7 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("trace",),
     ("tensors", "equivalence", "compare", "doctor", "export"),
     ("report", "checkpoint", "ranks", "numerics", "observers", "judge", "verification"),
-    ("callback", "hydra", "cli", "check"),
+    ("callback", "hydra", "cli"),
     ("launch", "pytest_runs"),
     ("pytest_plugin",),
     ("startup",),

@@ -10,7 +10,7 @@ from typing import IO, NamedTuple
 import pytest
 from forks import fork_process
 
-from det_callbacks import check as checks
+from det_callbacks.cli import check as checks
 from det_callbacks.cli import main
 
 

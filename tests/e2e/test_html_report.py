@@ -23,7 +23,7 @@ from verdicts import DIVERGED, THREADS, differing
 from det_callbacks import DeterminismCallback, cli, compare_runs, verification
 from det_callbacks.callback import verifying
 from det_callbacks.errors import DivergenceError, DivergenceWarning
-from det_callbacks.report.html import write_report
+from det_callbacks.report.page import write_report
 from det_callbacks.report.verdict import verdict_lines
 from det_callbacks.runs.writer import RunWriter
 

@@ -54,7 +54,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path, source: Path)
     files = [path for folder, ends in places for end in ends for path in (source / folder).rglob(f"*.{end}")]
     wanted = {path.relative_to(source).as_posix() for path in files}
     wanted = {name if name.startswith("det_callbacks/") else f"det_callbacks/{name}" for name in wanted}
-    some = {"py.typed", "runs/store.py", "conf/determinism/record.yaml", "report/html/report.html.j2"}
+    some = {"py.typed", "runs/store.py", "conf/determinism/record.yaml", "report/report.html.j2"}
     assert {f"det_callbacks/{name}" for name in some} <= wanted
     assert not [name for name in wanted if "default.yaml" in name], "it would hide the user's own"
     with zipfile.ZipFile(wheel) as archive:

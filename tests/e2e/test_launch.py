@@ -11,8 +11,8 @@ import pytest
 from checking import Run, run_command, write_app
 from trainers import LIGHTNING_ADVICE
 
-from det_callbacks import check as checks
 from det_callbacks import compare_runs
+from det_callbacks.cli import check as checks
 from det_callbacks.launch import callbacks
 from det_callbacks.runs.store import Run as StoredRun
 from det_callbacks.variables import LAUNCH

@@ -15,9 +15,9 @@ import pytest
 import stored_runs
 from verdicts import DIVERGED, MATCH, NOT_COMPARABLE, THREADS, differing
 
-from det_callbacks import check as checks
-from det_callbacks.check import Script, new_folder, run_process
+from det_callbacks.cli import check as checks
 from det_callbacks.cli import main
+from det_callbacks.cli.check import Script, new_folder, run_process
 from det_callbacks.errors import CheckError
 from det_callbacks.variables import LAUNCH
 from det_callbacks.verdict import Verdict
@@ -169,7 +169,7 @@ def test_no_shell_reads_the_words_and_the_variables_are_all_there_are(capfd: pyt
 
 LAUNCHER = """if True:
     import signal, sys
-    from det_callbacks import check
+    from det_callbacks.cli import check
     for number in (signal.SIGINT, signal.SIGHUP):  # nohup ignores some
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     check.GRACE_SECONDS = float(sys.argv[2])

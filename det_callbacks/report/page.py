@@ -1,17 +1,24 @@
-"""What the page shows beside the verdict: what became of each module in each step, and the first sites that differ."""
+"""A report as one HTML file that loads and runs nothing; all text of a run is foreign, and Jinja2 escapes it."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from itertools import compress
+from pathlib import Path
 
 import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from det_callbacks.compare.differences import StepDifference
-from det_callbacks.compare.ranks import Outcome, walk_outcomes
-from det_callbacks.compare.record import read_compared
+from det_callbacks.compare.ranks import num_equal_steps
+from det_callbacks.compare.record import read_record
+from det_callbacks.compare.step import compare_steps
+from det_callbacks.errors import DetCallbacksError
 from det_callbacks.report.console import Table, count
 from det_callbacks.report.run import describe_site, describe_tensor
+from det_callbacks.report.verdict import details_report, head_report
+from det_callbacks.runs.files import replace_atomically
 from det_callbacks.runs.program import Site
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import MAX_ORIGINS, Divergence, Verdict
@@ -26,18 +33,46 @@ MAX_STEPS, FIRST_SITES, MAX_SITES = 10, 100, 20
 _COLUMNS = ("site", "state", "phase", "module", "op or name", "tensor", "reference", "current", "kind", "source")
 _STATES = np.array([*".mco"])
 """Of a cell, each worse than the one before: not compared, match, carried on, origin."""
-_OUTCOMES: Mapping[Outcome, str] = {
-    "equal": "agree",
-    "differs": "differ",
-    "missing": "only in the reference",
-    "extra": "only in the current run",
-    "unkept": "differ, and were not kept: a verification keeps the first 100",
-    "unknown": "not compared",
-}
+
+
+def write_report(path: str | Path, verdict: Verdict, *, reference: str | Path, current: str | Path) -> Path:
+    """Write the HTML report on two runs, atomically; an existing file is replaced.
+
+    Raises DetCallbacksError where the file cannot be written, ReferenceFormatError where one of a run is damaged.
+    """
+    path = Path(path)
+    maps, num_left_out = _build_maps(verdict, *(Run.open(run, check_steps=False) for run in (reference, current)))
+    folder = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(
+        loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters.update(count=count, number="{:,}".format, path=_path)
+    content = environment.get_template("report.html.j2").render(
+        verdict=verdict,
+        head=head_report(verdict)[1:],
+        sections=details_report(verdict),
+        maps=maps,
+        num_left_out=num_left_out,
+        version=version("det_callbacks"),
+    )
+    try:
+        replace_atomically(path, content.encode(errors="backslashreplace"))
+    except OSError as error:
+        raise DetCallbacksError(
+            f"The report cannot be written to {path} ({error.strerror or error}). The verdict stands all the same; "
+            "name a file in a folder that is there and can be written to.",
+            str(path),
+        ) from error
+    return path
+
+
+def _path(states: str, state: str, top: int, drawn: str) -> str:
+    """Return what is drawn in each cell of a column that is in a state, as one path: a tenth of as many rectangles."""
+    return "".join(f"M0 {row * 16 + top}{drawn}" for row, letter in enumerate(states) if letter == state)
 
 
 @dataclass(slots=True, kw_only=True)
-class Column:
+class _Column:
     """One step: in words, as a state for each row, and the first sites that differ in it, where they are listed."""
 
     step: int
@@ -48,26 +83,21 @@ class Column:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeatMap:
-    """What became of each module in the steps of one fit of one rank, from shortly before the first difference on.
-
-    ``place`` is rank and fit in addresses, ``text`` how many steps agree, differ and so on, ``num_differing`` how many
-    could be listed. ``labels`` are those of the rows, modules in the order in which they run.
-    """
+class _HeatMap:
+    """What became of each module in the steps of one fit of one rank, from shortly before the first difference on."""
 
     name: str
-    place: str
-    text: str
-    num_differing: int
-    labels: Sequence[str]
-    columns: Sequence[Column]
+    place: str  # rank and fit in addresses
+    text: str  # how many steps agree, differ and so on
+    num_differing: int  # that could be listed
+    labels: Sequence[str]  # of the rows: modules in the order in which they run
+    columns: Sequence[_Column]
 
 
-def build_maps(verdict: Verdict, reference: Run, current: Run) -> tuple[list[HeatMap], int]:
+def _build_maps(verdict: Verdict, reference: Run, current: Run) -> tuple[list[_HeatMap], int]:
     """Return the heat maps of two runs, and how many there would be more; none of other numbers of processes.
 
-    Of too many, those of ranks where a difference starts are shown. It takes 5 to 20 milliseconds for each step that
-    differs, at 5,000 sites. Raises ReferenceFormatError where a file of a run is damaged.
+    Of too many, those of ranks where a difference starts are shown.
     """
     if reference.manifest.world_size != current.manifest.world_size:
         return [], 0
@@ -80,7 +110,7 @@ def build_maps(verdict: Verdict, reference: Run, current: Run) -> tuple[list[Hea
     return [_build_map(verdict, (reference, current), *fit, begun) for fit in shown], len(fits) - len(shown)
 
 
-def _build_map(verdict: Verdict, runs: tuple[Run, Run], rank: int, segment: int, begun: set[int]) -> HeatMap:
+def _build_map(verdict: Verdict, runs: tuple[Run, Run], rank: int, segment: int, begun: set[int]) -> _HeatMap:
     """Return the heat map of one fit; ``begun`` has the ranks that differ already, and this one from then on."""
     programs = {
         int(identity): run.program(int(identity)).sites
@@ -93,17 +123,16 @@ def _build_map(verdict: Verdict, runs: tuple[Run, Run], rank: int, segment: int,
         return np.bincount([row_of[site.module] for site in sites], minlength=len(labels))
 
     totals = {identity: cells(sites) for identity, sites in programs.items()}
-    columns, outcomes, num_listed = list[Column](), list[Outcome](), 0
-    for done in walk_outcomes(*runs, rank, segment, read_compared(runs[1], rank)):
-        outcomes.append(done.outcome)
-        column = Column(step=done.step, text=_OUTCOMES[done.outcome], states="." * len(labels))
+    columns, outcomes, num_listed = list[_Column](), list[str](), 0
+    for step, program_id, outcome, found in _outcomes(*runs, rank, segment):
+        outcomes.append(outcome)
+        column, total = _Column(step=step, text=outcome, states="." * len(labels)), totals[program_id]
         columns.append(column)
-        total = totals[done.program_id]
-        if done.outcome == "equal":
+        if outcome == "agree":
             column.states = "".join(_STATES[np.minimum(total, 1)])
-        elif done.sites is not None:
-            sites = [done.sites.site(row) for row in done.sites.rows.tolist()]
-            starts = _starting(verdict, done.sites, sites, is_first=rank not in begun)
+        elif found is not None:
+            sites = [found.site(row) for row in found.rows.tolist()]
+            starts = _starting(verdict, found, sites, is_first=rank not in begun)
             begun.add(rank)
             starting = list(compress(sites, starts))
             worst = np.maximum.reduce([total > 0, 2 * (cells(sites) > 0), 3 * (cells(starting) > 0)])
@@ -113,19 +142,49 @@ def _build_map(verdict: Verdict, runs: tuple[Run, Run], rank: int, segment: int,
             if num_listed < MAX_STEPS:
                 limit = MAX_SITES if num_listed else FIRST_SITES
                 listed = sorted(np.argsort(~starts, kind="stable")[:limit].tolist())  # where it starts comes first
-                rows = [_site_row(done.sites, int(done.sites.rows[one]), starts=starts[one]) for one in listed]
+                rows = [_site_row(found, int(found.rows[one]), starts=starts[one]) for one in listed]
                 column.sites, column.num_left_out = Table(columns=_COLUMNS, rows=rows), len(sites) - len(listed)
                 num_listed += 1
-    began = next((place for place, outcome in enumerate(outcomes) if outcome != "equal"), 0)
+    began = next((place for place, outcome in enumerate(outcomes) if outcome != "agree"), 0)
     since, numbers = max(0, min(began - NUM_BEFORE, len(columns) - MAX_COLUMNS)), Counter(outcomes)
-    return HeatMap(
+    return _HeatMap(
         name=f"Rank {rank}{f', segment {segment}' if segment else ''}",
         place=f"s{rank}-{segment}",
-        text=", ".join(f"{numbers[one]:,} {word}" for one, word in _OUTCOMES.items() if numbers[one]),
-        num_differing=numbers["differs"],
+        text=", ".join(f"{number:,} {outcome}" for outcome, number in numbers.items()),
+        num_differing=numbers["differ"],
         labels=labels,
         columns=columns[since : since + MAX_COLUMNS],
     )
+
+
+def _outcomes(
+    reference: Run, current: Run, rank: int, segment: int
+) -> Iterator[tuple[int, int, str, StepDifference | None]]:
+    """Yield each step of a fit in order, with the program of the side that has it, in words what became of it, and how.
+
+    A step is read if its chains do not agree. A verification keeps diverging steps only: its record says what it
+    compared of the others.
+    """
+    ours, theirs, is_whole = reference.rank(rank).fit(segment), current.rank(rank).fit(segment), current.keeps == "all"
+    num_equal = num_equal_steps(ours, theirs) if is_whole else 0
+    known = None if is_whole else read_record(current, rank).fit(segment)
+    compared, differing = (known.compared, known.differing) if known is not None else (set(), set())
+    at_ours, at_theirs = ({int(step): index for index, step in enumerate(fit.steps)} for fit in (ours, theirs))
+    for step in sorted({*at_ours, *at_theirs}):
+        left, right, found = at_ours.get(step, -1), at_theirs.get(step, -1), None
+        if right < 0 and is_whole:
+            outcome = "only in the reference"
+        elif right < 0 and step not in compared:
+            outcome = "not compared"
+        elif right < 0:
+            outcome = "differ, and were not kept: a verification keeps the first 100" if step in differing else "agree"
+        elif left < 0:
+            outcome = "only in the current run"
+        else:
+            if left >= num_equal:
+                found = compare_steps(reference.view(rank, segment, step), current.view(rank, segment, step))
+            outcome = "differ" if found is not None and found.kinds else "agree"
+        yield step, int(theirs.program_ids[right] if right >= 0 else ours.program_ids[left]), outcome, found
 
 
 def _starting(verdict: Verdict, step: StepDifference, sites: Sequence[Site], *, is_first: bool) -> np.ndarray:
