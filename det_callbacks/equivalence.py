@@ -60,14 +60,11 @@ _Difference = tuple[int, Any, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckPlan:
-    """How calls of one overload are checked: why it is never run twice ("" when it is), and whose code it is.
-
-    Other code than torch's own (``is_foreign``) may draw from any generator of the process.
-    """
+    """How calls of one overload are checked."""
 
     plan: OpPlan
-    left_out: str
-    is_foreign: bool
+    left_out: str  # why it is never run twice, "" when it is
+    is_foreign: bool  # other code than torch's own may draw from any generator of the process
 
 
 def make_check_plan(func: Any) -> CheckPlan:
@@ -286,9 +283,9 @@ class BitwiseEquivalenceMode:
 def _run_twice(
     check: CheckPlan, args: tuple[Any, ...], kwargs: dict[str, Any], skipped: Counter[str]
 ) -> tuple[Any, str, list[_Difference], bool]:
-    """Run an op twice, and a third time where the two differ.
+    """Run an op twice, and a third time where these differ.
 
-    Returns what the first run returned, why it was not compared, what differed, and whether the third agreed with one.
+    Return what the first returned, why it was not compared, what differed, and whether the third agreed with one.
     """
     plan = check.plan
     calls: list[Call] = [(args, kwargs)] * 2
@@ -377,11 +374,9 @@ def _no_modes_below() -> AbstractContextManager[Any]:
 def copied_call(call: Call, written: Sequence[Tensor]) -> Call | None:
     """Return the arguments of a call with copies of what it writes.
 
-    Every storage that a written argument lies in is copied, and each tensor argument on it is rebuilt there, written or
-    not; strides, offsets and overlap are kept, and two arguments that view the same bytes still do.
-
-    None where one of them is a sparse, quantised or nested tensor: what of it is shared with the others is not known;
-    where what is written has no data; or where it lies in memory that is not torch's own and less aligned: kernels may
+    Every storage that a written argument lies in is copied, and each tensor argument on it is rebuilt there, so that
+    two arguments that view the same bytes still do. None for sparse, quantised or nested tensors (what of them is
+    shared is not known), for tensors without data, and for memory that is less aligned than torch's own: kernels may
     sum in another order there.
     """
     args, kwargs = call

@@ -13,7 +13,7 @@ from det_callbacks.runs.program import REGION
 from det_callbacks.runs.selection import PHASES, Selection
 from det_callbacks.runs.store import Run
 from det_callbacks.tensors.files import KEPT, SavedStep, SavedTensor
-from det_callbacks.tensors.kept import KeptStep
+from det_callbacks.tensors.kept import find_kept, left_out
 from det_callbacks.verdict import Divergence, Numbers, TensorNumbers, Verdict
 
 MAX_RANKS = 16
@@ -36,7 +36,7 @@ class KeptNumbers:
         except SelectionError as error:
             raise damaged(reference.path / MANIFEST, str(error)) from error
         self._patterns = [*map(OpPattern.parse, patterns)]
-        self._steps: dict[tuple[str, int, int, int], KeptStep] = {}
+        self._steps: dict[tuple[str, int, int, int], SavedStep] = {}
 
     def measured(self, first: Mapping[int, FirstDifference]) -> dict[int, FirstDifference]:
         """Return the first differences of ranks; those of the first ranks with their numbers."""
@@ -61,13 +61,13 @@ class KeptNumbers:
             try:
                 if (name, *key) not in self._steps:
                     saved = SavedStep.of(run, rank=key[0], segment=segment, step=divergence.step, kind=KEPT)
-                    self._steps[name, *key] = KeptStep(saved)
-                step = self._steps[name, *key]
-                kept = step.find(divergence, str(digest))
+                    self._steps[name, *key] = saved
+                kept = find_kept(self._steps[name, *key], divergence, str(digest))
+                _, reason = left_out(self._steps[name, *key])
             except ReferenceFormatError as error:
                 return Numbers(problem=f"what {name} kept could not be read: {error}")
             if kept is None:
-                return Numbers(problem=f"{name} did not keep it" + (f": {step.reason}" if step.reason else ""))
+                return Numbers(problem=f"{name} did not keep it" + (f": {reason}" if reason else ""))
             found.append(kept)
         return Numbers(output=(_compare(f"output {divergence.output}", *found),))
 

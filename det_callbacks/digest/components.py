@@ -62,7 +62,7 @@ def digest_tensor(tensor: torch.Tensor) -> int:
         >>> digest_tensor(weight) == digest_tensor(weight.t().contiguous().t())
         True
     """
-    return value_of(_bits(tensor, None, memory_order=False), {})
+    return value_of(tensor_bits(tensor, None), {})
 
 
 def digest_output(tensor: torch.Tensor) -> int:
@@ -70,45 +70,32 @@ def digest_output(tensor: torch.Tensor) -> int:
 
     A row-major copy of a channels-last tensor costs five times its digest. Its strides stand beside the digest.
     """
-    return value_of(_bits(tensor, None, memory_order=True), {})
+    return value_of(tensor_bits(tensor, None, memory_order=True), {})
 
 
-def tensor_bits(tensor: torch.Tensor, deferred: DeferredDigests) -> Bits:
-    """Return what ``digest_tensor`` does, queued in ``deferred`` where a device computes it."""
-    return _bits(tensor, deferred, memory_order=False)
-
-
-def output_bits(tensor: torch.Tensor, deferred: DeferredDigests) -> Bits:
-    """Return what ``digest_output`` does, as ``tensor_bits``."""
-    return _bits(tensor, deferred, memory_order=True)
-
-
-def digest_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return ``digest_tensor`` of each: those of a device fetched together, large ones of the host in two threads."""
-    deferred = DeferredDigests()
-    found: list[Bits] = [0] * len(tensors)
-    in_place: list[int] = []
-    spans: list[tuple[int, int]] = []
-    with unobserved():
-        for index, tensor in enumerate(tensors):
-            span = _span(tensor, False)
-            if span is not None:
-                in_place.append(index)
-                spans.append(span)
-            else:
-                found[index] = _digest(tensor, deferred, memory_order=False)
-    for index, digest in zip(in_place, digest_spans(spans), strict=True):
-        found[index] = digest
-    known = deferred.finish()
-    return [value_of(bits, known) for bits in found]
-
-
-def _bits(tensor: torch.Tensor, deferred: DeferredDigests | None, *, memory_order: bool) -> Bits:
+def tensor_bits(tensor: torch.Tensor, deferred: DeferredDigests | None, *, memory_order: bool = False) -> Bits:
+    """Return what ``digest_tensor`` does, or ``digest_output``; queued in ``deferred`` where a device computes it."""
     span = None if _len_torch_function_stack() else _span(tensor, memory_order)
     if span is not None:
         return digest_memory(*span)
     with unobserved():
         return _digest(tensor, deferred, memory_order=memory_order)
+
+
+def digest_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return ``digest_tensor`` of each: those of a device fetched together, large ones of the host in two threads."""
+    deferred = DeferredDigests()
+    with unobserved():
+        spans = [_span(tensor, False) for tensor in tensors]
+        others = [
+            _digest(tensor, deferred, memory_order=False)
+            for tensor, span in zip(tensors, spans, strict=True)
+            if span is None
+        ]
+    in_place = iter(digest_spans([span for span in spans if span is not None]))
+    known = deferred.finish()
+    copied = iter([value_of(bits, known) for bits in others])
+    return [next(copied if span is None else in_place) for span in spans]
 
 
 def _span(tensor: torch.Tensor, memory_order: bool) -> tuple[int, int] | None:
@@ -168,7 +155,7 @@ def _plain(tensor: torch.Tensor, memory_order: bool) -> torch.Tensor:
         plain = tensor.clone()
     else:
         require_storage(tensor)
-        plain = _resolved(tensor)
+        plain = tensor.resolve_conj().resolve_neg()
     if memory_order and is_dense(plain.shape, plain.stride()):
         return plain
     return _as_integers(plain).contiguous()
@@ -179,17 +166,14 @@ def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(INTEGERS[size]) if size in INTEGERS else tensor
 
 
-def _resolved(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.resolve_conj().resolve_neg()
-
-
 def _components(tensor: torch.Tensor, deferred: DeferredDigests | None) -> list[Bits] | None:
     """Return the digests of what the tensor is made of, None where it is one strided tensor."""
     parts: Sequence[torch.Tensor]
     ends: list[Bits] = []
-    if type(tensor) not in _PLAIN_TYPES and is_traceable_wrapper_subclass(tensor):
+    is_plain = type(tensor) in _PLAIN_TYPES
+    if not is_plain and is_traceable_wrapper_subclass(tensor):
         parts = inner_tensors(tensor)
-    elif type(tensor) not in _PLAIN_TYPES and _is_empty_shell(tensor):
+    elif not is_plain and tensor.layout is torch.strided and tensor.nbytes and not _data_address(tensor):
         raise TypeError(
             f"cannot digest a {type(tensor).__qualname__}: it has no memory of its own and no __tensor_flatten__ "
             "that says where its data is; digest the tensors in it, or give the class a __tensor_flatten__"
@@ -217,10 +201,6 @@ def _components(tensor: torch.Tensor, deferred: DeferredDigests | None) -> list[
             "supported; digest the tensors it is made of instead"
         )
     return [*(_digest(part, deferred, memory_order=False) for part in parts), *ends]
-
-
-def _is_empty_shell(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and bool(tensor.nbytes) and not _data_address(tensor)
 
 
 def inner_tensors(wrapper: torch.Tensor) -> list[torch.Tensor]:
@@ -311,5 +291,6 @@ def tensor_numbers(label: TensorNumbers, reference: torch.Tensor, current: torch
         raise ValueError("tensors of two dtypes or shapes have no elements in common")
     label = replace(label, shape=tuple(reference.shape), dtype=str(reference.dtype).removeprefix("torch."))
     with unobserved():
-        sides = (_as_integers(_resolved(side.detach())).contiguous().cpu() for side in (reference, current))
+        plain = (side.detach().resolve_conj().resolve_neg() for side in (reference, current))
+        sides = (_as_integers(side).contiguous().cpu() for side in plain)
         return numbers_of_bytes(label, *(side.numpy().reshape(-1).view(np.uint8) for side in sides))

@@ -54,8 +54,7 @@ def rebuild(tree: Any, path: str, values: Mapping[str, Any]) -> Any:
         return tree
     changed = [rebuild(value, path + suffix, values) for suffix, value in found]
     if isinstance(tree, Mapping):
-        mapping = dict(zip(tree, changed, strict=True))
-        return mapping if type(tree) is dict else type(tree)(mapping)  # type: ignore[call-arg]  # the user's own class
+        return type(tree)(dict(zip(tree, changed, strict=True)))  # type: ignore[call-arg]  # also the user's own class
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*changed)
     if isinstance(tree, list | tuple):

@@ -116,9 +116,7 @@ def copy_bits(tensor: Tensor, deferred: DeferredSites | None) -> SavedTensor:
     with unobserved():
         inner = plain(tensor)
         memory = _memory(inner)
-        if not inner.numel():
-            bits = torch.empty(0, dtype=torch.uint8)
-        elif deferred is not None and deferred.is_deferred(inner):
+        if deferred is not None and deferred.is_deferred(inner):
             bits = deferred.fetch(memory)
         elif inner.is_cpu and inner.is_contiguous():
             # In one thread: torch's own copy waits for its thread pool, which on a busy machine took 8 ms for 10 MiB

@@ -1,11 +1,9 @@
 """The saved tensors of one step and process: one safetensors file, written and read without torch.
 
-    rank-00000/replay/attempt-000.segment-000/step-000000012.safetensors     what is put back while verifying
-    rank-00000/kept/attempt-000.segment-000/step-000000012.safetensors       what tells by how much ops differ
+    rank-00000/replay/attempt-000.segment-000/step-000000012.safetensors     (or kept/; named like the step's stream)
 
-The folder is named like the stream that holds the step. Tensors have their own dtype where safetensors has it, so any
-reader of that format reads them; others are flat bytes. What they are stands as JSON in the file's metadata, and a
-digest covers the whole header. Keys are text in the header: they never become paths.
+Tensors have their own dtype where safetensors has it, so any reader of that format reads them; others are flat bytes.
+What they are stands as JSON in the metadata, and a digest covers the whole header. Keys never become paths.
 """
 
 import json
@@ -28,8 +26,8 @@ from det_callbacks.runs.store import Run
 TENSORS_FORMAT_VERSION = 1
 
 MIB = 2**20
-REPLAY = "replay"
-KEPT = "kept"
+REPLAY = "replay"  # what is put back while verifying
+KEPT = "kept"  # what tells by how much ops differ
 
 _METADATA = "det_callbacks"
 _SEAL = "det_callbacks_digest"
@@ -82,10 +80,9 @@ def _folder(stream: Path, kind: str) -> Path:
 
 
 class StepWriter:
-    """Writes the saved tensors of each step of a stream as one file beside it.
+    """Writes the saved tensors of each step of a stream as one file beside it, before the step is appended.
 
-    A step's file is written before the step is appended to its stream: a kill in between leaves a file of a step that
-    is not there, which is never read, and is replaced when the step is recorded again.
+    A kill in between leaves a file of a step that is not there: never read, and replaced when it is recorded again.
     """
 
     def __init__(self, stream: Path, kind: str, *, run_id: str, rank: int = 0, segment: int = 0) -> None:
@@ -99,8 +96,8 @@ class StepWriter:
     def write(self, step: int, tensors: Mapping[str, SavedTensor], values: Mapping[str, Any]) -> int:
         """Write the tensors of a step that is settled, and plain values by key; return the file's bytes.
 
-        Where there are none, a file that the step left before is removed. A reader sees all of it or nothing. It is not
-        fsynced, like the stream: a power cut may lose it, a kill not.
+        Where there are none, a file of an earlier attempt is removed. It is written atomically, and like the stream not
+        fsynced: a power cut may lose it, a kill not.
         """
         path = tensor_path(self._stream, self._kind, step)
         path.unlink(missing_ok=True)
@@ -142,10 +139,9 @@ class StepWriter:
 
 
 class SavedStep:
-    """The saved tensors of one kind of one step. Nothing is read before the first is asked for.
+    """The saved tensors of one kind of one step, read when they are asked for; a step that saved nothing has no file.
 
-    A step that saved nothing has no file; ``place`` is the step that the file must belong to. What is damaged, of
-    another version, or of another step or run, raises ReferenceFormatError.
+    What is damaged, of another version, or of another ``place`` raises ReferenceFormatError.
     """
 
     def __init__(self, path: Path, place: StepPlace) -> None:
@@ -165,14 +161,12 @@ class SavedStep:
     @property
     def entries(self) -> Mapping[str, Mapping[str, Any]]:
         """Key -> dtype, shape, digest and options of a tensor, in the order in which they were saved."""
-        entries: Mapping[str, Mapping[str, Any]] = self._content[0]["entries"]
-        return entries
+        return self._content[0]["entries"]
 
     @property
     def values(self) -> Mapping[str, Any]:
         """Key -> plain value."""
-        values: Mapping[str, Any] = self._content[0]["values"]
-        return values
+        return self._content[0]["values"]
 
     def read(self, key: str) -> SavedTensor:
         """Return a tensor, checked against its digest."""
@@ -188,7 +182,7 @@ class SavedStep:
         return saved
 
     @cached_property
-    def _content(self) -> tuple[dict[str, Any], dict[str, tuple[int, int]]]:
+    def _content(self) -> tuple[dict[str, dict[str, Any]], dict[str, tuple[int, int]]]:
         """What the header says, and where each tensor lies."""
         if not self.exists:
             return {"entries": {}, "values": {}}, {}

@@ -30,9 +30,8 @@ class _Call(NamedTuple):
 class Keeper(OpSelection):
     """Copies what chosen ops write, and writes the steps that are to be kept.
 
-    A copy is made at once, since a tensor may change later in its step; a copy from a GPU is complete when the step is
-    settled. A call is kept whole or not at all. Tensors that exceed the budget or the disk, or that are not plain, are
-    counted with the reason, and the run goes on: no digest depends on them. ``counts`` are those of all fits.
+    A call is kept whole or not at all. Tensors that exceed the budget or the disk, or that are not plain, are counted
+    with the reason, and the run goes on: no digest depends on them. ``counts`` are those of all fits.
     """
 
     needs_rows = True

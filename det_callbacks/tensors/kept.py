@@ -43,33 +43,26 @@ class KeptCounts:
         return asdict(self)
 
 
-class KeptStep:
-    """The kept tensors of one step of a run, and how many calls were not kept, with the reason of the first.
+def left_out(kept: SavedStep) -> tuple[int, str]:
+    """Return how many calls of a step were not kept, and why the first was not."""
+    num_calls, reason = kept.values.get(LEFT_OUT, (0, ""))
+    return num_calls, reason
 
-    The header is read here, a tensor when it is asked for; what is damaged raises ReferenceFormatError.
-    """
 
-    def __init__(self, saved: SavedStep) -> None:
-        self._saved, self._entries = saved, saved.entries
-        self.num_missing, self.reason = saved.values.get(LEFT_OUT, (0, ""))
-
-    def find(self, divergence: Divergence, digest: str) -> SavedTensor | None:
-        """Return what was kept of a site with this digest, None where nothing was.
-
-        Where several sites at a place have the digest, their tensors are the same.
-        """
-        place = {name: getattr(divergence, name) for name in ("phase", "module", "op", "output")}
-        place["site_digest"] = digest
-        keys = (key for key, entry in self._entries.items() if place.items() <= entry.items())
-        return next(map(self._saved.read, keys), None)
+def find_kept(kept: SavedStep, divergence: Divergence, digest: str) -> SavedTensor | None:
+    """Return what a step kept of a site with this digest; of several at a place that have it, the tensors are equal."""
+    place = {name: getattr(divergence, name) for name in ("phase", "module", "op", "output")}
+    place["site_digest"] = digest
+    keys = (key for key, entry in kept.entries.items() if place.items() <= entry.items())
+    return next(map(kept.read, keys), None)
 
 
 def not_kept(run: Run, rank: int) -> KeptCounts:
     """Return which calls a rank did not keep, in all steps that count."""
     counts, one = KeptCounts(), run.rank(rank)
-    places = [(segment, int(step)) for segment in one.segments for step in one.steps(segment)]
-    for segment, step in places:
-        kept = KeptStep(SavedStep.of(run, rank=rank, segment=segment, step=step, kind=KEPT))
-        if kept.num_missing:
-            counts = counts.with_missing(step, kept.num_missing, kept.reason)
+    for segment in one.segments:
+        for step in map(int, one.steps(segment)):
+            num_calls, reason = left_out(SavedStep.of(run, rank=rank, segment=segment, step=step, kind=KEPT))
+            if num_calls:
+                counts = counts.with_missing(step, num_calls, reason)
     return counts

@@ -63,34 +63,27 @@ class ReplayCounts:
 class Replay:
     """Saves tensors and plain values of a step under keys, or puts back what was saved of it.
 
-    A key names a value within its step, as ``phase/module:op#occurrence.output`` or
-    ``observation:name#occurrence.leaf``. Copies are made at once, since a tensor may change later in its step; those of
-    a device, and whether it had other bits, are there when the step is settled.
+    A key names a value within its step: ``phase/module:op#occurrence.output``, ``observation:name#occurrence.leaf``.
+    Copies are made at once, since a tensor may change later in its step; a device's are there when it is settled.
 
     Where the recorded step has nothing that fits a live value, the step is another one: the live value stays, and
     ``end_step`` demands that the comparison has found it out.
-
-    Attributes:
-        saved: what was saved of the step under way, to be put back; None in a step that nobody has recorded.
-        counts: what was saved; without a writer, what was put back.
-        calls: of the ops at each place of the step under way, of those that are saved or put back.
     """
 
     def __init__(self, writer: StepWriter | None = None, budget: TensorBudget | None = None) -> None:
-        self.saved: SavedStep | None = None
-        self.counts = ReplayCounts()
+        self.counts = ReplayCounts()  # of what was saved; without a writer, of what was put back
         self._writer, self._budget = writer, budget or TensorBudget()
         self._put_back = self.counts if writer is None else ReplayCounts()
         self.begin(None)
 
     def begin(self, saved: SavedStep | None) -> None:
-        """Start a step with what was saved of it, and forget the one under way."""
+        """Start a step with what was saved of it, None where nobody has recorded it, and forget the one under way."""
         self.saved = saved
         self._copies: dict[str, SavedTensor] = {}
         self._values: dict[str, Any] = {}
         self._unsaved: ReferenceFormatError | None = None
         self._ops: list[tuple[str, int]] = []
-        self.calls: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()  # by the place of an op
         self._budget.num_bytes = 0
 
     def write(self, step: int) -> None:
@@ -109,10 +102,9 @@ class Replay:
         self._put_back.num_steps += 1
 
     def exchange(self, key: str, live: Any, *, op: str, deferred: DeferredSites | None) -> Any:
-        """Save a value, or put the saved one in its place; return it: the same tensor, or the saved number.
+        """Save a value, or put the saved one in its place, counted as ``op``.
 
-        The memory of a live tensor, whose elements share none, gets the saved bits, see ``write_bits``. It is counted
-        as ``op``. Without ``deferred``, that of the step under way, it waits for devices.
+        Return the same tensor, whose memory has the saved bits then (see ``write_bits``), or the saved number.
         """
         if isinstance(live, Tensor):
             if self.saved is not None or self._writer is not None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from det_callbacks.digest.components import output_bits, tensor_bits
+from det_callbacks.digest.components import tensor_bits
 from det_callbacks.digest.device.deferred import Bits, DeferredBits, DeferredDigests, value_of
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.host_digest import digest_memory
@@ -66,7 +66,7 @@ class DeferredSites(DeferredDigests):
                     bits = self.add(storage, first, slot.num_bytes)
                     if bits is not None:
                         return self.defer(position, bits)
-        return self.defer(position, output_bits(tensor, self))
+        return self.defer(position, tensor_bits(tensor, self, memory_order=True))
 
     def defer(self, position: int, bits: Bits) -> int:
         """Return bits that are known; note others for a site, and return 0."""

@@ -34,7 +34,7 @@ from det_callbacks.runs.steps import StepTrace
 from det_callbacks.tensors.copies import TensorBudget
 from det_callbacks.tensors.files import KEPT, REPLAY, SavedStep, StepPlace, StepWriter, tensor_path
 from det_callbacks.tensors.keep import Keeper
-from det_callbacks.tensors.kept import KeptCounts, KeptStep
+from det_callbacks.tensors.kept import KeptCounts, find_kept
 from det_callbacks.tensors.replay import Replay
 from det_callbacks.trace.deferred_sites import DeferredSites
 from det_callbacks.trace.hash_mode import HashMode
@@ -300,7 +300,7 @@ def assert_kept(folder: Path, place: Divergence, output: Tensor, step: int = 0) 
     """Check that what an op wrote can be found by its digest."""
     path = tensor_path(stream_path(folder, 0, 0, 0), KEPT, step)
     saved = SavedStep(path, StepPlace(run_id=folder.name, rank=0, segment=0, step=step))
-    kept = KeptStep(saved).find(place, format_digest(digest_tensor(output)))
+    kept = find_kept(saved, place, format_digest(digest_tensor(output)))
     assert kept is not None
     assert kept.bits.view("float32").tolist() == output.flatten().tolist()
 

@@ -217,13 +217,10 @@ class Transfers:
 
 
 class DeferredDigests:
-    """A queue for each device that computes digests; devices are waited for in ``finish`` alone.
-
-    ``is_used``: whether any device computes digests, as far as asked; until then nothing has to be said before a write.
-    """
+    """A queue for each device that computes digests; devices are waited for in ``finish`` alone."""
 
     def __init__(self) -> None:
-        self.is_used = False
+        self.is_used = False  # whether any device asked about computes digests; before, no write has to be announced
         self._queues: dict[torch.device, DigestQueue | None] = {}
         self._transfers = Transfers()
 

@@ -24,8 +24,7 @@ from det_callbacks.host_digest import BLOCK_BYTES, LEAF_BYTES, digest_bytes
 MAX_SUM_BYTES = 32 * 1024 * 1024
 """Sums of a stream that wait at most."""
 
-_SUM_WORDS = 8
-"""Of a block, 8 bytes each."""
+_SUM_WORDS = 8  # of a block, 8 bytes each
 
 Span = tuple[torch.UntypedStorage, int, int]
 """Storage, first byte in it, number of bytes."""
@@ -216,10 +215,7 @@ class TritonDigest:
 
 
 def _require_no_capture() -> None:
-    """Raise where the current stream captures a CUDA graph: nothing may be allocated, copied or waited for then.
-
-    A kernel would become part of the graph, and read whatever is there at each replay.
-    """
+    """Raise where the current stream captures a CUDA graph: a kernel would be part of it, and run at each replay."""
     # where CUDA has not begun nothing captures, and builds without it raise at the question
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise DetCallbacksError(
@@ -234,13 +230,10 @@ def _num_leaves(size: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """How a device's tensors are digested; without a ``method`` each is copied to the host when it is asked for.
-
-    ``reason``: why Triton's kernels are not taken; "" for devices that they are not for.
-    """
+    """How a device's tensors are digested; without a ``method`` each is copied to the host when it is asked for."""
 
     method: TritonDigest | None
-    reason: str = ""
+    reason: str = ""  # why Triton's kernels are not taken; "" for devices that they are not for
 
     def __str__(self) -> str:
         if self.method is not None:
