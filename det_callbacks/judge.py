@@ -388,6 +388,7 @@ class _Judge:
             is_first_seen=step == first_step,
             is_after_unrecorded=step > 0 and not is_recorded,
             is_resumed=is_resumed,
+            unrestored=fit.unrestored if fit is not None and is_resumed else (),
             evidence=evidence,
         )
 

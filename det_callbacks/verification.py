@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from det_callbacks.compare.differences import num_leading_sites
 from det_callbacks.compare.evidence import BATCH, from_batch_start
 from det_callbacks.compare.metrics import MetricComparison
 from det_callbacks.compare.record import (
@@ -106,6 +107,7 @@ class Verification:
         self.reference, self.current, self.rank = reference, current, peers.rank
         self.tally = Tally()
         self.fit = FitRecord(segment=0)  # the one under way
+        self.is_resuming = False  # the next step is the first one after a checkpoint was restored
         self.differs_anywhere = False  # any rank differed, at the last ``finish``
         self.keep_tensors: Callable[[StepTrace, int], None] = lambda trace, step: None  # called before a step is stored
         self._steps, self._peers = steps, peers
@@ -119,7 +121,7 @@ class Verification:
         self._view: StepView | None = None
         self._rows: list[Row] = []
         self._lasting: dict[str, Row] = {}
-        self._is_resuming = self._is_explained = self._lacks_steps = self._is_within = False
+        self._is_explained = self._lacks_steps = self._is_within = False
         self._num_stored = 0
         self._counter = StepCounter()
 
@@ -184,7 +186,7 @@ class Verification:
         self.withdraw_verdict()
         self.fit = FitRecord(segment=segment, is_resumed=is_resumed)
         self._fits.append(self.fit)
-        self._is_resuming = is_resumed and is_every_step
+        self.is_resuming = is_resumed and is_every_step
         self._known = frozenset(self._ranks.steps(segment).tolist() if segment in self._ranks.segments else ())
         self._rows.clear()
         self._lasting.clear()
@@ -211,6 +213,15 @@ class Verification:
         """Return the chain at a step, which is the reference's as long as nothing differs; None after that."""
         return None if self.has_divergence or step not in self._known else self._ranks.chain(self.segment, step)
 
+    def compare_state(self, step: int, digest_state: Callable[[], Mapping[str, int]]) -> None:
+        """Note which restored state is not what the reference ended the step before with.
+
+        Nothing is done at level "op", whose steps record what they read, nor where the reference lacks that step.
+        """
+        if self.reference.manifest.selection.level != "op" and step - 1 in self._known:
+            before = self.reference.view(self.rank, self.segment, step - 1)
+            self.fit.unrestored = _find_unrestored(before, digest_state())
+
     def put_evidence(self, rows: Iterable[Row]) -> None:
         """Take what explains the step that ends, as long as it may be the first that differs."""
         if not self._is_explained:
@@ -224,9 +235,9 @@ class Verification:
 
     def add(self, trace: StepTrace, *, step: int, epoch: int, is_whole: bool = True) -> bool:
         """Compare a step, of one that was stopped only what it had reached; return whether it differs."""
-        if self._is_resuming:
+        if self.is_resuming:
             self._writer.note_resumed(step)
-        fit, self._is_resuming, self._is_within = self.fit, False, not is_whole
+        fit, self.is_resuming, self._is_within = self.fit, False, not is_whole
         if step not in self._known:
             if self._steps == "common":
                 return False
@@ -380,6 +391,24 @@ def write_step(writer: RunWriter, view: StepView) -> None:
     if view.unseen_writes:
         writer.put_evidence([Row(record.step, UNSEEN_WRITE, "site", at) for at in sorted(view.unseen_writes)])
     writer.flush_evidence()
+
+
+def _find_unrestored(before: StepView, state: Mapping[str, int]) -> tuple[str, ...]:
+    """Return the names of restored state that differs from what the reference's step before left, or that it lacks.
+
+    Levels below "op" do not record what a step reads, so that only this tells state that came out of a checkpoint with
+    other bits from a step that computed something else. Something between the two steps may have changed it too.
+    """
+    first = num_leading_sites(before.program)
+    left = {
+        site.name: int(digest)
+        for site, digest in zip(before.program.sites[first:], before.record.digests[first:], strict=True)
+        if site.phase == "state" and site.role == "named" and site.name is not None
+    }
+    changed = [name for name, bits in state.items() if left.get(name) != bits]
+    # beside the state the step recorded what training_step returned; state of an optimizer is of a parameter
+    missing = [name for name in left if name not in state and " of " in name and name.rpartition(" of ")[2] in state]
+    return (*changed, *missing)
 
 
 def write_verdict(folder: Path, verdict: Verdict) -> None:

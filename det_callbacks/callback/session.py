@@ -208,6 +208,8 @@ class TracedSession(Session):
         """Begin a step, and return what is known of it; None when it is new."""
         detector, expectation = self.detector, None
         if detector is not None and detector.holds(step):
+            if detector.is_resuming:
+                detector.compare_state(step, self._hash_mode.digest_state)
             expectation = detector.expectation(step)
         self.replay.begin(None if expectation is None else self._saved(step, REPLAY))
         if self.keeper is not None:

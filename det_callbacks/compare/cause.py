@@ -60,6 +60,7 @@ class Facts:
     is_first_seen: bool  # it is the first recorded step of its fit
     is_after_unrecorded: bool  # the step before it was not recorded
     is_resumed: bool  # one of the runs had just been resumed from a checkpoint
+    unrestored: Sequence[str]  # restored state that is not what the reference ended the step before with
     evidence: Evidence
 
     @cached_property
@@ -345,7 +346,7 @@ def _cause_of_first(facts: Facts) -> Cause:
 
 RULES: tuple[Rule, ...] = (
     Rule("dtype", lambda facts: facts.dtype_choice is not None, "settings"),
-    Rule("restored state", lambda facts: facts.is_resumed and bool(facts.restored), "checkpoint"),
+    Rule("restored state", lambda facts: facts.is_resumed and bool(facts.restored or facts.unrestored), "checkpoint"),
     Rule("initial state", lambda facts: "state" in facts.source_phases, "initial_weights"),
     Rule("another epoch", _has_other_epochs, "data_order"),
     Rule("generator before the data", _is_consumed_before_data, "rng"),

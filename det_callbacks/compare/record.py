@@ -86,6 +86,7 @@ class FitRecord:
     num_stored: int = 0  # of those that differ or are extra
     is_resumed: bool = False  # so that no step before its first one is missing
     metrics_since: int | None = None  # the step that a resumed fit logged nothing before
+    unrestored: tuple[str, ...] = ()  # state that a checkpoint did not bring back as the reference had it
 
     def missing(self, known: Iterable[int]) -> set[int]:
         """Return which steps of the reference it ought to have had by its end."""

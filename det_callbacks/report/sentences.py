@@ -161,7 +161,7 @@ def _explain_sources(facts: Facts, sources: Sequence[Finding], phase: str) -> st
     alike = [one for one in sources if phase in ("restored", one.divergence.phase) and one.role != "samples"]
     alike = alike or [*sources[:1]]
     named_first = sorted(alike, key=lambda one: one.divergence.name is None)
-    names = list(dict.fromkeys(map(source_name, named_first)))
+    names = list(dict.fromkeys(map(source_name, named_first))) or facts.unrestored
     kinds, layouts = {one.divergence.kind for one in alike}, [one.layouts for one in alike if one.layouts is not None]
     what = "differs"
     if phase == "data" and facts.has_equal_samples:
@@ -170,6 +170,8 @@ def _explain_sources(facts: Facts, sources: Sequence[Finding], phase: str) -> st
         what = _structure(layouts[0], verbs=("has another structure", "was read in another part"))
     elif len(kinds) == 1 and not kinds.isdisjoint(("missing", "extra")):
         what = f"is only in the {_side(alike[0].divergence)}"
+    elif not sources:
+        what = f"is not what the reference ended step {facts.difference.step - 1} with"
     if phase == "state" and (num_initial := facts.num_initial) > 1:
         what += f" ({len(names)} of {num_initial} tensors)"
     hidden = ("state", "input") if phase == "restored" else (phase,)

@@ -9,10 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from det_callbacks.digest.components import digest_tensors
 from det_callbacks.errors import CoverageWarning, TraceError
+from det_callbacks.runs.program import scalar_bits
 from det_callbacks.runs.selection import PHASES, Selection
 from det_callbacks.runs.steps import Expectation, StepTrace
 from det_callbacks.trace.batches import Samples, record_batch
+from det_callbacks.trace.components import holds_data
 from det_callbacks.trace.dispatch import Interceptor, open_modes
 from det_callbacks.trace.leaves import flatten
 from det_callbacks.trace.named_tensors import (
@@ -181,6 +184,13 @@ class HashMode:
             if phase == "state":
                 self.recorder.undigested.wait_for_copies()
             record_group(self.recorder, name, phase, list(flatten(values, name)), owner="")
+
+    def digest_state(self) -> dict[str, int]:
+        """Return the digest of each parameter, buffer and state of an optimizer by name; of a number its 64 bits."""
+        self._name_parameters()
+        entries = [(name, value) for name, value in self._state() if holds_data(value)]
+        digests = iter(digest_tensors([value for _, value in entries if isinstance(value, Tensor)]))
+        return {name: next(digests) if isinstance(value, Tensor) else scalar_bits(value)[0] for name, value in entries}
 
     def marks_forward(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function with phase forward while it runs."""
