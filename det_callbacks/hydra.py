@@ -31,8 +31,6 @@ from det_callbacks.errors import DetCallbacksError, NothingComparedError, Select
 from det_callbacks.report.console import print_error
 from det_callbacks.settings import DeterminismSettings, enforce_determinism
 
-CURRENT_FOLDER = "determinism"
-
 _configuration: ContextVar[Mapping[str, Any] | None] = ContextVar("det_callbacks_configuration", default=None)
 """The running job's configuration; set before the task function and taken back after it."""
 
@@ -60,7 +58,7 @@ def determinism_callback(
     place, replay = folder(current), arguments.get("replay")
     if config is not None:
         if place is None and arguments.get("mode", "verify") in ("verify", "audit"):
-            place = Path(config.runtime.output_dir, CURRENT_FOLDER)
+            place = Path(config.runtime.output_dir, "determinism")
         if isinstance(replay, str) and replay.endswith((".yaml", ".yml")):
             arguments["replay"] = Path(config.runtime.cwd, replay)
     callback = DeterminismCallback(folder(reference), current=place, **arguments)
@@ -94,9 +92,8 @@ class DeterminismJobCallback(Callback):
             mode = OmegaConf.select(config, "determinism.mode")
             if mode is None:
                 raise SettingsError(
-                    "hydra.callbacks.determinism is configured, but determinism.mode is not, so nothing can be "
-                    "recorded or verified. Use the presets: add pkg://det_callbacks.conf to hydra.searchpath and "
-                    "+determinism=record."
+                    "hydra.callbacks.determinism is configured, but determinism.mode is not. Use the presets: add "
+                    "pkg://det_callbacks.conf to hydra.searchpath and +determinism=record."
                 )
             if mode != "disabled":
                 self._open(config)

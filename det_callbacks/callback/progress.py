@@ -28,15 +28,14 @@ class ProgressReporter:
 
     def __init__(self) -> None:
         self._trainer: pl.Trainer | None = None
-        self._progress = Progress()
+        self._unlogged: Progress | None = None
         self._is_recording = False
         self._step = 0
-        self._is_logged = True
 
     def begin_fit(self, trainer: pl.Trainer, *, is_recording: bool) -> None:
         """Follow a fit that is about to train, whose steps are recorded, or verified."""
         self.close()
-        self._progress, self._is_logged, self._is_recording = Progress(), True, is_recording
+        self._unlogged, self._is_recording = None, is_recording
         self._trainer = trainer if trainer.is_global_zero else None
 
     def after_step(self, progress: Progress) -> None:
@@ -46,19 +45,19 @@ class ProgressReporter:
         # Lightning logs under the number of optimizer steps, right after the callbacks: ours are beside its own
         trainer: Any = self._trainer
         fit_loop, every = trainer.fit_loop, trainer.log_every_n_steps
-        self._progress, self._step, self._is_logged = progress, fit_loop.epoch_loop._batches_that_stepped, False
+        self._unlogged, self._step = progress, fit_loop.epoch_loop._batches_that_stepped
         if isinstance(trainer.progress_bar_callback, TQDMProgressBar | RichProgressBar):  # another need not take text
             numbers = {"num_steps": progress.num_steps, "num_differing": progress.num_differing}
             _bar_metrics(trainer)[KEY] = progress_word(**numbers, is_recording=self._is_recording)
         if every and (self._step + 1) % every == 0 and not fit_loop._should_accumulate():
-            self._log(trainer)
+            self._log(trainer, progress)
 
     def end_fit(self, verdict: Verdict | None) -> None:
         """Log the last state and give the verdict; the bar is left alone from now on."""
         trainer = self._trainer
         self.close()
-        if trainer is not None and not self._is_logged:
-            self._log(trainer)
+        if trainer is not None and self._unlogged is not None:
+            self._log(trainer, self._unlogged)
         if trainer is not None and verdict is not None:
             states = RewindPoint()
             for logger in trainer.loggers:
@@ -71,8 +70,8 @@ class ProgressReporter:
             _bar_metrics(self._trainer).pop(KEY, None)
         self._trainer = None
 
-    def _log(self, trainer: pl.Trainer) -> None:
-        self._is_logged, progress = True, self._progress
+    def _log(self, trainer: pl.Trainer, progress: Progress) -> None:
+        self._unlogged = None
         metrics: dict[str, float] = {
             f"steps_{'recorded' if self._is_recording else 'verified'}": progress.num_steps,
             "sites": progress.num_sites,

@@ -24,12 +24,7 @@ from det_callbacks.report.console import count
 from det_callbacks.settings import MAX_SEED, DeterminismSettings, enforce_determinism
 from det_callbacks.verdict import TensorNumbers
 
-_AS_THEY_ARE = DeterminismSettings(
-    deterministic_algorithms=None, cublas_workspace_config=None, cudnn_benchmark=None, cudnn_deterministic=None
-)
-"""Enforces nothing; leaving it puts flags, threads and generators back all the same."""
-_CHUNK_ELEMENTS = 1 << 22
-"""Elements that are compared with their tolerance together."""
+_CHUNK_ELEMENTS = 1 << 22  # that are compared with their tolerance together
 Tolerances = tuple[float, float] | None
 """(rtol, atol); None for those of ``torch.testing``."""
 
@@ -104,8 +99,9 @@ def compare_modules(
     given = None if rtol is None or atol is None else (float(rtol), float(atol))
     if (rtol is None) != (atol is None) or not all(0 <= one < math.inf for one in given or ()):
         raise ValueError(f"rtol and atol are given together, finite and not negative; got {rtol!r} and {atol!r}")
-    # copies that are made in inference mode could not be trained
-    with torch.inference_mode(False), enforce_determinism(_AS_THEY_ARE):
+    # Copies that are made in inference mode could not be trained. Nothing is set, and flags, threads and generators are
+    # put back all the same.
+    with torch.inference_mode(False), enforce_determinism(DeterminismSettings.choose()):
         has_compiled = is_compiled(base) or is_compiled(control)
         options: dict[str, Any] = {"inputs": inputs, "loss": loss, "seed": seed}
         options["make_optimizer"] = optimizer or partial(torch.optim.SGD, lr=0.01)

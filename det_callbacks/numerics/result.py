@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -66,10 +66,8 @@ class TensorComparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data; an infinite excess is the text "inf"."""
-        numbers = None if self.numbers is None else as_json(self.numbers)
         excess = self.excess if math.isfinite(self.excess) else "inf"
-        known = {one.name: getattr(self, one.name) for one in fields(self)}
-        return {**known, "close": self.close, "excess": excess, "numbers": numbers}
+        return {**as_json(replace(self, excess=0.0)), "close": self.close, "excess": excess}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
