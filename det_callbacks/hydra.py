@@ -6,7 +6,6 @@ The presets of ``pkg://det_callbacks.conf`` (``+determinism=record``, ``+determi
 
 import inspect
 import os
-import re
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
@@ -21,7 +20,6 @@ from hydra.errors import InstantiationException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode, TaskFunction
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from typing_extensions import override
 
 from det_callbacks.callback import DeterminismCallback
@@ -33,8 +31,6 @@ from det_callbacks.settings import DeterminismSettings, enforce_determinism
 
 _configuration: ContextVar[Mapping[str, Any] | None] = ContextVar("det_callbacks_configuration", default=None)
 """The running job's configuration; set before the task function and taken back after it."""
-
-_OF_ONE_RUN = re.compile(r"\$\{(now:|hydra:(run|sweep|runtime\.output_dir|runtime\.cwd|job\.num|job\.id))[^}]*\}")
 
 _ARGUMENTS = inspect.signature(DeterminismCallback).parameters
 
@@ -73,14 +69,10 @@ class DeterminismJobCallback(Callback):
     """Applies ``determinism.settings`` before the task function, takes them back after it, and sees to the exit status.
 
     The status is 1 diverged, 2 could not do it, 3 not comparable; without this Hydra makes each of them 1. In a
-    multirun all jobs run, and the status is that of the first that failed. A job in which no
-    :class:`DeterminismCallback` (or ``ReplicaAuditCallback``) ran a fit fails with 2, since it must not look verified.
-    So does one whose settings cannot be applied: it does not start, nor do the jobs after it. After each job
-    generators, flags, threads, environment variables and warning filters go back; not where a task leaves by
-    KeyboardInterrupt or SystemExit, after which Hydra calls nobody and the process ends.
-
-    ``HYDRA_FULL_ERROR=1`` adds the traceback to the message. Launchers that run jobs in other processes report the
-    status as they do for any failed job.
+    multirun all jobs run, and the status is that of the first that failed. A job in which no callback of ours ran a fit
+    fails with 2, since it must not look verified; so does one whose settings cannot be applied, and none starts after
+    it. After each job generators, flags, threads, environment variables and warning filters go back; not where a task
+    leaves by KeyboardInterrupt or SystemExit, after which Hydra calls nobody. ``HYDRA_FULL_ERROR=1`` adds tracebacks.
     """
 
     def __init__(self) -> None:
@@ -144,31 +136,16 @@ class DeterminismJobCallback(Callback):
 
 
 def configuration_of(config: DictConfig) -> Mapping[str, Any]:
-    """Return the resolved configuration of a job, without what two runs of one training have different.
+    """Return the configuration of a job without our own part and Hydra's, which differ in two runs of one training.
 
-    That is our own part, Hydra's, and what is interpolated of the time or of the job's folders. Where an interpolation
-    does not resolve, which the program then does not need or will say, all values are as they are written.
+    Interpolations stay as they are written: what they become may be of one run alone (the time, a folder) or secret.
     """
-    written: Any = _without_run(OmegaConf.to_container(config, resolve=False))
+    written: Any = OmegaConf.to_container(config, resolve=False)
     for place in (written, written.get("callbacks")):
         if isinstance(place, dict):
             place.pop("determinism", None)
     written.pop("hydra", None)
-    written = OmegaConf.create(written)
-    try:
-        found: Any = OmegaConf.to_container(written, resolve=True)
-    except OmegaConfBaseException:
-        found = OmegaConf.to_container(written, resolve=False)
-    return dict(found)
-
-
-def _without_run(value: Any) -> Any:
-    """Return a value whose texts have "<run>" in place of interpolations of the time or of the job's folders."""
-    if isinstance(value, dict):
-        return {key: _without_run(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_without_run(inner) for inner in value]
-    return _OF_ONE_RUN.sub("<run>", value) if isinstance(value, str) else value
+    return dict(written)
 
 
 def _print_error(error: Exception) -> None:

@@ -1,6 +1,4 @@
-"""A group of our own for the little that the processes of a run exchange.
-
-It runs on gloo, whatever the training uses, so that nothing of ours ever stands in the training's own groups.
+"""A group of our own on gloo for the little that the processes of a run exchange, never in the training's own groups.
 
 A rank that fails within an exchange tells the others, which raise an error that names it. One that fails anywhere else
 has its callback close the group (``close`` sets its place to "gone"), and the others raise where they next wait for it:

@@ -181,8 +181,11 @@ def compare_replicas(
         left_out.update(state.left_out)
         known = iter(digest_tensors([value for value, _ in state.tensors.values() if isinstance(value, Tensor)]))
         for name, (value, holders) in state.tensors.items():
-            digest = next(known) if isinstance(value, Tensor) else scalar_bits(value)[0]
-            held.append((name, format_digest(digest), _layout(value), holders))
+            if isinstance(value, Tensor):  # of a DTensor the whole tensor's shape
+                digest, layout = next(known), f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+            else:
+                digest, layout = scalar_bits(value)[0], type(value).__name__
+            held.append((name, format_digest(digest), layout, holders))
         by_holders: dict[Ranks, list[object]] = {}
         for row in held:
             by_holders.setdefault(row[-1], []).append(row)
@@ -214,10 +217,3 @@ def compare_replicas(
         left_out=dict(left_out),
         differences=tuple(differences),
     )
-
-
-def _layout(value: object) -> str:
-    """Return dtype and shape, "float32 [64, 768]" (of a DTensor the whole tensor's); the type of what is no tensor."""
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
