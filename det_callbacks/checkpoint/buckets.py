@@ -22,14 +22,10 @@ Buckets = tuple[tuple[str, ...], ...]
 
 
 class GradientBuckets:
-    """The buckets of the DDP module of one fit, if it has one.
-
-    Attributes:
-        wanted: buckets that a new DDP module begins with, before its first step; empty for its own.
-    """
+    """The buckets of the DDP module of one fit, if it has one."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
-        self.wanted: Buckets = ()
+        self.wanted: Buckets = ()  # that a new DDP module begins with, before its first step; empty for its own
         self._trainer = trainer
 
     @property

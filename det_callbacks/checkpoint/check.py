@@ -11,14 +11,7 @@ import torch
 from torch import Tensor
 
 from det_callbacks.checkpoint.entries import Entries, Entry, entries_of, walk
-from det_callbacks.checkpoint.files import (
-    SIDECAR,
-    Sidecar,
-    measure,
-    read_part,
-    read_sidecar,
-    resolved,
-)
+from det_callbacks.checkpoint.files import SIDECAR, Sidecar, measure, read_part, read_sidecar
 from det_callbacks.digest.components import tensor_numbers
 from det_callbacks.errors import CheckpointFormatError, CheckpointNotFoundError
 from det_callbacks.verdict import TensorNumbers
@@ -170,32 +163,21 @@ def _load(place: Path, problem: str = "") -> dict[Any, Any]:
     """Load the dictionary of a file to the host; ``problem`` is what is known of the file."""
     try:
         with place.open("rb") as file:
-            checkpoint = torch.load(file, map_location="cpu", weights_only=True)
+            checkpoint: dict[Any, Any] = torch.load(file, map_location="cpu", weights_only=True)
+        if not isinstance(checkpoint, dict):
+            raise TypeError(f"it holds a {type(checkpoint).__qualname__} and not a checkpoint's dictionary")
     except Exception as error:  # a damaged file makes torch's readers raise anything
         raise CheckpointFormatError(
             f"{place} cannot be read{problem} ({type(error).__name__}: {str(error).partition(chr(10))[0]}). Nothing "
             "was loaded; use another checkpoint, or restore this one from a copy.",
             str(place),
         ) from error
-    if isinstance(checkpoint, dict):
-        return checkpoint
-    raise CheckpointFormatError(
-        f"{place} holds a {type(checkpoint).__qualname__} and not a checkpoint's dictionary. It could be loaded; "
-        "to compare tensors by themselves use det_callbacks.digest_tensor.",
-        str(place),
-    )
+    return checkpoint
 
 
 def _check_two(*places: Path) -> CheckpointReport:
-    for place in places:
-        if place.is_dir():
-            raise CheckpointFormatError(
-                f"{place} is a folder, and only files can be compared with one another. Compare each with the "
-                "digests beside it, or consolidate it into a file first.",
-                str(place),
-            )
+    loaded = [_load(place, ": of two, both have to be files" * place.is_dir()) for place in places]
     contents = [measure(place)[0] for place in places]
-    loaded = [_load(place) for place in places]
     reference, current = map(entries_of, loaded)
     more: dict[str, Any] = {"has_same_bytes": contents[0] == contents[1], "other": str(places[1])}
     report = _report(places[0], reference, current, contents[0].size, **more)
@@ -205,7 +187,7 @@ def _check_two(*places: Path) -> CheckpointReport:
 
 
 def _existing(path: str | Path) -> Path:
-    place = resolved(path)
+    place = Path(path).resolve()  # last.ckpt may be a link: the digests stand beside the file
     if not place.exists():
         raise CheckpointNotFoundError(
             f"There is no checkpoint {path} on this disk. Nothing was compared; look at the name, at whether it was "
@@ -232,11 +214,10 @@ def _differences(reference: Entries, current: Entries) -> list[EntryDifference]:
         one, other = before.get((section, path)), after.get((section, path))
         if one == other:
             continue
+        kind, shown = "structure", [_layout(one), _layout(other)]
         if one is None or other is None:
-            kind, shown = "missing" if other is None else "extra", [_layout(one), _layout(other)]
-        elif (one.kind, _layout(one)) != (other.kind, _layout(other)):
-            kind, shown = "structure", [_layout(one), _layout(other)]
-        else:
+            kind = "missing" if other is None else "extra"
+        elif one.kind == other.kind and shown[0] == shown[1]:
             kind, shown = "content", [one.digest, other.digest]
         parameter = next((entry.parameter for entry in (one, other) if entry and entry.parameter), None)
         more: dict[str, Any] = {"reference": shown[0], "current": shown[1], "parameter": parameter}
@@ -265,5 +246,6 @@ def _counted(one: EntryDifference, reference: Any, current: Any) -> EntryDiffere
         numbers = tensor_numbers(TensorNumbers(tensor=one.path), reference, current)
     except ValueError:  # not ordinary strided tensors: that they differ is known
         return replace(one, num_elements=reference.numel())
-    names = ("num_elements", "num_differing", "max_ulps")
-    return replace(one, **{name: getattr(numbers, name) for name in names})
+    return replace(
+        one, num_elements=numbers.num_elements, num_differing=numbers.num_differing, max_ulps=numbers.max_ulps
+    )

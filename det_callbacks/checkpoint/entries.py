@@ -41,10 +41,9 @@ class Entry:
 def entries_of(
     checkpoint: Mapping[Any, Any], *, parameters: Mapping[str, str] | None = None
 ) -> dict[str, dict[str, Entry]]:
-    """Return the entries of a checkpoint, by section (its top-level key) and path.
+    """Return the entries of a checkpoint, by section (its top-level key) and path; reads every tensor once.
 
-    Reads every tensor once, at memory speed. ``parameters`` has for "0/state/3", the path of a parameter's state in the
-    optimizers', its qualified name.
+    ``parameters`` has for "0/state/3", the path of a parameter's state in the optimizers', its qualified name.
     """
     leaves = list(walk(checkpoint))
     tensors = [value for _, _, value in leaves if isinstance(value, Tensor)]

@@ -8,7 +8,6 @@ content. None of the names that are added to a checkpoint's own holds a digit, s
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
@@ -164,7 +163,7 @@ def unseal(raw: bytes, path: Path, kind: type[Content]) -> Content:
         content = None
     plain = {key: value for key, value in content.items() if key != "digest"} if isinstance(content, dict) else {}
     # the digest first: a flipped bit in a version is damage and not a foreign version
-    if _encode({**plain, "digest": format_digest(digest_bytes(_encode(plain)))}) != raw:
+    if seal(plain) != raw:
         raise _damaged(path, "its content is not what its digest says")
     for name, known in (("schema", SCHEMA), ("digest_version", DIGEST_VERSION)):
         if plain.get(name) != known:
@@ -207,18 +206,6 @@ def is_remote(path: str | Path) -> bool:
 def beside(path: Path, suffix: str) -> Path:
     """Return the path whose name is this one's and the suffix."""
     return path.with_name(path.name + suffix)
-
-
-def resolved(path: str | Path) -> Path:
-    """Return a path with links followed, so that ``last.ckpt`` has what stands beside the checkpoint it leads to."""
-    return Path(os.path.realpath(path))
-
-
-def remove_beside(path: Path) -> None:
-    """Remove everything of ours that stands beside a checkpoint."""
-    beside(path, SIDECAR).unlink(missing_ok=True)
-    # another rank may write its own part of it at the same time; of a link nothing is removed
-    shutil.rmtree(beside(path, RESUME), ignore_errors=True)
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -1,12 +1,11 @@
 """Reads from Lightning's loops what a fit is in the middle of, and what stands in the way of resuming it (2.6.6)."""
 
-from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback, Checkpoint, GradientAccumulationScheduler, Timer
+from lightning.pytorch.callbacks import Checkpoint, GradientAccumulationScheduler, Timer
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.tensor import DTensor
@@ -34,10 +33,9 @@ def is_epoch_over(trainer: pl.Trainer) -> bool:
 
 
 def tensors_to_save(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
-    """Return the gradients that the next batch adds to, and the buffers of another rank than 0.
+    """Return the gradients that the next batch adds to, and buffers of another rank than 0: Lightning saves rank 0's.
 
-    Lightning saves the buffers of rank 0; DDP makes them equal before the next forward pass, or not at all. What is
-    sharded is saved by the strategy.
+    DDP makes buffers equal before the next forward pass, or not at all. What is sharded is saved by the strategy.
     """
     module, num_batches = trainer.lightning_module, trainer.fit_loop.epoch_loop.batch_progress.current.ready
     found: dict[str, torch.Tensor] = {}
@@ -56,14 +54,10 @@ def tensors_to_save(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
 
 
 def values(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return what a checkpoint has to bring back, by name; one pass over the weights.
-
-    Digests of parameters and persistent buffers (on rank 0: Lightning saves those), their strides where they are not
-    contiguous, which of them are frozen, and options of the optimizers and of the Trainer.
-    """
+    """Return what a checkpoint has to bring back, by name; one pass over the weights."""
     module = trainer.lightning_module
     left_out = _non_persistent(module)
-    buffers = () if trainer.global_rank else module.named_buffers()
+    buffers = () if trainer.global_rank else module.named_buffers()  # Lightning saves those of rank 0
     found: dict[str, Any] = {"accumulate_grad_batches": trainer.accumulate_grad_batches}
     with unobserved():
         for name, tensor in (*module.named_parameters(), *buffers):
@@ -89,10 +83,7 @@ def values(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def saved_states(trainer: pl.Trainer) -> dict[str, str]:
-    """Return the states of callbacks and schedulers as text.
-
-    Without callbacks that save checkpoints or measure time, and schedulers that are restored.
-    """
+    """Return states of callbacks and schedulers as text, of those that are not restored and save no checkpoints."""
     states = {
         f"state of {callback.state_key}": callback.state_dict()
         for callback in vars(trainer)["callbacks"]
@@ -119,10 +110,10 @@ def generators(trainer: pl.Trainer) -> dict[str, Held]:
     """Return path -> generator for those that the module, the data and the callbacks hold."""
     loaders = {f"train_dataloader[{index}]": loader for index, loader in enumerate(_loaders(trainer))}
     roots = {"module": trainer.lightning_module, "datamodule": getattr(trainer, "datamodule", None), **loaders}
-    by_kind: dict[str, list[Callback]] = defaultdict(list)
-    for callback in vars(trainer)["callbacks"]:
-        by_kind[f"callback {type(callback).__qualname__}"].append(callback)
-    return find_generators({**roots, **by_kind})
+    callbacks = vars(trainer)["callbacks"]
+    for kind in map(type, callbacks):
+        roots[f"callback {kind.__qualname__}"] = [one for one in callbacks if type(one) is kind]
+    return find_generators(roots)
 
 
 # what stands in the way
@@ -165,10 +156,7 @@ def problems(trainer: pl.Trainer, buckets_problem: str | None) -> Iterator[str]:
 
 
 def has_more_to_come(trainer: pl.Trainer) -> bool:
-    """Return whether anything comes before the next batch that Lightning leaves out when it resumes from here.
-
-    That is a validation, the hooks of an epoch's end, and the update of a ReduceLROnPlateau.
-    """
+    """Return whether a validation, an epoch's end or a plateau's update, which a resume leaves out, is to come."""
     loop, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop.batch_progress.current
     epochs: Any = loop.epoch_progress.current
     has_plateau = any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs)

@@ -37,8 +37,7 @@ def find_generators(roots: Mapping[str, object], *, left: tuple[type, ...] = ())
     """Return path -> random generator for those that the roots reach by attributes, items, closures and partials.
 
     The process's own generators are not among them, and neither is ``random.SystemRandom``, which has no state. Looks
-    at 20,000 objects at most, into no container of more than 256 items, and into nothing of Lightning's loops, of ours,
-    or of the types ``left``.
+    into nothing of Lightning's loops, of ours, or of the types ``left``.
     """
     found: dict[str, Held] = {}
     own = random.getstate.__self__  # type: ignore[attr-defined]  # a bound method
@@ -100,24 +99,24 @@ class _Followed(CombinedLoader):
         return drawn
 
 
-def follow(loader: CombinedLoader, follower: Any) -> Callable[[], object]:
+def follow(loader: Any, follower: Any) -> Callable[[], object]:
     """Call ``begin_iteration()``, ``begin_draw()`` and ``end_draw(batch)`` of a follower; return what ends that.
 
     Several may end in any order. Python looks ``__iter__`` and ``__next__`` up in the class, so as long as it is
     followed the loader has a subclass of its own, under the same name. Nothing here changes what is drawn.
     """
-    base = type(loader)
-    if not issubclass(base, _Followed):
+    if not isinstance(loader, _Followed):
+        base = type(loader)
         names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "_followers": []}
         # ours first, so that its super() is the loader's own class
         loader.__class__ = type(base.__name__, (_Followed, base), names)
-    followed: Any = type(loader)
-    followed._followers.append(follower)
+    followers = loader._followers
+    followers.append(follower)
 
     def end() -> None:
-        if follower in followed._followers:
-            followed._followers.remove(follower)
-        if not followed._followers and type(loader) is followed:
-            loader.__class__ = followed.__bases__[1]
+        if follower in followers:
+            followers.remove(follower)
+            if not followers:
+                loader.__class__ = type(loader).__bases__[1]
 
     return end

@@ -19,15 +19,7 @@ from lightning.pytorch.loops.loop import _Loop
 from det_callbacks.checkpoint import fit
 from det_callbacks.checkpoint.buckets import GradientBuckets
 from det_callbacks.checkpoint.entries import entries_of
-from det_callbacks.checkpoint.files import (
-    DataPosition,
-    Part,
-    Sidecar,
-    part_path,
-    read_part,
-    resolved,
-    write_part,
-)
+from det_callbacks.checkpoint.files import DataPosition, Part, Sidecar, part_path, read_part, write_part
 from det_callbacks.checkpoint.loaders import follow
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import NotResumableError
@@ -73,7 +65,6 @@ class Resuming:
         self._position: DataPosition | None = None
         self._held: Mapping[str, Held] = {}
         self._restore_at_draw: Callable[[], object] | None = None
-        self._is_attached = is_exact
         if is_exact:
             loop, put = trainer.fit_loop, self._replaced.put
             put(loop, "setup_data", lambda one: partial(self._at_setup, loop, one))
@@ -83,7 +74,6 @@ class Resuming:
     def detach(self) -> None:
         """Leave loops and loaders as they were; what was read stays, for a checkpoint saved after the fit."""
         self._replaced.restore()
-        self._is_attached = False
         self._let_go()
         self._saved.clear()
 
@@ -98,7 +88,7 @@ class Resuming:
         if self._pending is not None:  # the place in the data is not known yet
             problems += ("it was saved before the first batch after a resume; save at the end of a batch",)
         part = self._read(id, is_over=is_over, position=None if is_over else self._position, problems=problems)
-        if self._is_attached and not problems:
+        if not problems:
             self._saved[path] = part, fit.saved_states(self._trainer)
         if not problems and fit.has_more_to_come(self._trainer):
             part = replace(part, problems=(_ENDED,))
@@ -106,18 +96,16 @@ class Resuming:
         return True
 
     def _complete(self, *, is_end: bool = False) -> None:
-        """Write the parts of the checkpoints saved since the last batch anew: the next batch is about to be drawn.
+        """Write the parts of the checkpoints saved since the last batch anew, before the next or when the fit ends.
 
         What came in between, such as a validation, Lightning leaves out when it resumes: it may have changed
-        generators, and must not have changed anything else. At the end of the fit (``is_end``) no batch comes: another
-        one would begin with the next epoch.
+        generators, and must not have changed anything else.
         """
         saved, self._saved = self._saved, {}
         for path, (before, states) in saved.items():
-            if not part_path(Path(path), before.rank).exists():
-                continue  # the checkpoint was removed
-            if is_end and not before.is_epoch_over:
-                continue  # a longer fit would not have had the hooks of an epoch's end here
+            # the checkpoint may have been removed; a longer fit would have no hooks of an epoch's end within an epoch
+            if not part_path(Path(path), before.rank).exists() or (is_end and not before.is_epoch_over):
+                continue
             part = self._read(before.id, is_over=before.is_epoch_over, position=None if is_end else self._position)
             now = {**part.values, **fit.saved_states(self._trainer)}
             if changed := _differing({**before.values, **states}, now):
@@ -157,7 +145,7 @@ class Resuming:
                 return False
             if (saved := sidecar.num_ranks) != num_ranks:
                 self._refuse(f"it was saved by {saved} process{'es' * (saved > 1)}, and there are {num_ranks} now")
-            found = read_part(resolved(path), sidecar, rank)
+            found = read_part(Path(path).resolve(), sidecar, rank)
             if found is None:
                 who = f"rank {rank} of {num_ranks}"
                 self._refuse(f"the state of {who}, which was saved beside it, is missing or of another save")
@@ -217,8 +205,7 @@ class Resuming:
 
     def end_training(self) -> None:
         """Complete what was saved since the last batch: the hooks of the last epoch's end have run."""
-        if self._is_attached:
-            self._complete(is_end=True)
+        self._complete(is_end=True)
 
     def _at_setup(self, loop: Any, original: Callable[[], None]) -> None:
         """Set the data of a fit up, with the counts of the loops as they have to be."""

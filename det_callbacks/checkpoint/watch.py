@@ -1,15 +1,14 @@
 """Where Lightning saves, loads and removes checkpoints: each gets its sidecar, and is compared with it when loaded.
 
-A save goes like this, so that a kill at any moment leaves nothing that misleads:
+A save goes like this, so that a kill in between leaves a checkpoint without digests, which is loaded with a line:
 
 1. rank 0 removes the sidecar of the checkpoint that is about to be replaced;
 2. every rank writes its part for an exact resume, with the identity of the save, and waits for the others;
 3. Lightning saves the checkpoint in its own way;
 4. rank 0 reads it back once and writes the new sidecar, atomically.
-
-A kill in between leaves a checkpoint of Lightning's without digests, which is loaded with a line.
 """
 
+import shutil
 import uuid
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -23,15 +22,7 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
 from det_callbacks.checkpoint.check import compare_saved
 from det_callbacks.checkpoint.entries import entries_of
-from det_callbacks.checkpoint.files import (
-    SIDECAR,
-    beside,
-    is_remote,
-    read_sidecar,
-    remove_beside,
-    resolved,
-    write_sidecar,
-)
+from det_callbacks.checkpoint.files import RESUME, SIDECAR, beside, is_remote, read_sidecar, write_sidecar
 from det_callbacks.checkpoint.resume import Resume, Resuming
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import CheckpointMismatchError
@@ -63,7 +54,7 @@ class CheckpointWatch:
             # the class's own method: a callback that this Trainer had before may stand there, too
             method: Any = getattr(type(trainer.strategy), f"{name}_checkpoint")
             ours: Any = partial(wrapper, partial(method, trainer.strategy))
-            self._replaced.put(trainer.strategy, f"{name}_checkpoint", partial(_instead, ours))
+            self._replaced.put(trainer.strategy, f"{name}_checkpoint", partial(lambda ours, _: ours, ours))
 
     def begin_fit(self, run: Mapping[str, str | None]) -> None:
         """Know the id, mode and reference of the run of a fit, whose strategy is set up."""
@@ -128,12 +119,9 @@ class CheckpointWatch:
     # loading and removing
 
     def _load(self, load: Callable[..., Any], checkpoint_path: Any, *rest: Any, **more: Any) -> Any:
-        """Load a checkpoint whose bytes are those that were saved; it is read once more than without this.
-
-        Raises ``CheckpointMismatchError``, or ``CheckpointFormatError`` where it or its sidecar cannot be read.
-        """
+        """Load a checkpoint whose bytes are those that were saved; it is read once more than without this."""
         path = str(checkpoint_path)
-        place = resolved(path)
+        place = Path(path).resolve()
         sidecar = None if is_remote(path) or not place.exists() else read_sidecar(place)
         if sidecar is not None and not (report := compare_saved(place, sidecar)).equal:
             names = tuple(entry.name for entry in report.entries)
@@ -150,17 +138,14 @@ class CheckpointWatch:
         remove(filepath)
         self._saved.discard(str(filepath))
         if self._trainer.is_global_zero and not is_remote(filepath):
-            remove_beside(Path(filepath))
-
-
-def _instead(ours: Any, theirs: Any) -> Any:
-    return ours
+            beside(Path(filepath), SIDECAR).unlink(missing_ok=True)
+            # another rank may write its own part of it at the same time; of a link nothing is removed
+            shutil.rmtree(beside(Path(filepath), RESUME), ignore_errors=True)
 
 
 def _parameter_names(trainer: pl.Trainer) -> dict[str, str]:
     """Return the path of each parameter's state in the optimizers' states -> its qualified name."""
-    module = trainer.lightning_module
-    names = {} if module is None else {id(parameter): name for name, parameter in module.named_parameters()}
+    names = {id(parameter): name for name, parameter in trainer.lightning_module.named_parameters()}
     found = {}
     for number, optimizer in enumerate(trainer.optimizers):
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

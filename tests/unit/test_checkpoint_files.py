@@ -136,9 +136,6 @@ def test_a_part_belongs_to_the_save_that_it_is_of(tmp_path: Path) -> None:
         files.part_path(path, 1).write_bytes(raw)
         with pytest.raises(CheckpointFormatError, match=r'01\.state is damaged.* or resume with resume="plain"'):
             check_checkpoint(path)
-    path.unlink()
-    files.remove_beside(path)
-    assert os.listdir(tmp_path) == []
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
@@ -148,9 +145,9 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     torch.save({"thing": Thing()}, tmp_path / "thing.ckpt")
     for paths, message in (
         (("memory://x.ckpt",), r"There is no checkpoint memory://x\.ckpt on this disk"),
-        ((tmp_path / "list.ckpt", tmp_path / "x.ckpt"), "holds a list and not a checkpoint's dictionary"),
+        ((tmp_path / "list.ckpt", tmp_path / "x.ckpt"), "it holds a list and not a checkpoint's dictionary"),
         ((tmp_path / "x.ckpt", tmp_path / "thing.ckpt"), r"thing\.ckpt cannot be read \(UnpicklingError: Weights only"),
-        ((tmp_path / "x.ckpt", tmp_path / "folder"), "is a folder, and only files can be compared"),
+        ((tmp_path / "x.ckpt", tmp_path / "folder"), "cannot be read: of two, both have to be files"),
     ):
         with pytest.raises((CheckpointFormatError, CheckpointNotFoundError), match=message):
             check_checkpoint(*paths)
@@ -174,6 +171,6 @@ def test_every_file_of_a_folder_counts(tmp_path: Path) -> None:
         change()
         report = check_checkpoint(path)
         assert (report.equal, [(entry.path, entry.kind) for entry in report.entries]) == (False, differing)
-    files.remove_beside(path)
+    path.with_name("x.ckpt.digests.json").unlink()
     with pytest.raises(CheckpointNotFoundError, match="nothing to compare"):
         check_checkpoint(path)
