@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,24 +51,16 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def flip(path: Path, at: int, bit: int = 0) -> None:
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1 << bit
-    path.write_bytes(content)
-
-
 def assert_all_agree(folder: Path, num_checkpoints: int, *, num_without_state: int = 0) -> None:
     """Every checkpoint is what was saved, has the state to resume from it, and nothing without one is left."""
-    found = {path.name for path in folder.iterdir()}
-    checkpoints = {name for name in found if name.endswith(".ckpt")}
-    assert len(checkpoints) == num_checkpoints, found
-    files = {name for name in checkpoints if not (folder / name).is_symlink()}
-    sidecars = {f"{name}.digests.json" for name in files}
-    states = {f"{name}.resume" for name in files}
-    assert found - states == checkpoints | sidecars
-    assert len(states - found) == num_without_state
-    assert all(len(list((folder / name).iterdir())) == 1 for name in states & found)
-    assert all(check_checkpoint(folder / name).equal for name in checkpoints)
+    checkpoints = set(folder.glob("*.ckpt"))
+    files = {path for path in checkpoints if not path.is_symlink()}
+    states = {Path(f"{path}.resume") for path in files}
+    found = set(folder.iterdir())
+    assert found - states == checkpoints | {Path(f"{path}.digests.json") for path in files}
+    assert (len(checkpoints), len(states - found)) == (num_checkpoints, num_without_state), found
+    assert all(len(list(path.iterdir())) == 1 for path in states & found)
+    assert all(check_checkpoint(path).equal for path in checkpoints)
 
 
 # ways of saving and removing one
@@ -178,30 +171,25 @@ def test_a_kill_at_any_change_leaves_digests_that_agree_or_none(tmp_path: Path, 
 # damage
 
 
-def outcome(path: Path) -> str:
-    try:
-        report = check_checkpoint(path)
-    except CheckpointFormatError as error:
-        return f"truncated with {error.exit_code}" if "so it is truncated" in str(error) else "refused"
-    if report.equal:
-        return "passed"
-    return f"{'named' if report.entries else 'bytes only'} with {report.exit_code}"
-
-
 def test_no_flipped_bit_and_no_truncation_passes(path: Path) -> None:
-    content = path.read_bytes()
-    assert outcome(path) == "passed"
-    draw, found = random.Random(0), []
+    content, draw, found = path.read_bytes(), random.Random(0), Counter[str]()
     for _ in range(200):
-        path.write_bytes(content)
-        flip(path, draw.randrange(len(content)), draw.randrange(8))
-        found.append(outcome(path))
-    assert set(found) <= {"named with 1", "bytes only with 1", "refused"}
-    assert found.count("named with 1") > 20  # of bits in tensors
-    assert found.count("refused") > 20  # of bits in what holds the file together
+        flipped = bytearray(content)
+        flipped[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        path.write_bytes(flipped)
+        try:
+            report = check_checkpoint(path)
+        except CheckpointFormatError:
+            found["refused"] += 1
+        else:
+            assert report.exit_code == 1
+            found["named"] += bool(report.entries)
+    assert found["named"] > 20  # of bits in tensors
+    assert found["refused"] > 20  # of bits in what holds the file together
     for length in [0, 1, 3, 4, 100, len(content) - 1, *draw.sample(range(len(content)), 20)]:
         path.write_bytes(content[:length])
-        assert outcome(path) == "truncated with 2"
+        with pytest.raises(CheckpointFormatError, match="so it is truncated"):
+            check_checkpoint(path)
     with pytest.raises(CheckpointFormatError, match="so it is truncated"):
         Fit(ours(path.parent), max_epochs=2).run(ckpt_path=str(path))
 
@@ -219,15 +207,13 @@ CHANGES = [
         lambda one: exchange(one["state_dict"]),
         r"state_dict: (norm\.weight and first\.bias|first\.bias and norm\.weight) are exchanged",
     ),
-    (lambda one: one["state_dict"].pop("last.bias"), r"state_dict: last\.bias is missing"),
     (lambda one: one["state_dict"].update(more=torch.ones(1)), "state_dict: more is there, and was not before"),
     (lambda one: one.pop("optimizer_states"), r"0/state/0/step \(step of first\.weight\) is missing"),
     (lambda one: one["optimizer_states"][0]["param_groups"][0].update(lr=0.5), "0/param_groups/0/lr differs"),
-    (lambda one: one.update(global_step=5), "global_step differs"),
 ]
 
 
-def refuses(path: Path, message: str, stage: str = "fit") -> None:
+def assert_refused(path: Path, message: str, stage: str = "fit") -> None:
     made = Fit(ours(path.parent), model=Plain, max_epochs=2)
     made.model.validation_step = made.model.test_step = made.model.predict_step = lambda *_: None
     with pytest.raises(CheckpointMismatchError, match=message) as caught:
@@ -241,15 +227,15 @@ def test_a_changed_checkpoint_is_refused_before_a_step(change: Any, message: str
     checkpoint = torch.load(path, weights_only=True)
     change(checkpoint)
     torch.save(checkpoint, path)
-    refuses(path, message)
+    assert_refused(path, message)
 
 
 def test_it_is_compared_in_every_stage_and_with_its_own_digests(path: Path, tmp_path: Path) -> None:
     content = path.read_bytes()
     path.write_bytes(content + b"\0")
     for stage in ("fit", "validate", "test", "predict"):
-        refuses(path, "The file's bytes differ, and yet", stage)
+        assert_refused(path, "The file's bytes differ, and yet", stage)
     path.write_bytes(content)
     fit(tmp_path, max_epochs=1).run().trainer.save_checkpoint(tmp_path / "other.ckpt")
     shutil.copy(tmp_path / "other.ckpt.digests.json", f"{path}.digests.json")
-    refuses(path, "x.ckpt is not what was saved")
+    assert_refused(path, "x.ckpt is not what was saved")
