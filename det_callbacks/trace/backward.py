@@ -268,7 +268,7 @@ def _find_in(nodes: _Nodes, number: int, name: str, code: CodeType | None) -> Op
         call = nodes.first.get(number - 1)
         if call is not None and call.op_base == "aten.clone":
             call = nodes.first.get(number - 2)
-        return _scope_of_gradient(call) if call is not None and call.is_in_place else UNKNOWN
+        return _scope_in(call) if call is not None and call.is_in_place else UNKNOWN
     for num_between in range(_MAX_BETWEEN):
         call = nodes.first.get(number + num_between)
         if call is not None:
@@ -276,32 +276,24 @@ def _find_in(nodes: _Nodes, number: int, name: str, code: CodeType | None) -> Op
     else:
         return UNKNOWN
     if code is not None:
-        found = _scope_of_function(call, code)
+        found = _scope_in(call, code)
         if found is not UNKNOWN or num_between:
             return found
     if _fits(call, name):
-        found = _scope_of_gradient(call)
+        found = _scope_in(call)
         if code is None and not num_between:
             call.scopes[name] = found  # the common case, looked up first from now on
         return found
     later = next((later for later in nodes.later.get(number, ()) if _fits(later, name)), None)
-    return UNKNOWN if later is None else _scope_of_gradient(later)
+    return UNKNOWN if later is None else _scope_in(later)
 
 
-def _scope_of_gradient(call: CallNode) -> OpScope:
-    known = call.scopes.get("")
-    if known is None:
-        known = call.scopes[""] = (
-            UNKNOWN if call.module == UNKNOWN_MODULE else OpScope(module=call.module, source=call.source)
-        )
-    return known
-
-
-def _scope_of_function(call: CallNode, code: CodeType) -> OpScope:
+def _scope_in(call: CallNode, code: CodeType | None = None) -> OpScope:
+    """Return where a node belongs that was made at a call, by its op or by the Function with this forward around it."""
     key = id(code)  # equal code is not the same Function
     known = call.scopes.get(key)
     if known is None:
-        modules = {module for running, module in call.functions if running is code}
+        modules = {call.module} if code is None else {module for one, module in call.functions if one is code}
         is_known = len(modules) == 1 and UNKNOWN_MODULE not in modules
         known = call.scopes[key] = OpScope(module=modules.pop(), source=call.source) if is_known else UNKNOWN
     return known

@@ -74,8 +74,6 @@ def _input_of(node: fx.Node) -> tuple[str, bool]:
     """Return the name of an input of a graph, and whether it is a parameter or buffer of the module."""
     known = node.meta.get("grapharg")
     text = getattr(getattr(node, "_dynamo_source", None) or getattr(known, "source", None), "name", None)
-    if callable(text):  # a method up to torch 2.9
-        text = text()
     if not isinstance(text, str):
         return str(node.target), False
     if "_parameters[" in text or "_buffers[" in text:

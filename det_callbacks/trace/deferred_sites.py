@@ -18,7 +18,7 @@ from det_callbacks.digest.components import tensor_bits
 from det_callbacks.digest.device.deferred import Bits, DeferredBits, DeferredDigests, value_of
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.host_digest import digest_memory
-from det_callbacks.trace.components import PLAIN, address_of, has_parts, parts_of
+from det_callbacks.trace.components import PLAIN, address_of, parts_with_memory
 from det_callbacks.trace.layouts import LayoutSlot
 
 
@@ -98,7 +98,7 @@ class DeferredSites(DeferredDigests):
     def before_writes(self, tensors: Iterable[Tensor]) -> None:
         """Have the device read what waits, if any of it lies in memory that is about to change."""
         for tensor in tensors:
-            for part in parts_of(tensor) if has_parts(tensor) else (tensor,):
+            for part in parts_with_memory(tensor):
                 self.before_write(part.untyped_storage())
 
     def roll_back(self, mark: int) -> None:

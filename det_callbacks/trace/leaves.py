@@ -83,15 +83,12 @@ def _children(tree: Any, name: str, *, is_whole: bool) -> Iterable[tuple[str, An
     members: list[tuple[str, Any]] = []
     for key, value in attributes.items():
         if key in shown:
-            members += [(_member(name, inner, attributes), item) for inner, item in value.items()]
+            for inner, item in value.items():
+                is_attribute = isinstance(inner, str) and inner.isidentifier() and inner not in attributes
+                members.append((f"{name}.{inner}" if is_attribute else f"{name}[{inner!r}]", item))
         elif is_whole or key in fields or not key.startswith("_"):
             members.append((f"{name}.{key}", value))
     return members
-
-
-def _member(name: str, key: Any, attributes: Mapping[str, Any]) -> str:
-    is_attribute = isinstance(key, str) and key.isidentifier() and key not in attributes
-    return f"{name}.{key}" if is_attribute else f"{name}[{key!r}]"
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:

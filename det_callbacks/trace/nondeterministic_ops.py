@@ -104,8 +104,14 @@ class NondeterministicOps:
         key = (found.op, found.phase, found.module, found.source)
         known = self._found.get(key)
         self._found[key] = found if known is None else replace(known, num_calls=known.num_calls + 1)
-        if known is None:
-            self._report(found, mode)
+        if known is None and mode == "warn" and not is_allowed:
+            warnings.warn(
+                f"{found.place} has no deterministic implementation ({message}).",
+                NondeterministicOpWarning,
+                stacklevel=2,
+            )
+        if known is None and self.on_new is not None:
+            self.on_new()
         # torch's own warning about a known op names no module and no line, and comes at any time. What is added within
         # a catch_warnings of the user's goes with its end.
         if self._silenced.get(message) not in warnings.filters:
@@ -121,16 +127,6 @@ class NondeterministicOps:
                 op,
                 module,
             ) from error
-
-    def _report(self, found: NondeterministicOp, mode: str) -> None:
-        if not found.is_allowed and mode == "warn":
-            warnings.warn(
-                f"{found.place} has no deterministic implementation ({found.message}).",
-                NondeterministicOpWarning,
-                stacklevel=2,
-            )
-        if self.on_new is not None:
-            self.on_new()
 
 
 class NondeterministicOpWatch:

@@ -21,15 +21,7 @@ from det_callbacks.runs.selection import PHASES, Selection
 from det_callbacks.runs.steps import Expectation, StepTrace, require_whole
 from det_callbacks.trace.backward import ENGINE, BackwardMap
 from det_callbacks.trace.compiled_regions import CompiledRegions
-from det_callbacks.trace.components import (
-    PLAIN,
-    STRIDED,
-    address_of,
-    has_parts,
-    holds_data,
-    parts_of,
-    parts_with_memory,
-)
+from det_callbacks.trace.components import PLAIN, STRIDED, address_of, holds_data, parts_with_memory
 from det_callbacks.trace.deferred_sites import DeferredSites
 from det_callbacks.trace.dispatch import TAKE_APART
 from det_callbacks.trace.engine import graph_task_id
@@ -400,9 +392,7 @@ class Recorder:
 
     def writers_of(self, tensor: Tensor) -> list[int]:
         """Return the sites of this step that wrote a tensor's bytes."""
-        if not has_parts(tensor):
-            return self.ledger.writers_of(tensor)
-        return sorted({writer for part in parts_of(tensor) for writer in self.ledger.writers_of(part)})
+        return sorted({writer for part in parts_with_memory(tensor) for writer in self.ledger.writers_of(part)})
 
     def run_unseen(self, label: str) -> None:
         """Note that something without rows ran, and may have written any memory: another program than without it."""

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -62,32 +63,27 @@ def build_op(
     constants.update((name, value) for name, value in plan.defaults.items() if name not in given)
     arguments = arguments_json(constants)
     every = tuple(sorted(set(node.reads)))
-
-    def site(role: Role, output: int = 0, name: str | None = None, edges: tuple[int, ...] = ()) -> Site:
-        return Site(
-            phase=node.phase,
-            module=node.module,
-            op=plan.name,
-            output=output,
-            role=role,
-            name=name,
-            arguments="{}" if role == "argument" else arguments,
-            varying=varying,
-            inputs=edges,
-            recomputed=scope.recomputed,
-            source=node.source,
-        )
-
+    numbers = Site(
+        phase=node.phase,
+        module=node.module,
+        op=plan.name,
+        role="argument",
+        varying=varying,
+        recomputed=scope.recomputed,
+        source=node.source,
+    )
     written = [
-        site(
-            "output" if isinstance(output, Tensor) else "value",
-            index,
-            name,
-            every if by_output is None else tuple(sorted(set(by_output[index]))),
+        replace(
+            numbers,
+            output=index,
+            role="output" if isinstance(output, Tensor) else "value",
+            name=name,
+            arguments=arguments,
+            inputs=every if by_output is None else tuple(sorted(set(by_output[index]))),
         )
         for index, (output, name) in enumerate(zip(outputs, output_names, strict=True))
     ]
-    node.rows = (*recorder.reads.sites(node), *([site("argument")] if varying else ()), *written)
+    node.rows = (*recorder.reads.sites(node), *([numbers] if varying else ()), *written)
 
 
 def owner_of(name: str) -> str:
