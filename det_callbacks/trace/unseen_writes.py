@@ -6,7 +6,6 @@ only at the step's end, the inputs that are alive then are looked at.
 """
 
 from collections import Counter
-from collections.abc import Set
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -100,16 +99,11 @@ class UnseenWriteCheck:
         expected.checks_left -= len(differing)
         if not differing:
             return
-        changed = self._changed({writer for at in differing for writer in sites[at].inputs})
-        expected.unseen_writes.update(at for at in differing if not changed.isdisjoint(sites[at].inputs))
-
-    def _changed(self, wanted: Set[int]) -> set[int]:
-        """Return those of some sites whose bytes are still there, and no longer what the site wrote."""
-        recorder = self._recorder
+        recorder, wanted = self._recorder, {writer for at in differing for writer in sites[at].inputs}
         queues = DeferredDigests()
         found: list[tuple[int, Bits]] = []
         for address, writer in recorder.ledger.writers.items():
-            if writer.__class__ is not int or writer not in wanted:
+            if not isinstance(writer, int) or writer not in wanted:
                 continue
             left = recorder.layouts.at(recorder.layout_indices[writer])
             # the ledger holds a weak reference to it; torch 2.13: None where it is gone
@@ -119,7 +113,8 @@ class UnseenWriteCheck:
                 if bits is not None:
                     found.append((writer, bits))
         known = queues.finish()
-        return {writer for writer, bits in found if value_of(bits, known) != recorder.digests[writer]}
+        changed = {writer for writer, bits in found if value_of(bits, known) != digests[writer]}
+        expected.unseen_writes.update(at for at in differing if not changed.isdisjoint(sites[at].inputs))
 
     def _writer(self, tensor: Tensor) -> int | PartialWrites | None:
         return None if has_parts(tensor) else self._recorder.ledger.writers.get(tensor.untyped_storage()._cdata)
