@@ -10,6 +10,7 @@ from typing import Any
 import guards
 import pytest
 import torch
+import torch.distributed as dist
 from forks import fork_process
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
@@ -18,10 +19,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 TESTS = Path(__file__).parents[1]
-
-
-def initialize_process_group() -> None:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 
 
 def change_variables() -> None:
@@ -44,7 +41,7 @@ LEAKS: dict[str, Callable[[], Any]] = {
     "number of threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
     "grad mode": lambda: torch.set_grad_enabled(False),
     "anomaly mode": lambda: torch.autograd.set_detect_anomaly(True),
-    "process group": initialize_process_group,
+    "process group": lambda: dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1),
     "environment variables": change_variables,
     "warning filters": lambda: warnings.simplefilter("ignore", ResourceWarning),
     "what compiles a graph": lambda: setattr(guards.OutputGraph, "call_user_compiler", print),

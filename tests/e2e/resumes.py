@@ -18,9 +18,7 @@ from det_callbacks import DeterminismCallback, NotResumableError
 RESUMING = [
     LIGHTNING_ADVICE,
     pytest.mark.usefixtures("environment_again"),  # seeds of Lightning
-    pytest.mark.filterwarnings(
-        "ignore::UserWarning:lightning"
-    ),  # more of its advice: callbacks, folders, the last model
+    pytest.mark.filterwarnings("ignore::UserWarning:lightning"),  # more advice: callbacks, folders, the last model
     pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork"),  # Python's, of processes that are forked here
 ]
 SAMPLES = 14

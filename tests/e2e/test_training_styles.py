@@ -1,17 +1,22 @@
 """Every style of training: recorded twice alike, verified as a match, and trained as if nobody looked.
 
-And one that replays CUDA graphs, on the stand-in.
+And one that replays CUDA graphs, on the stand-in; and a long one, in which memory stays flat.
 """
 
+import resource
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
-from fits import FEATURES, STYLES, Classifier, Fit, train
+from fits import FEATURES, STYLES, Classifier, Fit, Samples, train
 from host_graphs import graph_of, host_graphs
+from processes import run_ranks
 from torch import Tensor
-from trainers import LIGHTNING_ADVICE, has_same_weights
+from torch.utils.data import DataLoader
+from trainers import LIGHTNING_ADVICE, has_same_weights, quiet_trainer
 
 from det_callbacks import DeterminismCallback, DivergenceError
 from det_callbacks.runs.store import Run
@@ -84,3 +89,29 @@ def test_a_fit_that_replays_a_graph(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert verdict.coverage.opaque_regions == ("cuda_graph",)
     assert verdict.coverage.ops_skipped["replayed"] == 2
     assert "a CUDA graph, of which nothing is seen inside, may have written it" in verdict.explanation
+
+
+class Watched(Classifier):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 100:
+            self.before = resident_bytes()
+
+    def on_train_end(self) -> None:
+        # a single tensor of each step kept alive would be ten times as much
+        assert (self.global_step, resident_bytes() - self.before < 8 * 2**20) == (2000, True)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)  # thousands of traced steps, on a machine that may be busy
+def test_memory_is_flat(tmp_path: Path) -> None:
+    def train_long(mode: Any) -> None:
+        pl.seed_everything(0, verbose=False)
+        callback = DeterminismCallback(tmp_path / "run", mode=mode, current=tmp_path / "current")
+        quiet_trainer(callback, max_epochs=250).fit(Watched(), DataLoader(Samples(), batch_size=4))
+
+    for mode in ("record", "verify"):
+        run_ranks(lambda _, mode=mode: train_long(mode), tmp_path / mode, world_size=1, seconds=400, status=0)

@@ -239,16 +239,12 @@ def _functional() -> tuple[nn.Module, Step]:
     return model, step
 
 
-def _tokens() -> Tensor:
-    return torch.randint(0, 11, (2, 6))
-
-
 def _rows() -> Tensor:
     return torch.randn(3, 4)
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, Step]]] = {
-    "gpt": lambda: _plain(Gpt(), _tokens),
+    "gpt": lambda: _plain(Gpt(), lambda: torch.randint(0, 11, (2, 6))),
     "views": lambda: _plain(Views([Gate(), Gate(), nn.Linear(6, 2)]), lambda: torch.randn(3, 6)),
     "functions and a custom op": lambda: _plain(Customs(), _rows),
     "nested checkpoints": lambda: _plain(Checkpointing(reentrant=False), lambda: _rows().requires_grad_()),
