@@ -37,35 +37,25 @@ class TensorNumbers:
     """By how much one tensor differs from the reference's, where both runs kept it.
 
     A distance in ULPs (units in the last place) is how many numbers of the dtype lie between two: 1 for neighbours.
-
-    Attributes:
-        tensor: what it is: "output 0".
-        ulps: elements by distance: 0 ULPs (equal, or zeros of the other sign), 1, 2 to 3, 4 to 7 and so on, up to the
-            largest, ``max_ulps``; () for dtypes without a distance. Of a complex number the larger one of its parts.
-        num_nan: elements that differ and of which one or both are NaN; in no bin of ``ulps``.
-        num_inf: likewise, of which one or both are infinite and none is NaN.
-        max_absolute: the largest difference of finite elements; None without one, or where it is beyond float64.
-        max_relative: likewise, by the reference's element, where that is not zero.
-        first: index of the first element that differs, row-major, and its values in the reference and now, as text.
-        worst: likewise of the element with NaN, else with an infinity, else with the largest distance.
-        problem: why there are no numbers; "" where there are.
     """
 
-    tensor: str
+    tensor: str  # what it is: "output 0"
     shape: tuple[int, ...] = ()
     dtype: str = ""
     num_differing: int = 0
+    # elements by distance: 0 ULPs (equal, or zeros of the other sign), 1, 2 to 3, 4 to 7 and so on, up to ``max_ulps``;
+    # () for dtypes without a distance. Of a complex number the larger one of its parts
     ulps: tuple[int, ...] = ()
-    num_nan: int = 0
-    num_inf: int = 0
+    num_nan: int = 0  # elements that differ and of which one or both are NaN; in no bin of ``ulps``
+    num_inf: int = 0  # likewise, of which one or both are infinite and none is NaN
     max_ulps: int | None = None
-    max_absolute: float | None = None
-    max_relative: float | None = None
-    first: tuple[int, ...] | None = None
-    first_values: tuple[str, str] | None = None
-    worst: tuple[int, ...] | None = None
+    max_absolute: float | None = None  # of finite elements; None without one, or where it is beyond float64
+    max_relative: float | None = None  # likewise, by the reference's element, where that is not zero
+    first: tuple[int, ...] | None = None  # index of the first element that differs, row-major
+    first_values: tuple[str, str] | None = None  # its values in the reference and now, as text
+    worst: tuple[int, ...] | None = None  # of the element with NaN, else an infinity, else the largest distance
     worst_values: tuple[str, str] | None = None
-    problem: str = ""
+    problem: str = ""  # why there are no numbers; "" where there are
     num_elements: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:

@@ -65,12 +65,6 @@ def _advise_generator(facts: Facts) -> str:
         text = ". ".join(show_change(one, facts.evidence) for one in changes[:1])
         is_unseeded = text and changes[0].equal_at is None and changes[0].seeds is None
         return f"{text}: seed Python, NumPy and torch alike before the model is built" if is_unseeded else text
-    for side, points in _only_in(change).items():
-        if {"before validation", "epoch end", "epoch start"} & {*points}:
-            return (
-                f"{', '.join(points)}: only in {side}, and something there drew from {change.name}. Look at "
-                "val_check_interval, limit_train_batches, drop_last and the length of the data"
-            )
     ran = _what_ran(change, facts.evidence)
     return f"Keep {ran} from drawing from {change.name}: give it a generator of its own, or put the state back after it"
 
@@ -155,8 +149,6 @@ def advise_metric(metric: MetricDifference) -> str:
     )
 
 
-# what led to a cause
-
 _VALIDATION = "on_validation_epoch_start on_validation_batch_start on_validation_batch_end on_validation_epoch_end"
 _AFTER: Mapping[str, tuple[str, str, str]] = {
     # point -> the hook in which it is read, what runs after it, and the hooks that are called there
@@ -228,12 +220,9 @@ def show_change(change: GeneratorChange, evidence: Evidence) -> str:
         since = "from the start of the fit on" if change.differs_at[0] == 0 else f"{_moment(change.differs_at)} already"
         return f"{change.name} was in another state {since}{why}"
     text = f"{change.name}: equal {_moment(change.equal_at)}, different {_moment(change.differs_at)}{why}"
-    only = (f"; only in {side}: {', '.join(points)}" for side, points in _only_in(change).items() if points)
+    sides = {"the reference": change.only_reference, "the current run": change.only_current}
+    only = (f"; only in {side}: {', '.join(points)}" for side, points in sides.items() if points)
     return f"{text}; in between ran: {_what_ran(change, evidence)}{''.join(only)}"
-
-
-def _only_in(change: GeneratorChange) -> dict[str, tuple[str, ...]]:
-    return {"the reference": change.only_reference, "the current run": change.only_current}
 
 
 def _what_ran(change: GeneratorChange, evidence: Evidence) -> str:

@@ -77,10 +77,9 @@ def recorded_line(
 
 def recorded_call_line(call: str, *, path: str, num_metrics: int) -> str:
     """Return the closing line of what was recorded of ``trainer.test`` or the like; none where it logs nothing."""
-    shown, reason = count(num_metrics, "metric"), ""
     if not num_metrics:
-        shown, reason = "nothing", ": the module logs no metric there"
-    return f"det_callbacks: recorded {shown} of {call}, in {path}{reason}"
+        return f"det_callbacks: recorded nothing of {call}, in {path}: the module logs no metric there"
+    return f"det_callbacks: recorded {count(num_metrics, 'metric')} of {call}, in {path}"
 
 
 def nothing_recorded_text(*, path: Path, selected: str) -> str:

@@ -1,11 +1,10 @@
 """A recorded run as JSON-able data and in tables: its steps, and the sites of a step."""
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from det_callbacks.host_digest import format_digest
-from det_callbacks.report.console import Section, Table, count
+from det_callbacks.report.console import Section, Table, count, listed
 from det_callbacks.runs.metrics import read_metrics
 from det_callbacks.runs.program import READS, Site, StepRecord, StepView, TensorLayout
 from det_callbacks.runs.store import RankRun, Run
@@ -71,7 +70,7 @@ def head_lines(run: Run) -> list[str]:
 
 
 def run_report(run: Run, rank: RankRun) -> list[Section]:
-    """Return what a run is, a table of its steps and one of its metrics; of long ones the first and last ten rows."""
+    """Return what a run is, and a table of its steps; of a long one the first and last ten rows."""
     places = [(segment, int(step)) for segment in rank.segments for step in rank.steps(segment)]
     num_fits = len({segment for segment, _ in places})
     lines = [*head_lines(run), f"rank {rank.rank}: {count(rank.num_steps, 'step')} in {count(num_fits, 'fit')}"]
@@ -84,32 +83,20 @@ def run_report(run: Run, rank: RankRun) -> list[Section]:
     lines += [f"{what}: {', '.join(patterns)}" for what, patterns in chosen.items() if patterns]
     if run.manifest.keep_tensors and (kept := not_kept(run, rank.rank)).num_missing:
         lines.append(f"NOT kept: {missing_calls(kept)}")
+    metrics = [read_metrics(run, segment).by_key.values() for segment in run.segments]
+    if names := sorted({name for readings in metrics for reading in readings for name in reading.metrics}):
+        lines.append(f"metrics (--json has their values): {listed(names, limit=HEAD)}")
     fields = ("segment", "step", "epoch", "num_sites", "program", "layout", "chain")
-    shown = [place and _record_to_dict(rank.read(*place)) for place in _ends(places)]
-    rows = [[row[name] if row else "..." for name in fields] for row in shown]
+    shown = places if len(places) <= 2 * HEAD + 1 else [*places[:HEAD], None, *places[-HEAD:]]
+    records = [place and _record_to_dict(rank.read(*place)) for place in shown]
+    rows = [[record[name] if record else "..." for name in fields] for record in records]
     columns = ("fit", "step", "epoch", "sites", *fields[4:])
-    report = [Section(code=lines, table=Table(columns=columns, rows=rows, is_wide=True))]
-    metrics = [
-        (segment, reading.step, name, reading.place, str(metric.value), metric.digest)
-        for segment in run.segments
-        for reading in read_metrics(run, segment).by_key.values()
-        for name, metric in reading.metrics.items()
-    ]
-    if metrics and rank.rank == 0:
-        names = ("fit", "step", "metric", "where", "value", "digest")
-        ends = [row or ["..."] * len(names) for row in _ends(metrics)]
-        report.append(Section(table=Table(columns=names, rows=ends, is_wide=True)))
-    return report
+    return [Section(code=lines, table=Table(columns=columns, rows=rows, is_wide=True))]
 
 
 def missing_calls(kept: KeptCounts) -> str:
     """Return of how many calls tensors are missing, from when on, and why."""
     return f"{count(kept.num_missing, 'call')} from step {kept.first_missing} on: {kept.reason}"
-
-
-def _ends(rows: Sequence[Any]) -> list[Any]:
-    """Return the rows, of many those at either end with None between them."""
-    return list(rows) if len(rows) <= 2 * HEAD + 1 else [*rows[:HEAD], None, *rows[-HEAD:]]
 
 
 def step_report(view: StepView) -> list[Section]:

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Subset
 from trainers import LIGHTNING_ADVICE, quiet_trainer
 
-from det_callbacks import DeterminismCallback, compare_runs
+from det_callbacks import DeterminismCallback, cli, compare_runs
 from det_callbacks.callback.fits import take_unfinished
 from det_callbacks.errors import (
     DivergenceError,
@@ -152,6 +152,9 @@ def test_metrics_of_validations_and_epochs_are_recorded_and_verified(
     assert (verdict.verdict, verdict.coverage.metrics) == ("match", num_metrics)
     assert f"{num_metrics} metrics, against" in capsys.readouterr().out
     assert compare_runs(whole, tmp_path / "other").coverage.metrics == num_metrics
+    cli.main(["show", str(tmp_path / "other")])
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("metrics "))
+    assert {name for reading in readings for name in reading.metrics} == {*line.partition(": ")[2].split(", ")}
 
 
 FEWER = {"limit_val_batches": 1}
