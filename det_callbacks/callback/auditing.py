@@ -21,8 +21,7 @@ from det_callbacks.verification import free_folder
 
 AUDIT_FILE = "audit.json"
 REPLAY_FILE = "replay.yaml"
-NUM_STEPS = 3
-"""Steps that are audited where none are chosen: the first ones that come."""
+NUM_STEPS = 3  # that are audited where none are chosen: the first ones that come
 
 
 class Auditing(Session):

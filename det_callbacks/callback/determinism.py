@@ -12,11 +12,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from det_callbacks.audit import AuditReport
-from det_callbacks.callback.arguments import CallbackArguments
+from det_callbacks.callback.arguments import CallbackArguments, manifest_of, replicated_weights
 from det_callbacks.callback.auditing import Auditing
 from det_callbacks.callback.fits import note_ended
 from det_callbacks.callback.logged import CALLS, LoggedMetrics
-from det_callbacks.callback.manifest import manifest_of, replicated_weights
 from det_callbacks.callback.progress import ProgressReporter, print_beside_bar
 from det_callbacks.callback.recording import Recording
 from det_callbacks.callback.replica_audit import Replicas, raise_if
@@ -124,8 +123,6 @@ class DeterminismCallback(CallbackArguments):
         """The report of the last audit of the replicas; None before the first."""
         return self._replicas.replica_report
 
-    # before training
-
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self.mode == "disabled":
@@ -226,8 +223,6 @@ class DeterminismCallback(CallbackArguments):
     def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._hooks.mark("after the sanity check")
 
-    # a training epoch and its steps
-
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._is_fitting:
@@ -243,11 +238,10 @@ class DeterminismCallback(CallbackArguments):
             return
         self._group.set_place("step")
         self._hooks.drop_step()  # one that a module ended by returning -1
-        self._watch_ops(is_on=False)
         step = trainer.fit_loop.epoch_loop.total_batch_idx
         self._logged.begin_step(trainer, step)
-        if self.mode == "audit" or self.selection.level != "op" or not self.selection.selects_step(step):
-            self._watch_ops(is_on=True)
+        sees_ops = self.mode != "audit" and self.selection.level == "op" and self.selection.selects_step(step)
+        self._watch_ops(is_on=not sees_ops)
         self._hooks.begin_step(step, batch)
 
     @override
@@ -290,8 +284,6 @@ class DeterminismCallback(CallbackArguments):
         self._hooks.mark("epoch end")
         self._logged.ended_epoch = trainer.current_epoch
 
-    # validation, test and prediction, of which metrics are taken
-
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._group.set_place("between")
@@ -332,8 +324,6 @@ class DeterminismCallback(CallbackArguments):
     def _is_fitting(self) -> bool:
         return self._is_open and self._call is None
 
-    # after training
-
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._checkpoints is not None:
@@ -350,7 +340,7 @@ class DeterminismCallback(CallbackArguments):
         if not self._is_open:
             return
         if not is_early:
-            self._hooks.flush(self._logged.step)
+            self._hooks.flush(self._logged.step + 1)
         self._close_fit()
         try:
             self._session.end(is_early=is_early)

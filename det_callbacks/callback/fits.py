@@ -10,8 +10,7 @@ from multiprocessing.util import Finalize
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.report.console import end_process, print_error
 
-Unfinished = Callable[[], DetCallbacksError | None]
-"""Asked when no more fits come: says what that leaves unfinished, or returns None."""
+Unfinished = Callable[[], DetCallbacksError | None]  # asked when no more fits come: what that leaves unfinished
 
 _waiting: dict[int, tuple[object, Unfinished]] = {}  # with its owner, so that no id is used twice
 _num_ended = 0

@@ -30,30 +30,22 @@ class LaunchedCallback(DeterminismCallback):
                 "Give the Trainer that matters a DeterminismCallback, and start the script without det-callbacks."
             )
         if trainer.is_global_zero and not self._has_claimed:
-            self._claim(Path(json.loads(os.environ[LAUNCH])["claim"]))
+            # made by the first process, and no more empty when there was another, whose verdict would replace the
+            # first one's; the command looks at it
+            claim = Path(json.loads(os.environ[LAUNCH])["claim"])
+            try:
+                claim.touch(exist_ok=False)
+            except FileExistsError as error:
+                text = "The command trains in several processes that are no ranks of one training, and are no one run"
+                claim.write_text(text, encoding="utf-8")
+                raise SelectionError(f"{text}. Start det-callbacks for each of them.") from error
+            self._has_claimed = True
         super().setup(trainer, pl_module, stage)
-
-    def _claim(self, file: Path) -> None:
-        """Refuse what another process of the command has begun: its verdict would be replaced by this one's.
-
-        The file is made by the first process, and no more empty when there was another; the command looks at it.
-        """
-        try:
-            file.touch(exist_ok=False)
-        except FileExistsError as error:
-            text = "The command trains in several processes that are no ranks of one training, and they are no one run"
-            file.write_text(text, encoding="utf-8")
-            raise SelectionError(f"{text}. Start det-callbacks for each of them.") from error
-        self._has_claimed = True
 
 
 @cache  # a script of several Trainers is one run
 def launched_callback(asked: str) -> LaunchedCallback:
-    """Return the callback of this process; from the first call on, its errors are printed without a traceback.
-
-    ``asked`` is JSON: the arguments of ``DeterminismCallback``, and settings, which were put in force when torch was
-    imported.
-    """
+    """Return the callback of this process; from the first call on, its errors are printed without a traceback."""
     arguments, settings = (json.loads(asked)[name] for name in ("arguments", "settings"))
     before = sys.excepthook
 

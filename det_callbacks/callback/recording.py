@@ -11,34 +11,25 @@ from typing_extensions import override
 
 from det_callbacks.callback.arguments import CallbackArguments
 from det_callbacks.callback.session import FIT, TracedSession
-from det_callbacks.errors import (
-    CoverageWarning,
-    DivergenceError,
-    NotComparableError,
-    NothingComparedError,
-    SelectionError,
-)
+from det_callbacks.errors import CoverageWarning, DivergenceError, NotComparableError, NothingComparedError
 from det_callbacks.report import fits as closing
 from det_callbacks.report.console import count
 from det_callbacks.report.verdict import disagreement_text
 from det_callbacks.runs.metrics import Reading
 from det_callbacks.runs.peers import END_OF_FIT, Peers
 from det_callbacks.runs.steps import StepTrace
-from det_callbacks.runs.store import Run
 from det_callbacks.runs.writer import RunWriter
 from det_callbacks.tensors.kept import KeptCounts
 from det_callbacks.verification import Verification
 
-DISAGREEMENT = ".disagreement"
-"""Folder in a run where a resumed attempt puts the steps that disagree with it, for the judge; it is removed."""
+DISAGREEMENT = ".disagreement"  # folder in a run with the steps of a resumed attempt that disagree, until it is judged
 
 
 class Recording(TracedSession):
     """The fits of one callback, written as a reference.
 
-    A resumed fit goes on with the run that is there. Steps that it runs again are compared, not written a second time:
-    they are in the run, and so is what was saved of them for replay. Its ``verdict`` is of a resumed fit that disagreed
-    with the run; None of every other one.
+    A resumed fit goes on with the run that is there. Steps that it runs again are compared, not written a second time.
+    Its ``verdict`` is of a resumed fit that disagreed with the run; None of every other one.
     """
 
     run: RunWriter
@@ -78,25 +69,12 @@ class Recording(TracedSession):
         return RunWriter.create(self.path, manifest=self.manifest, peers=self.peers, overwrite=overwrite)
 
     def _resume(self) -> None:
-        earlier = self.peers.run_on_all(self._open_earlier, task=f"opening the run {self.path}")
-        self.run = RunWriter.resume(self.path, manifest=self.manifest, peers=self.peers)
-        self.detector = Verification(
-            earlier, self.path / DISAGREEMENT, manifest=self.manifest, peers=self.peers, steps="common"
-        )
+        options: dict[str, Any] = {"manifest": self.manifest, "peers": self.peers}
+        self.run = RunWriter.resume(self.path, **options)
+        assert self.run.earlier is not None, "it is resumed"
+        self.detector = Verification(self.run.earlier, self.path / DISAGREEMENT, steps="common", **options)
         for segment in range(self.run.segment + 1):
             self.detector.begin_fit(segment, is_resumed=True, is_every_step=self._is_resuming)
-
-    def _open_earlier(self) -> Run:
-        """Open this rank's part of the run that is gone on with; one with other patterns to save is refused."""
-        earlier = Run.open(self.path, ranks=(self.peers.rank,))
-        for name in ("replay", "keep_tensors"):
-            recorded, asked = list(getattr(earlier.manifest, name)), list(self.manifest.get(name, ()))
-            if set(recorded) != set(asked):
-                raise SelectionError(
-                    f"{self.path} was recorded with {name}={recorded}, and this attempt asks for {asked}. "
-                    "Nothing was changed. Resume with the same patterns, or record to another folder."
-                )
-        return earlier
 
     @override
     def _add(self, trace: StepTrace, *, step: int, epoch: int) -> bool:
@@ -140,10 +118,7 @@ class Recording(TracedSession):
 
     @override
     def end(self, *, is_early: bool = False) -> None:
-        """Close the run's files and print the closing line.
-
-        An attempt with a step that is not what the run holds is taken back: the run is what it was before.
-        """
+        """Close the files and print the closing line; an attempt that disagrees with its run is taken back."""
         if self.call is not None:
             self._end_call(self.call)
             return
@@ -157,7 +132,6 @@ class Recording(TracedSession):
             selected = "" if self.is_resumed else selection.shown_steps
             raise NothingComparedError(closing.nothing_recorded_text(path=self.path, selected=selected))
         self.run.close(complete=True)
-        kept = [KeptCounts(**end["kept"]) for end in ended]
         self._print_once(
             closing.recorded_line(
                 path=self._place,
@@ -166,7 +140,7 @@ class Recording(TracedSession):
                 saved=self.replay.counts.to_dict(),
                 num_agreed=None if earlier is None else sum(end["num_agreed"] for end in ended),
                 num_ranks=self.peers.world_size,
-                kept=None if self.keeper is None else reduce(KeptCounts.with_rank, kept),
+                kept=None if self.keeper is None else reduce(KeptCounts.with_rank, (end["kept"] for end in ended)),
                 num_metrics=self._num_metrics,
             )
         )
@@ -197,18 +171,16 @@ class Recording(TracedSession):
         return str(place) if place == self.path else f"{place}; {self.path} is as it was before"
 
     def _at_end(self) -> dict[str, Any]:
-        """Return what the ranks tell each other at the end of a fit."""
         return {
             "num_steps": self.num_steps,
             "num_sites": self.num_sites,
             "num_bytes": self.run.bytes_written,
-            "kept": (KeptCounts() if self.keeper is None else self.keeper.counts).to_dict(),
+            "kept": None if self.keeper is None else self.keeper.counts,
             "num_agreed": 0 if self.detector is None else self.detector.tally.num_steps,
             "has_diverged": self._has_diverged,
         }
 
     def _take_back(self, earlier: Verification, ended: Sequence[Mapping[str, Any]]) -> None:
-        """Leave the run as it was before this attempt, and raise what differs."""
         self._discard()
         verdict = self.verdict = replace(earlier.finish(is_early=True), current=str(self.path))
         self._end_comparison()
@@ -218,7 +190,6 @@ class Recording(TracedSession):
         raise (NotComparableError if verdict.verdict == "not_comparable" else DivergenceError)(text, verdict)
 
     def _end_comparison(self) -> None:
-        """Leave nothing of the comparison with the steps that were there."""
         if self.detector is not None:
             self.detector.close(complete=False)
             if self.peers.rank == 0:

@@ -44,35 +44,23 @@ class Session:
     """What is done with the fits of a callback and called in their steps; it stays over the fits of a Trainer.
 
     This one does nothing: it is what a callback has outside of its fits.
-
-    Attributes:
-        root: where folders go by default.
-        may_stop: whether what differs ends the fit.
-        is_over: another fit needs a new session, since this one's files were taken back.
-        stages: those so far, FIT or the call; of calls outside of a fit only those that came to their end.
-        manifest: selection, settings and environment of what begins, as run.json has them.
-        is_resumed: it goes on from a checkpoint.
-        call: what began last where that is no fit: "trainer.test", say, of which metrics are taken.
-        run: what is written, a RunWriter or a Verification; None of an audit, and before the first stage.
-        verdict: of what has run so far; None before the end of a fit.
-        print_line: prints a closing line; ``print_beside_bar`` in a Trainer, whose bar may be on the terminal.
     """
 
-    root: Path
-    manifest: Mapping[str, Any]
-    print_line: Callable[[str], None]
-    may_stop = is_resumed = False
-    call: str | None = None
-    run: Any = None
+    root: Path  # where folders go by default
+    manifest: Mapping[str, Any]  # of what begins, as run.json has it
+    print_line: Callable[[str], None]  # for closing lines
+    may_stop = False  # what differs ends the fit
+    is_resumed = False
+    call: str | None = None  # what began last where that is no fit: "trainer.test", say, of which metrics are taken
+    run: Any = None  # a RunWriter or a Verification; None of an audit, and before the first stage
     verdict: Verdict | None = None
     audit_report: AuditReport | None = None
 
     def __init__(self, arguments: Any = None, peers: Peers = ALONE) -> None:
         self.arguments: CallbackArguments = arguments
-        self.peers, self.is_over = peers, arguments is None
-        self.stages: list[str] = []
-
-    # a fit
+        self.peers = peers
+        self.is_over = arguments is None  # another fit needs a new session: this one's files were taken back
+        self.stages: list[str] = []  # FIT or the call; of calls outside of a fit only those that came to their end
 
     def prepare(self) -> Selection:
         """Check what can be checked before a fit, and return the selection to trace with."""
@@ -93,7 +81,7 @@ class Session:
         """Stand for what a session need not do; its own is called at the hook of the same name, in a fit only."""
 
     # a step: ``mark`` notes the generators at a point, ``end_step`` returns whether to stop because it differs,
-    # ``drop_step`` forgets one that did not come to its end, ``flush`` hands over what came after the last
+    # ``drop_step`` forgets one that did not come to its end, ``flush`` hands over the evidence before a step
     begin_step = mark = note_loss = begin_gradients = end_step = drop_step = flush = _nothing
     # a fit: ``follow`` comes before its data is set up, ``attach`` after; ``close`` may be called more than once
     follow = attach = close = _nothing
@@ -109,23 +97,14 @@ class Session:
 
 
 class TracedSession(Session):
-    """Traces the selected steps of its fits, and hands them to ``_add``.
-
-    Attributes:
-        detector: compares the steps that the run, or its reference, holds already; None where there are none.
-        num_steps: recorded; those that a detector has compared are in its tally.
-        num_sites: of those steps.
-        replay: saves tensors of a step, or puts them back.
-        op_replay: the outputs of ops that ``replay`` is for; None where no op is.
-        keeper: keeps tensors of the steps; None where none are kept.
-    """
+    """Traces the selected steps of its fits, and hands them to ``_add``."""
 
     def __init__(self, arguments: CallbackArguments, peers: Peers) -> None:
         super().__init__(arguments, peers)
         assert arguments.reference is not None, "checked where the callback was made"
         self.path = arguments.reference
-        self.detector: Verification | None = None
-        self.num_steps = self.num_sites = 0
+        self.detector: Verification | None = None  # of the steps that the run, or its reference, holds already
+        self.num_steps = self.num_sites = 0  # recorded; those that a detector has compared are in its tally
         self.chain: int | None = None
         self.replay = Replay()
         self.op_replay: OpReplay | None = None
@@ -153,7 +132,8 @@ class TracedSession(Session):
         """Take a step; return whether to stop because it differs."""
         raise NotImplementedError
 
-    def _put_evidence(self, step: int) -> None:
+    @override
+    def flush(self, step: int) -> None:
         rows = self._evidence.take(step)
         if self.detector is not None and self.detector is not self.run:
             self.detector.put_evidence(rows)
@@ -170,10 +150,9 @@ class TracedSession(Session):
         recorder = self._hash_mode.recorder
         recorder.nondeterministic_ops = ops
         recorder.output_hooks = tuple(hook for hook in (self.op_replay, self.keeper) if hook is not None)
+        level, is_every_step = selection.level, selection.is_every_step
         owner = f"the DeterminismCallback of {self.path}"
-        self._observations = Observations(
-            recorder, owner=owner, level=selection.level, is_every_step=selection.is_every_step
-        )
+        self._observations = Observations(recorder, owner=owner, level=level, is_every_step=is_every_step)
         REGISTRY.activate(self._observations)
         self._evidence.attach()
         if ops is not None:
@@ -207,20 +186,18 @@ class TracedSession(Session):
     def _expectation(self, step: int) -> Expectation | None:
         """Begin a step, and return what is known of it; None when it is new."""
         detector, expectation = self.detector, None
+        saved: dict[str, SavedStep] = {}
         if detector is not None and detector.holds(step):
             if detector.is_resuming:
                 detector.compare_state(step, self._hash_mode.digest_state)
             expectation = detector.expectation(step)
-        self.replay.begin(None if expectation is None else self._saved(step, REPLAY))
+            place: dict[str, Any] = {"rank": self.peers.rank, "segment": detector.segment, "step": step}
+            saved = {kind: SavedStep.of(detector.reference, kind=kind, **place) for kind in (REPLAY, KEPT)}
+        self.replay.begin(saved.get(REPLAY))
         if self.keeper is not None:
-            is_kept = expectation is not None and self._saved(step, KEPT).exists
+            is_kept = KEPT in saved and saved[KEPT].exists
             self.keeper.begin(is_wanted=is_kept or self.run is not detector)
         return expectation
-
-    def _saved(self, step: int, kind: str) -> SavedStep:
-        detector = self.detector
-        assert detector is not None, "there is such a step"
-        return SavedStep.of(detector.reference, rank=self.peers.rank, segment=detector.segment, step=step, kind=kind)
 
     @override
     def note_loss(self, loss: Any) -> None:
@@ -234,32 +211,27 @@ class TracedSession(Session):
     @override
     def end_step(self, step: int, epoch: int, outputs: Any) -> bool:
         self.mark("batch end")
-        is_traced, trace = self._hash_mode.is_open, None
-        if is_traced:
-            self._hash_mode.record_values("state", outputs, "outputs")
-            self._observations.end()
-            trace = self._hash_mode.finish()
-            for number, digest in enumerate(self._hash_mode.sketch):
-                self._evidence.note(BATCH, f"sample {number}", digest)
-        self._put_evidence(step)
-        if trace is not None:
-            self._is_first = False
-            return self._add(trace, step=step, epoch=epoch)
-        if is_traced:
+        if not self._hash_mode.is_open:
+            self.flush(step)
+            return False
+        self._hash_mode.record_values("state", outputs, "outputs")
+        self._observations.end()
+        trace = self._hash_mode.finish()
+        for number, digest in enumerate(self._hash_mode.sketch):
+            self._evidence.note(BATCH, f"sample {number}", digest)
+        self.flush(step)
+        if trace is None:
             raise TraceError(
                 f"Step {step} could not be traced, because a dispatch mode was left open in it, so nothing after step "
                 f"{step - 1} would be recorded or verified. Close that mode within the training step."
             )
-        return False
+        self._is_first = False
+        return self._add(trace, step=step, epoch=epoch)
 
     @override
     def drop_step(self) -> None:
         self._observations.drop()
         self._hash_mode.abandon()
-
-    @override
-    def flush(self, step: int) -> None:
-        self._put_evidence(step + 1)
 
     @override
     def close(self) -> None:

@@ -45,6 +45,7 @@ class RunWriter:
         self._file: BinaryIO | None = None
         self._evidence: EvidenceWriter | None = None
         self._values: dict[int, str] = {}
+        self.earlier: Run | None = None  # as it was before this attempt
         self._open_stream(is_new=True)
         self._tell_of_files()
 
@@ -76,14 +77,16 @@ class RunWriter:
     def resume(cls, path: str | Path, *, manifest: Mapping[str, Any], peers: Peers = ALONE) -> "RunWriter":
         """Start the next attempt of a run that is there; steps recorded again count from the later attempt.
 
-        A run of another selection, or of another number of processes, is a ReferenceFormatError.
+        A run of another selection, other patterns or another number of processes is a ReferenceFormatError.
         """
         path = Path(path)
         run = peers.run_on_all(lambda: _open_resumed(path, manifest, peers), task=f"opening the run {path}")
         peers.require_shared(path)
         attempts = run.manifest.attempts
         manifest_now = replace(run.manifest, attempts=(*attempts, Attempt()))
-        return cls(run.path, peers, manifest_now, attempt=len(attempts), segment=run.segments[-1])
+        writer = cls(run.path, peers, manifest_now, attempt=len(attempts), segment=run.segments[-1])
+        writer.earlier = run
+        return writer
 
     @property
     def stream(self) -> Path:
@@ -273,11 +276,15 @@ def _end(file: BinaryIO | None, *, complete: bool) -> None:
 def _open_resumed(path: Path, manifest: Mapping[str, Any], peers: Peers) -> Run:
     """Return the run as far as it is of this process; all processes do it before one changes run.json."""
     run = Run.open(path, ranks=(peers.rank,))
-    selection, recorded = msgspec.convert(manifest["selection"], Selection), run.manifest
-    if (recorded.selection, recorded.world_size) != (selection, peers.world_size):
+    selection = msgspec.convert(manifest["selection"], Selection)
+    asked = {**selection.to_dict(), "world_size": peers.world_size}
+    recorded = {**run.manifest.selection.to_dict(), "world_size": run.manifest.world_size}
+    for name in ("replay", "keep_tensors"):
+        asked[name], recorded[name] = sorted(manifest.get(name, ())), sorted(getattr(run.manifest, name))
+    if others := [name for name, value in asked.items() if value != recorded[name]]:
+        before, now = (", ".join(f"{name}={values[name]!r}" for name in others) for values in (recorded, asked))
         raise ReferenceFormatError(
-            f"{path} was recorded with the selection {recorded.selection.to_dict()} on {recorded.world_size} "
-            f"process(es), and this attempt has {selection.to_dict()} on {peers.world_size}. Nothing was changed. "
+            f"{path} was recorded with {before}, and this attempt asks for {now}. Nothing was changed. "
             "Resume with the same arguments and as many processes, or record to another folder.",
             str(path),
         )

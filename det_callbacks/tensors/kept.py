@@ -1,7 +1,6 @@
 """Reading what was kept of ops, without torch."""
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from det_callbacks.runs.store import Run
 from det_callbacks.tensors.files import KEPT, SavedStep, SavedTensor
@@ -37,10 +36,6 @@ class KeptCounts:
             num_bytes=self.num_bytes + other.num_bytes,
         )
         return both.with_missing(other.first_missing, other.num_missing, other.reason) if other.num_missing else both
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form; ``KeptCounts(**content)`` reads it."""
-        return asdict(self)
 
 
 def left_out(kept: SavedStep) -> tuple[int, str]:

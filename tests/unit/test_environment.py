@@ -18,7 +18,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from det_callbacks.callback.manifest import optimizer_choices
+from det_callbacks.callback.arguments import optimizer_choices
 from det_callbacks.environment import capture_environment, code_state, command_choice, script_words
 from det_callbacks.host_digest import digest_bytes, format_digest
 from det_callbacks.hydra import configuration_of

@@ -157,8 +157,9 @@ def test_an_attempt_of_another_selection_is_refused_and_any_other_can_be_taken_b
 ) -> None:
     path = record(tmp_path / "run", range(4), complete=is_complete)
     before = everything_in(path)
-    with pytest.raises(ReferenceFormatError, match="Resume with the same arguments"):
-        RunWriter.resume(path, manifest={"selection": {"level": "state"}})
+    for other in ({"selection": {"level": "state"}}, {"selection": {}, "keep_tensors": ["aten.mm.default"]}):
+        with pytest.raises(ReferenceFormatError, match="Resume with the same arguments"):
+            RunWriter.resume(path, manifest=other)
     with pytest.raises(ReferenceNotFoundError):
         resume(tmp_path / "nowhere")
     writer = resume(path)
