@@ -22,8 +22,7 @@ from hydra.types import RunMode, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 from typing_extensions import override
 
-from det_callbacks.callback import DeterminismCallback
-from det_callbacks.callback.fits import num_ended, take_unfinished, wait
+from det_callbacks.callback import DeterminismCallback, fits, take_unfinished
 from det_callbacks.environment import command_choice
 from det_callbacks.errors import DetCallbacksError, NothingComparedError, SelectionError, SettingsError
 from det_callbacks.report.console import print_error
@@ -131,8 +130,8 @@ class DeterminismJobCallback(Callback):
             "configuration is right; the program has to build cfg.callbacks (hydra.utils.instantiate), pass them to "
             "the Trainer, and call trainer.fit, with a strategy that trains in this process, too: ddp, not ddp_spawn."
         )
-        before = num_ended()
-        wait(self, lambda: None if num_ended() > before else error)
+        before = fits.num_ended
+        fits.wait(self, lambda: None if fits.num_ended > before else error)
 
 
 def configuration_of(config: DictConfig) -> Mapping[str, Any]:

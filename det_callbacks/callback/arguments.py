@@ -21,7 +21,6 @@ from det_callbacks.tensors.copies import TENSOR_BUDGET_MIB, check_budget
 from det_callbacks.tensors.replay import replay_patterns
 
 Mode = Literal["record", "verify", "audit", "disabled"]
-Level = Literal["op", "module", "state"]
 OnDivergence = Literal["raise", "collect", "warn"]
 Steps = Literal["all", "common"]
 
@@ -35,7 +34,7 @@ class CallbackArguments(pl.Callback):
         *,
         mode: Mode = "verify",
         current: str | Path | None = None,
-        level: Level | None = None,
+        level: Literal["op", "module", "state"] | None = None,
         modules: Sequence[str] | None = None,
         phases: Sequence[str] | None = None,
         every_n_steps: int | None = None,
@@ -87,6 +86,7 @@ class CallbackArguments(pl.Callback):
         if settings is not None and not isinstance(settings, DeterminismSettings):
             settings = DeterminismSettings.from_mapping(settings)
         self.settings = settings
+        self.choices: dict[str, Any] = {}
         self._check_what_goes_together()
         self._begin_closed()
 
@@ -136,17 +136,15 @@ def require_one_of(name: str, value: object, kind: Any) -> None:
         raise SelectionError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.")
 
 
-def manifest_of(
-    trainer: pl.Trainer, pl_module: pl.LightningModule, arguments: CallbackArguments, choices: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return selection, settings, environment and patterns of a fit; ``choices`` are further ones."""
+def manifest_of(trainer: pl.Trainer, pl_module: pl.LightningModule, arguments: CallbackArguments) -> dict[str, Any]:
+    """Return selection, settings, environment and patterns of a fit."""
     allow = [] if arguments.settings is None else list(arguments.settings.allow)
     chosen: dict[str, Any] = {"trainer": _trainer_choices(trainer), "hparams": dict(pl_module.hparams)}
     chosen |= optimizer_choices(trainer.optimizers)
     # the classes of the learning rate schedulers, and when each is stepped
     schedulers = [f"{type(one.scheduler).__name__} each {one.interval}" for one in trainer.lr_scheduler_configs]
     chosen["optimizer.lr_scheduler"] = ", ".join(schedulers) or "none"
-    chosen |= {**command_choice(), **choices, "settings": {"allow": allow}}
+    chosen |= {**command_choice(), **arguments.choices, "settings": {"allow": allow}}
     return {
         "selection": arguments.selection.to_dict(),
         "settings": {**settings_in_force(), "allow": allow},

@@ -63,7 +63,6 @@ class Auditing(Session):
 
     @override
     def end_step(self, *_: object) -> bool:
-        """End the step that is open, if any: what ran of one that the module ended was audited, too."""
         if self._mode.is_open:
             self._steps.append(self._step)
             for mismatch in self._mode.finish():
@@ -71,7 +70,7 @@ class Auditing(Session):
                 self._found.setdefault(place, []).append((self._step, mismatch))
         return False
 
-    drop_step = end_step
+    drop_step = end_step  # what ran of a step that the module ended was audited, too
 
     @override
     def close(self) -> None:
@@ -80,7 +79,6 @@ class Auditing(Session):
 
     @override
     def end(self, *, is_early: bool = False) -> None:
-        """Write what was found, print the closing line, and raise or warn when there was anything."""
         chosen, mode, folder = self.arguments.selection.only_steps, self._mode, self._folder
         if not mode.num_compared:
             wanted = "" if chosen is None else f" that only_steps asks for ({', '.join(map(str, chosen))})"

@@ -97,7 +97,6 @@ class DeterminismCallback(CallbackArguments):
     def _begin_closed(self) -> None:
         self.verdict: Verdict | None = None
         self.audit_report: AuditReport | None = None
-        self.choices: dict[str, Any] = {}
         self._group = RankGroup()
         self._session = self._hooks = Session()  # the hooks are the session's while a fit is open
         self._stage = ExitStack()  # what is closed when a fit, or another stage, is over
@@ -146,10 +145,6 @@ class DeterminismCallback(CallbackArguments):
             self._session.root = Path(trainer.log_dir or trainer.default_root_dir)  # told by rank 0 to all
             self.selection = self._session.prepare()
             self._call = call
-        elif self._session.is_over and self.mode != "audit" and trainer.is_global_zero:
-            print_beside_bar(
-                trainer, "det_callbacks: nothing of a prediction is recorded or compared: it has no metrics"
-            )
         self._ops = self._watch = None
         if settings_in_force()["deterministic_algorithms"] != "disabled":
             self._ops = NondeterministicOps(() if self.settings is None else self.settings.allow)
@@ -162,8 +157,7 @@ class DeterminismCallback(CallbackArguments):
         self.check_trainer(trainer)
         if self.settings is not None:
             self._stage.callback(enforce_around_training(self.settings, pl_module).restore)
-        if self.mode == "record" and self.replay:
-            assert self.reference is not None, "checked"
+        if self.mode == "record" and self.replay and self.reference is not None:
             require_room(self.reference, self.tensor_budget_mib)
 
     @override
@@ -197,10 +191,9 @@ class DeterminismCallback(CallbackArguments):
             self._progress.begin_fit(trainer, is_recording=self.mode == "record")
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, **options: Any) -> None:
-        """Begin a fit, or what the option ``call`` says."""
         session = self._session
         session.print_line = partial(print_beside_bar, trainer)
-        session.manifest = manifest_of(trainer, pl_module, self, self.choices)
+        session.manifest = manifest_of(trainer, pl_module, self)
         # what is no fit broadcasts no weights
         weights = None if "call" in options else replicated_weights(trainer, pl_module)
         require_same_start(self._group, session.manifest, weights)
@@ -263,7 +256,7 @@ class DeterminismCallback(CallbackArguments):
         step = self._logged.step
         differs = self._hooks.end_step(step, trainer.current_epoch, outputs)
         self._watch_ops(is_on=False)
-        self._progress.after_step(self._session.progress)
+        self._progress.after_step(self._session.progress())
         if trainer.fit_loop.epoch_loop._is_training_done or trainer.should_stop:  # read at Lightning 2.6.6
             self._group.set_place("between")  # after the last batch there may be long validations, saves and hooks
         error = self._replicas.after_step(trainer)
@@ -294,11 +287,9 @@ class DeterminismCallback(CallbackArguments):
             self._begin(trainer, pl_module, call=self._call)
 
     @override
-    def on_validation_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
+    def on_validation_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, *place: Any, **_: Any) -> None:
         if self._is_open:
-            self._logged.note_batch(trainer, batch, batch_idx, dataloader_idx)
+            self._logged.note_batch(trainer, batch, *place)
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -361,7 +352,6 @@ class DeterminismCallback(CallbackArguments):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Leave nothing behind on a path that did not reach the end of training."""
         if isinstance(exception, DivergenceError):
             exception.__traceback__ = None  # the verdict says where; frames of ours and of the loops bury it
         was_open, self._call = self._is_open, None

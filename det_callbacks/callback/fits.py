@@ -12,19 +12,16 @@ from det_callbacks.report.console import end_process, print_error
 
 Unfinished = Callable[[], DetCallbacksError | None]  # asked when no more fits come: what that leaves unfinished
 
-_waiting: dict[int, tuple[object, Unfinished]] = {}  # with its owner, so that no id is used twice
-_num_ended = 0
+_waiting: dict[object, Unfinished] = {}  # by owner
+
+num_ended = 0
+"""How many fits have ended in this process."""
 
 
 def note_ended() -> None:
     """Count a fit that ended in this process, with or without success."""
-    global _num_ended
-    _num_ended += 1
-
-
-def num_ended() -> int:
-    """Return how many fits have ended in this process."""
-    return _num_ended
+    global num_ended
+    num_ended += 1
 
 
 def wait(owner: object, unfinished: Unfinished) -> None:
@@ -32,19 +29,19 @@ def wait(owner: object, unfinished: Unfinished) -> None:
     # Not atexit, which processes that multiprocessing forks do not run (ddp_fork, ddp_notebook). Each time, since a
     # fork forgets it; a second one finds nobody waiting.
     Finalize(None, _end_waiting, exitpriority=0)
-    _waiting[id(owner)] = (owner, unfinished)
+    _waiting[owner] = unfinished
 
 
 def go_on(owner: object) -> None:
     """Wait no longer: the owner's next fit begins, or it has an outcome."""
-    _waiting.pop(id(owner), None)
+    _waiting.pop(owner, None)
 
 
 def take_unfinished() -> DetCallbacksError | None:
     """Ask all who still wait, and forget them; return the first error, None when there is nothing to raise."""
     waiting = list(_waiting.values())
     _waiting.clear()
-    errors = [unfinished() for _, unfinished in waiting]
+    errors = [unfinished() for unfinished in waiting]
     return next(filter(None, errors), None)
 
 

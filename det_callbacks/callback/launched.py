@@ -55,7 +55,6 @@ def launched_callback(asked: str) -> LaunchedCallback:
         elif not (arguments["mode"] == "verify" and isinstance(error, DivergenceError)):  # which the command prints
             print_error(error)
 
-    chosen = DeterminismSettings.choose(**settings) if settings else None
-    callback = LaunchedCallback(**arguments, settings=chosen)
+    callback = LaunchedCallback(**arguments, settings=DeterminismSettings.choose(**settings) if settings else None)
     sys.excepthook = print_plainly
     return callback

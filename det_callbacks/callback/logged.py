@@ -49,7 +49,7 @@ class LoggedMetrics:
             self.is_resuming = False
             self._put_resumed(trainer, step - 1, is_first=True)
 
-    def note_batch(self, trainer: pl.Trainer, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+    def note_batch(self, trainer: pl.Trainer, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Keep the digests of the first batch of each loader of a validation or test."""
         if not batch_idx and trainer.is_global_zero:
             with unobserved():

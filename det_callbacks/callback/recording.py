@@ -22,14 +22,11 @@ from det_callbacks.runs.writer import RunWriter
 from det_callbacks.tensors.kept import KeptCounts
 from det_callbacks.verification import Verification
 
-DISAGREEMENT = ".disagreement"  # folder in a run with the steps of a resumed attempt that disagree, until it is judged
-
 
 class Recording(TracedSession):
     """The fits of one callback, written as a reference.
 
     A resumed fit goes on with the run that is there. Steps that it runs again are compared, not written a second time.
-    Its ``verdict`` is of a resumed fit that disagreed with the run; None of every other one.
     """
 
     run: RunWriter
@@ -42,37 +39,33 @@ class Recording(TracedSession):
 
     @override
     def begin(self, *, is_resumed: bool = False, call: str | None = None) -> None:
-        has_fit = FIT in self.stages
+        has_fit, overwrite = FIT in self.stages, self.arguments.overwrite
         super().begin(is_resumed=is_resumed, call=call)
         self._num_before_call = self._num_metrics
-        if call is not None:
-            self.run = self.run or self._create()
-            return
-        goes_on = is_resumed and not self.arguments.overwrite
         # where steps are left out, the first one that is recorded need not be the first one after the checkpoint
         self._is_resuming = is_resumed and self.arguments.selection.is_every_step
-        if self.run is not None:
+        if self.run is None:
+            goes_on = is_resumed and not overwrite
+            if goes_on and self.peers.broadcast((self.path / "run.json").exists, task=f"looking for {self.path}"):
+                self._resume()
+            else:
+                self.run = RunWriter.create(self.path, manifest=self.manifest, peers=self.peers, overwrite=overwrite)
+        elif call is None:
             self.detector = None
             if has_fit:
                 self.run.start_segment()
             else:
                 self.run.reopen(self.manifest)
-        elif goes_on and self.peers.broadcast((self.path / "run.json").exists, task=f"looking for {self.path}"):
-            self._resume()
-        else:
-            self.run = self._create()
-        self.may_stop = self.detector is not None
-        self._begin_saving(self.run.stream, self.run.segment, self.run.manifest, is_recording=True)
-
-    def _create(self) -> RunWriter:
-        overwrite = self.arguments.overwrite
-        return RunWriter.create(self.path, manifest=self.manifest, peers=self.peers, overwrite=overwrite)
+        if call is None:
+            self.may_stop = self.detector is not None
+            self._begin_saving(self.run.stream, self.run.segment, self.run.manifest, is_recording=True)
 
     def _resume(self) -> None:
         options: dict[str, Any] = {"manifest": self.manifest, "peers": self.peers}
         self.run = RunWriter.resume(self.path, **options)
         assert self.run.earlier is not None, "it is resumed"
-        self.detector = Verification(self.run.earlier, self.path / DISAGREEMENT, steps="common", **options)
+        # where the steps that disagree are, for the judge, until the attempt is taken back
+        self.detector = Verification(self.run.earlier, self.path / ".disagreement", steps="common", **options)
         for segment in range(self.run.segment + 1):
             self.detector.begin_fit(segment, is_resumed=True, is_every_step=self._is_resuming)
 
@@ -118,7 +111,6 @@ class Recording(TracedSession):
 
     @override
     def end(self, *, is_early: bool = False) -> None:
-        """Close the files and print the closing line; an attempt that disagrees with its run is taken back."""
         if self.call is not None:
             self._end_call(self.call)
             return
@@ -204,7 +196,6 @@ class Recording(TracedSession):
 
     @override
     def stop(self, reason: str) -> None:
-        """Leave the run as incomplete; a fit without a step of its own leaves it as it was."""
         self._end_comparison()
         if self.call is not None and FIT in self.stages:
             text = f"{self.call} was stopped by {reason}, so nothing of it is recorded in {self.path}"

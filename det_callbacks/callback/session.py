@@ -41,10 +41,7 @@ class Progress(NamedTuple):
 
 
 class Session:
-    """What is done with the fits of a callback and called in their steps; it stays over the fits of a Trainer.
-
-    This one does nothing: it is what a callback has outside of its fits.
-    """
+    """What is done with the fits of a callback, over all fits of a Trainer; this one, of no fit, does nothing."""
 
     root: Path  # where folders go by default
     manifest: Mapping[str, Any]  # of what begins, as run.json has it
@@ -89,11 +86,7 @@ class Session:
     put_metrics = resume_metrics = _nothing
     # ``end`` prints the closing line and raises what was found; ``stop`` closes the files, after an exception
     end = stop = _nothing
-
-    @property
-    def progress(self) -> Progress:
-        """What was done so far, on this process."""
-        return Progress()
+    progress = _nothing  # what was done so far, on this process, as ``Progress``
 
 
 class TracedSession(Session):
@@ -111,6 +104,7 @@ class TracedSession(Session):
         self.keeper: Keeper | None = None
         self._step_writers: list[StepWriter] = []
         self._replaced = ReplacedInLightning()
+        self._of_rank = "" if peers.world_size == 1 else f" of rank {peers.rank}"
 
     def _begin_saving(self, stream: Path, segment: int, patterns: Manifest, *, is_recording: bool) -> None:
         """Save tensors of the steps of a fit beside their stream; those for replay are put back while verifying."""
@@ -156,7 +150,7 @@ class TracedSession(Session):
         REGISTRY.activate(self._observations)
         self._evidence.attach()
         if ops is not None:
-            ops.on_new = self._put_ops
+            ops.on_new = self.run.put_nondeterministic_ops
 
     @override
     def attach(self, trainer: pl.Trainer) -> None:
@@ -179,12 +173,12 @@ class TracedSession(Session):
             # one that an exception had ended is done again after a resume; a step that was chosen by number is the same
             # one whether its fit came to it from the start or from a checkpoint
             is_first = step == 0 or (self._is_first and selection.only_steps is None)
-            self._hash_mode.begin(batch=batch, is_first=is_first, expected=self._expectation(step))
+            self._hash_mode.begin(batch=batch, is_first=is_first, expected=self._begin_tensors(step))
             self._observations.begin(self.replay)
         self._evidence.begin_step(batch)
 
-    def _expectation(self, step: int) -> Expectation | None:
-        """Begin a step, and return what is known of it; None when it is new."""
+    def _begin_tensors(self, step: int) -> Expectation | None:
+        """Begin the tensors of a step, and return what is known of it; None when it is new."""
         detector, expectation = self.detector, None
         saved: dict[str, SavedStep] = {}
         if detector is not None and detector.holds(step):
@@ -240,14 +234,9 @@ class TracedSession(Session):
         REGISTRY.deactivate(self._observations)
         self._hash_mode.abandon()
         if self._ops is not None and self._ops.found:
-            self._put_ops()  # with the number of calls
+            self.run.put_nondeterministic_ops(self._ops.found)  # with the number of calls
         self._replaced.restore()
 
-    def _put_ops(self) -> None:
-        assert self._ops is not None
-        self.run.put_nondeterministic_ops(self._ops.found)
-
-    @property
     @override
     def progress(self) -> Progress:
         steps, sites, differing = self.num_steps, self.num_sites, 0
@@ -259,7 +248,3 @@ class TracedSession(Session):
     def _print_once(self, text: str) -> None:
         if self.peers.rank == 0:
             self.print_line(text)
-
-    @property
-    def _of_rank(self) -> str:
-        return "" if self.peers.world_size == 1 else f" of rank {self.peers.rank}"

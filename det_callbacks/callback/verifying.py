@@ -29,10 +29,7 @@ from det_callbacks.verification import Verification, free_folder, open_reference
 
 
 class Verifying(TracedSession):
-    """The fits of one callback, compared with a reference by a ``Verification``.
-
-    The verdict and the diverging steps go to ``current``, or to a new folder below the Trainer's.
-    """
+    """The fits of one callback, compared; what is found goes to ``current``, or to a new folder below the Trainer's."""
 
     run: Verification
     _reference: Run
@@ -75,8 +72,7 @@ class Verifying(TracedSession):
         self._begin_saving(stream, segment, self._reference.manifest, is_recording=False)
         if self.keeper is not None:
             self.run.keep_tensors = self.keeper.write
-        is_every_step = self.arguments.selection.is_every_step
-        self.run.begin_fit(segment, is_resumed=is_resumed, is_every_step=is_every_step)
+        self.run.begin_fit(segment, is_resumed=is_resumed, is_every_step=self.arguments.selection.is_every_step)
 
     @override
     def _add(self, trace: StepTrace, *, step: int, epoch: int) -> bool:
@@ -95,7 +91,6 @@ class Verifying(TracedSession):
 
     @override
     def end(self, *, is_early: bool = False) -> None:
-        """Write the verdict, print the closing line, and raise or warn unless the fits so far match."""
         run, selection = self.run, self.arguments.selection
         run.set_replayed(self.replay.counts.to_dict())
         if self.call is None and not is_early:
@@ -142,7 +137,6 @@ class Verifying(TracedSession):
 
     @override
     def stop(self, reason: str) -> None:
-        """Close the files. What was found stays found, on each rank by itself."""
         verdict = self.verdict = self.run.stop(reason)
         found, num_steps = "no verdict", count(self.run.tally.num_steps, "step")
         if verdict is not None:

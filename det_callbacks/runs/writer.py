@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 import msgspec
 import numpy as np
 
-from det_callbacks.errors import ReferenceFormatError
+from det_callbacks.errors import SelectionError
 from det_callbacks.runs import files
 from det_callbacks.runs.environment import EnvironmentEntry
 from det_callbacks.runs.evidence import VALUES, EvidenceWriter, NondeterministicOp, Row, evidence_path
@@ -77,7 +77,7 @@ class RunWriter:
     def resume(cls, path: str | Path, *, manifest: Mapping[str, Any], peers: Peers = ALONE) -> "RunWriter":
         """Start the next attempt of a run that is there; steps recorded again count from the later attempt.
 
-        A run of another selection, other patterns or another number of processes is a ReferenceFormatError.
+        A run of another selection, other patterns or another number of processes is a SelectionError.
         """
         path = Path(path)
         run = peers.run_on_all(lambda: _open_resumed(path, manifest, peers), task=f"opening the run {path}")
@@ -283,9 +283,8 @@ def _open_resumed(path: Path, manifest: Mapping[str, Any], peers: Peers) -> Run:
         asked[name], recorded[name] = sorted(manifest.get(name, ())), sorted(getattr(run.manifest, name))
     if others := [name for name, value in asked.items() if value != recorded[name]]:
         before, now = (", ".join(f"{name}={values[name]!r}" for name in others) for values in (recorded, asked))
-        raise ReferenceFormatError(
-            f"{path} was recorded with {before}, and this attempt asks for {now}. Nothing was changed. "
-            "Resume with the same arguments and as many processes, or record to another folder.",
-            str(path),
+        raise SelectionError(
+            f"{path} was recorded with {before}, and this attempt asks for {now}. Nothing was changed. Resume with the "
+            "same arguments and as many processes, or record to another folder."
         )
     return run

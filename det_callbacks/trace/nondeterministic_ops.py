@@ -42,7 +42,7 @@ class NondeterministicOps:
     """Catches what torch raises for these ops, lets allowed ones through, and keeps a list of all."""
 
     def __init__(self, allow: Sequence[str] = ()) -> None:
-        self.on_new: Callable[[], None] | None = None  # called when an op is found at a new place
+        self.on_new: Callable[[tuple[NondeterministicOp, ...]], None] | None = None  # called where ``found`` grows
         self._allow = [OpPattern.parse(pattern) for pattern in allow]
         self._found: dict[tuple[str, str, str, tuple[str, ...]], NondeterministicOp] = {}
         self._silenced: dict[str, Any] = {}
@@ -111,7 +111,7 @@ class NondeterministicOps:
                 stacklevel=2,
             )
         if known is None and self.on_new is not None:
-            self.on_new()
+            self.on_new(self.found)
         # torch's own warning about a known op names no module and no line, and comes at any time. What is added within
         # a catch_warnings of the user's goes with its end.
         if self._silenced.get(message) not in warnings.filters:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stored_runs import OneOf, append, create, digests_of, everything_in, join, record, resume, whole_steps
 
-from det_callbacks.errors import RankError, ReferenceFormatError, ReferenceNotFoundError, RunExistsError
+from det_callbacks.errors import RankError, ReferenceFormatError, ReferenceNotFoundError, RunExistsError, SelectionError
 from det_callbacks.ranks.group import RankGroup
 from det_callbacks.runs import writer as writer_module
 from det_callbacks.runs.files import stream_path
@@ -158,7 +158,7 @@ def test_an_attempt_of_another_selection_is_refused_and_any_other_can_be_taken_b
     path = record(tmp_path / "run", range(4), complete=is_complete)
     before = everything_in(path)
     for other in ({"selection": {"level": "state"}}, {"selection": {}, "keep_tensors": ["aten.mm.default"]}):
-        with pytest.raises(ReferenceFormatError, match="Resume with the same arguments"):
+        with pytest.raises(SelectionError, match="Resume with the same arguments"):
             RunWriter.resume(path, manifest=other)
     with pytest.raises(ReferenceNotFoundError):
         resume(tmp_path / "nowhere")
