@@ -132,9 +132,8 @@ class DeterminismCallback(CallbackArguments):
         self._stage.close()
         self._stage.callback(REPLACED.unfollow, self)
         REPLACED.follow(self)  # now: a validation may compile the model before a step is traced
-        self._call = None
-        call = CALLS.get(TrainerFn(stage))
-        if stage == TrainerFn.FITTING or (call is not None and self.mode != "audit"):
+        self._call = None if self.mode == "audit" else CALLS.get(TrainerFn(stage))
+        if stage == TrainerFn.FITTING or self._call is not None:
             self._stage.callback(self._group.close)
             self._stage.callback(self._replicas.close)
             self._group.open(trainer.world_size)
@@ -144,7 +143,6 @@ class DeterminismCallback(CallbackArguments):
                 self._session = kind(self, self._group)
             self._session.root = Path(trainer.log_dir or trainer.default_root_dir)  # told by rank 0 to all
             self.selection = self._session.prepare()
-            self._call = call
         self._ops = self._watch = None
         if settings_in_force()["deterministic_algorithms"] != "disabled":
             self._ops = NondeterministicOps(() if self.settings is None else self.settings.allow)
@@ -165,18 +163,18 @@ class DeterminismCallback(CallbackArguments):
         if self.mode == "disabled":
             return
         begin = partial(self._begin_fit, trainer, pl_module)
-        if not trainer.strategy.restore_checkpoint_after_setup:
-            begin()
-            return
 
-        # those that shard load now, and until then Lightning does not say whether there is a checkpoint
         def restore_and_begin(restore: Callable[..., None], *args: Any) -> None:
             self._replaced.restore()
             restore(*args)
             begin()
 
-        connector: Any = trainer._checkpoint_connector
-        self._replaced.put(connector, "_restore_modules_and_callbacks", lambda one: partial(restore_and_begin, one))
+        if trainer.strategy.restore_checkpoint_after_setup:
+            # those that shard load now, and until then Lightning does not say whether there is a checkpoint
+            connector: Any = trainer._checkpoint_connector
+            self._replaced.put(connector, "_restore_modules_and_callbacks", lambda one: partial(restore_and_begin, one))
+        else:
+            begin()
 
     def _begin_fit(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.selection.check_modules([name for name, _ in pl_module.named_modules()])

@@ -10,9 +10,7 @@ from multiprocessing.util import Finalize
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.report.console import end_process, print_error
 
-Unfinished = Callable[[], DetCallbacksError | None]  # asked when no more fits come: what that leaves unfinished
-
-_waiting: dict[object, Unfinished] = {}  # by owner
+_waiting: dict[object, Callable[[], DetCallbacksError | None]] = {}  # by owner: what no more fits leave unfinished
 
 num_ended = 0
 """How many fits have ended in this process."""
@@ -24,7 +22,7 @@ def note_ended() -> None:
     num_ended += 1
 
 
-def wait(owner: object, unfinished: Unfinished) -> None:
+def wait(owner: object, unfinished: Callable[[], DetCallbacksError | None]) -> None:
     """Let the process end with the error that is returned at its end, unless the owner goes on."""
     # Not atexit, which processes that multiprocessing forks do not run (ddp_fork, ddp_notebook). Each time, since a
     # fork forgets it; a second one finds nobody waiting.
