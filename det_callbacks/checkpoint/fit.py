@@ -119,7 +119,7 @@ def generators(trainer: pl.Trainer) -> dict[str, Held]:
 # what stands in the way
 
 
-def problems(trainer: pl.Trainer, buckets_problem: str | None) -> Iterator[str]:
+def problems(trainer: pl.Trainer) -> Iterator[str]:
     """Yield why a checkpoint that is saved now cannot be resumed to the same run."""
     loop, loaders = trainer.fit_loop, _loaders(trainer)
     batches: Any = loop.epoch_loop.batch_progress  # its class is wider than its declaration
@@ -129,8 +129,6 @@ def problems(trainer: pl.Trainer, buckets_problem: str | None) -> Iterator[str]:
     if trainer.world_size > 1 and not isinstance(trainer.strategy, DDPStrategy | ModelParallelStrategy):
         name = type(trainer.strategy).__name__
         yield f"what {name} keeps on each rank is not known; use DDPStrategy or ModelParallelStrategy"
-    if buckets_problem is not None:
-        yield buckets_problem
     draws_itself = isinstance(fetcher, _DataLoaderIterDataFetcher)
     is_made_again = getattr(trainer, "reload_dataloaders_every_n_epochs", False)
     if not draws_itself and fetcher is not None and fetcher.length is None:

@@ -84,7 +84,7 @@ class Resuming:
         if not self._is_exact:
             return False
         is_over = fit.is_epoch_over(self._trainer)
-        problems = tuple(fit.problems(self._trainer, self._buckets.problem()))
+        problems = tuple(filter(None, (*fit.problems(self._trainer), self._buckets.problem())))
         if self._pending is not None:  # the place in the data is not known yet
             problems += ("it was saved before the first batch after a resume; save at the end of a batch",)
         part = self._read(id, is_over=is_over, position=None if is_over else self._position, problems=problems)

@@ -84,10 +84,6 @@ class Sharded(Noisy):
         return self(batch).pow(2).mean()
 
 
-def sharded(*, is_folder: bool) -> ModelParallelStrategy:
-    return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=is_folder)
-
-
 def kill_at_6(trainer: pl.Trainer, *_: Any) -> None:
     """End each process without a word, in the middle of a step."""
     if trainer.fit_loop.epoch_loop.total_batch_idx == 6:
@@ -119,6 +115,7 @@ def test_a_recording_that_was_killed_goes_on_and_is_the_uninterrupted_one(tmp_pa
 
 
 SHARDED = {"after": (3, 7), "model": Sharded, "accumulate_grad_batches": 2}
+SHARDING = partial(ModelParallelStrategy, data_parallel_size=2, tensor_parallel_size=1)
 TRAININGS: dict[str, dict[str, Any]] = {
     "batches": {"after": (3, 7, 10)},
     "validation": {"after": (4, 6), "validates": True, "val_check_interval": 2},
@@ -127,8 +124,8 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "unused": {"after": (3,), "strategy": lambda: "ddp_find_unused_parameters_true"},
     # of two ranks a sum has the same bits in any order; of three it has not
     "three_ranks": {"after": (4, 8), "num_ranks": 3, "level": "state"},
-    "sharded_folder": {**SHARDED, "strategy": partial(sharded, is_folder=True)},
-    "sharded_file": {**SHARDED, "strategy": partial(sharded, is_folder=False)},
+    "sharded_folder": {**SHARDED, "strategy": partial(SHARDING, save_distributed_checkpoint=True)},
+    "sharded_file": {**SHARDED, "strategy": partial(SHARDING, save_distributed_checkpoint=False)},
 }
 
 

@@ -95,13 +95,9 @@ def test_a_resumed_run_can_be_resumed_once_it_has_trained(tmp_path: Path) -> Non
     assert resume(tmp_path, "12.ckpt") == (12, 13)
 
 
-def with_own_rate(self: Noisy) -> Any:
-    return torch.optim.SGD(self.parameters(), lr=self.lr)
-
-
 @pytest.mark.parametrize("order", [1, -1], ids=["first", "last"])
 def test_what_a_tuner_saves_and_loads_is_no_resume(order: int, tmp_path: Path, capsys: Any) -> None:
-    tuned = noisy(configure_optimizers=with_own_rate, lr=1e-2)
+    tuned = noisy(configure_optimizers=lambda self: torch.optim.SGD(self.parameters(), lr=self.lr), lr=1e-2)
 
     def train(callback: DeterminismCallback, *others: Any) -> None:
         finder = LearningRateFinder(num_training_steps=14, early_stop_threshold=None, update_attr=True)
@@ -144,11 +140,7 @@ class Endless(IterableDataset[Tensor]):
         return iter(Augmented("none").rows)
 
 
-def step_that_draws(self: Noisy, dataloader_iter: Any) -> Tensor:  # as Lightning has it
-    return self(next(dataloader_iter)[0]).pow(2).mean()
-
-
-DRAWING = noisy(training_step=step_that_draws)
+DRAWING = noisy(training_step=lambda self, dataloader_iter: self(next(dataloader_iter)[0]).pow(2).mean())
 PAIRED = noisy(training_step=lambda self, batch, index: self(batch["long"]).pow(2).mean())
 ENDING = noisy(on_train_batch_start=lambda self, batch, index: -1 if index == 3 else None)
 CHANGING = noisy(on_train_epoch_end=lambda self: self.last.bias.data.add_(1))
