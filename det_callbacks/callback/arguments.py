@@ -28,6 +28,8 @@ Steps = Literal["all", "common"]
 class CallbackArguments(pl.Callback):
     """The arguments of ``DeterminismCallback``, which documents them, checked and as attributes; nothing is open."""
 
+    gives_way = False  # steps aside where the Trainer has another one
+
     def __init__(
         self,
         reference: str | Path | None,
@@ -112,10 +114,10 @@ class CallbackArguments(pl.Callback):
     def check_trainer(self, trainer: pl.Trainer) -> None:
         """Refuse a Trainer that has another such callback, or several processes to do what one alone can do."""
         callbacks = [other for other in vars(trainer)["callbacks"] if isinstance(other, CallbackArguments)]
-        if sum(callback.mode != "disabled" for callback in callbacks) > 1:
+        if sum(callback.mode != "disabled" and not callback.gives_way for callback in callbacks) > 1:
             raise SelectionError(
                 "This Trainer has two DeterminismCallbacks, and each would have to leave its trace before the other. "
-                "Give it one, or none where det-callbacks starts the script; to record and verify, train twice."
+                "Give it one; to record and verify, train twice."
             )
         if self.mode == "audit" and trainer.world_size > 1:
             raise SelectionError(

@@ -10,7 +10,9 @@ from types import TracebackType
 import lightning.pytorch as pl
 from typing_extensions import override
 
+from det_callbacks.callback.arguments import CallbackArguments
 from det_callbacks.callback.determinism import DeterminismCallback
+from det_callbacks.callback.progress import print_beside_bar
 from det_callbacks.errors import DetCallbacksError, DivergenceError, SelectionError
 from det_callbacks.report.console import print_error
 from det_callbacks.settings import DeterminismSettings
@@ -18,8 +20,9 @@ from det_callbacks.variables import LAUNCH
 
 
 class LaunchedCallback(DeterminismCallback):
-    """A DeterminismCallback of a script, all of whose fits are one run."""
+    """A DeterminismCallback of a script, all of whose fits are one run; one of the script's own is used instead."""
 
+    gives_way = True
     _has_claimed = False
 
     @override
@@ -29,7 +32,19 @@ class LaunchedCallback(DeterminismCallback):
                 "This script trains a model while another one trains, and det-callbacks records one fit after another. "
                 "Give the Trainer that matters a DeterminismCallback, and start the script without det-callbacks."
             )
-        if trainer.is_global_zero and not self._has_claimed:
+        others = [it for it in vars(trainer)["callbacks"] if isinstance(it, CallbackArguments) and not it.gives_way]
+        if any(other.mode != "disabled" for other in others):
+            if self._has_claimed:
+                raise SelectionError(
+                    "One Trainer of this script has a DeterminismCallback of its own, and another one has none: they "
+                    "are no run that det-callbacks can record. Give both one, or none."
+                )
+            if trainer.is_global_zero and self.mode != "disabled":
+                print_beside_bar(
+                    trainer, "det_callbacks: the script has a DeterminismCallback of its own, which is used"
+                )
+            self.mode = "disabled"
+        elif trainer.is_global_zero and not self._has_claimed and self.mode != "disabled":
             # made by the first process, and no more empty when there was another, whose verdict would replace the
             # first one's; the command looks at it
             claim = Path(json.loads(os.environ[LAUNCH])["claim"])
