@@ -6,6 +6,7 @@ The presets of ``pkg://det_callbacks.conf`` (``+determinism=record``, ``+determi
 
 import inspect
 import os
+import re
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,7 @@ from hydra.errors import InstantiationException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode, TaskFunction
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from typing_extensions import override
 
 from det_callbacks.callback import DeterminismCallback, fits, take_unfinished
@@ -30,6 +32,8 @@ from det_callbacks.settings import DeterminismSettings, enforce_determinism
 
 _configuration: ContextVar[Mapping[str, Any] | None] = ContextVar("det_callbacks_configuration", default=None)
 """The running job's configuration; set before the task function and taken back after it."""
+
+_OF_ONE_RUN = re.compile(r"\$\{(now:|hydra:(run|sweep|runtime\.output_dir|runtime\.cwd|job\.num|job\.id))[^}]*\}")
 
 _ARGUMENTS = inspect.signature(DeterminismCallback).parameters
 
@@ -135,16 +139,31 @@ class DeterminismJobCallback(Callback):
 
 
 def configuration_of(config: DictConfig) -> Mapping[str, Any]:
-    """Return the configuration of a job without our own part and Hydra's, which differ in two runs of one training.
+    """Return the resolved configuration of a job, without what two runs of one training have different.
 
-    Interpolations stay as they are written: what they become may be of one run alone (the time, a folder) or secret.
+    That is our own part, Hydra's, and what is interpolated of the time or of the job's folders. Where an interpolation
+    does not resolve, which the program then does not need or will say, all values are as they are written.
     """
-    written: Any = OmegaConf.to_container(config, resolve=False)
+    written: Any = _without_run(OmegaConf.to_container(config, resolve=False))
     for place in (written, written.get("callbacks")):
         if isinstance(place, dict):
             place.pop("determinism", None)
     written.pop("hydra", None)
-    return dict(written)
+    written = OmegaConf.create(written)
+    try:
+        found: Any = OmegaConf.to_container(written, resolve=True)
+    except OmegaConfBaseException:
+        found = OmegaConf.to_container(written, resolve=False)
+    return dict(found)
+
+
+def _without_run(value: Any) -> Any:
+    """Return a value whose texts have "<run>" in place of interpolations of the time or of the job's folders."""
+    if isinstance(value, dict):
+        return {key: _without_run(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_without_run(inner) for inner in value]
+    return _OF_ONE_RUN.sub("<run>", value) if isinstance(value, str) else value
 
 
 def _print_error(error: Exception) -> None:

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from hydra.core.utils import setup_globals
 from omegaconf import OmegaConf
 
 from det_callbacks.callback.arguments import optimizer_choices
@@ -130,12 +131,19 @@ def test_a_configuration_differs_by_its_keys_and_acts_through_what_they_became()
     assert chosen(alone, {}) == {"config": ("3 keys", NOT_RECORDED, False)}
 
 
-def test_a_configuration_is_kept_as_it_is_written_without_our_part() -> None:
-    own = {"lr": 0.1, "steps": "${lr}", "dir": "${now:%Y-%m-%d}/${hydra:job.num}", "missing": "???"}
-    ours = {"determinism": {"mode": "record"}, "hydra": {"run": {"dir": "outputs"}}}
-    callbacks = {"determinism": {}, "stopping": {"patience": 3}}
-    config = OmegaConf.create({**own, **ours, "callbacks": callbacks})
-    assert configuration_of(config) == {**own, "callbacks": {"stopping": {"patience": 3}}}
+def test_a_configuration_is_kept_without_our_part_and_what_each_run_has_of_its_own() -> None:
+    setup_globals()
+    config = {
+        **{"lr": 0.1, "steps": "${lr}", "name": "net_${now:%Y-%m-%d_%H-%M-%S}", "missing": "???"},
+        **{"logger": [{"dir": "logs/${name}", "version": 1}], "hydra": {"run": {"dir": "outputs"}}},
+        **{"determinism": {"mode": "record"}, "callbacks": {"determinism": {}, "stopping": {"patience": 3}}},
+    }
+    kept = {
+        **{"lr": 0.1, "steps": 0.1, "name": "net_<run>", "missing": "???"},
+        **{"logger": [{"dir": "logs/net_<run>", "version": 1}], "callbacks": {"stopping": {"patience": 3}}},
+    }
+    assert configuration_of(OmegaConf.create(config)) == kept
+    assert configuration_of(OmegaConf.create({"a": "${nowhere}", "b": 1})) == {"a": "${nowhere}", "b": 1}
 
 
 @pytest.mark.parametrize(
