@@ -119,14 +119,15 @@ def compare_modules(
     # put back all the same.
     with torch.inference_mode(False), enforce_determinism(DeterminismSettings.choose()):
         has_compiled = _is_compiled(base) or _is_compiled(control)
-        options: dict[str, Any] = {"inputs": inputs, "loss": loss, "seed": seed}
+        options: dict[str, Any] = {"loss": loss, "seed": seed}
         options["make_optimizer"] = optimizer or partial(torch.optim.SGD, lr=0.01)
         options["patterns"] = () if has_compiled else as_names("modules", modules)
         one = _Side(label="base", module=_copy_of("base", base), **options)
         other = _Side(label="control", module=_copy_of("control", control), **options)
         found: list[TensorComparison] = []
         for iteration in range(iterations):
-            found += _compared(one.run(iteration), other.run(iteration), iteration, given)
+            call = _call_of(inputs, iteration)  # once, since it may draw
+            found += _compared(one.run(iteration, call), other.run(iteration, call), iteration, given)
     if not any(comparison.decides for comparison in found):
         raise NothingComparedError(
             "The modules have no parameters, buffers or outputs, so nothing was compared; both ran without an error. "
@@ -258,7 +259,6 @@ class _Side:
 
     label: str
     module: nn.Module
-    inputs: Inputs
     loss: Callable[[Any], Tensor] | None
     make_optimizer: OptimizerFactory
     seed: int
@@ -272,12 +272,12 @@ class _Side:
             return f"compiled {type(self.module._orig_mod).__name__}"
         return f"{'partly compiled ' if _is_compiled(self.module) else ''}{type(self.module).__name__}"
 
-    def run(self, iteration: int) -> Values:
+    def run(self, iteration: int, call: Any) -> Values:
         """Run one iteration, and return what it computed; raise ``ModuleRunError`` where it raises."""
         found: Values = {}
         try:
             with torch.enable_grad():
-                self._run(iteration, found)
+                self._run(iteration, call, found)
         except DetCallbacksError:
             raise
         except Exception as error:  # whatever a module raises: reported with its side, never swallowed
@@ -290,10 +290,10 @@ class _Side:
             ) from error
         return found
 
-    def _run(self, iteration: int, found: Values) -> None:
+    def _run(self, iteration: int, call: Any, found: Values) -> None:
         if not iteration:
             self._add_state(found, "initial", "initial")
-        args, kwargs = copy.deepcopy(_call_of(self.inputs, iteration))
+        args, kwargs = copy.deepcopy(call)
         seed = (self.seed + iteration) % (MAX_SEED + 1)
         random.seed(seed)
         np.random.seed(seed)

@@ -21,6 +21,8 @@ def advise(facts: Facts, rule: str) -> str:
 
 
 def _advise_initial(facts: Facts) -> str:
+    if any(one.divergence.kind == "structure" and one.divergence.phase == "state" for one in facts.sources):
+        return "Build the same model: some of its tensors have another shape or dtype"
     initial = facts.initial_sources
     if 2 * len(initial) <= facts.num_random or facts.num_random < 2:
         return (
@@ -29,7 +31,7 @@ def _advise_initial(facts: Facts) -> str:
         )
     seeded = (one for one in facts.evidence.generators if one.equal_at is None and one.is_reseeded)
     known = [show_change(one, facts.evidence) for one in seeded]
-    return f"Set the same seed before the model is built: {(*known, 'or load the same weights')[0]}"
+    return f"Set the same seed before the model is built{f': {known[0]}' if known else ', or load the same weights'}"
 
 
 _OF_BATCH: Mapping[DataChange, str] = {

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from det_callbacks.digest.components import digest_tensors
 from det_callbacks.errors import CoverageWarning, TraceError
+from det_callbacks.patterns import as_names
 from det_callbacks.runs.program import scalar_bits
 from det_callbacks.runs.selection import PHASES, Selection
 from det_callbacks.runs.steps import Expectation, StepTrace
@@ -74,7 +75,8 @@ class HashMode:
         phases: Sequence[str] = PHASES,
         compiled: str = "run",
     ) -> None:
-        selection = Selection(level=level, modules=tuple(modules), phases=tuple(phases), compiled=compiled)
+        names = as_names("modules", modules), as_names("phases", phases)
+        selection = Selection(level=level, modules=names[0], phases=names[1], compiled=compiled)
         self._open(model, selection, base_phase="forward")
 
     @classmethod

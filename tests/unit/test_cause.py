@@ -201,6 +201,7 @@ CASES = [
     case(of_dtype, "settings", PRECISION_FIRST, environment=[PRECISION, choice("settings.deterministic_algorithms")]),
     case(of_dtype, "initial_weights", "!that is what differs first", environment=[LR]),
     case(of_other_shape, "initial_weights", "!that is what differs first", environment=[PRECISION]),
+    case(of_other_shape, "initial_weights", "Build the same model: some of its tensors have another shape"),
     case(with_another_closure, "settings", environment=[LR]),
     case(with_another_layer, "structure", environment=[LR]),
     case(start_of_backward("other", "backward"), "backward", "ones_like", "starts here"),

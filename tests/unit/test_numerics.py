@@ -150,6 +150,7 @@ def test_inputs_of_every_form_are_copied_for_each_side_and_each_iteration() -> N
         assert torch.equal(x, torch.ones(4))
         assert seen[0] == seen[1] != seen[2] == seen[3], "each side goes on from its parameters"
     assert [value for value, _ in seen] == [2, 2, 4, 4]
+    assert compared(doubled, doubled, lambda _: (torch.randn(4), mask)).equal, "what is drawn is drawn once"
 
 
 def test_both_sides_draw_the_same_numbers_and_have_their_own_state() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from tracing import assert_same, digests_by_name, position_of, reads_of, site_of, step_of, traced, with_role
 
 from det_callbacks.digest.components import digest_output, digest_tensor
+from det_callbacks.errors import SelectionError
 from det_callbacks.trace.hash_mode import HashMode
 
 
@@ -186,3 +187,9 @@ def test_an_efficient_zero_tensor_has_no_memory_to_look_at():
         torch._efficientzerotensor((4, 5))
         mode.record_values("forward", zero, "loss")
         assert mode.finish().digests.tolist().count(digest_tensor(torch.zeros(4, 5))) == num_zeros
+
+
+@pytest.mark.parametrize("argument", ["modules", "phases"])
+def test_a_lone_name_is_no_list_of_them(argument: str) -> None:
+    with pytest.raises(SelectionError, match=rf"{argument} must be a list of strings; got the string 'forward'"):
+        HashMode(nn.Linear(2, 2), **{argument: "forward"})  # type: ignore[arg-type]
