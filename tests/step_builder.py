@@ -301,9 +301,9 @@ def trace_of(builder: StepBuilder) -> Any:
     return SimpleNamespace(**parts, digests=seen.record.digests, view=view)
 
 
-def detector(reference: Path, current: Path, *, environment: Any = None, **options: Any) -> Verification:
+def detector(reference: Path, current: Path, **options: Any) -> Verification:
     """Return a verification that has not begun."""
-    return Verification(Run.open(reference), current, manifest=manifest_of(environment), **options)
+    return Verification(Run.open(reference), current, manifest=manifest_of(), **options)
 
 
 def run_fits(verification: Verification, fits: Sequence[Steps], *, ends: bool = True) -> None:

@@ -34,8 +34,8 @@ DIVERGED = replace(
 )
 
 
-def differing(name: str, *, is_machine: bool = True, changes_bits: bool = True) -> EnvironmentDifference:
-    return EnvironmentDifference(name=name, reference=2, current=1, changes_bits=changes_bits, is_machine=is_machine)
+def differing(name: str, *, is_machine: bool = True) -> EnvironmentDifference:
+    return EnvironmentDifference(name=name, reference=2, current=1, changes_bits=True, is_machine=is_machine)
 
 
 THREADS = differing("torch.num_threads")

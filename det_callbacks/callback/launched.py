@@ -45,8 +45,8 @@ class LaunchedCallback(DeterminismCallback):
                 )
             self.mode = "disabled"
         elif trainer.is_global_zero and not self._has_claimed and self.mode != "disabled":
-            # made by the first process, and no more empty when there was another, whose verdict would replace the
-            # first one's; the command looks at it
+            # The first process makes this file. A second one, whose verdict would replace the first one's, writes its
+            # error into it, and the command reads that.
             claim = Path(json.loads(os.environ[LAUNCH])["claim"])
             try:
                 claim.touch(exist_ok=False)

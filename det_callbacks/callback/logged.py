@@ -32,7 +32,7 @@ class LoggedMetrics:
         self.step = -1  # the last training batch that began; -1 before the first
         self.is_resuming = False  # no training batch has begun since a checkpoint was loaded
         self.is_whole_epoch = False  # the training epoch under way was begun at its start
-        self.ended_epoch: int | None = None  # whose end's hooks run; None when its metrics were read
+        self.ended_epoch: int | None = None  # the one whose last hooks run; None once its metrics are read
         self.first_batches: dict[str, str] = {}  # digests of each loader's, of the validation or test under way
         self._session: Session | None = None
         self._seen: dict[str, Any] = {}

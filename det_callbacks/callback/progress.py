@@ -20,7 +20,7 @@ KEY = "determinism"
 
 
 class ProgressReporter:
-    """Tells loggers and the progress bar of one callback's fits; on rank 0 only, nothing elsewhere.
+    """Tells loggers and the progress bar how far the fits of one callback are; does nothing on other ranks than 0.
 
     Loggers are given the metrics directly: what ``self.log`` takes could be monitored, and would be in the module's
     results. What a logger draws from a generator is undone.

@@ -1,4 +1,4 @@
-"""What a fit is recorded into."""
+"""Fits that are recorded: ``mode="record"``."""
 
 import shutil
 from collections.abc import Mapping, Sequence
@@ -64,7 +64,7 @@ class Recording(TracedSession):
         options: dict[str, Any] = {"manifest": self.manifest, "peers": self.peers}
         self.run = RunWriter.resume(self.path, **options)
         assert self.run.earlier is not None, "it is resumed"
-        # where the steps that disagree are, for the judge, until the attempt is taken back
+        # its folder holds the steps that disagree, for the judge, until the attempt is taken back
         self.detector = Verification(self.run.earlier, self.path / ".disagreement", steps="common", **options)
         for segment in range(self.run.segment + 1):
             self.detector.begin_fit(segment, is_resumed=True, is_every_step=self._is_resuming)
@@ -139,8 +139,8 @@ class Recording(TracedSession):
         for done, found in (("saved for the replay", self.op_replay), ("kept for the keep_tensors", self.keeper)):
             if found is not None and found.unused:
                 rank_zero_warn(
-                    f"Nothing was {done} patterns {', '.join(map(repr, found.unused))}: no op that they mean ran "
-                    "(the ends of compiled regions are none). det-callbacks show RUN --step N names those that did.",
+                    f"Nothing was {done} patterns {', '.join(map(repr, found.unused))}: no op that they match ran "
+                    "(the ends of compiled regions are no ops). det-callbacks show RUN --step N names those that did.",
                     category=CoverageWarning,
                 )
 

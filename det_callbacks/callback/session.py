@@ -41,7 +41,7 @@ class Progress(NamedTuple):
 
 
 class Session:
-    """What is done with the fits of a callback, over all fits of a Trainer; this one, of no fit, does nothing."""
+    """What a mode does with all fits of a callback; this class itself stands where there is none, and does nothing."""
 
     root: Path  # where folders go by default
     manifest: Mapping[str, Any]  # of what begins, as run.json has it

@@ -1,4 +1,4 @@
-"""What a fit is verified against."""
+"""Fits that are verified against a recorded run: ``mode="verify"``."""
 
 import warnings
 from collections.abc import Sequence

@@ -2,8 +2,8 @@
 
 The sidecar has digests of what was saved, a part what one rank needs for an exact resume: a line of JSON, and tensors
 in the safetensors format. Every file holds a digest of itself, so that a flipped bit is damage and never another
-content. None of the names that are added to a checkpoint's own holds a digit, since Lightning takes every digit after
-``hpc_ckpt_`` in a folder's listing as a version, and none ends in ``.ckpt``.
+content. What is appended to a checkpoint's name holds no digit, since Lightning takes every digit after ``hpc_ckpt_``
+in a folder's listing as a version, and does not end in ``.ckpt``.
 """
 
 import json

@@ -2,7 +2,7 @@
 
 Lightning restores weights, optimizers, schedulers and its loops. Generators, the position in the data and gradients
 that are being accumulated it does not, and some of its counters it restores to other values than an uninterrupted run
-has. Ours stand for methods of its loops that run at the right moments, see ``replaced_in_lightning``.
+has. Some methods of its loops, which run at the right moments, are replaced: see ``replaced_in_lightning``.
 """
 
 from collections.abc import Callable, Mapping

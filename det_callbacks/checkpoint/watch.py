@@ -35,10 +35,10 @@ from det_callbacks.runs.peers import Peers
 class CheckpointWatch:
     """Gives every checkpoint of a Trainer its sidecar, compares the ones that it loads, and resumes from them.
 
-    Belongs to one stage of a Trainer whose strategy is set up. It stands in the strategy's methods after a fit, too,
-    until ``close``: callbacks save and remove checkpoints on exceptions and in their ``teardown`` after every hook of
-    ours. A checkpoint that was saved in the same stage is none to resume from: Lightning's Tuner saves and loads one
-    to put back what it tried out.
+    Belongs to one stage of a Trainer whose strategy is set up. Its methods replace the strategy's until ``close``, also
+    after the fit: other callbacks save and remove checkpoints on exceptions and in ``teardown``, later than any hook of
+    ours. Loading a checkpoint that the same stage has saved is no resume: Lightning's Tuner does so to take back what
+    it has tried out.
     """
 
     def __init__(self, trainer: pl.Trainer, resume: Resume, peers: Peers) -> None:

@@ -153,7 +153,6 @@ class OpPlan:
         is_reducing: DDP's reducer calls it for unused parameters, in no certain order (``REDUCING``).
     """
 
-    overload: object
     name: str  # ``namespace.op.overload``
     base: str
     kind: OpKind
@@ -193,7 +192,7 @@ def make_plan(func: OpOverload | HigherOrderOperator) -> OpPlan:
     """Return the plan for an overload; the first time costs some 200 microseconds."""
     if not isinstance(func, OpOverload):
         name = f"higher_order.{func}"
-        return OpPlan(overload=func, name=name, base=name, kind=OpKind.OPAQUE, call=func)
+        return OpPlan(name=name, base=name, kind=OpKind.OPAQUE, call=func)
     schema = func._schema
     base = f"{func.namespace}.{schema.name.partition('::')[2]}"
     hidden = HIDDEN_WRITES.get(base, ())
@@ -215,7 +214,6 @@ def make_plan(func: OpOverload | HigherOrderOperator) -> OpPlan:
     may_be_in_flight = any(argument.name == "non_blocking" for argument in schema.arguments)
     returns_fresh = all(returned.alias_info is None for returned in schema.returns)
     plan = OpPlan(
-        overload=func,
         name=f"{base}.{func._overloadname}",
         base=base,
         kind=_kind_of(func, base, is_view=is_view or base in UNDECLARED_VIEWS),

@@ -122,8 +122,6 @@ def test_an_interruption_says_where_the_run_is(run_command: Run, monkeypatch: py
 
 # real processes
 
-SECONDS = 280.0
-COMMAND = (sys.executable, "-m", "det_callbacks")
 EARLY = """
 import os, random, sys
 assert "torch" not in sys.modules

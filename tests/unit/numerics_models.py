@@ -83,8 +83,8 @@ def names(report: NumericsReport, phase: str, iteration: int = 0) -> list[str]:
     return [found.name for found in report.comparisons if (found.phase, found.iteration) == (phase, iteration)]
 
 
-def only(report: NumericsReport, phase: str, name: str, iteration: int = 0) -> Any:
-    (found,) = (one for one in report.comparisons if (one.phase, one.name, one.iteration) == (phase, name, iteration))
+def only(report: NumericsReport, phase: str, name: str) -> Any:
+    (found,) = (one for one in report.comparisons if (one.phase, one.name, one.iteration) == (phase, name, 0))
     return found
 
 

@@ -29,10 +29,10 @@ def steps_of(body, values, **selection):
     return [step_of(mode, lambda value=value: body(value)) for value in values]
 
 
-def numbers_of(trace: StepTrace, op: str, number: int = 0) -> dict[str, Any]:
-    """Return the numbers among the arguments of the number-th call of an op ("mm.default"), by name."""
+def numbers_of(trace: StepTrace, op: str) -> dict[str, Any]:
+    """Return the numbers among the arguments of the first call of an op ("mm.default"), by name."""
     sites = enumerate(trace.program.sites)
-    position, site = [found for found in sites if found[1].role == "argument" and found[1].op == f"aten.{op}"][number]
+    position, site = next(found for found in sites if found[1].role == "argument" and found[1].op == f"aten.{op}")
     bits = int(trace.digests[position])
     if bits in trace.values:
         return dict(zip(site.varying, json.loads(trace.values[bits]), strict=True))

@@ -44,10 +44,10 @@ PLACE = StepPlace(run_id="run", rank=0, segment=0, step=12)
 KEY = "forward/net:aten.mm.default#0.0"
 
 
-def saver(folder: Path, budget_mib: float = 1024.0) -> Replay:
+def saver(folder: Path) -> Replay:
     (folder / "rank-00000").mkdir(exist_ok=True)
     stream = folder / "rank-00000" / "attempt-000.arrows"
-    return Replay(StepWriter(stream, REPLAY, run_id="run"), TensorBudget(budget_mib))
+    return Replay(StepWriter(stream, REPLAY, run_id="run"), TensorBudget(1024.0))
 
 
 def reader(folder: Path, step: int = 12) -> Replay:

@@ -18,11 +18,11 @@ PLACE = {"run_id": "ab12", "rank": 3, "attempt": 1, "segment": 2}
 HEADER = encode_header(**PLACE)
 
 
-def messages(steps: Iterable[int], *, start: int = 0, num_sites: int = 3) -> list[bytes]:
+def messages(steps: Iterable[int], *, start: int = 0) -> list[bytes]:
     """Return the messages of steps whose chains follow each other."""
     found, chain = [], start
     for step in steps:
-        digests = digests_of(step, num_sites)
+        digests = digests_of(step, 3)
         chain = chain_digest(chain, step, step // 4, 7, 8, digests)
         found.append(bytes(encode_step(step, step // 4, 7, 8, chain, digests)))
     return found
