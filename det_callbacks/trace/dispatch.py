@@ -74,8 +74,8 @@ class DispatchMode(TorchDispatchMode):
     def take_apart(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a composite op so that this mode sees the ops that it comes down to, as it does outside inference mode.
 
-        A handler runs without autocast, but the ops inside must have it as they would without this mode, or they give
-        other bits: where it was on when the op was called, and the op has no rule of its own, which ends it.
+        A handler runs without autocast. The ops inside have it as they would without this mode, or they would give
+        other bits: as it was when the op was called, or off where the op has an autocast rule of its own.
         """
         devices = {tensor.device.type for tensor in tensors_in((*args, *kwargs.values()))}
         has_rule = any(

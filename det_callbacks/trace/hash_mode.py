@@ -294,9 +294,9 @@ class Listener:
 class OpRegion:
     """Lets the recorder see ops while it is open; regions nest, and only the outermost counts.
 
-    What a tensor's writers were is forgotten when a region ends: between regions anything may write it unseen. If there
-    is a HashMode around, ``level`` is its: at "op" it sees every op anyway, and at "state" nobody knows the modules, so
-    there regions are only counted.
+    What a tensor's writers were is forgotten when a region ends: between regions anything may write it unseen.
+    ``level`` is that of a HashMode around the regions, if there is one. Then they are only counted at "op", where it
+    sees every op anyway, and at "state", where nobody knows the modules.
     """
 
     def __init__(self, recorder: Recorder, *, level: str | None = None) -> None:

@@ -35,8 +35,8 @@ class ModuleStack:
     """The modules that are running, outermost first, by names relative to ``root``, or to the class of the outermost.
 
     Attributes:
-        current: scope of the innermost running module; a compiled region puts that of the module whose code it is
-            here, and calls ``return_to_stack`` at its end.
+        current: scope of the innermost running module; while a compiled region runs, that of the module whose code
+            the region is, until it calls ``return_to_stack``.
         backward_pass: the backward pass that module was called in (recomputation, hooks); -1 when it was in none.
         is_recomputed: whether that call repeats one of the forward pass under activation checkpointing.
         stack: of each running module itself, its scope, and its ``backward_pass`` and ``is_recomputed``.

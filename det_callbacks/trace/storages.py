@@ -17,9 +17,9 @@ _free_weak_ref = torch.UntypedStorage._free_weak_ref
 MAX_MASK_BYTES = 1 << 24  # of a storage that are looked at one by one
 
 UNKNOWN = -1
-"""Stands for the position of a site where something that is not recorded wrote.
+"""In place of a site's position: the writer is not recorded.
 
-Less than that are collectives: -2 - n for the n-th delivery of the step, until somebody reads it.
+Numbers below it are collectives: -2 - n is the n-th delivery of the step, until somebody reads it.
 """
 
 
