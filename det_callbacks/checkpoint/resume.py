@@ -35,7 +35,7 @@ Resume = Literal["exact", "plain"]
 
 _ENDED = (
     "it was saved before a validation or the end of an epoch, which Lightning leaves out when it resumes, and the "
-    "process ended before the next batch was drawn; save after that"
+    "process or the training ended before the next batch was drawn; save after that"
 )
 _CHANGED = (
     "what ran after it and before the next batch (hooks of callbacks, a validation, an end of epoch), which Lightning "
@@ -58,7 +58,7 @@ class Resuming:
         self._replaced = ReplacedInLightning()
         self._let_go: Callable[[], object] = lambda: None
         # the checkpoints that the next batch has not followed yet: path -> part, and states of callbacks
-        self._saved: dict[str, tuple[Part, Mapping[str, str]]] = {}
+        self._saved: dict[str, tuple[Part, Mapping[str, str], bool]] = {}  # whether its epoch had ended
         self._path = ""
         self._pending: Part | None = None
         self._tensors: dict[str, torch.Tensor] = {}
@@ -89,7 +89,9 @@ class Resuming:
             problems += ("it was saved before the first batch after a resume; save at the end of a batch",)
         part = self._read(id, is_over=is_over, position=None if is_over else self._position, problems=problems)
         if not problems:
-            self._saved[path] = part, fit.saved_states(self._trainer)
+            epochs = self._trainer.fit_loop.epoch_progress.current
+            is_at_end = is_over and epochs.started == epochs.processed
+            self._saved[path] = part, fit.saved_states(self._trainer), is_at_end
         if not problems and fit.has_more_to_come(self._trainer):
             part = replace(part, problems=(_ENDED,))
         write_part(Path(path), part, fit.tensors_to_save(self._trainer))
@@ -102,9 +104,9 @@ class Resuming:
         generators, and must not have changed anything else.
         """
         saved, self._saved = self._saved, {}
-        for path, (before, states) in saved.items():
-            # the checkpoint may have been removed; a longer fit would have no hooks of an epoch's end within an epoch
-            if not part_path(Path(path), before.rank).exists() or (is_end and not before.is_epoch_over):
+        for path, (before, states, is_at_end) in saved.items():
+            # the checkpoint may have been removed; a longer fit has this end of an epoch elsewhere, or once more
+            if not part_path(Path(path), before.rank).exists() or (is_end and not is_at_end):
                 continue
             part = self._read(before.id, is_over=before.is_epoch_over, position=None if is_end else self._position)
             now = {**part.values, **fit.saved_states(self._trainer)}
