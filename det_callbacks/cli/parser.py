@@ -48,7 +48,10 @@ def _project_words() -> list[str]:
         table = {} if file is None else tomllib.loads(file.read_text(encoding="utf-8")).get("tool", {})
     except ValueError as error:
         raise CheckError(f"{file} cannot be read: {error}") from error
-    for key, value in table.get("det_callbacks", {}).items():
+    table = table.get("det_callbacks", {}) if isinstance(table, dict) else table
+    if not isinstance(table, dict):
+        raise CheckError(f"[tool.det_callbacks] of {file} must be a table of options; got {table!r}.")
+    for key, value in table.items():
         option = f"--{key.replace('_', '-')}"
         if option not in SCRIPT_OPTIONS:
             raise CheckError(
@@ -65,8 +68,8 @@ def _names(text: str) -> list[str]:
 
 
 def _number(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"must be a whole number from 0 on; got {text!r}")
+    if not text.isdecimal() or int(text) >= 2**32:  # a seed has no more
+        raise argparse.ArgumentTypeError(f"must be a whole number from 0 to 4294967295; got {text!r}")
     return int(text)
 
 

@@ -73,17 +73,19 @@ def test_what_goes_wrong_has_a_status_and_is_said_once(run_command: Run) -> None
         (("record", "run", "--every-n-steps", "x"), "--every-n-steps: must be a whole number"),
         (("record", "run", "--keep", "add"), "The op pattern 'add' names no op"),
         (("verify", "nothing"), "nothing"),
+        (("record", "run", "--seed", "4294967296"), "must be a whole number from 0 to 4294967295; got '4294967296'"),
         (("check", "--vary", "worker"), "there are workers, threads, hash-seed"),
     ):
         done = run_command(*words)
         assert (done.status, done.text) == (2, "")
         assert says in done.errors
     for table, says in (
+        ("[[tool.det_callbacks]]", "must be a table of options; got [{}]"),
         ("levels = 1", "has no option levels; there are --level, --modules, "),
         ("only_steps = [1, true]", "[tool.det_callbacks] of pyproject.toml adds --only-steps=1,True"),
         ("level = ", "pyproject.toml cannot be read: "),
     ):
-        Path("pyproject.toml").write_text(f"[tool.det_callbacks]\n{table}\n")
+        Path("pyproject.toml").write_text(table if table.startswith("[") else f"[tool.det_callbacks]\n{table}\n")
         done = run_command("record", "other")
         assert (done.status, done.text) == (2, "")
         assert says in done.errors
