@@ -89,7 +89,7 @@ class Resuming:
             problems += ("it was saved before the first batch after a resume; save at the end of a batch",)
         part = self._read(id, is_over=is_over, position=None if is_over else self._position, problems=problems)
         if not problems:
-            epochs = self._trainer.fit_loop.epoch_progress.current
+            epochs: Any = self._trainer.fit_loop.epoch_progress.current
             is_at_end = is_over and epochs.started == epochs.processed
             self._saved[path] = part, fit.saved_states(self._trainer), is_at_end
         if not problems and fit.has_more_to_come(self._trainer):
