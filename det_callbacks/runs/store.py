@@ -207,8 +207,15 @@ class Run:
             streams.append(StreamFile(path, run_id=self.manifest.run_id, rank=rank, attempt=attempt, segment=segment))
             # only the last fit of an attempt may have no end, where another one went on with it
             if attempt == len(earlier) or number + 1 < earlier[attempt].segments:
-                self.incomplete_reason = self.incomplete_reason or streams[-1].unfinished
+                last = next(one for one in reversed(streams) if not self._left_nothing(one))
+                self.incomplete_reason = self.incomplete_reason or last.unfinished
         return RankRun(rank, streams)
+
+    def _left_nothing(self, stream: StreamFile) -> bool:
+        """Return whether an attempt that went on with the run ended before its first step: the run is as it was."""
+        entry, is_every_step = self.manifest.attempts[stream.attempt], self.manifest.selection.is_every_step
+        is_new = stream.attempt > 0 and entry.segments == 1 and not entry.resumed_from
+        return is_new and is_every_step and stream.unfinished is not None and not len(stream.rows)
 
     def _places(self) -> Iterator[tuple[int, int, int]]:
         """Yield attempt, number in the attempt and fit of each stream; an attempt goes on with the last fit."""

@@ -116,9 +116,13 @@ def test_a_run_is_complete_only_when_every_fit_has_its_end(tmp_path):
     writer.start_segment()
     assert "segment-001" in reason()
     append(writer, [0], complete=False)
+    resume(path).close(complete=False)
     assert not Run.open(path).is_complete
     append(resume(path), [2], complete=True)
     assert Run.open(path).is_complete
+    for _ in range(2):
+        resume(path).close(complete=False)
+    assert Run.open(path).is_complete, "attempts that ended before their first step left it as it was"
     first.write_bytes(first.read_bytes()[:-8])
     assert str(first) in reason(), "a fit in the middle has to have its end too"
 
