@@ -307,7 +307,7 @@ class DeterminismCallback(CallbackArguments):
 
     on_test_start, on_test_batch_start = on_validation_start, on_validation_batch_start
     on_test_end = on_validation_end
-    on_predict_start, on_predict_end = on_validation_start, on_validation_end  # of which none are
+    on_predict_start, on_predict_end = on_validation_start, on_validation_end  # predictions log no metrics
 
     @property
     def _is_fitting(self) -> bool:
