@@ -1,7 +1,7 @@
 """One checkpoint against the digests beside it, or two against each other."""
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ class EntryDifference:
         reference: digest, or shape and dtype, or type, in the reference; a value shortened, where both were read.
         current: the same of the checkpoint that is compared with it.
         parameter: the parameter that an optimizer's state belongs to, where it is known.
-        exchanged_with: path of the entry that has this one's content, and whose content this one has.
         num_elements: of the tensor, where both were read.
         num_differing: of its elements.
         max_ulps: the largest distance of two of them that are finite.
@@ -41,7 +40,6 @@ class EntryDifference:
     reference: str | None = None
     current: str | None = None
     parameter: str | None = None
-    exchanged_with: str | None = None
     num_elements: int | None = None
     num_differing: int | None = None
     max_ulps: int | None = None
@@ -197,47 +195,31 @@ def _existing(path: str | Path) -> Path:
     return place
 
 
-# what differs
-
-
-def _differences(reference: Entries, current: Entries) -> list[EntryDifference]:
-    """Return what is not the same, in the order of the reference, then what only ``current`` has.
-
-    A pair of tensors of which each has the other's content is named as such: a wrong mapping of names does that.
-    """
+def _differences(reference: Entries, current: Entries) -> Iterator[EntryDifference]:
+    """Yield what is not the same, in the order of the reference, then what only ``current`` has."""
     before, after = (
         {(section, path): entry for section, inner in entries.items() for path, entry in inner.items()}
         for entries in (reference, current)
     )
-    found: list[EntryDifference] = []
     for section, path in {**before, **after}:
         one, other = before.get((section, path)), after.get((section, path))
         if one == other:
             continue
-        kind, shown = "structure", [_layout(one), _layout(other)]
-        if one is None or other is None:
-            kind = "missing" if other is None else "extra"
-        elif one.kind == other.kind and shown[0] == shown[1]:
+        kind = "missing" if other is None else "extra" if one is None else "structure"
+        shown = [None if entry is None else _layout(entry) for entry in (one, other)]
+        if one is not None and other is not None and shown[0] == shown[1]:
             kind, shown = "content", [one.digest, other.digest]
-        parameter = next((entry.parameter for entry in (one, other) if entry and entry.parameter), None)
-        more: dict[str, Any] = {"reference": shown[0], "current": shown[1], "parameter": parameter}
-        found.append(EntryDifference(section=section, path=path, kind=kind, **more))
-    by_content = {
-        (one.section, one.reference, one.current): one.path
-        for one in reversed(found)
-        if one.kind == "content" and before[one.section, one.path].kind == "tensor"
-    }
-    return [replace(one, exchanged_with=by_content.get((one.section, one.current, one.reference))) for one in found]
+        parameter = None if one is None else one.parameter
+        sides: dict[str, Any] = {"reference": shown[0], "current": shown[1], "parameter": parameter}
+        yield EntryDifference(section=section, path=path, kind=kind, **sides)
 
 
-def _layout(entry: Entry | None) -> str | None:
-    if entry is None or entry.shape is None:
-        return None if entry is None else entry.type
-    return f"{entry.type} {list(entry.shape)}"
+def _layout(entry: Entry) -> str:
+    return entry.type if entry.shape is None else f"{entry.type} {list(entry.shape)}"
 
 
 def _counted(one: EntryDifference, reference: Any, current: Any) -> EntryDifference:
-    """Return a difference with numbers of elements and ULPs, where both sides are ordinary tensors."""
+    """Return a difference with numbers of elements and ULPs, or with the values where they are no tensors."""
     if one.kind != "content":
         return one
     if not (isinstance(reference, Tensor) and isinstance(current, Tensor)):
@@ -245,7 +227,6 @@ def _counted(one: EntryDifference, reference: Any, current: Any) -> EntryDiffere
     try:
         numbers = tensor_numbers(TensorNumbers(tensor=one.path), reference, current)
     except ValueError:  # not ordinary strided tensors: that they differ is known
-        return replace(one, num_elements=reference.numel())
-    return replace(
-        one, num_elements=numbers.num_elements, num_differing=numbers.num_differing, max_ulps=numbers.max_ulps
-    )
+        return one
+    figures = {name: getattr(numbers, name) for name in ("num_elements", "num_differing", "max_ulps")}
+    return replace(one, **figures)

@@ -53,8 +53,6 @@ def mismatch_text(report: "CheckpointReport") -> str:
 
 def _how(entry: "EntryDifference") -> str:
     """Return how an entry differs, to follow its name."""
-    if entry.exchanged_with is not None:
-        return f"and {entry.exchanged_with} are exchanged"
     if entry.kind in ("missing", "extra"):
         return "is missing" if entry.kind == "missing" else "is there, and was not before"
     if entry.kind == "structure":
