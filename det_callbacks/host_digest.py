@@ -1,22 +1,16 @@
-"""Memory of the host -> 64 bits: the specification of the digest, on the ``xxhash`` library.
+"""Memory of the host -> 64 bits: DIGEST_VERSION 1, on the ``xxhash`` library.
 
-DIGEST_VERSION 1:
-
-* The bytes are cut in leaves of 256 KiB; the last one may be shorter. No bytes at all are one leaf of zero bytes.
-* Each leaf is zero-padded to a multiple of 1,024 bytes (zero bytes need no padding) and hashed with XXH3-64, seed 0.
-* One leaf: its hash is the digest. More: their hashes, 8 bytes each and little-endian, are the bytes of the next level,
-  which is cut, padded and hashed in the same way, until there is one.
-
-The padding lets a GPU hash whole 1 KiB blocks and the leaves let it (and two threads here) work in parallel; every
-device has to give these bits. How many bytes there were is not part of the digest: one byte of 1 and two bytes of
-1 and 0 have the same one, and the shape and dtype that stand beside a digest tell them apart.
+The bytes are cut in leaves of 256 KiB (no bytes are one leaf of zero bytes). Each leaf is zero-padded to a multiple of
+1,024 bytes and hashed with XXH3-64, seed 0. Where there is more than one, the little-endian hashes are the bytes of the
+next level. The padding lets a GPU hash whole blocks, and the leaves let it, and two threads here, work in parallel.
+The number of bytes is not part of the digest: the shape and dtype that stand beside it tell it.
 """
 
 import ctypes
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +25,7 @@ DIGEST_VERSION = 1
 BLOCK_BYTES = 1024
 LEAF_BYTES = 256 * 1024
 THREADED_BYTES = 16 * 1024 * 1024  # from here on two threads: below it, starting one costs more than it saves
-_PIECE_LEAVES = 8  # that a thread takes at a time, so that one that is slowed down delays the end by under 1 ms
+_PIECE_BYTES = 8 * LEAF_BYTES  # of a thread at a time, so that one that is slowed down delays the end by under 1 ms
 _PADDING = bytes(BLOCK_BYTES)
 
 
@@ -56,16 +50,19 @@ def digest_memory(address: int, nbytes: int) -> int:
 
     The caller answers for the memory: that it is readable over the whole length and does not change meanwhile.
     """
-    if 0 < nbytes <= LEAF_BYTES:
-        if not nbytes % BLOCK_BYTES:
-            return xxh3_64_intdigest(_READERS[nbytes](address))
-        if nbytes < BLOCK_BYTES:
-            return xxh3_64_intdigest(_READERS[nbytes](address).raw.ljust(BLOCK_BYTES, b"\0"))
-    if nbytes <= LEAF_BYTES:
-        return _leaf_hash(address, nbytes)
-    if nbytes < THREADED_BYTES:
-        return _join_leaves(_leaf_hashes(address, nbytes, 0, -(-nbytes // LEAF_BYTES)))
-    return digest_spans([(address, nbytes)])[0]
+    if nbytes > LEAF_BYTES:
+        if nbytes < THREADED_BYTES:
+            return _join_leaves(_leaf_hashes((address, nbytes)))
+        return digest_spans([(address, nbytes)])[0]
+    tail = nbytes % BLOCK_BYTES
+    if not tail:
+        return xxh3_64_intdigest(_READERS[nbytes](address) if nbytes else b"")
+    if nbytes < BLOCK_BYTES:
+        return xxh3_64_intdigest(_READERS[nbytes](address).raw.ljust(BLOCK_BYTES, b"\0"))
+    state = xxh3_64(_READERS[nbytes - tail](address))
+    state.update(_READERS[tail](address + nbytes - tail))
+    state.update(_PADDING[tail:])
+    return state.intdigest()
 
 
 def digest_rows(address: int, num_rows: int, nbytes: int) -> list[int]:
@@ -108,27 +105,23 @@ def digest_file(path: Path) -> tuple[int, int]:
 def digest_spans(spans: Sequence[tuple[int, int]]) -> list[int]:
     """Return the digest of each (address, number of bytes); from 16 MiB in all on, in two threads.
 
-    The second thread lives only as long as the call: unlike a pool it leaves nothing behind for a fork or for the
+    The threads live only as long as the call: unlike a lasting pool they leave nothing behind for a fork or for the
     interpreter's end to trip over.
     """
     if sum(nbytes for _, nbytes in spans) < THREADED_BYTES:
         return [digest_memory(address, nbytes) for address, nbytes in spans]
-    leaves: list[list[int]] = [[0] * max(1, -(-nbytes // LEAF_BYTES)) for _, nbytes in spans]
     pieces = [
-        (index, first, min(first + _PIECE_LEAVES, len(hashes)))
-        for index, hashes in enumerate(leaves)
-        for first in range(0, len(hashes), _PIECE_LEAVES)
+        (address + first, min(_PIECE_BYTES, nbytes - first))
+        for address, nbytes in spans
+        for first in range(0, max(nbytes, 1), _PIECE_BYTES)
     ]
-    todo = iter(pieces)  # next() on a list's iterator is atomic, so each piece is taken once
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="det_callbacks-digest") as pool:
-        # where no thread is to be had (the process is at its limit, or the interpreter is ending) this one does all
-        second: Future[None] | None = None
-        with suppress(RuntimeError):
-            second = pool.submit(_hash_pieces, spans, leaves, todo)
-        _hash_pieces(spans, leaves, todo)
-        if second is not None:
-            second.result()
-    return [_join_leaves(hashes) for hashes in leaves]
+    try:
+        with ThreadPoolExecutor(max_workers=2, thread_name_prefix="det_callbacks-digest") as pool:
+            found = [*pool.map(_leaf_hashes, pieces)]
+    except RuntimeError:  # no thread is to be had: the process is at its limit, or the interpreter is ending
+        found = [*map(_leaf_hashes, pieces)]
+    leaves = chain.from_iterable(found)
+    return [_join_leaves([*islice(leaves, max(1, -(-nbytes // LEAF_BYTES)))]) for _, nbytes in spans]
 
 
 def format_digest(value: int) -> str:
@@ -136,32 +129,12 @@ def format_digest(value: int) -> str:
     return f"{value:016x}"
 
 
-def _hash_pieces(
-    spans: Sequence[tuple[int, int]], leaves: list[list[int]], todo: Iterator[tuple[int, int, int]]
-) -> None:
-    for index, first, last in todo:
-        address, nbytes = spans[index]
-        leaves[index][first:last] = _leaf_hashes(address, nbytes, first, last)
-
-
-def _leaf_hashes(address: int, nbytes: int, first: int, last: int) -> list[int]:
+def _leaf_hashes(piece: tuple[int, int]) -> list[int]:
+    address, nbytes = piece
     return [
-        _leaf_hash(address + start, min(LEAF_BYTES, nbytes - start))
-        for start in range(first * LEAF_BYTES, last * LEAF_BYTES, LEAF_BYTES)
+        digest_memory(address + start, min(LEAF_BYTES, nbytes - start))
+        for start in range(0, max(nbytes, 1), LEAF_BYTES)
     ]
-
-
-def _leaf_hash(address: int, nbytes: int) -> int:
-    tail = nbytes % BLOCK_BYTES
-    if not tail:
-        return xxh3_64_intdigest(_READERS[nbytes](address)) if nbytes else xxh3_64_intdigest(b"")
-    if nbytes < BLOCK_BYTES:
-        return xxh3_64_intdigest(_READERS[tail](address).raw.ljust(BLOCK_BYTES, b"\0"))
-    whole = nbytes - tail
-    state = xxh3_64(_READERS[whole](address))
-    state.update(_READERS[tail](address + whole))
-    state.update(_PADDING[tail:])
-    return state.intdigest()
 
 
 def _join_leaves(hashes: Sequence[int]) -> int:
