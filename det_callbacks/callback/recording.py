@@ -1,5 +1,6 @@
 """Fits that are recorded: ``mode="record"``."""
 
+import operator
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +20,6 @@ from det_callbacks.runs.metrics import Reading
 from det_callbacks.runs.peers import END_OF_FIT, Peers
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.runs.writer import RunWriter
-from det_callbacks.tensors.kept import KeptCounts
 from det_callbacks.verification import Verification
 
 
@@ -132,7 +132,7 @@ class Recording(TracedSession):
                 saved=self.replay.counts.to_dict(),
                 num_agreed=None if earlier is None else sum(end["num_agreed"] for end in ended),
                 num_ranks=self.peers.world_size,
-                kept=None if self.keeper is None else reduce(KeptCounts.with_rank, (end["kept"] for end in ended)),
+                kept=None if self.keeper is None else reduce(operator.add, (end["kept"] for end in ended)),
                 num_metrics=self._num_metrics,
             )
         )

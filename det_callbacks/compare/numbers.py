@@ -12,8 +12,7 @@ from det_callbacks.runs.files import MANIFEST, damaged
 from det_callbacks.runs.program import REGION
 from det_callbacks.runs.selection import PHASES, Selection
 from det_callbacks.runs.store import Run
-from det_callbacks.tensors.files import KEPT, SavedStep, SavedTensor
-from det_callbacks.tensors.kept import find_kept, left_out
+from det_callbacks.tensors.files import KEPT, LEFT_OUT, SavedStep, SavedTensor
 from det_callbacks.verdict import Divergence, Numbers, TensorNumbers, Verdict
 
 MAX_RANKS = 16
@@ -62,8 +61,8 @@ class KeptNumbers:
                 if (name, *key) not in self._steps:
                     saved = SavedStep.of(run, rank=key[0], segment=segment, step=divergence.step, kind=KEPT)
                     self._steps[name, *key] = saved
-                kept = find_kept(self._steps[name, *key], divergence, str(digest))
-                _, reason = left_out(self._steps[name, *key])
+                kept = self._steps[name, *key].find(divergence, str(digest))
+                reason = self._steps[name, *key].values.get(LEFT_OUT, "")
             except ReferenceFormatError as error:
                 return Numbers(problem=f"what {name} kept could not be read: {error}")
             if kept is None:

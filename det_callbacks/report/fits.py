@@ -8,8 +8,7 @@ from rich.console import Console
 
 from det_callbacks.audit import AuditReport
 from det_callbacks.report.console import Section, Table, at_most, count, listed, print_line, ranks_text, size, to_text
-from det_callbacks.report.run import missing_calls
-from det_callbacks.tensors.kept import KeptCounts
+from det_callbacks.tensors.files import KeptCounts
 from det_callbacks.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -70,9 +69,8 @@ def recorded_line(
     text = f"det_callbacks: {', '.join(parts)}"
     if kept is None:
         return text
-    tensors, missing = count(kept.num_tensors, "tensor"), kept.num_missing and missing_calls(kept)
-    text += f"; kept {tensors} of {count(kept.num_steps, 'step')} ({size(kept.num_bytes)})"
-    return f"{text}, and NOT those of {missing}" if missing else text
+    text += f"; kept {count(kept.num_tensors, 'tensor')} ({size(kept.num_bytes)})"
+    return f"{text}, and NOT those of {count(kept.num_missing, 'call')} {kept.reason}" if kept.num_missing else text
 
 
 def recorded_call_line(call: str, *, path: str, num_metrics: int) -> str:

@@ -8,7 +8,6 @@ from det_callbacks.report.console import Section, Table, count, listed
 from det_callbacks.runs.metrics import read_metrics
 from det_callbacks.runs.program import READS, Site, StepRecord, StepView, TensorLayout
 from det_callbacks.runs.store import RankRun, Run
-from det_callbacks.tensors.kept import KeptCounts, not_kept
 
 HEAD = 10
 """Rows shown from either end of a long table; the JSON has all."""
@@ -81,8 +80,6 @@ def run_report(run: Run, rank: RankRun) -> list[Section]:
         lines.append(f"resumed: segment {segment} went on from a checkpoint with step {step}")
     chosen = {"saved for replay": run.manifest.replay, "tensors kept": run.manifest.keep_tensors}
     lines += [f"{what}: {', '.join(patterns)}" for what, patterns in chosen.items() if patterns]
-    if run.manifest.keep_tensors and (kept := not_kept(run, rank.rank)).num_missing:
-        lines.append(f"NOT kept: {missing_calls(kept)}")
     metrics = [read_metrics(run, segment).by_key.values() for segment in run.segments]
     if names := sorted({name for readings in metrics for reading in readings for name in reading.metrics}):
         lines.append(f"metrics (--json has their values): {listed(names, limit=HEAD)}")
@@ -92,11 +89,6 @@ def run_report(run: Run, rank: RankRun) -> list[Section]:
     rows = [[record[name] if record else "..." for name in fields] for record in records]
     columns = ("fit", "step", "epoch", "sites", *fields[4:])
     return [Section(code=lines, table=Table(columns=columns, rows=rows, is_wide=True))]
-
-
-def missing_calls(kept: KeptCounts) -> str:
-    """Return of how many calls tensors are missing, from when on, and why."""
-    return f"{count(kept.num_missing, 'call')} from step {kept.first_missing} on: {kept.reason}"
 
 
 def step_report(view: StepView) -> list[Section]:

@@ -1,7 +1,5 @@
 """The saved tensors of one step and process: one safetensors file, written and read without torch.
 
-    rank-00000/replay/attempt-000.segment-000/step-000000012.safetensors     (or kept/; named like the step's stream)
-
 Tensors have their own dtype where safetensors has it, so any reader of that format reads them; others are flat bytes.
 What they are stands as JSON in the metadata, and a digest covers the whole header. Keys never become paths.
 """
@@ -22,12 +20,14 @@ import numpy as np
 from det_callbacks.host_digest import digest_bytes, format_digest
 from det_callbacks.runs.files import damaged
 from det_callbacks.runs.store import Run
+from det_callbacks.verdict import Divergence
 
 TENSORS_FORMAT_VERSION = 1
 
 MIB = 2**20
 REPLAY = "replay"  # what is put back while verifying
 KEPT = "kept"  # what tells by how much ops differ
+LEFT_OUT = "left_out"  # among the values of a step of which not all was kept: why the first call was not
 
 _METADATA = "det_callbacks"
 _SEAL = "det_callbacks_digest"
@@ -67,6 +67,24 @@ class SavedTensor:
         return digest_bytes(self.bits.data)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptCounts:
+    """What was kept of the tensors of ops, and how many calls were not, with the step and the reason of the first."""
+
+    num_tensors: int = 0
+    num_bytes: int = 0
+    num_missing: int = 0
+    reason: str = ""
+
+    def __add__(self, other: "KeptCounts") -> "KeptCounts":
+        return KeptCounts(
+            num_tensors=self.num_tensors + other.num_tensors,
+            num_bytes=self.num_bytes + other.num_bytes,
+            num_missing=self.num_missing + other.num_missing,
+            reason=self.reason or other.reason,
+        )
+
+
 def tensor_path(stream: Path, kind: str, step: int) -> Path:
     """Return the file of the tensors of one kind, ``REPLAY`` or ``KEPT``, of a step that is in a stream."""
     return _folder(stream, kind) / f"step-{step:09d}.safetensors"
@@ -93,8 +111,8 @@ class StepWriter:
         """Go on with the steps of another fit."""
         self._stream, self._place = stream, replace(self._place, segment=segment)
 
-    def write(self, step: int, tensors: Mapping[str, SavedTensor], values: Mapping[str, Any]) -> int:
-        """Write the tensors of a step that is settled, and plain values by key; return the file's bytes.
+    def write(self, step: int, tensors: Mapping[str, SavedTensor], values: Mapping[str, Any]) -> None:
+        """Write the tensors of a step that is settled, and plain values by key.
 
         Where there are none, a file of an earlier attempt is removed. It is written atomically, and like the stream not
         fsynced: a power cut may lose it, a kill not.
@@ -102,7 +120,7 @@ class StepWriter:
         path = tensor_path(self._stream, self._kind, step)
         path.unlink(missing_ok=True)
         if not tensors and not values:
-            return 0
+            return
         # large elements first, as the format's own writer does, so that all of them are aligned
         order = sorted(tensors, key=lambda key: -tensors[key].bits.nbytes // max(prod(tensors[key].shape), 1))
         sections: dict[str, Any] = {}
@@ -131,7 +149,6 @@ class StepWriter:
         except BaseException:  # Ctrl-C too: raised again
             temporary.unlink(missing_ok=True)
             raise
-        return 8 + len(header) + offset
 
     def delete(self) -> None:
         """Delete everything that was written beside the stream: its attempt is taken back."""
@@ -180,6 +197,13 @@ class SavedStep:
         if len(bits) != end - begin or format_digest(saved.digest) != entry.pop("digest"):
             raise damaged(self.path, f"the bits of {key!r} are not those that were saved")
         return saved
+
+    def find(self, divergence: Divergence, digest: str) -> SavedTensor | None:
+        """Return what was kept of a site with this digest; several at a place that have it are equal tensors."""
+        place = {name: getattr(divergence, name) for name in ("phase", "module", "op", "output")}
+        place["site_digest"] = digest
+        keys = (key for key, entry in self.entries.items() if place.items() <= entry.items())
+        return next(map(self.read, keys), None)
 
     @cached_property
     def _content(self) -> tuple[dict[str, dict[str, Any]], dict[str, tuple[int, int]]]:

@@ -1,9 +1,8 @@
 """Keeping what chosen ops wrote, so that a verdict can say by how much they differ."""
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,19 +11,10 @@ from det_callbacks.errors import DetCallbacksError
 from det_callbacks.host_digest import format_digest
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.tensors.copies import TensorBudget
-from det_callbacks.tensors.files import SavedTensor, StepWriter
-from det_callbacks.tensors.kept import LEFT_OUT, KeptCounts
+from det_callbacks.tensors.files import LEFT_OUT, KeptCounts, SavedTensor, StepWriter
 from det_callbacks.tensors.replay import OpSelection
 from det_callbacks.trace.components import holds_data
 from det_callbacks.trace.deferred_sites import DeferredSites
-
-
-class _Call(NamedTuple):
-    """One call of an op: the position of its first site, the arguments' where it has one, and its outputs by index."""
-
-    op: str
-    position: int
-    outputs: list[tuple[int, SavedTensor]]
 
 
 class Keeper(OpSelection):
@@ -45,7 +35,7 @@ class Keeper(OpSelection):
     def begin(self, *, is_wanted: bool = True) -> None:
         """Start a step, and forget the one under way; without ``is_wanted`` nothing of it is copied."""
         self._is_wanted = is_wanted
-        self._calls: list[_Call] = []
+        self._calls: list[tuple[str, int, dict[int, SavedTensor]]] = []  # op, position of its first site, outputs
         self._left_out: list[str] = []
         self._budget.num_bytes = 0
 
@@ -62,43 +52,32 @@ class Keeper(OpSelection):
             self._left_out.append(str(error))
             return outputs
         if copies:
-            self._calls.append(_Call(op, position, list(zip(held, copies, strict=True))))
+            self._calls.append((op, position, dict(zip(held, copies, strict=True))))
         return outputs
 
     def write(self, trace: StepTrace, step: int) -> None:
         """Write what was kept of a step that ended, before the step itself is appended to its stream."""
-        tensors = {key: saved for call in self._calls for key, saved in _entries(call, trace).items()}
+        tensors = {key: saved for call in self._calls for key, saved in _entries(trace, *call).items()}
         try:
-            size = self.writer.write(step, tensors, self._missing())
+            self.writer.write(step, tensors, {LEFT_OUT: self._left_out[0]} if self._left_out else {})
         except (DetCallbacksError, OSError) as error:  # the run does not depend on it
             self._left_out += [str(error)] * len(self._calls)
-            tensors, size = {}, 0
-            with suppress(OSError):  # where even this fails, only the closing line says it
-                self.writer.write(step, {}, self._missing())
-        if tensors:
-            self.counts = replace(
-                self.counts,
-                num_tensors=self.counts.num_tensors + len(tensors),
-                num_steps=self.counts.num_steps + 1,
-                num_bytes=self.counts.num_bytes + size,
-            )
-        if self._left_out:
-            self.counts = self.counts.with_missing(step, len(self._left_out), self._left_out[0])
+            tensors = {}
+        reason = f"from step {step} on: {self._left_out[0]}" if self._left_out else ""
+        size, num_missing = sum(saved.bits.nbytes for saved in tensors.values()), len(self._left_out)
+        self.counts += KeptCounts(num_tensors=len(tensors), num_bytes=size, num_missing=num_missing, reason=reason)
         self.begin()
 
-    def _missing(self) -> dict[str, Any]:
-        return {LEFT_OUT: [len(self._left_out), self._left_out[0]]} if self._left_out else {}
 
-
-def _entries(call: _Call, trace: StepTrace) -> dict[str, SavedTensor]:
+def _entries(trace: StepTrace, op: str, first: int, outputs: dict[int, SavedTensor]) -> dict[str, SavedTensor]:
     """Return the copies of a call by key, with the site that each belongs to; none where it made no sites."""
-    sites, first = trace.program.sites, call.position
+    sites = trace.program.sites
     if first < len(sites) and sites[first].role == "argument":
         first += 1
     entries = {}
-    for index, copy in call.outputs:
+    for index, copy in outputs.items():
         site = sites[first + index] if first + index < len(sites) else None
-        if site is None or (site.op, site.output, site.role) != (call.op, index, "output"):
+        if site is None or (site.op, site.output, site.role) != (op, index, "output"):
             return {}
         place = {name: getattr(site, name) for name in ("phase", "module", "op", "occurrence", "output")}
         digest = format_digest(int(trace.digests[first + index]))

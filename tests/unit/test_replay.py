@@ -34,7 +34,6 @@ from det_callbacks.runs.steps import StepTrace
 from det_callbacks.tensors.copies import TensorBudget
 from det_callbacks.tensors.files import KEPT, REPLAY, SavedStep, StepPlace, StepWriter, tensor_path
 from det_callbacks.tensors.keep import Keeper
-from det_callbacks.tensors.kept import KeptCounts, find_kept
 from det_callbacks.tensors.replay import Replay
 from det_callbacks.trace.deferred_sites import DeferredSites
 from det_callbacks.trace.hash_mode import HashMode
@@ -300,7 +299,7 @@ def assert_kept(folder: Path, place: Divergence, output: Tensor, step: int = 0) 
     """Check that what an op wrote can be found by its digest."""
     path = tensor_path(stream_path(folder, 0, 0, 0), KEPT, step)
     saved = SavedStep(path, StepPlace(run_id=folder.name, rank=0, segment=0, step=step))
-    kept = find_kept(saved, place, format_digest(digest_tensor(output)))
+    kept = saved.find(place, format_digest(digest_tensor(output)))
     assert kept is not None
     assert kept.bits.view("float32").tolist() == output.flatten().tolist()
 
@@ -353,12 +352,6 @@ def test_an_op_inside_a_compiled_region_is_kept_too(tmp_path: Path) -> None:
         compiled(torch.ones(2, 4))  # compiled before what is kept
     trace(keeper(tmp_path / "run", "det_tests.twice.default"), lambda: compiled(torch.ones(2, 4)))
     assert_kept(tmp_path / "run", replace(ADD, op="det_tests.twice.default"), torch.full((2, 4), 2.0))
-
-
-def test_the_counts_of_two_ranks_are_added_and_the_first_gap_is_the_first_ranks() -> None:
-    one, other = KeptCounts(num_tensors=2, num_steps=1), KeptCounts(num_tensors=1).with_missing(3, 2, "no room")
-    expected = KeptCounts(num_tensors=3, num_steps=1, num_missing=2, first_missing=3, reason="no room")
-    assert one.with_rank(other) == other.with_rank(one) == expected
 
 
 def test_only_what_can_be_kept_is_advised() -> None:
