@@ -18,8 +18,9 @@ from unittest import mock
 import torch
 
 from det_callbacks.digest.device import deferred
-from det_callbacks.digest.device.deferred import Transfers
+from det_callbacks.digest.device.deferred import DeferredDigests, Known
 from det_callbacks.digest.device.triton_digest import Choice, Span
+from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.host_digest import digest_memory
 from det_callbacks.trace.components import address_of
 from det_callbacks.trace.deferred_sites import DeferredSites
@@ -63,40 +64,32 @@ class LateDevice:
         return [digest_memory(copy.data_ptr(), copy.nbytes) ^ self.mask for part in launched for copy in part]
 
 
-class LateTransfers(Transfers):
-    """Copies that arrive when they are waited for."""
-
-    def __init__(self) -> None:
-        self._due: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def fetch(self, source: torch.Tensor) -> torch.Tensor:
-        copy = torch.empty_like(source)
-        if copy.numel():
-            copy.untyped_storage().fill_(0xA5)  # type: ignore[no-untyped-call]  # torch's
-        self._due.append((copy, source.clone()))
-        return copy
-
-    def send(self, values: torch.Tensor, target: torch.Tensor) -> None:
-        target.copy_(values)
-
-    def wait(self) -> None:
-        for copy, source in self._due:
-            copy.copy_(source)
-        self._due = []
-
-    def discard(self) -> None:
-        self._due = []
-
-
 @contextmanager
 def late_device(mask: int = 0, dtype: torch.dtype | None = None) -> Iterator[LateDevice]:
     """Have the package take all tensors, or those of a dtype, for those of a device that yields at a step's end."""
     device = LateDevice(mask)
-    settle = DeferredSites.settle
+    settle, finish = DeferredSites.settle, DeferredDigests.finish
+    due: list[tuple[DeferredDigests, torch.Tensor, torch.Tensor]] = []  # copies, which arrive when they are waited for
 
     def is_on_cpu(tensor: torch.Tensor) -> bool:
         asks = sys._getframe(1).f_globals.get("__name__", "")  # torch's own code goes on as on the CPU
         return not asks.startswith("det_callbacks.") or dtype not in (None, tensor.dtype)
+
+    def fetch(deferred: DeferredDigests, tensor: torch.Tensor) -> torch.Tensor:
+        with unobserved(), torch.no_grad():
+            copy = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+            if copy.numel():
+                copy.untyped_storage().fill_(0xA5)  # type: ignore[no-untyped-call]  # torch's
+            due.append((deferred, copy, tensor.detach().clone()))
+            return copy
+
+    def finishing(deferred: DeferredDigests) -> Known:
+        known = finish(deferred)
+        with unobserved(), torch.no_grad():
+            for _, copy, source in (entry for entry in due if entry[0] is deferred):
+                copy.copy_(source)
+        due[:] = [entry for entry in due if entry[0] is not deferred]
+        return known
 
     def settling(sites: DeferredSites, *args: Any) -> Any:
         before, device.num_steps = device.num_steps, 0
@@ -108,7 +101,7 @@ def late_device(mask: int = 0, dtype: torch.dtype | None = None) -> Iterator[Lat
     with (
         mock.patch.object(torch.Tensor, "is_cpu", property(is_on_cpu)),
         mock.patch.object(deferred, "device_choice", return_value=Choice(method=device)),
-        mock.patch.object(deferred, "Transfers", LateTransfers),
+        mock.patch.multiple(DeferredDigests, fetch=fetch, finish=finishing),
         mock.patch.object(DeferredSites, "settle", settling),
     ):
         yield device

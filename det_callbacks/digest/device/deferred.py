@@ -43,15 +43,11 @@ def value_of(bits: Bits, known: Known) -> int:
 class DigestQueue:
     """Spans of a device's memory in the order of their digests, launched together and fetched together.
 
-    The storage of a span that waits is held, so the program may drop its tensors (not the tensors: they would keep
-    autograd's graph alive). Its bytes must not change until it is launched: say ``before_write`` of whatever is about
-    to be written, resized or freed. Launches happen then, when enough spans or bytes wait, when the stream is another
-    one, and at ``finish``, which alone waits for the device. A write on another stream than the one that a storage is
-    read on comes after the reading, also where the launch is long past: whatever orders the program's own work on the
-    two may have been said before it.
-
-    After a launch failed its spans' digests are lost, and the queue refuses to go on until ``discard``. Any thread may
-    call: autograd has one for each device, and what one of them writes may have to be read first by another's queue.
+    The storage of a span that waits is held (not the tensor, which would keep autograd's graph alive). Its bytes must
+    not change until it is launched: say ``before_write`` first, which launches, and has a write on another stream come
+    after all reading, also where the launch is long past. Launches happen, too, when enough waits, when the stream is
+    another one, and at ``finish``, which alone waits for the device. After one failed the queue refuses to go on until
+    ``discard``. Any thread may call: autograd has one for each device.
     """
 
     def __init__(self, method: TritonDigest, *, max_tensors: int = MAX_TENSORS, max_bytes: int = MAX_BYTES) -> None:
@@ -171,58 +167,17 @@ class DigestQueue:
             )
 
 
-class Transfers:
-    """Copies under way: what was fetched may be read after ``wait``, which alone waits for the devices.
-
-    From and to CUDA devices they go through pinned memory, which torch allocates once and keeps for the next step;
-    elsewhere they are made at once. Must run inside ``digest.unobserved``.
-    """
-
-    def __init__(self) -> None:
-        self.discard()
-
-    def fetch(self, source: torch.Tensor) -> torch.Tensor:
-        """Return a copy of a contiguous tensor on the host."""
-        is_pinned = source.device.type == "cuda"
-        copy = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=is_pinned)
-        copy.copy_(source, non_blocking=is_pinned)
-        if is_pinned:
-            self._note_end(source.device)
-        return copy
-
-    def send(self, values: torch.Tensor, target: torch.Tensor) -> None:
-        """Write the elements of a host tensor into one of the same shape and dtype, with any strides."""
-        if target.device.type != "cuda":
-            target.copy_(values)
-            return
-        pinned = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True).copy_(values)
-        target.copy_(pinned, non_blocking=True)
-        self._sources.append(pinned)
-        self._note_end(target.device)
-
-    def wait(self) -> None:
-        """Wait until all copies are made."""
-        for end in self._ends.values():
-            end.synchronize()
-        self.discard()
-
-    def discard(self) -> None:
-        """Forget the copies, which may be under way: torch hands their pinned memory out again after them (2.13)."""
-        self._ends: dict[torch.cuda.Stream, torch.cuda.Event] = {}
-        self._sources: list[torch.Tensor] = []
-
-    def _note_end(self, device: torch.device) -> None:
-        stream = torch.cuda.current_stream(device)
-        self._ends.setdefault(stream, torch.cuda.Event()).record(stream)
-
-
 class DeferredDigests:
-    """A queue for each device that computes digests; devices are waited for in ``finish`` alone."""
+    """A queue for each device that computes digests, and copies under way; ``finish`` alone waits for the devices.
+
+    From and to CUDA devices copies go through pinned memory, which torch allocates once and hands out again after them
+    (2.13), also when they are forgotten under way; elsewhere they are made at once.
+    """
 
     def __init__(self) -> None:
         self.is_used = False  # whether any device asked about computes digests; before, no write has to be announced
         self._queues: dict[torch.device, DigestQueue | None] = {}
-        self._transfers = Transfers()
+        self._forget_copies()
 
     def computes_on(self, device: torch.device) -> bool:
         """Return whether a device computes digests; the first time it finds that out, see ``device_choice``."""
@@ -243,14 +198,25 @@ class DeferredDigests:
         return DeferredBits(lambda known: known[device][place])
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a contiguous copy of a tensor on the host, to be read after ``finish``; see ``Transfers``."""
+        """Return a contiguous copy of a tensor on the host, to be read after ``finish``."""
         with unobserved(), torch.no_grad():
-            return self._transfers.fetch(tensor.detach().resolve_conj().resolve_neg().contiguous())
+            source = tensor.detach().resolve_conj().resolve_neg().contiguous()
+            is_pinned = source.device.type == "cuda"
+            copy = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=is_pinned)
+            copy.copy_(source, non_blocking=is_pinned)
+            self._note_copy(source.device)
+            return copy
 
     def send(self, values: torch.Tensor, target: torch.Tensor) -> None:
         """Write the elements of a host tensor into one of the same shape and dtype; say ``before_write`` first."""
         with unobserved(), torch.no_grad():
-            self._transfers.send(values, target)
+            if target.device.type != "cuda":
+                target.copy_(values)
+                return
+            pinned = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True).copy_(values)
+            target.copy_(pinned, non_blocking=True)
+            self._sources.append(pinned)
+            self._note_copy(target.device)
 
     def before_write(self, storage: torch.UntypedStorage) -> None:
         """Launch what waits, if any of it lies in a storage that is about to change or to lose its memory."""
@@ -275,14 +241,25 @@ class DeferredDigests:
     def finish(self) -> Known:
         """Wait for the devices, return what ``value_of`` needs and begin anew; raise as ``DigestQueue.finish`` does."""
         known = {device: queue.finish() for device, queue in self._queues.items() if queue is not None}
-        self._transfers.wait()
+        for end in self._copies.values():
+            end.synchronize()
+        self._forget_copies()
         return known
 
     def discard(self) -> None:
         """Begin anew without the digests."""
-        self._transfers.discard()
+        self._forget_copies()
         for queue in self._used():
             queue.discard()
+
+    def _note_copy(self, device: torch.device) -> None:
+        if device.type == "cuda":
+            stream = torch.cuda.current_stream(device)
+            self._copies.setdefault(stream, torch.cuda.Event()).record(stream)
+
+    def _forget_copies(self) -> None:
+        self._copies: dict[torch.cuda.Stream, torch.cuda.Event] = {}  # the end of the last one on each stream
+        self._sources: list[torch.Tensor] = []
 
     def _used(self) -> Iterable[DigestQueue]:
         return [queue for queue in self._queues.values() if queue is not None] if self.is_used else ()
