@@ -1,13 +1,6 @@
 """A checkpoint's dictionary -> digests by name.
 
-An entry is a tensor, a plain value, or a list of numbers and texts; dictionaries, and lists that hold tensors or other
-containers, are walked into, unless they are large and hold nothing but plain values. Its path joins the keys on the way
-with "/". A key that is text is written as it is ("/" and "~" in it as "~1" and "~0"), any other key as Python writes
-it, and text that could be taken for a number in quotes.
-
-Plain values are None, bool, int, float, complex, str, bytes, dtypes and devices, and lists, tuples, sets and
-dictionaries of them; floats count by their bits. Of anything else only the type is kept: the digest of the file covers
-its content.
+Of what is neither a tensor nor made of plain values only the type is kept: the digest of the file covers its content.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,7 +24,7 @@ Entries = Mapping[str, Mapping[str, "Entry"]]
 class Entry:
     """One thing in a checkpoint."""
 
-    kind: str  # "tensor", "value", "file" (of a folder) or "opaque"
+    kind: str  # "tensor", "value" (a plain one, or a list of them), "file" (of a folder) or "opaque"
     type: str  # dtype of a tensor ("float32"), otherwise the type's name
     digest: str | None = None  # of the tensor in row-major order, or of the value's encoding; None for what is opaque
     shape: tuple[int, ...] | None = None  # of a tensor
@@ -46,8 +39,7 @@ def entries_of(
     ``parameters`` has for "0/state/3", the path of a parameter's state in the optimizers', its qualified name.
     """
     leaves = list(walk(checkpoint))
-    tensors = [value for _, _, value in leaves if isinstance(value, Tensor)]
-    digests = dict(zip(map(id, tensors), _digests(tensors), strict=True))
+    digests = iter(_digests([value for _, _, value in leaves if isinstance(value, Tensor)]))
     found: dict[str, dict[str, Entry]] = {}
     for section, path, value in leaves:
         entry = _entry(value, digests)
@@ -81,16 +73,17 @@ def _leaves(value: Any, above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
 
 
 def _key(key: Any) -> str:
+    """Return a key as a path has it: text that could be taken for a number in quotes, others as Python writes them."""
     if not isinstance(key, str):
         return repr(key) if encode_plain(key) is not None else f"<{type(key).__qualname__}>"
     name = key.replace("~", "~0").replace("/", "~1")
     return repr(name) if name.lstrip("-").isdigit() or not name else name
 
 
-def _entry(value: Any, digests: Mapping[int, str | None]) -> Entry:
+def _entry(value: Any, digests: Iterator[str | None]) -> Entry:
+    """Return the entry of a value; of a tensor the next one of ``digests``."""
     if isinstance(value, Tensor):
-        digest = digests[id(value)]
-        name = str(value.dtype).removeprefix("torch.")
+        digest, name = next(digests), str(value.dtype).removeprefix("torch.")
         if digest is None:
             return Entry(kind="opaque", type=f"{type(value).__qualname__} {name} without data")
         shape = (value.size(0),) if value.is_nested else tuple(value.shape)
@@ -118,22 +111,19 @@ def encode_plain(value: Any) -> bytes | None:
 
     Different values have different bytes, whatever they are made of: 1, 1.0 and True, "" and b"", 0.0 and -0.0 differ.
     """
-    text = _text(value, ())
-    return None if text is None else text.encode("utf-8", "surrogatepass")
+    try:
+        return _text(value).encode("utf-8", "surrogatepass")
+    except (TypeError, ValueError, RecursionError):  # also a number of thousands of digits, and what holds itself
+        return None
 
 
-def _text(value: Any, above: tuple[int, ...]) -> str | None:
-    kind = type(value)
-    if kind in _ATOMS:
-        return hex(value) if kind is int and abs(value) >= 2**2048 else repr(value)  # Python writes no longer ones
-    if id(value) in above or not isinstance(value, dict | list | tuple | set | frozenset):
-        return None
-    inner = [one for item in value.items() for one in item] if isinstance(value, dict) else list(value)
-    texts = [_text(one, (*above, id(value))) for one in inner]
-    known = [text for text in texts if text is not None]
-    if len(known) < len(texts):
-        return None
+def _text(value: Any) -> str:
+    if type(value) in _ATOMS:
+        return repr(value)
+    if isinstance(value, dict):
+        return f"dict({', '.join(_text(one) for item in value.items() for one in item)})"
     if isinstance(value, set | frozenset):
-        return f"set({', '.join(sorted(known))})"
-    name = "dict" if isinstance(value, dict) else "list" if isinstance(value, list) else "tuple"
-    return f"{name}({', '.join(known)})"
+        return f"set({', '.join(sorted(map(_text, value)))})"
+    if not isinstance(value, list | tuple):
+        raise TypeError(f"{type(value)} is no plain value")
+    return f"{'list' if isinstance(value, list) else 'tuple'}({', '.join(map(_text, value))})"

@@ -1,9 +1,7 @@
 """The files beside a checkpoint: its sidecar ``X.ckpt.digests.json``, and its parts ``X.ckpt.resume/rank-00001.state``.
 
-The sidecar has digests of what was saved, a part what one rank needs for an exact resume: a line of JSON, and tensors
-in the safetensors format. Every file holds a digest of itself, so that a flipped bit is damage and never another
-content. What is appended to a checkpoint's name holds no digit, since Lightning takes every digit after ``hpc_ckpt_``
-in a folder's listing as a version, and does not end in ``.ckpt``.
+Every file holds a digest of itself, so that a flipped bit is damage and never another content. What is appended to a
+checkpoint's name holds no digit, since Lightning takes every digit after ``hpc_ckpt_`` in a listing as a version.
 """
 
 import json
@@ -36,9 +34,6 @@ class FileDigest:
 
     size: int
     digest: str
-
-
-# the sidecar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,10 +75,7 @@ def measure(path: Path) -> tuple[FileDigest, Entries | None]:
         total += size
         entry = Entry(kind="file", type="file", digest=format_digest(digest), shape=(size,))
         files[one.relative_to(path).as_posix()] = entry
-    return FileDigest(size=total, digest=format_digest(digest_bytes(repr(files).encode()))), {"files": files}
-
-
-# the parts
+    return FileDigest(size=total, digest=_digest_of(repr(files).encode())), {"files": files}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +105,7 @@ class Part:
     buckets: tuple[tuple[str, ...], ...] = ()  # of DDP; empty where a new DDP module makes the right ones
     syncs_buffers: bool = True  # whether DDP's next forward pass sends rank 0's buffers to the others
     problems: tuple[str, ...] = ()  # why a resumed run cannot be the same run, as sentences
-    tensors: FileDigest | None = None  # digest of the tensors that follow
+    tensors: str = ""  # digest of what follows: tensors in the safetensors format
     schema: int = SCHEMA
     digest_version: int = DIGEST_VERSION
 
@@ -142,17 +134,14 @@ def read_part(path: Path, sidecar: Sidecar, rank: int) -> tuple[Part, dict[str, 
     return (part, safetensors.torch.load(content)) if is_of_save else None
 
 
-def _digest_of(content: bytes) -> FileDigest:
-    return FileDigest(size=len(content), digest=format_digest(digest_bytes(content)))
-
-
-# JSON with a digest of itself
+def _digest_of(content: bytes) -> str:
+    return format_digest(digest_bytes(content))
 
 
 def seal(content: Any) -> bytes:
     """Return one line of JSON of a dataclass, with a digest of itself; equal content has equal bytes."""
     plain = msgspec.to_builtins(content)
-    return _encode({**plain, "digest": format_digest(digest_bytes(_encode(plain)))})
+    return _encode({**plain, "digest": _digest_of(_encode(plain))})
 
 
 def unseal(raw: bytes, path: Path, kind: type[Content]) -> Content:
@@ -184,18 +173,12 @@ def _encode(content: Mapping[str, Any]) -> bytes:
 
 
 def _damaged(path: Path, what: str) -> CheckpointFormatError:
-    is_part = path.parent.name.endswith(RESUME)
-    other = (
-        'resume with resume="plain", which does without it' if is_part else "delete it to use the checkpoint unchecked"
-    )
+    other = "delete it to use the checkpoint unchecked"
+    if path.parent.name.endswith(RESUME):
+        other = 'resume with resume="plain", which does without it'
     return CheckpointFormatError(
-        f"{path} is damaged: {what}. The checkpoint beside it was not looked at, and nothing was loaded; restore this "
-        f"file from a copy, or {other}.",
-        str(path),
+        f"{path} is damaged: {what}. Nothing was loaded; restore this file from a copy, or {other}.", str(path)
     )
-
-
-# paths
 
 
 def is_remote(path: str | Path) -> bool:

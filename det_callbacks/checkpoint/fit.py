@@ -23,9 +23,6 @@ GRADIENT, BUFFER = "gradient ", "buffer "
 """How the names of tensors begin that are saved beside a checkpoint."""
 
 
-# what is saved
-
-
 def is_epoch_over(trainer: pl.Trainer) -> bool:
     """Return whether the data of the epoch is used up."""
     epoch_loop: Any = trainer.fit_loop.epoch_loop
@@ -116,9 +113,6 @@ def generators(trainer: pl.Trainer) -> dict[str, Held]:
     return find_generators(roots)
 
 
-# what stands in the way
-
-
 def problems(trainer: pl.Trainer) -> Iterator[str]:
     """Yield why a checkpoint that is saved now cannot be resumed to the same run."""
     loop, loaders = trainer.fit_loop, _loaders(trainer)
@@ -164,9 +158,6 @@ def has_more_to_come(trainer: pl.Trainer) -> bool:
         return True
     num_ended = epochs.completed if has_plateau else epochs.processed
     return is_epoch_over(trainer) and bool(epochs.started > num_ended)
-
-
-# what the trainer has
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -77,8 +77,6 @@ class Resuming:
         self._let_go()
         self._saved.clear()
 
-    # saving
-
     def save(self, path: str, id: str) -> bool:
         """Write the part of this rank beside a checkpoint that is about to be saved; return whether it writes any."""
         if not self._is_exact:
@@ -133,8 +131,6 @@ class Resuming:
             problems=problems,
         )
 
-    # what was loaded
-
     def loaded(self, path: str, sidecar: Sidecar | None) -> None:
         """Take over what stands beside a checkpoint that was loaded for the fit; all ranks do, or all raise."""
         if not self._is_exact:
@@ -169,8 +165,6 @@ class Resuming:
             problems,
         )
 
-    # what the loader calls
-
     def begin_iteration(self) -> None:
         """Keep the generators with which an iteration over the loader begins."""
         self._position = DataPosition(before_iteration=GeneratorStates.capture(self._held))
@@ -190,8 +184,6 @@ class Resuming:
         if position is not None:
             digest = position.first_digest or _digest_batch(batch)
             self._position = replace(position, num_drawn=position.num_drawn + 1, first_digest=digest)
-
-    # what Lightning calls
 
     def begin_fit(self) -> None:
         """Give the strategy, which is set up now, the gradient buckets that it had."""
@@ -240,8 +232,6 @@ class Resuming:
         go_on = partial(self._go_on, loop, self._pending, fetcher, is_new_iteration=self._position is not before)
         self._peers.run_on_all(go_on, task="going to the place that it is of")
         self._pending = None
-
-    # restoring
 
     def _go_on(self, loop: Any, state: Part, fetcher: Any, *, is_new_iteration: bool) -> None:
         tensors, self._tensors = self._tensors, {}

@@ -66,8 +66,6 @@ class CheckpointWatch:
         self.resuming.detach()
         self._replaced.restore()
 
-    # saving
-
     def _save(self, save: Callable[..., None], checkpoint: Any, filepath: Any, *rest: Any, **more: Any) -> None:
         path, trainer = str(filepath), self._trainer
         self._saved.add(path)
@@ -115,8 +113,6 @@ class CheckpointWatch:
             "epoch": trainer.current_epoch if self._is_fit else None,
             "num_ranks": trainer.world_size if is_resumable else 0,
         }
-
-    # loading and removing
 
     def _load(self, load: Callable[..., Any], checkpoint_path: Any, *rest: Any, **more: Any) -> Any:
         """Load a checkpoint whose bytes are those that were saved; it is read once more than without this."""

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-# torch-private, read in torch 2.13: dynamo_config.patch and fail_on_recompile_limit_hit; what torch.compile makes of a
-# module; the table that torch.testing.assert_close documents; its pytrees, which have no public name
+# torch-private, read in torch 2.13
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.eval_frame import OptimizedModule
@@ -63,13 +62,11 @@ def compare_modules(
     In every iteration: outputs, loss, gradients of parameters and of inputs, parameters after the optimizer's step,
     buffers; before the first one parameters and buffers. Where neither side is compiled, outputs of submodules as well,
     so that the first that differs is named; those decide nothing. Each side goes on from its own parameters, so later
-    iterations show how a difference grows. Names may differ by ``_orig_mod.``, also inside.
+    iterations show how a difference grows.
 
-    The modules are not trained: copies are (``copy.deepcopy``), so they may be one and the same module. Generators
-    (Python, NumPy, torch on each device) and settings are as before when it returns or raises.
-
-    Time: the iterations of both, and 0.1 microseconds for each element that differs. Memory: a copy of each side, its
-    optimizer state, and what both computed in one iteration.
+    Copies of the modules are trained (``copy.deepcopy``), so they may be one and the same module. Generators and
+    settings are as before when it returns or raises. Memory: a copy of each side, its optimizer state, and what both
+    computed in one iteration.
 
     Args:
         base: what relative differences are relative to.
@@ -77,15 +74,13 @@ def compare_modules(
         inputs: one tensor; a tuple of positional arguments; a mapping of keyword arguments; or a function from the
             iteration to one of these. Copied for each side.
         iterations: how many.
-        optimizer: makes an optimizer from the parameters that need gradients; None: gradient descent at rate 0.01,
-            which carries a difference of the gradients on as it is, where Adam would make a full step out of the
-            rounding errors of a gradient that is zero.
+        optimizer: makes an optimizer from the parameters that need gradients; None: gradient descent at rate 0.01
+            (Adam would make a full step out of the rounding errors of a gradient that is zero).
         loss: makes a tensor without dimensions from the output; None: the mean squared distance of its floating-point
             leaves to random numbers from the seed.
         rtol: relative tolerance of floating-point and complex tensors, given together with ``atol``; None: that of
             ``torch.testing.assert_close`` for the dtype. Integers have to be equal, and another dtype is beyond any.
-        atol: absolute tolerance: ``abs(base - control) <= atol + rtol * abs(base)``. torch's own, 1e-5, is large for
-            gradients of that size, and small for sums of thousands.
+        atol: absolute tolerance: ``abs(base - control) <= atol + rtol * abs(base)``.
         modules: fnmatch patterns over the names of submodules whose outputs are compared; () for none.
         seed: of iteration 0; iteration i has seed + i.
 
@@ -115,8 +110,7 @@ def compare_modules(
     given = None if rtol is None or atol is None else (float(rtol), float(atol))
     if (rtol is None) != (atol is None) or not all(0 <= one < math.inf for one in given or ()):
         raise ValueError(f"rtol and atol are given together, finite and not negative; got {rtol!r} and {atol!r}")
-    # Copies that are made in inference mode could not be trained. Nothing is set, and flags, threads and generators are
-    # put back all the same.
+    # copies made in inference mode could not be trained; nothing is enforced, but flags and generators are put back
     with torch.inference_mode(False), enforce_determinism(DeterminismSettings.choose()):
         has_compiled = _is_compiled(base) or _is_compiled(control)
         options: dict[str, Any] = {"loss": loss, "seed": seed}
@@ -130,8 +124,8 @@ def compare_modules(
             found += _compared(one.run(iteration, call), other.run(iteration, call), iteration, given)
     if not any(comparison.decides for comparison in found):
         raise NothingComparedError(
-            "The modules have no parameters, buffers or outputs, so nothing was compared; both ran without an error. "
-            "Return what is to be compared from their forward."
+            "The modules have no parameters, buffers or outputs, so nothing was compared; both ran. Return what is to "
+            "be compared from their forward."
         )
     note = "Outputs of submodules were not compared, since a side is compiled."
     return NumericsReport(
@@ -177,9 +171,8 @@ def _excess(base: Tensor, control: Tensor, rtol: float, atol: float) -> float:
     for one, other in zip(*(side.reshape(-1).split(_CHUNK_ELEMENTS) for side in (base, control)), strict=True):
         one, other = one.to(wide), other.to(wide)
         is_same = (one == other) | (one.isnan() & other.isnan())
-        distance = (one - other).abs().masked_fill(is_same, 0)
-        excess = torch.where(is_same, 0.0, distance / (atol + rtol * one.abs()))
-        largest = max(largest, float(excess.nan_to_num(math.inf, math.inf).max()))
+        excess = ((one - other).abs() / (atol + rtol * one.abs())).nan_to_num(math.inf, math.inf)
+        largest = max(largest, float(excess.masked_fill(is_same, 0).max()))
     return largest
 
 
@@ -197,9 +190,8 @@ def compare_compiled(
 ) -> NumericsReport:
     """Compare a module with the same module under ``torch.compile``, as ``compare_modules`` does.
 
-    A copy is compiled. Graphs have to have been compiled, a function that Dynamo gives up on is an error, and ``notes``
-    says how many graphs there were. Inductor draws random numbers with torch's own generators here, as eager code does
-    (``fallback_random``): its own are others from the same seed.
+    A function that Dynamo gives up on is an error, and ``notes`` says how many graphs there were. Inductor draws random
+    numbers with torch's own generators here, as eager code does (``fallback_random``).
 
     Args:
         module: not compiled itself.
@@ -218,16 +210,13 @@ def compare_compiled(
         >>> compare_compiled(torch.nn.Linear(4, 2), torch.randn(3, 4), backend="eager", iterations=2).equal
         True
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module is a torch.nn.Module; got {module!r}")
-    if _is_compiled(module):
+    if isinstance(module, nn.Module) and _is_compiled(module):
         raise ValueError(
             f"the module is compiled already ({type(module).__name__}); give what was put into torch.compile, or "
             "compare the two with compare_modules"
         )
     if mode is not None and backend != "inductor":
         raise ValueError(f'mode={mode!r} is for backend="inductor"; {backend!r} takes none')
-    name = backend if isinstance(backend, str) else getattr(backend, "__name__", "a backend")
     inductor: Any = torch._TorchCompileInductorWrapper  # torch 2.13: what torch.compile makes of that name and mode
     compile_graph: Any = inductor(mode, None, None) if backend == "inductor" else lookup_backend(backend)
     num_graphs = 0
@@ -249,7 +238,7 @@ def compare_compiled(
             "disabled (torch.compiler.disable, TORCH_COMPILE_DISABLE), or its forward one that Dynamo leaves alone, "
             "such as nn.LSTM (torch._dynamo.config.allow_rnn)?"
         )
-    note = f"{count(num_graphs, 'graph')} compiled by {name}"
+    note = f"{count(num_graphs, 'graph')} compiled by {getattr(backend, '__name__', backend)}"
     return replace(report, notes=(note, *report.notes))
 
 
@@ -267,7 +256,6 @@ class _Side:
 
     @property
     def description(self) -> str:
-        """Class of the module, and whether it is compiled."""
         if isinstance(self.module, OptimizedModule):
             return f"compiled {type(self.module._orig_mod).__name__}"
         return f"{'partly compiled ' if _is_compiled(self.module) else ''}{type(self.module).__name__}"
@@ -303,8 +291,8 @@ class _Side:
         leaves = leaves_of(output, "output")
         for name, value in leaves:
             if isinstance(value, bool | int | float | complex):
-                found["output", name] = torch.from_numpy(np.asarray(value))  # in double precision, as they are
-            elif isinstance(value, Tensor):
+                value = torch.from_numpy(np.asarray(value))  # in double precision, as they are
+            if isinstance(value, Tensor):
                 found["output", name] = _copied(name, value)
         loss = _default_loss([value for _, value in leaves], seed) if self.loss is None else self.loss(output)
         if loss is not None:
@@ -349,14 +337,12 @@ class _Side:
         num_calls: Counter[str] = Counter()
 
         def add(module: nn.Module, _: Any, output: Any) -> None:
-            if (name := names.get(id(module))) is None:
-                return
-            number = f" #{num_calls[name]}" if num_calls[name] else ""
-            num_calls[name] += 1
-            for path, leaf in pytree.tree_leaves_with_path(output):
-                if isinstance(leaf, Tensor):
-                    full_name = f"{name}{number}{pytree.keystr(path)}"
-                    found["module", full_name] = _copied(full_name, leaf)
+            if (name := names.get(id(module))) is not None:
+                call = f"{name} #{num_calls[name]}" if num_calls[name] else name
+                num_calls[name] += 1
+                for path, leaf in pytree.tree_leaves_with_path(output):
+                    if isinstance(leaf, Tensor):
+                        found["module", call + pytree.keystr(path)] = _copied(call, leaf)
 
         return register_module_forward_hook(add) if names else nullcontext()
 
@@ -367,7 +353,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _copy_of(label: str, module: nn.Module) -> nn.Module:
-    """Return a copy of a module that can be trained, without gradients; raise ValueError where there is none."""
+    """Return a copy of a module that can be trained, without gradients."""
     if any(part._compiled_call_impl is not None for part in module.modules()):
         raise ValueError(
             f"the {label} was compiled in place (Module.compile), which copy.deepcopy drops; give torch.compile(module)"

@@ -34,8 +34,7 @@ class TensorComparison:
         numbers: by how much they differ, of two dtypes in float64; None where the elements cannot be matched.
         rtol: relative tolerance.
         atol: absolute tolerance.
-        excess: the largest difference as a multiple of what is tolerated there: above 1 is beyond the tolerance;
-            infinite where it is no finite number, or none is tolerated.
+        excess: the largest difference as a multiple of what is tolerated there; infinite where it is no finite number.
     """
 
     iteration: int
@@ -118,11 +117,7 @@ class NumericsReport:
         return max((found for found in self.differing if found.decides), key=lambda found: found.excess, default=None)
 
     def assert_close(self) -> None:
-        """Raise unless everything is within its tolerance.
-
-        Raises:
-            NumericsError: an AssertionError; its text begins with ``first`` and lists what is beyond its tolerance.
-        """
+        """Raise a ``NumericsError``, an AssertionError with the report, unless everything is within its tolerance."""
         if not self.close:
             raise NumericsError(str(self), self)
 

@@ -1,8 +1,6 @@
 """A group of our own on gloo for the little that the processes of a run exchange, never in the training's own groups.
 
-A rank that fails within an exchange tells the others, which raise an error that names it. One that fails anywhere else
-has its callback close the group (``close`` sets its place to "gone"), and the others raise where they next wait for it:
-at the end of a fit in ``_meet``, in any other exchange since its connections are closed.
+A rank that fails within an exchange tells the others; one that fails elsewhere closes its group, so that they fail too.
 """
 
 import json
@@ -48,9 +46,8 @@ Value = TypeVar("Value")
 class RankGroup(Peers):
     """The processes of a run, as far as they talk to each other; one process alone talks to itself.
 
-    It may be opened and closed several times, for each fit of a Trainer. A copy, or a process that is started, begins
-    with a closed one: connections are not theirs. Every method raises ``RankError`` when a process does not take part
-    in time. Each exchange is two small collectives: some 0.3 milliseconds on one machine.
+    It is opened and closed for each fit of a Trainer. Every method raises ``RankError`` when a process does not take
+    part in time. Each exchange is two small collectives: some 0.3 milliseconds on one machine.
     """
 
     # How long ranks wait for each other: one may load, save or draw batches again for longer than another. A rank that
@@ -68,14 +65,12 @@ class RankGroup(Peers):
         self._has_differed = False
 
     def __reduce__(self) -> tuple[type["RankGroup"], tuple[()]]:
-        """Let a copy begin with a closed group."""
-        return RankGroup, ()
+        return RankGroup, ()  # a copy, or a process that is started, begins with a closed one
 
     def open(self, world_size: int | None = None) -> "RankGroup":
         """Make the group of so many processes (None: all that torch.distributed knows of), and return it.
 
-        That is itself a collective of the default group (``torch.distributed.new_group``), so all ranks do it at the
-        same place, before anything that can fail on one of them.
+        That is itself a collective of the default group, so it comes before anything that can fail on one rank.
         """
         self.close()
         known = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -161,34 +156,31 @@ class RankGroup(Peers):
             return
         # of the form of a temporary file of run.json, which readers do not look at
         marker = folder / f".{MANIFEST}.{uuid.uuid4().int}.tmp"
-
         task = f"looking into {folder}"
 
-        def lead() -> list[str]:
+        def lead() -> str:
             marker.touch()
-            return [marker.name, socket.gethostname()]
+            return marker.name
 
-        name, host = self.broadcast(lead, task=task)
+        name = self.broadcast(lead, task=task)
 
         def look() -> None:
             if not (folder / name).exists():
                 raise RankError(
-                    f"Rank {self.rank} on {socket.gethostname()} does not see the folder {folder}, which rank 0 made "
-                    f"on {host}, and all processes of a run write into one folder. Nothing was trained. Name a folder "
-                    "on a file system that the nodes share, by the same path on each; without one, record the "
-                    "processes of one node.",
+                    f"Rank {self.rank} on {socket.gethostname()} does not see the folder {folder}, which rank 0 made, "
+                    "and all processes of a run write into one folder. Nothing was trained. Name a folder on a file "
+                    "system that the nodes share, by the same path on each; without one, record the processes of one "
+                    "node.",
                     self.rank,
                 )
 
         self.run_on_all(look, task=task)
-        if self.rank == 0:
-            marker.unlink(missing_ok=True)
+        marker.unlink(missing_ok=True)  # on rank 0; other ranks have made none
 
     def stops_after(self, step: int, *, differs: bool, may_stop: bool, asks_now: bool = False) -> bool:
         """Return whether all ranks stop now, because of a step that differed on one of them.
 
-        Several ranks ask each other where a difference may stop them at all, after every ``SYNC_EVERY_N_STEPS``-th step
-        and where ``asks_now`` says so; both are the same on all ranks.
+        ``may_stop`` and ``asks_now``, beside every ``SYNC_EVERY_N_STEPS``-th step, are the same on all ranks.
         """
         if self.world_size == 1:
             return differs
@@ -205,10 +197,7 @@ class RankGroup(Peers):
         self.set_place("end")
         keys, pause = [str(rank) for rank in range(self.world_size)], 0.005
         begun = last_without_step = monotonic()
-        while True:
-            places = [place.decode() for place in self._places.multi_get(keys)]
-            if set(places) == {"end"}:
-                return
+        while set(places := [place.decode() for place in self._places.multi_get(keys)]) != {"end"}:
             why, now = "", monotonic()
             if "step" not in places:
                 last_without_step = now
@@ -224,23 +213,19 @@ class RankGroup(Peers):
                     "batches than the others, stopped early, or failed. Give all ranks equally many steps, and stop "
                     "them together."
                 )
-            sleep(pause)
-            pause = min(2 * pause, 0.5)
+            sleep(pause := min(2 * pause, 0.5))
 
 
 def by_majority(values: Mapping[int, Value]) -> list[tuple[Value, tuple[int, ...]]]:
     """Return which ranks have which value: that of most ranks first, of equally many that of the lowest rank."""
-    ranks: dict[Value, list[int]] = {}
+    ranks: dict[Value, tuple[int, ...]] = {}
     for rank, value in values.items():
-        ranks.setdefault(value, []).append(rank)
-    return sorted(((value, tuple(held)) for value, held in ranks.items()), key=lambda one: (-len(one[1]), one[1]))
+        ranks[value] = (*ranks.get(value, ()), rank)
+    return sorted(ranks.items(), key=lambda one: (-len(one[1]), one[1]))
 
 
 def require_same_start(group: Peers, manifest: Mapping[str, Any], weights: Mapping[str, Tensor] | None) -> None:
-    """Raise ``SettingsError`` on all ranks when they do not start alike, and name who is in the minority.
-
-    Settings, versions, code, selection and the weights that each rank has all of must agree; seeds and data need not.
-    """
+    """Raise ``SettingsError`` on all ranks when they do not start alike, and name who is in the minority."""
     if group.world_size == 1:
         return
     digests = {} if weights is None else digest_state(weights).tensors

@@ -1,29 +1,26 @@
 """Replicas: what several ranks have to hold alike, and whether they do."""
 
-import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from det_callbacks.digest.components import digest_tensors
+from det_callbacks.digest.state import digest_state
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import NothingComparedError, SettingsError
-from det_callbacks.host_digest import digest_bytes, format_digest
+from det_callbacks.host_digest import digest_bytes
 from det_callbacks.ranks.group import RankGroup, by_majority
-from det_callbacks.runs.program import scalar_bits
 from det_callbacks.trace.components import holds_data
 from det_callbacks.trace.named_tensors import states_of_parameters
 
 Ranks = tuple[int, ...]
-LeftOut = Literal["sharded", "partial sum", "running statistic", "own buffer", "ignored by DDP", "ignored", "no data"]
-"""Why a tensor is not compared: no other rank holds its shard; it is a summand of what all ranks hold; each rank has
-its own by design; a name that DDP, or the user, leaves out; it has no data."""
+LeftOut = str
+"""Why a tensor is not compared, as it is printed: "sharded" is one of which no other rank holds the same part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,17 +77,16 @@ class ReplicaReport:
 
 
 class ReplicatedState(NamedTuple):
-    """What of a training's state is to be equal on several ranks: this rank's, and who has to hold the same bits."""
+    """What of this rank's state is to be equal on several ranks."""
 
-    tensors: dict[str, tuple[Tensor | bool | int | float, Ranks]]
+    tensors: dict[str, tuple[Tensor | bool | int | float, Ranks]]  # and who has to hold the same bits
     left_out: Counter[str]  # reason -> number of tensors that are not compared
 
 
 def holders_of(tensor: object, everybody: Ranks) -> Ranks | LeftOut:
     """Return the ranks that have to hold what this rank holds of a tensor, or why there are none.
 
-    A DTensor is replicated along the dimensions of its mesh that its placements say; ranks at one place of the other
-    dimensions hold the same shard. Any other tensor is everybody's.
+    Of a DTensor these are the ranks at the same place of each dimension of its mesh that does not replicate it.
     """
     if not isinstance(tensor, DTensor):
         return everybody if len(everybody) > 1 else "sharded"
@@ -117,9 +113,8 @@ def replicated_state(
 ) -> ReplicatedState:
     """Return the parameters, buffers and optimizer state that are to be equal on several ranks; reads no tensor.
 
-    Each rank of ``everybody`` has a replica of what is not sharded; ``ddp_ignores`` are names that DDP does not
-    synchronise, ``has_own_buffers`` is DDP's ``broadcast_buffers=False``. The state of a parameter goes where the
-    parameter goes. Running statistics are of each rank's own batches and left out, but for ``SyncBatchNorm``'s.
+    Each rank of ``everybody`` has a replica of what is not sharded; ``has_own_buffers`` is DDP's
+    ``broadcast_buffers=False``. Running statistics are of each rank's own batches, but for ``SyncBatchNorm``'s.
     """
     everyone = tuple(sorted(everybody))
     tensors, left_out = state = ReplicatedState({}, Counter())
@@ -133,10 +128,9 @@ def replicated_state(
         if isinstance(holders, str):
             left_out[holders] += 1
             return holders
-        unique, number = name, 2
-        while unique in tensors:  # two optimizers may keep state of one parameter
-            unique, number = f"{name} ({number})", number + 1
-        tensors[unique] = value, holders
+        while name in tensors:  # two optimizers may keep state of one parameter
+            name += " (2)"
+        tensors[name] = value, holders
         return None
 
     names: dict[int, str] = {}
@@ -171,7 +165,6 @@ def compare_replicas(
     """Compare what ``find`` returns on this rank with what it returns on the others, which are at the same step.
 
     Exchanged is one digest for each set of ranks that hold the same, and only where one differs those of all tensors.
-    Raises ``NothingComparedError`` where no parameter of any rank has a replica on another one.
     """
     held: list[tuple[str, str, str, Ranks]] = []  # name, digest, layout and holders of each tensor
     left_out: Counter[str] = Counter()
@@ -179,26 +172,21 @@ def compare_replicas(
     def look() -> tuple[bool, dict[Ranks, int]]:
         state = find()
         left_out.update(state.left_out)
-        known = iter(digest_tensors([value for value, _ in state.tensors.values() if isinstance(value, Tensor)]))
-        for name, (value, holders) in state.tensors.items():
-            if isinstance(value, Tensor):  # of a DTensor the whole tensor's shape
-                digest, layout = next(known), f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-            else:
-                digest, layout = scalar_bits(value)[0], type(value).__name__
-            held.append((name, format_digest(digest), layout, holders))
+        known = digest_state({name: value for name, (value, _) in state.tensors.items()})
         by_holders: dict[Ranks, list[object]] = {}
-        for row in held:
-            by_holders.setdefault(row[-1], []).append(row)
+        for name, (_, holders) in state.tensors.items():
+            held.append((name, known.tensors[name], known.layouts[name], holders))
+            by_holders.setdefault(holders, []).append(held[-1])
         has_parameter = any(isinstance(value, nn.Parameter) for value, _ in state.tensors.values())
-        return has_parameter, {one: digest_bytes(json.dumps(rows).encode()) for one, rows in by_holders.items()}
+        return has_parameter, {holders: digest_bytes(repr(rows).encode()) for holders, rows in by_holders.items()}
 
     task = f"the audit of the replicas after step {step}"
     told = group.gather(look, task=task)
     if not any(has_parameter for has_parameter, _ in told):
         raise NothingComparedError(
-            f"Nothing can be compared: no parameter has a replica on another of the {group.world_size} ranks: "
-            "all are sharded, or left out. Audit a strategy with replicas (ddp, or a mesh with a replicated "
-            "dimension), or compare runs with DeterminismCallback."
+            f"Nothing can be compared: no parameter has a replica on another of the {group.world_size} ranks. Audit a "
+            "strategy with replicas (ddp, or a mesh with a replicated dimension), or compare runs with "
+            "DeterminismCallback."
         )
     differences: list[ReplicaDifference] = []
     if any(len({told[rank][1].get(holders) for rank in holders}) > 1 for _, digests in told for holders in digests):

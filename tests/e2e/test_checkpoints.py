@@ -63,9 +63,6 @@ def assert_all_agree(folder: Path, num_checkpoints: int, *, num_without_state: i
     assert all(check_checkpoint(path).equal for path in checkpoints)
 
 
-# ways of saving and removing one
-
-
 @pytest.mark.parametrize("save_last", [True, "link"])
 def test_deletion_of_all_but_the_best_leaves_nothing(save_last: Any, tmp_path: Path) -> None:
     keeping = every(tmp_path, monitor="step", mode="max", save_top_k=2, save_last=save_last)
@@ -109,9 +106,6 @@ def test_a_checkpoint_of_an_exception_has_digests(tmp_path: Path) -> None:
     assert os.listdir(folder) == []
 
 
-# checkpoints without digests
-
-
 LATE = type("Late", (TorchCheckpointIO,), {"save_checkpoint": lambda *_, **__: None})  # not there when it returns
 
 
@@ -129,8 +123,6 @@ def test_a_remote_or_later_checkpoint_gets_no_digests_and_a_line(io: Any, tmp_pa
         assert "is resumed by Lightning alone" in out
         fsspec.filesystem("memory").rm("/remote", recursive=True)
 
-
-# kills: a process ends without a word at its n-th change of the disk
 
 DISK_CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir")  # as Python's audit calls them, whoever asks for it
 
@@ -168,9 +160,6 @@ def test_a_kill_at_any_change_leaves_digests_that_agree_or_none(tmp_path: Path, 
     assert "was loaded unchecked" in capsys.readouterr().out
 
 
-# damage
-
-
 def test_no_flipped_bit_and_no_truncation_passes(path: Path) -> None:
     content, draw, found = path.read_bytes(), random.Random(0), Counter[str]()
     for _ in range(200):
@@ -192,9 +181,6 @@ def test_no_flipped_bit_and_no_truncation_passes(path: Path) -> None:
             check_checkpoint(path)
     with pytest.raises(CheckpointFormatError, match="so it is truncated"):
         Fit(ours(path.parent), max_epochs=2).run(ckpt_path=str(path))
-
-
-# what a Trainer loads
 
 
 def exchange(state: Any) -> None:

@@ -165,9 +165,6 @@ def test_a_kill_between_two_ranks_leaves_a_checkpoint_without_digests(
     assert all("last.ckpt is resumed by Lightning alone" in one.output for one in ended)
 
 
-# what is refused
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run of two epochs, and the checkpoints after its third step and, damaged, its fourth."""

@@ -132,9 +132,6 @@ def test_nothing_else_changes(tmp_path: Path) -> None:
     assert (tmp_path / "4.ckpt.digests.json").exists()
 
 
-# what is refused
-
-
 class Endless(IterableDataset[Tensor]):
     def __iter__(self) -> Any:
         return iter(Augmented("none").rows)

@@ -16,8 +16,6 @@ from det_callbacks.digest.components import digest_tensor
 from det_callbacks.host_digest import format_digest
 from det_callbacks.rng import GeneratorStates
 
-# names and digests of what is in it
-
 
 class Thing:
     pass
@@ -59,9 +57,6 @@ def test_what_python_takes_for_equal_or_alike_is_told_apart() -> None:
     assert all(encode_plain(one) != encode_plain(other) for one, other in ALIKE)
     assert encode_plain({1, 2, 3}) == encode_plain({3, 2, 1})
     assert encode_plain([1, {"a": Thing()}]) is None
-
-
-# the files
 
 
 def test_no_flipped_bit_and_no_truncation_passes() -> None:
