@@ -36,8 +36,7 @@ _LEFT: tuple[Any, ...] = (
 def find_generators(roots: Mapping[str, object], *, left: tuple[type, ...] = ()) -> dict[str, Held]:
     """Return path -> random generator for those that the roots reach by attributes, items, closures and partials.
 
-    The process's own generators are not among them, and neither is ``random.SystemRandom``, which has no state. Looks
-    into nothing of Lightning's loops, of ours, or of the types ``left``.
+    The process's own are not among them. Looks into nothing of Lightning's loops, of ours, or of the types ``left``.
     """
     found: dict[str, Held] = {}
     own = random.getstate.__self__  # type: ignore[attr-defined]  # a bound method
@@ -102,8 +101,7 @@ class _Followed(CombinedLoader):
 def follow(loader: Any, follower: Any) -> Callable[[], object]:
     """Call ``begin_iteration()``, ``begin_draw()`` and ``end_draw(batch)`` of a follower; return what ends that.
 
-    Several may end in any order. Python looks ``__iter__`` and ``__next__`` up in the class, so as long as it is
-    followed the loader has a subclass of its own, under the same name. Nothing here changes what is drawn.
+    Several may end in any order. As long as it is followed, the loader has a subclass of its own, under the same name.
     """
     if not isinstance(loader, _Followed):
         base = type(loader)

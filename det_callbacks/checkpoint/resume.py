@@ -16,8 +16,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loops.loop import _Loop
 
-from det_callbacks.checkpoint import fit
-from det_callbacks.checkpoint.buckets import GradientBuckets
+from det_callbacks.checkpoint import buckets, fit
 from det_callbacks.checkpoint.entries import entries_of
 from det_callbacks.checkpoint.files import DataPosition, Part, Sidecar, part_path, read_part, write_part
 from det_callbacks.checkpoint.loaders import follow
@@ -47,18 +46,17 @@ class Resuming:
     """Saves and restores, for one fit whose data is not set up yet, what Lightning's checkpoints leave out.
 
     Follows how the batches of the fit are drawn (1 to 5 microseconds a batch); a save takes a pass over the weights.
-    Where it is not ``is_exact``, or what begins is no fit, it does nothing.
     """
 
     def __init__(self, trainer: pl.Trainer, peers: Peers, *, is_exact: bool) -> None:
         self._trainer = trainer
         self._peers = peers
         self._is_exact = is_exact
-        self._buckets = GradientBuckets(trainer)
+        self._buckets: buckets.Buckets = ()  # that a new DDP module begins with; empty for its own
         self._replaced = ReplacedInLightning()
         self._let_go: Callable[[], object] = lambda: None
-        # the checkpoints that the next batch has not followed yet: path -> part, and states of callbacks
-        self._saved: dict[str, tuple[Part, Mapping[str, str], bool]] = {}  # whether its epoch had ended
+        # checkpoints that no batch has followed yet: path -> part, states of callbacks, whether the epoch had ended
+        self._saved: dict[str, tuple[Part, Mapping[str, str], bool]] = {}
         self._path = ""
         self._pending: Part | None = None
         self._tensors: dict[str, torch.Tensor] = {}
@@ -82,7 +80,7 @@ class Resuming:
         if not self._is_exact:
             return False
         is_over = fit.is_epoch_over(self._trainer)
-        problems = tuple(filter(None, (*fit.problems(self._trainer), self._buckets.problem())))
+        problems = tuple(filter(None, (*fit.problems(self._trainer), buckets.problem(self._trainer, self._buckets))))
         if self._pending is not None:  # the place in the data is not known yet
             problems += ("it was saved before the first batch after a resume; save at the end of a batch",)
         part = self._read(id, is_over=is_over, position=None if is_over else self._position, problems=problems)
@@ -90,16 +88,15 @@ class Resuming:
             epochs: Any = self._trainer.fit_loop.epoch_progress.current
             is_at_end = is_over and epochs.started == epochs.processed
             self._saved[path] = part, fit.saved_states(self._trainer), is_at_end
-        if not problems and fit.has_more_to_come(self._trainer):
-            part = replace(part, problems=(_ENDED,))
+            if fit.has_more_to_come(self._trainer):
+                part = replace(part, problems=(_ENDED,))
         write_part(Path(path), part, fit.tensors_to_save(self._trainer))
         return True
 
     def _complete(self, *, is_end: bool = False) -> None:
         """Write the parts of the checkpoints saved since the last batch anew, before the next or when the fit ends.
 
-        What came in between, such as a validation, Lightning leaves out when it resumes: it may have changed
-        generators, and must not have changed anything else.
+        What came in between, such as a validation, may have changed generators, and nothing else.
         """
         saved, self._saved = self._saved, {}
         for path, (before, states, is_at_end) in saved.items():
@@ -113,7 +110,7 @@ class Resuming:
             write_part(Path(path), part, fit.tensors_to_save(self._trainer))
 
     def _read(self, id: str, *, is_over: bool, position: DataPosition | None, problems: tuple[str, ...] = ()) -> Part:
-        trainer, ddp = self._trainer, self._buckets.ddp
+        trainer, ddp = self._trainer, buckets.ddp_of(self._trainer)
         return Part(
             id=id,
             rank=trainer.global_rank,
@@ -126,7 +123,7 @@ class Resuming:
                 index: (scheduler.state_dict(), [group["lr"] for group in scheduler.optimizer.param_groups])
                 for index, scheduler in fit.plateaus(trainer).items()
             },
-            buckets=self._buckets.read(),
+            buckets=buckets.read(ddp, self._buckets),
             syncs_buffers=ddp is None or ddp.require_forward_param_sync,
             problems=problems,
         )
@@ -148,7 +145,7 @@ class Resuming:
                 who = f"rank {rank} of {num_ranks}"
                 self._refuse(f"the state of {who}, which was saved beside it, is missing or of another save")
             self._pending, self._tensors = found
-            self._buckets.wanted = self._pending.buckets
+            self._buckets = self._pending.buckets
             if self._pending.problems:
                 self._refuse(*self._pending.problems)
             return True
@@ -187,13 +184,13 @@ class Resuming:
 
     def begin_fit(self) -> None:
         """Give the strategy, which is set up now, the gradient buckets that it had."""
-        if self._pending is not None and (problem := self._buckets.make()):
+        ddp = buckets.ddp_of(self._trainer)
+        if self._pending is not None and (problem := buckets.make(ddp, self._buckets)):
             self._refuse(problem)
 
     def begin_epoch(self) -> None:
         """Restore what was saved before the hooks of a new epoch run, where that is its moment."""
-        state = self._pending
-        if state is not None:  # on all ranks: a kill may have left parts of two moments
+        if (state := self._pending) is not None:  # on all ranks: a kill may have left parts of two moments
             restore = partial(self._restore, state, self._tensors) if state.position is None else lambda: None
             self._peers.run_on_all(restore, task="beginning an epoch")
 
@@ -282,8 +279,8 @@ class Resuming:
                 scheduler.load_state_dict(content)
                 for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
                     group["lr"] = rate
-        if self._buckets.ddp is not None:
-            self._buckets.ddp.require_forward_param_sync = state.syncs_buffers
+        if (ddp := buckets.ddp_of(self._trainer)) is not None:
+            ddp.require_forward_param_sync = state.syncs_buffers
         if missing := state.generators.restore(self._held):
             self._refuse(f"generators whose saved state cannot be restored, or are not there: {', '.join(missing)}")
 

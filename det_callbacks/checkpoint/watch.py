@@ -1,11 +1,7 @@
 """Where Lightning saves, loads and removes checkpoints: each gets its sidecar, and is compared with it when loaded.
 
-A save goes like this, so that a kill in between leaves a checkpoint without digests, which is loaded with a line:
-
-1. rank 0 removes the sidecar of the checkpoint that is about to be replaced;
-2. every rank writes its part for an exact resume, with the identity of the save, and waits for the others;
-3. Lightning saves the checkpoint in its own way;
-4. rank 0 reads it back once and writes the new sidecar, atomically.
+Rank 0 removes the old sidecar first and writes the new one last, after the parts of all ranks and the checkpoint: a
+kill in between leaves a checkpoint without digests, which is loaded with a line.
 """
 
 import shutil
@@ -33,12 +29,11 @@ from det_callbacks.runs.peers import Peers
 
 
 class CheckpointWatch:
-    """Gives every checkpoint of a Trainer its sidecar, compares the ones that it loads, and resumes from them.
+    """Gives every checkpoint of one stage of a Trainer its sidecar, compares those it loads, and resumes from them.
 
-    Belongs to one stage of a Trainer whose strategy is set up. Its methods replace the strategy's until ``close``, also
-    after the fit: other callbacks save and remove checkpoints on exceptions and in ``teardown``, later than any hook of
-    ours. Loading a checkpoint that the same stage has saved is no resume: Lightning's Tuner does so to take back what
-    it has tried out.
+    Its methods replace the strategy's until ``close``, also after the fit: other callbacks save and remove checkpoints
+    on exceptions and in ``teardown``, later than any hook of ours. Loading a checkpoint that the same stage has saved
+    is no resume: Lightning's Tuner does so to take back what it has tried out.
     """
 
     def __init__(self, trainer: pl.Trainer, resume: Resume, peers: Peers) -> None:
@@ -89,9 +84,9 @@ class CheckpointWatch:
             print_closing_line(uncovered_save_line(path))
 
     def _begin_save(self, path: str) -> tuple[str, dict[str, Any]]:
-        """Agree on the identity of a save, and write the part of each rank; return the path and what the sidecar holds.
+        """Agree on the identity of a save, and write each rank's part; return rank 0's path and what the sidecar holds.
 
-        The path is that of rank 0: a metric in a file's name may make it another one on each rank.
+        A metric in a file's name may make the path another one on each rank.
         """
         trainer = self._trainer
         id = uuid.uuid4().hex  # drawn from the operating system, so no generator moves
