@@ -12,6 +12,7 @@ from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.runs.environment import compare_environments
 from det_callbacks.runs.store import Run
 from det_callbacks.settings import SETTINGS, DeterminismSettings, settings_in_force
+from det_callbacks.settings.catalogue import EFFECTS
 from det_callbacks.verdict import EnvironmentDifference
 
 State = Literal["in force", "not in force", "too late", "no effect here", "left alone"]
@@ -32,21 +33,16 @@ class SettingFinding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EnvironmentFinding:
-    """How an entry of the environment differs from a reference's, and what would make it equal, "" if unknown."""
-
-    difference: EnvironmentDifference
-    to_do: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """What the doctor found: facts on this place, every setting, and how it differs from a reference."""
+    """What the doctor found: facts on this place, every setting, and how it differs from a reference.
+
+    Beside each difference stands what would make it equal, "" if that is unknown.
+    """
 
     facts: Mapping[str, Any]
     settings: tuple[SettingFinding, ...]
     against: str | None
-    differences: tuple[EnvironmentFinding, ...]
+    differences: tuple[tuple[EnvironmentDifference, str], ...]
 
     @property
     def missing(self) -> list[str]:
@@ -55,7 +51,7 @@ class Diagnosis:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
-        differences = [{**asdict(one.difference), "to_do": one.to_do} for one in self.differences]
+        differences = [{**asdict(difference), "to_do": to_do} for difference, to_do in self.differences]
         return {"schema": 1, "is_well": not self.missing, **asdict(self), "differences": differences}
 
 
@@ -66,11 +62,23 @@ def diagnose(settings: DeterminismSettings | None = None, *, against: Run | None
     findings = tuple(_find(name, getattr(settings, name), found) for name, found in settings_in_force().items())
     if against is not None and torch.cuda.is_available():
         torch.cuda.init()  # only now: what is said of a GPU can be asked through a context alone
+    here = capture_environment()
+    facts = {name: here[name].value for name in (*_FACTS, "torch.num_threads")}
+    count = torch.cuda.device_count()
+    facts["cuda"] = f"{count} x {torch.cuda.get_device_name(0)}" if count else "no CUDA device"
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None:
+        device = torch.device(accelerator.type, torch.accelerator.current_device_index())
+        facts["digest"] = f"{device}: {device_choice(device)}"
+    # what a Trainer or a configuration chose is nothing that can be seen without it
+    found = () if against is None else compare_environments(against.manifest.environment, here)
+    kept = [one for one in found if one.name in here and not one.name.startswith(("settings.", "code."))]
+    kept.sort(key=lambda one: (not one.changes_bits, one.name))
     return Diagnosis(
-        facts=_facts(),
+        facts=facts,
         settings=findings,
         against=None if against is None else str(against.path),
-        differences=() if against is None else _differences(against),
+        differences=tuple((one, _line_for_entry(one.name, one.reference)) for one in kept),
     )
 
 
@@ -88,7 +96,7 @@ def _find(name: str, wanted: Any, found: Any) -> SettingFinding:
         late = setting.too_late(wanted)
         state = "not in force" if late is None else "too late"
         to_do = setting.how(wanted) if late is None else f"restart with {setting.how(wanted)} ({late})"
-    return SettingFinding(name=name, wanted=wanted, in_force=found, state=state, to_do=to_do, effect=setting.effect)
+    return SettingFinding(name=name, wanted=wanted, in_force=found, state=state, to_do=to_do, effect=EFFECTS[name])
 
 
 def _settings_of(run: Run) -> DeterminismSettings:
@@ -107,17 +115,6 @@ def _settings_of(run: Run) -> DeterminismSettings:
     return DeterminismSettings.from_mapping(values)
 
 
-def _differences(run: Run) -> tuple[EnvironmentFinding, ...]:
-    here = capture_environment()
-    found = [
-        EnvironmentFinding(difference=one, to_do=_line_for_entry(one.name, one.reference))
-        for one in compare_environments(run.manifest.environment, here)
-        # what a Trainer or a configuration chose is nothing that can be seen without it
-        if one.name in here and not one.name.startswith(("settings.", "code."))
-    ]
-    return tuple(sorted(found, key=lambda finding: (not finding.difference.changes_bits, finding.difference.name)))
-
-
 def _line_for_entry(name: str, value: Any) -> str:
     start, _, rest = name.partition(".")
     if start == "env":
@@ -127,15 +124,3 @@ def _line_for_entry(name: str, value: Any) -> str:
     if rest == "version" and start in ("torch", "numpy", "lightning", "triton", "det_callbacks"):
         return f"pip install {start}=={str(value).partition('+')[0]}"
     return f"export ATEN_CPU_CAPABILITY={str(value).lower()}" if name == "torch.cpu_capability" else ""
-
-
-def _facts() -> dict[str, Any]:
-    entries = capture_environment()
-    facts = {name: entries[name].value for name in (*_FACTS, "torch.num_threads")}
-    count = torch.cuda.device_count()
-    facts["cuda"] = f"{count} x {torch.cuda.get_device_name(0)}" if count else "no CUDA device"
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is not None:
-        device = torch.device(accelerator.type, torch.accelerator.current_device_index())
-        facts["digest"] = f"{device}: {device_choice(device)}"
-    return facts

@@ -1,9 +1,7 @@
 """What can change the bits of a run: the environment of this process, its code, and the command that started it.
 
-An entry is a *choice* (settings, the code, what the caller passes) or a *machine* fact (versions, hardware, flags and
-variables that choose kernels). It counts as able to change bits only when it acts by itself, and not through another
-entry, or it would be blamed for divergences that it has nothing to do with: the number of CPUs acts through
-``torch.num_threads``, and a value of the configuration through the hyperparameter or the option that it became.
+An entry is a *choice* or a *machine* fact. It counts as able to change bits only when it acts by itself: a value of the
+configuration, say, acts through the hyperparameter or the option that it became.
 """
 
 import enum
@@ -17,7 +15,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +38,15 @@ _KERNEL_VARIABLES = (
     *("CUBLASLT_WORKSPACE_SIZE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_BLAS_PREFER_CUBLASLT"),
 )
 _THREAD_VARIABLES = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")
+_IDLE_FACTS = (  # change no bits by themselves
+    *("gpu.count", f"{DIGEST}cuda", *(f"env.{name}" for name in _THREAD_VARIABLES)),
+    "cpu.count",  # acts through the number of threads
+    "torch.num_interop_threads",  # runs whole ops side by side, splits none
+    "det_callbacks.version",  # a trace changes no bits (a test holds it to that)
+)
 _DETERMINISM_VARIABLES = ("FLASH_ATTENTION_DETERMINISTIC", "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "PYTHONHASHSEED")
 
-# Names under which people keep what must not be copied into a file that is passed around.
-# Whole names: "num_tokens" and "pad_token" are hyperparameters.
+# Names of secrets, as a whole: "num_tokens" and "pad_token" are hyperparameters.
 _SECRET = re.compile(
     r"(?:^|[_.-])(?:secret|password|passwd|passphrase|credentials?|(?:api|access|secret|private|auth)_?key)$"
     r"|^token$|(?:api|access|auth|bearer|hub|hf|github|gitlab|wandb|comet|neptune)_?token$",
@@ -60,20 +63,19 @@ def capture_environment(*, choices: Mapping[str, Any] | None = None) -> Environm
     names; paths, addresses and what looks like a secret by its name are withheld.
     """
     enforced = {f"torch.{name}" for name in enforced_names()}
-    facts = [(name, value, name not in enforced, changes_bits) for name, value, changes_bits in _machine_facts()]
+    facts = [(name, value, name not in enforced, name not in _IDLE_FACTS) for name, value in _machine_facts()]
     facts += [(name, value, False, not _is_idle(name)) for name, value in _own_choices()]
     facts += [(name, value, False, False) for name, value in code_state().items()]
-    entries = {
-        name: EnvironmentEntry(value=value, is_machine=is_machine, changes_bits=changes_bits)
-        for name, value, is_machine, changes_bits in facts
-    }
     flat = dict(_flatten("", choices or {}))
     became = {_last_part(name, value) for name, value in flat.items() if not name.startswith(CONFIGURATION)}
-    became |= {_last_part(name, entry.value) for name, entry in entries.items()}
+    became |= {_last_part(name, value) for name, value, *_ in facts}
     for name, value in flat.items():
         acts = name != ARGUMENTS and not (name.startswith(CONFIGURATION) and _last_part(name, value) in became)
-        entries[name] = EnvironmentEntry(value=value, is_machine=False, changes_bits=acts)
-    return dict(sorted(entries.items()))
+        facts.append((name, value, False, acts))
+    return {
+        name: EnvironmentEntry(value=value, is_machine=is_machine, changes_bits=changes_bits)
+        for name, value, is_machine, changes_bits in sorted(facts, key=itemgetter(0))
+    }
 
 
 def _last_part(name: str, value: Any) -> tuple[str, str]:
@@ -81,71 +83,60 @@ def _last_part(name: str, value: Any) -> tuple[str, str]:
     return name.rpartition(".")[2], json.dumps(value, sort_keys=True)
 
 
-def _machine_facts() -> Iterator[tuple[str, Any, bool]]:
-    """Yield name, value and whether it changes bits."""
+def _machine_facts() -> Iterator[tuple[str, Any]]:
     build, backends = torch.__config__.show(), torch.backends
-    cuda, sdp = "torch.backends.cuda", [f"{name}_sdp" for name in SDPA_BACKENDS]
-    facts: dict[str, Any] = {
-        "python.version": platform.python_version(),
-        "python.implementation": platform.python_implementation(),
-        "platform.system": platform.system(),
-        "platform.libc": " ".join(platform.libc_ver()).strip() or None,
-        "cpu.architecture": platform.machine(),
-        # platform.processor() is empty or only the architecture on Linux
-        "cpu.model": _in_file(r"^model name\s*:\s*(.+)$", "/proc/cpuinfo") or platform.processor() or None,
-        "numpy.version": np.__version__,
-        "lightning.version": _version("lightning"),
-        "triton.version": _version("triton"),
-        "torch.version": str(torch.__version__),  # which is of a type of torch's own
-        "torch.git_version": torch.version.git_version,
-        "torch.cuda": torch.version.cuda,
-        "torch.hip": torch.version.hip,
-        "torch.cudnn": backends.cudnn.version() if backends.cudnn.is_available() else None,
-        "torch.mkl": _first(r"Math Kernel Library Version (.+?)(?: for |$)", build),
-        "torch.mkldnn": _first(r"MKL-DNN (.+)", build),
-        "torch.lapack": _first(r"LAPACK_INFO=(\w+)", build),
-        "torch.cpu_capability": backends.cpu.get_cpu_capability(),
-        "torch.num_threads": torch.get_num_threads(),
-        **{f"torch.backends.{name}.enabled": getattr(backends, name).enabled for name in ("cudnn", "mkldnn")},
-        **{f"{cuda}.{name}": getattr(backends.cuda, f"{name}_enabled")() for name in sdp},
-        **{f"env.{name}": os.environ.get(name) for name in _KERNEL_VARIABLES},
-    }
-    without_effect: dict[str, Any] = {
-        "cpu.count": os.cpu_count(),  # acts through the number of threads
-        "torch.num_interop_threads": torch.get_num_interop_threads(),  # runs whole ops side by side, splits none
-        "det_callbacks.version": _version("det_callbacks"),  # a trace changes no bits (a test holds it to that)
-        **{f"env.{name}": os.environ.get(name) for name in _THREAD_VARIABLES},
-    }
-    yield from ((name, value, True) for name, value in facts.items())
-    yield from ((name, value, False) for name, value in without_effect.items())
-    yield from _gpu_facts()
-
-
-def _gpu_facts() -> Iterator[tuple[str, Any, bool]]:
-    # properties can only be asked through a CUDA context
+    yield "python.version", platform.python_version()
+    yield "python.implementation", platform.python_implementation()
+    yield "platform.system", platform.system()
+    yield "platform.libc", " ".join(platform.libc_ver()).strip() or None
+    yield "cpu.architecture", platform.machine()
+    yield "cpu.count", os.cpu_count()
+    # platform.processor() is empty or only the architecture on Linux
+    yield "cpu.model", _in_file(r"^model name\s*:\s*(.+)$", "/proc/cpuinfo") or platform.processor() or None
+    yield "numpy.version", np.__version__
+    for name in ("det_callbacks", "lightning", "triton"):
+        yield f"{name}.version", _version(name)
+    yield "torch.version", str(torch.__version__)  # which is of a type of torch's own
+    yield "torch.git_version", torch.version.git_version
+    yield "torch.cuda", torch.version.cuda
+    yield "torch.hip", torch.version.hip
+    yield "torch.cudnn", backends.cudnn.version() if backends.cudnn.is_available() else None
+    yield "torch.mkl", _first(r"Math Kernel Library Version (.+?)(?: for |$)", build)
+    yield "torch.mkldnn", _first(r"MKL-DNN (.+)", build)
+    yield "torch.lapack", _first(r"LAPACK_INFO=(\w+)", build)
+    yield "torch.cpu_capability", backends.cpu.get_cpu_capability()
+    yield "torch.num_threads", torch.get_num_threads()
+    yield "torch.num_interop_threads", torch.get_num_interop_threads()
+    for name in ("cudnn", "mkldnn"):
+        yield f"torch.backends.{name}.enabled", getattr(backends, name).enabled
+    for name in SDPA_BACKENDS:
+        yield f"torch.backends.cuda.{name}_sdp", getattr(backends.cuda, f"{name}_sdp_enabled")()
+    for name in _KERNEL_VARIABLES + _THREAD_VARIABLES:
+        yield f"env.{name}", os.environ.get(name)
+    # properties of GPUs can only be asked through a CUDA context
     initialized = bool(torch.cuda.is_initialized())
     count = torch.cuda.device_count() if initialized else 0
     devices = [torch.cuda.get_device_properties(index) for index in range(count)]
-    yield "gpu.count", count, False
-    yield "gpu.names", sorted({device.name for device in devices}), True
-    yield "gpu.capabilities", sorted({f"{device.major}.{device.minor}" for device in devices}), True
-    yield "gpu.multiprocessors", sorted({device.multi_processor_count for device in devices}), True
-    driver = _in_file(r"Kernel Module\D*([\d.]+)", "/proc/driver/nvidia/version") if initialized else None
-    yield "gpu.driver", driver, True
-    yield "gpu.nccl", ".".join(map(str, torch.cuda.nccl.version())) if initialized else None, True
+    yield "gpu.count", count
+    yield "gpu.names", sorted({device.name for device in devices})
+    yield "gpu.capabilities", sorted({f"{device.major}.{device.minor}" for device in devices})
+    yield "gpu.multiprocessors", sorted({device.multi_processor_count for device in devices})
+    driver = "/proc/driver/nvidia/version"
+    yield "gpu.driver", _in_file(r"Kernel Module\D*([\d.]+)", driver) if initialized else None
+    yield "gpu.nccl", ".".join(map(str, torch.cuda.nccl.version())) if initialized else None
     if initialized:  # how digests are computed there; the first time that is found out
-        device = torch.device("cuda", torch.cuda.current_device())
-        yield f"{DIGEST}cuda", str(device_choice(device)), False
+        yield f"{DIGEST}cuda", str(device_choice(torch.device("cuda", torch.cuda.current_device())))
 
 
 def _own_choices() -> Iterator[tuple[str, Any]]:
+    recorded = _KERNEL_VARIABLES + _DETERMINISM_VARIABLES
     for name, value in settings_in_force().items():
         if name == "inductor_deterministic" and value == torch.are_deterministic_algorithms_enabled():
             value = None  # use_deterministic_algorithms sets it, so that it acts through that
-        setting = SETTINGS[name]  # those that are recorded variables are recorded as such
-        if not setting.is_recorded_elsewhere and setting.variable not in _KERNEL_VARIABLES + _DETERMINISM_VARIABLES:
+        # the others are recorded as facts, or as variables
+        if SETTINGS[name].variable not in recorded and name not in ("sdpa_backends", "num_threads"):
             yield f"settings.{name}", value
-    yield "torch.default_dtype", _dtype_name(torch.get_default_dtype())
+    yield "torch.default_dtype", str(torch.get_default_dtype()).removeprefix("torch.")
     yield "torch.anomaly_mode", torch.is_anomaly_enabled()
     for name in ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul"):
         yield f"torch.backends.{name}.fp32_precision", attrgetter(f"{name}.fp32_precision")(torch.backends)
@@ -171,22 +162,16 @@ def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _plain(name: str, value: Any) -> Any:
     """Return a value as anyone may read it: no objects, no places, no secrets (told by the last part of its name)."""
-    if isinstance(value, enum.Enum):
-        return _plain(name, value.value)
-    if isinstance(value, np.generic):
-        return _plain(name, value.item())
-    if value is None or isinstance(value, bool | int):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)  # JSON has no NaN
+    if isinstance(value, enum.Enum | np.generic):
+        return _plain(name, value.value if isinstance(value, enum.Enum) else value.item())
+    if value is None or isinstance(value, int | float):
+        return value if value is None or math.isfinite(value) else str(value)  # JSON has no NaN
     if isinstance(value, str | bytes) and _SECRET.search(name):
         return WITHHELD
     if isinstance(value, str | os.PathLike):
         return _PLACE.sub("<place>", str(os.fspath(value)))
-    if isinstance(value, torch.dtype):
-        return _dtype_name(value)
-    if isinstance(value, torch.device):
-        return value.type  # the index says which of several alike
+    if isinstance(value, torch.dtype | torch.device):  # without the index, which says which of several alike
+        return str(value).removeprefix("torch.").partition(":")[0]
     if isinstance(value, Mapping):
         return {str(key): _plain(str(key), inner) for key, inner in value.items()}
     if isinstance(value, set | frozenset):
@@ -213,10 +198,6 @@ def _in_file(pattern: str, file: str) -> str | None:
 def _first(pattern: str, text: str) -> str | None:
     found = re.search(pattern, text, re.MULTILINE)
     return found.group(1).strip() if found else None
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def code_state() -> dict[str, Any]:

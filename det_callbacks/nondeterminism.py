@@ -1,8 +1,4 @@
-"""Which ops torch calls nondeterministic, and which draw random numbers: read from the torch that is installed.
-
-The docstring of ``torch.use_deterministic_algorithms`` speaks of modules and functions, a trace of aten ops: names are
-translated by rule and, where no rule leads there, by the table ``ALIASES``.
-"""
+"""Which ops torch calls nondeterministic, and which draw random numbers: read from the torch that is installed."""
 
 import ast
 import inspect
@@ -24,30 +20,27 @@ _INDEX_ADD = ("index_add", "index_add_")
 _CONVOLUTION = ("convolution", "convolution_backward")
 
 ALIASES: Mapping[str, tuple[str, ...]] = {
-    # Each of these is one aten op, which tells them apart by its arguments; what makes cuDNN choose a deterministic
-    # kernel holds for the backward too.
+    # one aten op tells these apart by its arguments; its backward chooses a kernel in the same way
     **{f"torch.nn.Conv{kind}{dims}d": _CONVOLUTION for kind in ("", "Transpose") for dims in (1, 2, 3)},
-    # Derivatives that are made of ops with other names.
+    # derivatives that are made of ops with other names
     "torch.Tensor.__getitem__": ("index_put", "index_put_", "_index_put_impl_"),
     "torch.gather": ("scatter_add", "scatter_add_"),
     "torch.index_select": _INDEX_ADD,
     "torch.repeat_interleave": _INDEX_ADD,
     "torch.nn.MaxPool3d": ("max_pool3d_with_indices_backward",),
     "torch.nn.EmbeddingBag": ("_embedding_bag_backward", "_embedding_bag_dense_backward"),
-    # Python functions that choose an op by their arguments; "aa" is antialias=True.
+    # functions that choose an op by their arguments; "aa" is antialias=True
     "torch.nn.functional.interpolate": (
         *(f"upsample_{mode}_backward" for mode in _UPSAMPLE),
         "_upsample_bilinear2d_aa_backward",
         "_upsample_bicubic2d_aa_backward",
     ),
     "torch.nn.functional.grid_sample": ("grid_sampler_2d_backward", "grid_sampler_3d_backward"),
-    # There is no one-dimensional kernel.
-    "torch.nn.MaxUnpool1d": ("max_unpool2d",),
-    # Only the loss over images raises (ATen/native/cuda/NLLLoss2d.cu); nll_loss_forward, which a classifier runs, sums
-    # in a fixed order (ATen/native/cuda/Loss.cu).
+    "torch.nn.MaxUnpool1d": ("max_unpool2d",),  # there is no one-dimensional kernel
+    # only the loss over images raises (ATen/native/cuda/NLLLoss2d.cu); a classifier's sums in a fixed order (Loss.cu)
     "torch.nn.NLLLoss": ("nll_loss2d", "nll_loss2d_forward"),
 }
-"""Documented name -> aten ops, where the rule of ``_aten_names`` does not lead to them."""
+"""Documented module or function -> aten ops, where the rule of ``_aten_names`` does not lead to them."""
 
 _SECTIONS: Mapping[str, Behaviour] = {"act deterministically": "alternate algorithm", "RuntimeError": "error"}
 _VALUE = re.compile(r"\b(\w+)=('[^']*'|True|False)")
@@ -109,13 +102,9 @@ def may_apply(fact: OpFact, *, op: str, phase: str, arguments: Mapping[str, Any]
     found = _CONVOLUTION_NAME.fullmatch(fact.name)
     if found and {"stride", "transposed"} <= arguments.keys():
         return len(arguments["stride"]) == int(found[2]) and arguments["transposed"] == bool(found[1])
-    return _has_values_of(fact.condition, arguments, unknown)
-
-
-def _has_values_of(condition: str, arguments: Mapping[str, Any], unknown: Sequence[str]) -> bool:
     # "with accumulate=True"; two values of one argument are alternatives: "when reduce='sum' or reduce='mean'"
     documented = defaultdict[str, list[Any]](list)
-    for name, text in _VALUE.findall(condition):
+    for name, text in _VALUE.findall(fact.condition):
         documented[name].append(ast.literal_eval(text))
     for name, values in documented.items():
         # torch leaves arguments at their default out of the call; flags are off by default
@@ -161,7 +150,7 @@ def _is_of_backward(condition: str) -> bool:
 def _aten_names(name: str, condition: str) -> set[str]:
     """Return which aten ops a documented name may mean: "torch.nn.LSTMCell" is lstm_cell, or its backward."""
     if name in ALIASES:
-        return set(ALIASES[name])
+        return {*ALIASES[name]}
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name.rpartition(".")[2])
     base = words.lower().removesuffix("_")
     if _is_of_backward(condition):

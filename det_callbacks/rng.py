@@ -1,11 +1,8 @@
 """The states of random generators: which there are, and how they are read, compared and put back.
 
-The states of devices' generators are numbers in host memory, so that nothing here waits for a device or creates a
-context on one (``ATen/cuda/CUDAGeneratorImpl.cpp``, and alike for XPU and MPS), or initialises a kind of device that
-the process has not used: after that it could not fork any more.
-
-The process's own device goes by "torch.cuda", the others by "torch.cuda:1": in a job of one process a GPU all ranks
-have the same names, whichever GPU each has.
+Nothing here waits for a device or creates a context on one, since the states are in host memory
+(``ATen/cuda/CUDAGeneratorImpl.cpp``), or initialises a kind of device, after which a process could not fork any more.
+The process's own device goes by "torch.cuda", the others by "torch.cuda:1": all ranks have the same names.
 """
 
 import base64
@@ -40,15 +37,11 @@ PROCESS: Mapping[str, Any] = {"python": random, "numpy": np.random, TORCH_CPU: t
 # What a device's generator starts from when nobody seeded it (c10::detail default_rng_seed_val, torch 2.13).
 _DEFAULT_SEED = 67280421310721
 
-# The CPU's generator starts from 64 random bits when nobody seeded it; seeds up to this one are taken for a user's.
-_MAX_SEED = 2**32 - 1
-
 # By their addresses, which torch 2.13 does not declare: ops get a new Python object for a generator.
 _address: Callable[[Generator], int] = attrgetter("_cdata")
 _CPU_ADDRESS = _address(torch.default_generator)
 
 _MT19937_BYTES = 624 * 4 + 4  # numpy/random/src/mt19937/mt19937.h: uint32_t key[624]; int pos
-
 
 # looked at in torch 2.13, which does not declare it; builds without CUDA lack it
 _has_context: Callable[[int], bool] = getattr(torch._C, "_cuda_hasPrimaryContext", lambda index: True)
@@ -144,41 +137,33 @@ def _read(generator: Any) -> Any:
     if _is_python(generator):
         version, words, held_back = generator.getstate()
         return [version, [*words], held_back]
-    is_legacy = generator is np.random or isinstance(generator, np.random.RandomState)
-    return _plain(generator.get_state(legacy=False) if is_legacy else _bits(generator).state)
+    state = generator.get_state(legacy=False) if _is_legacy(generator) else _bits(generator).state
+    return json.loads(json.dumps(state, default=lambda value: value.tolist()))  # arrays and numbers of NumPy
 
 
 def _write(generator: Any, state: Any) -> None:
-    """Put a state back that ``_read`` gave."""
+    """Put a state back that ``_read`` gave; NumPy takes lists for the arrays that it gave."""
     if isinstance(generator, Generator):
         generator.set_state(_tensor(state))
     elif _is_python(generator):
         version, words, held_back = state
         generator.setstate((version, tuple(words), held_back))
-    elif generator is np.random or isinstance(generator, np.random.RandomState):
-        generator.set_state(_arrays(state))
+    elif _is_legacy(generator):
+        generator.set_state(state)
     else:
-        _bits(generator).state = _arrays(state)
+        _bits(generator).state = state
 
 
 def _is_python(generator: Any) -> bool:
     return generator is random or isinstance(generator, random.Random)
 
 
+def _is_legacy(generator: Any) -> bool:
+    return generator is np.random or isinstance(generator, np.random.RandomState)
+
+
 def _bits(generator: Any) -> Any:
     return generator.bit_generator if isinstance(generator, np.random.Generator) else generator
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
-
-
-def _arrays(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _arrays(item) for key, item in value.items()}
-    return np.array(value, dtype=np.uint64) if isinstance(value, list) else value
 
 
 def _tensor(text: str) -> Tensor:
@@ -244,5 +229,6 @@ class RewindPoint:
             _write(generator, state)
         for kind, generators in self._kinds.items():
             if restarts_new and not generators and kind != "mps":
-                seed = self._seed if self._seed <= _MAX_SEED else _DEFAULT_SEED
+                # the CPU's generator starts from 64 random bits when nobody seeded it
+                seed = self._seed if self._seed < 2**32 else _DEFAULT_SEED
                 torch.get_device_module(kind).manual_seed_all(seed)

@@ -114,9 +114,9 @@ def doctor_report(diagnosis: "Diagnosis") -> list[Section]:
     report = [Section(lines=head), Section(title=f"Asked for ({asker})", facts=asked)]
     report += [Section(title="Left as they are", items=[", ".join(others)])] if others else []
     if against is not None:
-        found = environment_table([one.difference for one in diagnosis.differences])
+        found = environment_table([difference for difference, _ in diagnosis.differences])
         columns = (*found.columns[:2], "here", *found.columns[3:], "to make it the reference's")
-        rows = [(*row, one.to_do or "-") for row, one in zip(found.rows, diagnosis.differences, strict=True)]
+        rows = [(*row, to_do or "-") for row, (_, to_do) in zip(found.rows, diagnosis.differences, strict=True)]
         title = f"{'D' if rows else 'Nothing is d'}ifferent from {against}"
         report.append(Section(title=title, table=Table(columns=columns, rows=rows) if rows else None))
     if not missing:

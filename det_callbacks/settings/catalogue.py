@@ -41,12 +41,6 @@ class Setting:
     getter: Callable[[], Any] | None = None
     setter: Callable[[Any], object] | None = None
     is_cuda_only: bool = False
-    is_recorded_elsewhere: bool = False
-
-    @property
-    def effect(self) -> str:
-        """What it changes, and what that costs."""
-        return _EFFECTS[self.name]
 
     def read(self) -> Any:
         """Return what is in force, asked of torch or the process."""
@@ -84,9 +78,7 @@ class Setting:
         if wanted == in_force:
             return None
         if self.when == "start":
-            is_set = start_environment().get(self.variable) == self.as_text(wanted)
-            so = ", although it was set: ask for what this machine can do" if is_set else ""
-            return f"{self.variable} is read when the process starts, and {in_force!r} was in force then{so}"
+            return f"{self.variable} is read when the process starts, and {in_force!r} was in force then"
         if self.when == "before_cuda" and torch.cuda.is_initialized():
             return f"a CUDA context exists, and cuBLAS may have read {self.variable}={in_force} already"
         if self.when == "before_nccl" and _has_nccl_communicator():
@@ -222,7 +214,6 @@ _ALL = (
         name="sdpa_backends",
         getter=lambda: tuple(name for name in SDPA_BACKENDS if getattr(torch.backends.cuda, f"{name}_sdp_enabled")()),
         setter=_set_sdpa,
-        is_recorded_elsewhere=True,
         **_OF_CUDA,
     ),
     *(
@@ -231,13 +222,7 @@ _ALL = (
     ),
     *(_variable(name, str, **_OF_NCCL) for name in ("nccl_algo", "nccl_proto")),
     *(_variable(name, _POSITIVE, **_OF_NCCL) for name in ("nccl_min_nchannels", "nccl_max_nchannels")),
-    Setting(
-        name="num_threads",
-        getter=torch.get_num_threads,
-        setter=torch.set_num_threads,
-        allowed=_POSITIVE,
-        is_recorded_elsewhere=True,
-    ),
+    Setting(name="num_threads", getter=torch.get_num_threads, setter=torch.set_num_threads, allowed=_POSITIVE),
     _variable("mkl_cbwr", (*_BRANCHES, *(f"{branch},STRICT" for branch in _BRANCHES)), when="start"),
     _variable(
         "aten_cpu_capability",
@@ -250,25 +235,20 @@ _ALL = (
     _variable("nvte_allow_nondeterministic_algo", _BOOLS, **_OF_CUDA),
 )
 
-_EFFECTS = {
-    "seed": "Python, NumPy, torch on every device, DataLoader workers and other processes; 0 is a seed. Before the "
-    "model has parameters",
-    "deterministic_algorithms": "`error`, `warn` or `disabled`: ops without a deterministic implementation, which add "
-    "up in whatever order their threads finish, raise or are listed; some ops get slower, and Inductor does not "
-    "autotune",
-    "fill_uninitialized_memory": "`torch.empty` is filled under deterministic algorithms, so that memory that is read "
-    "unwritten is the same in each run; a write per allocation",
+EFFECTS = {
+    "seed": "Python, NumPy, torch on every device, DataLoader workers; 0 is a seed. Before the model has parameters",
+    "deterministic_algorithms": "`error`, `warn` or `disabled`: ops without a deterministic implementation raise or "
+    "are listed; some ops get slower, and Inductor does not autotune",
+    "fill_uninitialized_memory": "`torch.empty` is filled under deterministic algorithms; a write per allocation",
     "cublas_workspace_config": "cuBLAS splits a matrix product in the same way each time; 24 MiB of GPU memory; "
     "`:16:8` takes less and may be slower. Before the first use of CUDA",
-    "cudnn_benchmark": "whether cuDNN times its algorithms and keeps the fastest, which may be another one next time; "
-    "without, convolutions can be slower",
+    "cudnn_benchmark": "cuDNN times its algorithms and keeps the fastest, which may be another one next time",
     "cudnn_deterministic": "cuDNN uses deterministic algorithms only; can be slower",
     "cudnn_allow_tf32": "convolutions in TF32: about ten bits less, up to several times faster",
     "float32_matmul_precision": "`highest` (float32), `high` or `medium` (TF32 or bfloat16 inside: less exact, faster)",
     "fp16_reduced_precision_reduction": "products of float16 may add up in that type: faster, less exact",
     "bf16_reduced_precision_reduction": "products of bfloat16 may add up in that type: faster, less exact",
-    "sdpa_backends": "some of `math`, `flash`, `mem_efficient`, `cudnn`, for attention on CUDA: each gives other bits, "
-    "and `math` is slowest",
+    "sdpa_backends": "some of `math`, `flash`, `mem_efficient`, `cudnn`, for attention on CUDA; `math` is slowest",
     "inductor_deterministic": "Inductor chooses nothing by timing; some kernels are slower",
     "inductor_max_autotune": "Inductor times kernels and keeps the fastest, which may be another one next time",
     "nccl_algo": "such as `Ring`: the order of sums in collectives, at the cost of bandwidth. Before NCCL's first use",
@@ -276,13 +256,13 @@ _EFFECTS = {
     "nccl_min_nchannels": "the least number of channels; likewise",
     "nccl_max_nchannels": "the largest number of channels; likewise",
     "num_threads": "sums on the CPU are split among threads",
-    "mkl_cbwr": "the branch of Intel MKL, which it else chooses by the CPU; `COMPATIBLE` gives the same bits on every "
-    "x86 CPU at a third of the speed. At start",
+    "mkl_cbwr": "the branch of Intel MKL; `COMPATIBLE`: equal bits on every x86 CPU at a third of the speed. At start",
     "aten_cpu_capability": "`default`, `avx2` or `avx512`: the width of vectors, which is the order of sums. At start",
     "python_hash_seed": "the order of sets of strings; 0 turns randomisation off. At start",
     "flash_attention_deterministic": "the backward pass of the flash-attn package adds up in a fixed order; slower",
     "nvte_allow_nondeterministic_algo": "Transformer Engine's faster kernels, which differ from run to run",
 }
+"""What each setting changes, and what that costs, as ``docs/reference/settings.md`` has it."""
 
 SETTINGS: Mapping[str, Setting] = {setting.name: setting for setting in _ALL}
 """Every setting but ``allow``, which says of ops what ``deterministic_algorithms`` does not hold for."""

@@ -7,9 +7,9 @@ import shlex
 import sys
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -32,36 +32,35 @@ _enforced: list[DeterminismSettings] = []
 _seeded_after: dict[str, Mapping[int, weakref.ref[nn.Parameter]]] = {"parameters": {}}
 
 
-class EnforcedDeterminism(AbstractContextManager["EnforcedDeterminism", None]):
-    """The way back from ``settings`` that were applied; made by :func:`enforce_determinism`.
+class EnforcedDeterminism(ExitStack):
+    """The way back from settings that were applied; made by :func:`enforce_determinism`.
 
     As a context manager it restores on every exit path. Nested uses must end in the reverse order of their beginnings.
     """
 
     def __init__(self, settings: DeterminismSettings, *, with_generators: bool = True) -> None:
-        self.settings = settings
-        self._undo: list[Callable[[], object]] = [partial(_seeded_after.update, dict(_seeded_after))]
-        # in their order: the algorithms overwrite what Inductor's attribute was
-        self._undo += [setting.way_back() for setting in SETTINGS.values() if setting.when != "start"]
-        self._undo += [attribute_back(path) for path in _WRITTEN_TOO]
-        self._undo.append(partial(torch.set_default_dtype, torch.get_default_dtype()))
-        if with_generators:
-            self._undo += [variable_back(name) for name in _seed_variables(0)]
-            self._undo.append(partial(RewindPoint().put_back, restarts_new=True))
+        super().__init__()
+        self.callback(_enforced.remove, settings)
         _enforced.append(settings)
-        self._undo.append(partial(_enforced.remove, settings))
-
-    def __exit__(self, *error: object) -> None:
-        self.restore()
+        if with_generators:
+            self.callback(RewindPoint().put_back, restarts_new=True)
+            for name in _seed_variables(0):
+                self.callback(variable_back(name))
+        self.callback(torch.set_default_dtype, torch.get_default_dtype())
+        for path in _WRITTEN_TOO:
+            self.callback(attribute_back(path))
+        # the algorithms go back before Inductor's attribute, which they overwrite
+        for setting in reversed([*SETTINGS.values()]):
+            if setting.when != "start":
+                self.callback(setting.way_back())
+        self.callback(_seeded_after.update, dict(_seeded_after))
 
     def restore(self) -> None:
         """Put back generators, flags, threads and environment variables as they were; a second call does nothing.
 
         The generators go back too when no seed was set: what was drawn meanwhile is drawn again.
         """
-        undo, self._undo = self._undo, []
-        for step in undo:
-            step()
+        self.close()
 
 
 def enforced_names() -> set[str]:

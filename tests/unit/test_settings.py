@@ -172,10 +172,3 @@ def test_what_comes_too_late_is_refused_and_nothing_applied(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(SettingsError, match=r"too late.*CUBLAS_WORKSPACE_CONFIG=None already.*=:4096:8 set"):
         enforce_determinism(DeterminismSettings(seed=1))
-
-
-def test_what_the_machine_cannot_do_is_said_where_it_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = "avx2" if torch.backends.cpu.get_cpu_capability() != "AVX2" else "default"
-    monkeypatch.setattr(catalogue, "start_environment", lambda: {"ATEN_CPU_CAPABILITY": wanted})
-    with pytest.raises(SettingsError, match="although it was set: ask for what this machine can do"):
-        enforce_determinism(DeterminismSettings(aten_cpu_capability=wanted))
