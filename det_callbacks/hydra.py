@@ -134,8 +134,8 @@ class DeterminismJobCallback(Callback):
             "configuration is right; the program has to build cfg.callbacks (hydra.utils.instantiate), pass them to "
             "the Trainer, and call trainer.fit, with a strategy that trains in this process, too: ddp, not ddp_spawn."
         )
-        before = fits.num_ended
-        fits.wait(self, lambda: None if fits.num_ended > before else error)
+        before = fits.num_fits
+        fits.wait(self, lambda: None if fits.num_fits > before else error)
 
 
 def configuration_of(config: DictConfig) -> Mapping[str, Any]:

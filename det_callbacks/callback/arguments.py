@@ -110,6 +110,8 @@ class CallbackArguments(pl.Callback):
                 "An audit looks at every op of the steps in only_steps, and keeps nothing; leave out "
                 f"{', '.join(sorted(self.asked.keys() - {'only_steps'}))}."
             )
+        if self.mode == "audit" and self.reference is not None:
+            raise SelectionError(f"An audit compares with no reference: write None in place of {str(self.reference)!r}.")
 
     def check_trainer(self, trainer: pl.Trainer) -> None:
         """Refuse a Trainer that has another such callback, or several processes to do what one alone can do."""

@@ -14,7 +14,7 @@ from typing_extensions import override
 from det_callbacks.audit import AuditReport
 from det_callbacks.callback.arguments import CallbackArguments, manifest_of, replicated_weights
 from det_callbacks.callback.auditing import Auditing
-from det_callbacks.callback.fits import note_ended
+from det_callbacks.callback.fits import note_fit
 from det_callbacks.callback.logged import CALLS, LoggedMetrics
 from det_callbacks.callback.progress import ProgressReporter, print_beside_bar
 from det_callbacks.callback.recording import Recording
@@ -198,6 +198,7 @@ class DeterminismCallback(CallbackArguments):
         self.verdict = self.audit_report = None
         session.begin(**options)
         self._is_open = True
+        note_fit()
         self._logged.begin(session)
 
     @override
@@ -339,8 +340,6 @@ class DeterminismCallback(CallbackArguments):
 
     def _close_fit(self) -> None:
         """Leave no trace open, and loops and loaders as they were."""
-        if self._is_open:
-            note_ended()
         self._is_open = False
         self._replaced.restore()
         hooks, self._hooks = self._hooks, Session()

@@ -1,8 +1,4 @@
-"""The fits of this process: that they ended, and who still waits for one.
-
-A reference may hold several fits of one process. After the first of them nobody knows whether the next one comes, so a
-verification waits; when the process, or the Hydra job, ends first, it ends as diverged.
-"""
+"""The fits of this process: how many began, and who still waits for one when the process or the Hydra job ends."""
 
 from collections.abc import Callable
 from multiprocessing.util import Finalize
@@ -12,14 +8,14 @@ from det_callbacks.report.console import end_process, print_error
 
 _waiting: dict[object, Callable[[], DetCallbacksError | None]] = {}  # by owner: what no more fits leave unfinished
 
-num_ended = 0
-"""How many fits have ended in this process."""
+num_fits = 0
+"""How many fits have begun in this process."""
 
 
-def note_ended() -> None:
-    """Count a fit that ended in this process, with or without success."""
-    global num_ended
-    num_ended += 1
+def note_fit() -> None:
+    """Count a fit that begins in this process."""
+    global num_fits
+    num_fits += 1
 
 
 def wait(owner: object, unfinished: Callable[[], DetCallbacksError | None]) -> None:
@@ -44,7 +40,6 @@ def take_unfinished() -> DetCallbacksError | None:
 
 
 def _end_waiting() -> None:
-    """Run at the end of the process that registered it, and of none that it forked."""
     if (error := take_unfinished()) is not None:
         print_error(error)
         end_process(error.exit_code)

@@ -13,7 +13,7 @@ from typing_extensions import override
 from det_callbacks.callback.arguments import CallbackArguments
 from det_callbacks.callback.determinism import DeterminismCallback
 from det_callbacks.callback.progress import print_beside_bar
-from det_callbacks.errors import DetCallbacksError, DivergenceError, SelectionError
+from det_callbacks.errors import DetCallbacksError, DivergenceError, SelectionError, SettingsError
 from det_callbacks.report.console import print_error
 from det_callbacks.settings import DeterminismSettings
 from det_callbacks.variables import LAUNCH
@@ -70,6 +70,10 @@ def launched_callback(asked: str) -> LaunchedCallback:
         elif not (arguments["mode"] == "verify" and isinstance(error, DivergenceError)):  # which the command prints
             print_error(error)
 
-    callback = LaunchedCallback(**arguments, settings=DeterminismSettings.choose(**settings) if settings else None)
     sys.excepthook = print_plainly
-    return callback
+    if settings and sys.flags.ignore_environment:
+        raise SettingsError(
+            "--seed and --deterministic reach the script through PYTHONPATH, which this Python ignores (-E or -I). "
+            "Start it without these flags, or set seed and settings in the script."
+        )
+    return LaunchedCallback(**arguments, settings=DeterminismSettings.choose(**settings) if settings else None)

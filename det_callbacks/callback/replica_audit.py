@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from det_callbacks.callback.arguments import OnDivergence, require_one_of, require_whole
-from det_callbacks.callback.fits import note_ended
+from det_callbacks.callback.fits import note_fit
 from det_callbacks.callback.progress import print_beside_bar
 from det_callbacks.errors import DivergenceWarning, NothingComparedError, ReplicaError, SettingsError
 from det_callbacks.patterns import as_names
@@ -138,6 +138,7 @@ class ReplicaAuditCallback(Replicas, Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        note_fit()
         self.begin(trainer)
 
     @override
@@ -146,23 +147,18 @@ class ReplicaAuditCallback(Replicas, Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        note_ended()
         raise_if(self.end(trainer))
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        if self._is_open:
-            note_ended()
         self.close()
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self.close()
         if stage == TrainerFn.FITTING and not self._num_audits:
-            note_ended()
             raise NothingComparedError(
-                "Nothing was compared: the fit had nothing to train. Audit one that has steps left, or leave the audit "
-                "out."
+                "Nothing was compared: the fit had nothing to train. Audit one that has steps left, or leave it out."
             )
 
 

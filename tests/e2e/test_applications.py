@@ -198,8 +198,8 @@ def test_what_is_not_deterministic_is_found_and_replayed_and_a_loop_needs_no_tra
     start("message_passing.py", MODE="audit", status=1)
     assert "project.scatter_sum.default" in Path("audit/replay.yaml").read_text()
     for mode in ("record", "verify"):
-        start("message_passing.py", MODE=mode, REPLAY="audit/replay.yaml")
-    text = start("message_passing.py", MODE="verify", REPLAY="audit/replay.yaml", PLANTED="1", status=1)
+        start("message_passing.py", MODE=mode, RUN="run", REPLAY="audit/replay.yaml")
+    text = start("message_passing.py", MODE="verify", RUN="run", REPLAY="audit/replay.yaml", PLANTED="1", status=1)
     assert "Step 2, forward: aten.mul.Tensor " in text
     start("plain_loop.py first")
     start("plain_loop.py second runs/first")

@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 
 import det_callbacks.hydra as job_callback
 from det_callbacks.callback import ReplicaAuditCallback
-from det_callbacks.callback.fits import note_ended, wait
+from det_callbacks.callback.fits import note_fit, wait
 from det_callbacks.errors import DivergenceError, NotComparableError
 
 RunApp = Callable[..., tuple[int, str]]
@@ -103,7 +103,7 @@ def test_how_a_job_ended_is_the_status_and_every_job_starts_where_the_first_did(
         starts.append(process_state())
         make_a_mess()
         if end != "no fit" or config.seed == 2:
-            note_ended()
+            note_fit()
         if end is ONE_OF_TWO and config.seed == 1:
             wait(task, lambda: end)
         elif isinstance(end, Exception) and config.seed == 1:
@@ -161,7 +161,7 @@ def test_disabled_applies_nothing_and_asks_for_nothing(run_app: RunApp) -> None:
 def test_leaving_by_sys_exit_does_not_look_verified(num_fits: int, status: int, run_app: RunApp) -> None:
     def task(config: DictConfig) -> None:
         for _ in range(num_fits):
-            note_ended()
+            note_fit()
         sys.exit(0)
 
     child = multiprocessing.get_context("fork").Process(target=run_app, args=(task, *VERIFY))  # it ends the process
@@ -176,7 +176,7 @@ def test_an_audit_of_replicas_has_to_run(run_app: RunApp) -> None:
     def task(config: DictConfig) -> None:
         built.append(hydra.utils.instantiate(config.callbacks.determinism))
         if config.seed == 1:
-            note_ended()
+            note_fit()
 
     status, printed = run_app(task, "+determinism=replicas", "seed=2")
     assert (status, "mode=replicas, but no ReplicaAuditCallback ran a fit in this job" in printed) == (2, True)
@@ -192,7 +192,7 @@ def test_folders_start_where_the_program_was_started(run_app: RunApp, tmp_path: 
 
     def task(config: DictConfig) -> None:
         built.append(hydra.utils.instantiate(config.callbacks.determinism))
-        note_ended()
+        note_fit()
         folders.add(Path.cwd())
 
     def paths() -> list[tuple[Path | None, Path | None]]:

@@ -34,12 +34,12 @@ def fit(folder: Path, audit: Any, *, status: int, **options: Any) -> list[Ended]
 
 
 def test_equal_replicas_are_said_to_be_and_the_training_is_the_one_without(tmp_path: Path) -> None:
-    audit, before = ReplicaAuditCallback(2), fits_of_process.num_ended
+    audit, before = ReplicaAuditCallback(2), fits_of_process.num_fits
 
     def body(rank: int) -> None:
         require_same_training(audit, DeterminismCallback(tmp_path / "run", mode="record"), model=Faulty)
         assert audit.replica_report is not None
-        assert fits_of_process.num_ended == before + 2  # to a Hydra job, something was compared
+        assert fits_of_process.num_fits == before + 2  # to a Hydra job, something was compared
 
     ended = run_ranks(body, tmp_path, status=0)
     # before the first step, after steps 1 and 3, and at the end; six parameters with three tensors of state each

@@ -43,7 +43,7 @@ class Net(pl.LightningModule):
 if __name__ == "__main__":
     pl.seed_everything(0, verbose=False)
     data = TensorDataset(torch.randn(4, 12, 8), torch.randint(4, (4, 12)))
-    mode, replay = os.environ["MODE"], os.environ.get("REPLAY")  # added for det_callbacks
-    callback = DeterminismCallback("run", mode=mode, current=mode, replay=replay)  # added for det_callbacks
+    mode, run, replay = (os.environ.get(name) for name in ("MODE", "RUN", "REPLAY"))  # added for det_callbacks
+    callback = DeterminismCallback(run, mode=mode, current=mode, replay=replay)  # added for det_callbacks
     trainer = pl.Trainer(max_epochs=1, accelerator="cpu", callbacks=[callback], **QUIET)  # added for det_callbacks
     trainer.fit(Net(), DataLoader(data))
