@@ -1,8 +1,4 @@
-"""Determinism in a Hydra application: settings before the model is built, exit codes, nothing left for the next job.
-
-The presets of ``pkg://det_callbacks.conf`` (``+determinism=record``, ``+determinism=verify``) use both names below;
-``+determinism=replicas`` uses the job callback.
-"""
+"""Determinism in a Hydra application, as the presets of ``pkg://det_callbacks.conf`` use it."""
 
 import inspect
 import os
@@ -30,8 +26,8 @@ from det_callbacks.errors import DetCallbacksError, NothingComparedError, Select
 from det_callbacks.report.console import print_error
 from det_callbacks.settings import DeterminismSettings, enforce_determinism
 
+# of the running job; set before the task function and taken back after it
 _configuration: ContextVar[Mapping[str, Any] | None] = ContextVar("det_callbacks_configuration", default=None)
-"""The running job's configuration; set before the task function and taken back after it."""
 
 _OF_ONE_RUN = re.compile(r"\$\{(now:|hydra:(run|sweep|runtime\.output_dir|runtime\.cwd|job\.num|job\.id))[^}]*\}")
 
@@ -71,11 +67,10 @@ def determinism_callback(
 class DeterminismJobCallback(Callback):
     """Applies ``determinism.settings`` before the task function, takes them back after it, and sees to the exit status.
 
-    The status is 1 diverged, 2 could not do it, 3 not comparable; without this Hydra makes each of them 1. In a
-    multirun all jobs run, and the status is that of the first that failed. A job in which no callback of ours ran a fit
-    fails with 2, since it must not look verified; so does one whose settings cannot be applied, and none starts after
-    it. After each job generators, flags, threads, environment variables and warning filters go back; not where a task
-    leaves by KeyboardInterrupt or SystemExit, after which Hydra calls nobody. ``HYDRA_FULL_ERROR=1`` adds tracebacks.
+    The status is 1 diverged, 2 could not do it, 3 not comparable; in a multirun that of the first job that failed. A
+    job in which no callback of ours ran a fit fails with 2, since it must not look verified; so does one whose settings
+    cannot be applied, and none starts after it. After each job generators, flags, threads, environment variables and
+    warning filters go back; not where a task leaves by KeyboardInterrupt or SystemExit, after which Hydra calls nobody.
     """
 
     def __init__(self) -> None:
@@ -96,9 +91,8 @@ class DeterminismJobCallback(Callback):
     @override
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         with _ending_the_process_on_errors():
-            unfinished = take_unfinished()
+            error: Any = take_unfinished()
             self._undo.close()
-            error: Any = unfinished
             if job_return.status == JobStatus.FAILED:
                 error = job_return._return_value  # the property raises it (Hydra 1.3.8)
                 if isinstance(error, InstantiationException):
@@ -118,8 +112,7 @@ class DeterminismJobCallback(Callback):
                 "determinism.reference is not set, so there is nowhere to record to or to verify against. "
                 "Add determinism.reference=refs/run1 (a folder, from where the program is started)."
             )
-        token = _configuration.set(configuration_of(config))
-        self._undo.callback(_configuration.reset, token)
+        self._undo.callback(_configuration.reset, _configuration.set(configuration_of(config)))
         self._undo.callback(os.environ.update, dict(os.environ))
         self._undo.callback(os.environ.clear)  # is called before the update
         self._undo.enter_context(warnings.catch_warnings())
@@ -158,7 +151,6 @@ def configuration_of(config: DictConfig) -> Mapping[str, Any]:
 
 
 def _without_run(value: Any) -> Any:
-    """Return a value whose texts have "<run>" in place of interpolations of the time or of the job's folders."""
     if isinstance(value, dict):
         return {key: _without_run(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -167,7 +159,7 @@ def _without_run(value: Any) -> Any:
 
 
 def _print_error(error: Exception) -> None:
-    """Print an error of ours with its message alone, unless Hydra is asked for all, and a fault of ours whole."""
+    """Print the message of an error of ours, and all of it where Hydra is asked for that, or it is our fault."""
     if isinstance(error, DetCallbacksError) and os.environ.get("HYDRA_FULL_ERROR", "0") in ("", "0"):
         print_error(error)
     else:

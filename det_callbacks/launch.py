@@ -1,9 +1,8 @@
 """A script that ``det-callbacks record``, ``verify`` or ``check`` started: settings first, then a callback.
 
-Two doors lead in, and nothing of the script is changed. Lightning calls the entry point ``callbacks`` for each Trainer.
-Where settings are asked for, Python runs ``startup/sitecustomize.py``, to which ``PYTHONPATH`` leads, before the
-script; it calls ``begin``. Both look at one environment variable, which the ranks that Lightning or torchrun start
-inherit. To run the script by ``runpy`` instead would reach neither those ranks nor what a shell script starts.
+Lightning calls the entry point ``callbacks`` for each Trainer. Where settings are asked for, Python runs
+``startup/sitecustomize.py``, to which ``PYTHONPATH`` leads, before the script; it calls ``begin``. Both look at one
+environment variable: running the script by ``runpy`` would reach neither its ranks nor what a shell script starts.
 """
 
 import importlib.util
@@ -39,18 +38,17 @@ def begin() -> None:
     settings = json.loads(os.environ[LAUNCH])["settings"]
     if (seed := settings.get("seed")) is not None:
         random.seed(seed)
-        sys.meta_path.insert(0, AfterImport("numpy", lambda numpy: numpy.random.seed(seed)))
-    sys.meta_path.insert(0, AfterImport("torch", lambda torch: _enforce(settings)))
+        sys.meta_path.insert(0, _AfterImport("numpy", lambda numpy: numpy.random.seed(seed)))
+    sys.meta_path.insert(0, _AfterImport("torch", lambda torch: _enforce(settings)))
 
 
-class AfterImport:
+class _AfterImport:
     """Finder that calls a function with a module right after it is first imported, and is gone then."""
 
     def __init__(self, name: str, call: Callable[[Any], object]) -> None:
         self._name, self._call = name, call
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """Return the spec that the other finders have, with a loader that calls the function at the end."""
         if name != self._name:
             return None
         sys.meta_path.remove(self)

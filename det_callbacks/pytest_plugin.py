@@ -1,7 +1,6 @@
-"""pytest plugin: a training whose bits are part of a test, by the fixture ``training_snapshot``.
+"""pytest plugin: the fixture ``training_snapshot``; nothing heavy is imported before a test asks for it.
 
-Nothing heavy is imported before a test asks for the fixture. What each test did travels with its report, so that the
-summary is the same with pytest-xdist.
+What each test did travels with its report, so that the summary is the same with pytest-xdist.
 """
 
 import hashlib
@@ -32,12 +31,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options."""
     group = parser.getgroup("determinism", "trainings that are compared bit for bit (det_callbacks)")
     # flags whose names hold "=": an option with an optional value would take a path after it for that value
-    for value, text in (
-        ("all", "record trainings whose reference is missing, and again those that differ"),
-        ("missing", "record trainings whose reference is missing, and verify the others"),
-        ("force", "as without a value, also under CI=true"),
+    for name, value, text in (
+        (_RECORD, "all", "record trainings whose reference is missing, and again those that differ"),
+        (f"{_RECORD}=missing", "missing", "record trainings whose reference is missing, and verify the others"),
+        (f"{_RECORD}=force", "force", "as without a value, also under CI=true"),
     ):
-        name = _RECORD if value == "all" else f"{_RECORD}={value}"
         group.addoption(name, dest="determinism_record", action="store_const", const=value, help=text)
     unused = "what references mean that no collected test used"
     group.addoption("--determinism-unused", choices=("list", "fail"), default="list", help=unused)
@@ -55,7 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
         )
     if (value := config.getini("determinism_not_comparable")) not in _OUTCOMES:
         raise pytest.UsageError(f"determinism_not_comparable must be one of {', '.join(_OUTCOMES)}; got {value!r}.")
-    config.pluginmanager.register(Summary(config), "determinism-summary")
+    config.pluginmanager.register(_Summary(config), "determinism-summary")
 
 
 @pytest.fixture(name="training_snapshot")
@@ -114,8 +112,7 @@ def _end(error: "DetCallbacksError", config: pytest.Config) -> NoReturn:
     text = str(error) if verdict is not None else f"{type(error).__name__}: {error}"
     if verdict is not None and verdict.cause == "initial_weights":
         text += "\nA model that was built before training_snapshot() was called may have other weights: call it first."
-    report = None if verdict is None else Path(verdict.current, "report.html")
-    if report is not None and report.exists():
+    if verdict is not None and (report := Path(verdict.current, "report.html")).exists():
         text += f"\nreport: {report}"
     pytest.fail(text, pytrace=False)
 
@@ -127,7 +124,7 @@ def folder_name(nodeid: str) -> str:
     return name if name == test else f"{name}-{hashlib.sha256(test.encode()).hexdigest()[:8]}"
 
 
-class Summary:
+class _Summary:
     """Gathers what the tests of a session did with their references, in all processes; owned by pytest's config."""
 
     def __init__(self, config: pytest.Config) -> None:
@@ -139,11 +136,9 @@ class Summary:
         self._unused: list[Path] = []
 
     def pytest_deselected(self, items: list[pytest.Item]) -> None:
-        """Know that tests are left out, whose references nobody uses now."""
         self._has_run_all &= not items
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Take what a test did from its report."""
         file = Path(os.path.normpath(self._config.rootpath / report.nodeid.partition("::")[0]))
         self._files.add(file)
         if not report.passed:
@@ -154,12 +149,10 @@ class Summary:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any, error: object) -> None:
-        """Learn whether a process of pytest-xdist left tests out."""
         self._has_run_all &= error is None and getattr(node, "workeroutput", {}).get(_PROPERTY, True)
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Look for references that no test used, and fail the session for them where that was asked for."""
         if hasattr(self._config, "workeroutput"):
             self._config.workeroutput[_PROPERTY] = self._has_run_all
             return
@@ -179,7 +172,6 @@ class Summary:
                     yield run.parent
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Say how many references were compared and recorded, which are large, and which no test used."""
         if not self._done and not self._unused:
             return
         terminalreporter.section("determinism")

@@ -26,8 +26,6 @@ from det_callbacks.runs.store import Run
 from det_callbacks.settings import DeterminismSettings, enforce_determinism
 from det_callbacks.verdict import Verdict
 
-_OURS = ("reference", "mode", "current")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Training:
@@ -42,9 +40,8 @@ class TrainingRuns:
     """What the fixture ``training_snapshot`` gives a test, which calls it for each training.
 
     All generators are seeded with 0 now, and everything that settings change is put back by ``close``. With ``record``
-    None it verifies against the references in ``folder``, with "missing" it records what is not there, and with "all"
-    it replaces also what differs. ``new_folder`` returns a folder that survives the test, and ``command`` records the
-    references of the test.
+    None it verifies, with "missing" it records what is not there, and with "all" it replaces also what differs.
+    ``new_folder`` returns a folder that survives the test, and ``command`` records the references of the test.
     """
 
     def __init__(self, *, folder: Path, record: str | None, new_folder: Callable[[], Path], command: str) -> None:
@@ -60,14 +57,11 @@ class TrainingRuns:
         settings: DeterminismSettings | Mapping[str, Any] | None = None,
         **arguments: Any,
     ) -> DeterminismCallback:
-        """Return a DeterminismCallback that records or verifies the fits that it is given to.
+        """Return a DeterminismCallback that records or verifies; its settings are in force from now on.
 
-        Args:
-            name: tells several trainings of a test apart; each has one then.
-            settings: of the callback; they are in force from now on, so call this before the model is built.
-            arguments: others of ``DeterminismCallback``, but for the reference, the mode and the current folder.
+        ``name`` tells several trainings of a test apart.
         """
-        if ours := [argument for argument in _OURS if argument in arguments]:
+        if ours := [one for one in ("reference", "mode", "current") if one in arguments]:
             raise SelectionError(f"training_snapshot chooses {ours[0]} by itself; leave it out.")
         if name is not None and (not name or Path(name).name != name or name.startswith(".")):
             raise SelectionError(f"name={name!r} cannot be the name of a folder; give it a word.")
@@ -97,8 +91,7 @@ class TrainingRuns:
 
         Returned is for each reference "matched", "recorded", "re-recorded", or "unchanged": recorded again, and equal.
         """
-        unfinished = take_unfinished()
-        if unfinished is not None:
+        if (unfinished := take_unfinished()) is not None:
             raise unfinished
         for training in self._trainings.values():
             _check(training)
@@ -111,9 +104,9 @@ class TrainingRuns:
 
 
 def _check(training: _Training) -> None:
-    """Raise where a training did not come to its end, or is not its reference.
+    """Raise where a training did not come to its end, or is not its reference, as the verdict's file has it.
 
-    Its verdict is read from the file, since attributes of a callback do not come back from ``ddp_spawn``.
+    Attributes of a callback do not come back from ``ddp_spawn``.
     """
     done, file = ("recorded", MANIFEST) if training.is_recording else ("compared", VERDICT_FILE)
     if not (training.folder / file).exists():

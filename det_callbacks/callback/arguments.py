@@ -54,12 +54,8 @@ class CallbackArguments(pl.Callback):
         log_metrics: bool = True,
     ) -> None:
         super().__init__()
-        self.mode = mode
-        self.steps = steps
-        self.on_divergence = on_divergence
-        self.resume = resume
-        self.overwrite = overwrite
-        self.log_metrics = log_metrics
+        self.mode, self.steps, self.on_divergence, self.resume = mode, steps, on_divergence, resume
+        self.overwrite, self.log_metrics = overwrite, log_metrics
         self.audit_replicas_every_n_steps = audit_replicas_every_n_steps
         for name, kind in (("mode", Mode), ("steps", Steps), ("on_divergence", OnDivergence), ("resume", Resume)):
             require_one_of(name, getattr(self, name), kind)
@@ -111,15 +107,14 @@ class CallbackArguments(pl.Callback):
                 f"{', '.join(sorted(self.asked.keys() - {'only_steps'}))}."
             )
         if self.mode == "audit" and self.reference is not None:
-            raise SelectionError(f"An audit compares with no reference: write None in place of {str(self.reference)!r}.")
+            raise SelectionError(f"An audit compares with no reference: write None for {str(self.reference)!r}.")
 
     def check_trainer(self, trainer: pl.Trainer) -> None:
         """Refuse a Trainer that has another such callback, or several processes to do what one alone can do."""
         callbacks = [other for other in vars(trainer)["callbacks"] if isinstance(other, CallbackArguments)]
         if sum(callback.mode != "disabled" and not callback.gives_way for callback in callbacks) > 1:
             raise SelectionError(
-                "This Trainer has two DeterminismCallbacks, and each would have to leave its trace before the other. "
-                "Give it one; to record and verify, train twice."
+                "This Trainer has two DeterminismCallbacks. Give it one; to record and verify, train twice."
             )
         if self.mode == "audit" and trainer.world_size > 1:
             raise SelectionError(

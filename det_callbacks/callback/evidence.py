@@ -1,7 +1,4 @@
-"""What is gathered during a fit to explain a difference: generators at fixed points, and how batches were drawn.
-
-Nothing here changes what is drawn, but for the number of workers where the environment asks for one.
-"""
+"""What is gathered during a fit to explain a difference: generators at fixed points, and how batches were drawn."""
 
 import json
 import os
@@ -33,7 +30,6 @@ from det_callbacks.variables import NUM_WORKERS
 
 _FIT_START = "fit start"
 _LOADER_START = "before the loader starts"
-
 MAX_INDICES = 256  # of a batch that are kept as they are, beside the digest of all; zstd makes about 2 bytes of each
 MAX_WAITING = 64  # batches drawn and not trained on yet that are known; a fetcher holds one or two
 
@@ -65,8 +61,8 @@ class Evidence(Ledger):
         """Note who has which hook: the user's own first, and nobody who only draws bars."""
         callbacks: list[pl.Callback] = vars(self._trainer)["callbacks"]
         place, module = callbacks.index(own), self._trainer.lightning_module
-        for order, others in ((BEFORE, callbacks[:place]), (AFTER, callbacks[place + 1 :])):
-            others = [one for one in others if not isinstance(one, ProgressBar)]
+        for order, neighbours in ((BEFORE, callbacks[:place]), (AFTER, callbacks[place + 1 :])):
+            others = [one for one in neighbours if not isinstance(one, ProgressBar)]
             others.sort(key=lambda callback: type(callback).__module__.startswith("lightning."))
             for hook in (name for name in vars(pl.Callback) if name.startswith("on_")):
                 users = [one for one in others if getattr(type(one), hook, None) is not getattr(pl.Callback, hook)]
@@ -135,8 +131,6 @@ class Evidence(Ledger):
         self._leave_loader()
         self._replaced.restore()
 
-    # what the loader calls
-
     def begin_iteration(self) -> None:
         """Note that the loader begins to be iterated over."""
         self._waiting.clear()
@@ -149,8 +143,6 @@ class Evidence(Ledger):
     def end_draw(self, batch: Any) -> None:
         """Keep what was drawn until it is trained on."""
         self._waiting.append((batch, {name: known.popleft() for name, known in self._indices.items() if known}))
-
-    # what the session calls
 
     def begin_step(self, batch: Any) -> None:
         """Note what the batch of a step is made of, as the training step gets it, when its trace has begun."""
@@ -206,10 +198,9 @@ def _whole_numbers(index: Any) -> list[int] | None:
 
 
 def set_workers(loaders: Sequence[Any], number: str) -> None:
-    """Give loaders that were not iterated over yet so many workers, and what goes with them (``check --vary workers``).
+    """Give loaders that were not iterated over yet so many workers (``check --vary workers``), as torch 2.13 has it.
 
-    Looked at in torch 2.13: a loader asks for its number when it makes an iterator. One without workers has no
-    ``prefetch_factor`` and refuses a ``timeout``; ``persistent_workers`` counts only where there are some.
+    One without workers has no ``prefetch_factor`` and refuses a ``timeout``.
     """
     known = [loader for loader in loaders if isinstance(loader, DataLoader)]
     if not known or not number.isdecimal():
@@ -219,7 +210,7 @@ def set_workers(loaders: Sequence[Any], number: str) -> None:
         )
     for loader in known:
         loader.num_workers = int(number)
-        if loader.num_workers and loader.prefetch_factor is None:
-            loader.prefetch_factor = 2
         if not loader.num_workers:
             loader.timeout = 0
+        elif loader.prefetch_factor is None:
+            loader.prefetch_factor = 2

@@ -18,8 +18,7 @@ from det_callbacks.trace.components import holds_data
 from det_callbacks.trace.generators import Ledger
 from det_callbacks.trace.leaves import flatten
 
-CALLS = {TrainerFn.VALIDATING: "trainer.validate", TrainerFn.TESTING: "trainer.test"}
-"""What logs metrics without a fit."""
+CALLS = {TrainerFn.VALIDATING: "trainer.validate", TrainerFn.TESTING: "trainer.test"}  # what logs without a fit
 
 
 class LoggedMetrics:
@@ -28,13 +27,14 @@ class LoggedMetrics:
     The metrics of a training epoch are computed after the last hook of the epoch, and read in the first one after it.
     """
 
+    step = -1  # the last training batch that began; -1 before the first
+    is_resuming = False  # no training batch has begun since a checkpoint was loaded
+    is_whole_epoch = False  # the training epoch under way was begun at its start
+    ended_epoch: int | None = None  # the one whose last hooks run; None once its metrics are read
+    _session: Session | None = None
+
     def __init__(self) -> None:
-        self.step = -1  # the last training batch that began; -1 before the first
-        self.is_resuming = False  # no training batch has begun since a checkpoint was loaded
-        self.is_whole_epoch = False  # the training epoch under way was begun at its start
-        self.ended_epoch: int | None = None  # the one whose last hooks run; None once its metrics are read
         self.first_batches: dict[str, str] = {}  # digests of each loader's, of the validation or test under way
-        self._session: Session | None = None
         self._seen: dict[str, Any] = {}
 
     def begin(self, session: Session) -> None:

@@ -26,11 +26,10 @@ class ProgressReporter:
     results. What a logger draws from a generator is undone.
     """
 
-    def __init__(self) -> None:
-        self._trainer: pl.Trainer | None = None
-        self._unlogged: Progress | None = None
-        self._is_recording = False
-        self._step = 0
+    _trainer: pl.Trainer | None = None
+    _unlogged: Progress | None = None
+    _is_recording = False
+    _step = 0
 
     def begin_fit(self, trainer: pl.Trainer, *, is_recording: bool) -> None:
         """Follow a fit that is about to train, whose steps are recorded, or verified."""
@@ -88,16 +87,14 @@ class ProgressReporter:
 
 
 def _give_verdict(logger: Logger, verdict: Verdict, step: int) -> None:
-    """Give a logger the verdict as text, or the files of verdict and report as artifacts, whichever it has."""
     files = [path for name in (VERDICT_FILE, REPORT_FILE) if (path := Path(verdict.current, name)).is_file()]
     if isinstance(logger, TensorBoardLogger):
         logger.experiment.add_text(f"{KEY}/verdict", f"{verdict.verdict}: {verdict.explanation}", step)
         logger.save()
-    elif isinstance(logger, WandbLogger):  # wandb 0.31
-        for path in files:
+    for path in files:
+        if isinstance(logger, WandbLogger):  # wandb 0.31
             logger.experiment.log_artifact(str(path), name=f"{KEY}-{path.stem}", type=KEY)
-    elif isinstance(logger, MLFlowLogger):  # mlflow 3.17
-        for path in files:
+        elif isinstance(logger, MLFlowLogger):  # mlflow 3.17
             logger.experiment.log_artifact(logger.run_id, str(path), KEY)
 
 
@@ -107,10 +104,7 @@ def _bar_metrics(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def print_beside_bar(trainer: pl.Trainer, text: str) -> None:
-    """Print a closing line so that it is whole, on a line of its own, where a progress bar is on the terminal.
-
-    A bar of another kind than Lightning's own gets the line as it comes.
-    """
+    """Print a closing line on a line of its own, also where one of Lightning's progress bars is on the terminal."""
     bar: Any = trainer.progress_bar_callback
     is_rich = isinstance(bar, RichProgressBar) and bar.progress is not None and bar.progress.live.is_started
     with Tqdm.external_write_mode() if isinstance(bar, TQDMProgressBar) else nullcontext():

@@ -33,18 +33,16 @@ def prove_resume(
 ) -> Verdict:
     """Train, interrupt and resume, and compare with the same training uninterrupted, bit for bit.
 
-    Three trainings, each from the generator states that this process has now: one of ``steps`` steps, recorded; one
-    that saves a checkpoint after ``stop_at`` steps and is interrupted when its next batch has been drawn; and one that
-    resumes from that checkpoint, verified against the first from step ``stop_at`` on. Where ``stop_at`` ends an epoch,
-    the checkpoint is saved in ``on_train_epoch_end``, else in ``on_train_batch_end``. It costs a little more than twice
-    the training, traced. The callers' generators are left as they were.
+    Three trainings from the generator states that this process has now: one of ``steps`` steps, recorded; one that
+    saves a checkpoint after ``stop_at`` steps (at an epoch's end in ``on_train_epoch_end``) and is interrupted when its
+    next batch has been drawn; and one that resumes from that checkpoint, verified against the first. It costs a little
+    more than twice the training, traced. The callers' generators are left as they were.
 
     Of several processes each runs the whole program, and so all of this: with ``strategy="ddp"``, a
     ``ModelParallelStrategy`` or torchrun, not with those that spawn. Each gets the verdict, which is of all ranks.
 
     Args:
-        make_trainer: returns a new Trainer, which must train for ``steps`` steps at least; the callbacks that record,
-            save and stop are added to its own.
+        make_trainer: returns a new Trainer, which must train for ``steps`` steps at least.
         make_model: returns a new model, in the same way each time.
         make_data: returns new data: what ``Trainer.fit`` takes after the model, or a tuple of training and validation
             loaders.
@@ -52,12 +50,10 @@ def prove_resume(
         steps: training batches in all; more than ``stop_at``.
         folder: for the runs and the checkpoint; by default ``determinism/resume-NNN`` below the working directory.
         level: of the digests: "op", "module" or "state".
-        resume: as for DeterminismCallback; "plain" restores what Lightning does and no more, which shows that the proof
-            can fail.
+        resume: as for DeterminismCallback; "plain" shows that the proof can fail.
 
     Returns:
-        The verdict on the resumed training. When the training was not even repeatable up to the interruption, the
-        verdict on that.
+        The verdict on the resumed training, or on the interrupted one where not even that was repeated.
 
     Raises:
         SelectionError: ``stop_at`` or ``steps`` is out of range, the training ends before, or processes are spawned.

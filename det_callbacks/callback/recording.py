@@ -138,14 +138,12 @@ class Recording(TracedSession):
         )
         for done, found in (("saved for the replay", self.op_replay), ("kept for the keep_tensors", self.keeper)):
             if found is not None and found.unused:
-                rank_zero_warn(
-                    f"Nothing was {done} patterns {', '.join(map(repr, found.unused))}: no op that they match ran "
-                    "(the ends of compiled regions are no ops). det-callbacks show RUN --step N names those that did.",
-                    category=CoverageWarning,
-                )
+                unused = ", ".join(map(repr, found.unused))
+                text = f"Nothing was {done} patterns {unused}: no op that they match ran (the ends of compiled regions "
+                text += "are no ops). det-callbacks show RUN --step N names those that did."
+                rank_zero_warn(text, category=CoverageWarning)
 
     def _end_call(self, call: str) -> None:
-        """Say what was recorded of a test or validation outside of a fit."""
         before, now = self.peers.broadcast(lambda: [self._num_before_call, self._num_metrics], task=END_OF_FIT)
         if FIT not in self.stages:
             if now:
@@ -158,7 +156,6 @@ class Recording(TracedSession):
 
     @property
     def _place(self) -> str:
-        """Where the recording lies; one that is not whole, or has no step, does not replace the run that is there."""
         place = self.run.path
         return str(place) if place == self.path else f"{place}; {self.path} is as it was before"
 
@@ -198,8 +195,8 @@ class Recording(TracedSession):
     def stop(self, reason: str) -> None:
         self._end_comparison()
         if self.call is not None and FIT in self.stages:
-            text = f"{self.call} was stopped by {reason}, so nothing of it is recorded in {self.path}"
-            self.print_line(f"det_callbacks: {text}")
+            what = f"so nothing of it is recorded in {self.path}"
+            self.print_line(f"det_callbacks: {self.call} was stopped by {reason}, {what}")
             return
         # all ranks take a resumed attempt back together, and the others may not be here
         may_discard = self.detector is None or self.peers.world_size == 1

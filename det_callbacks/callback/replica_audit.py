@@ -1,6 +1,7 @@
 """The replicas of a Trainer, compared while it trains: at the start of a fit, after every n-th step, and at its end."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -25,7 +26,6 @@ class Replicas:
     """The audits of the replicas of one fit, after every n-th step (0: never); all ranks call it at the same places.
 
     An error that a method returns is the same on all ranks, and raised by the caller, who may have more to say first.
-    With ``on_divergence`` "raise" it is returned at once, with "collect" at the end of the fit; "warn" warns instead.
     """
 
     _is_open = False
@@ -71,10 +71,8 @@ class Replicas:
     def _compare(self, trainer: pl.Trainer, *, is_last: bool = False) -> ReplicaError | None:
         step = trainer.fit_loop.epoch_loop.total_batch_idx
         agreed = None if self.replica_report is None else self.replica_report.last_agreement
-        report = compare_replicas(
-            self._group, lambda: _state_of(trainer, self.ignore), step=step, last_agreement=agreed
-        )
-        self.replica_report = report
+        state = partial(_state_of, trainer, self.ignore)
+        report = self.replica_report = compare_replicas(self._group, state, step=step, last_agreement=agreed)
         self._num_audits += 1
         if self._first is None and not report.equal:
             self._first = report
@@ -93,18 +91,15 @@ class ReplicaAuditCallback(Replicas, Callback):
     Parameters, buffers and optimizer state that several ranks have to hold alike are compared by digest: under DDP all
     of them; of DTensors on a mesh (FSDP2, tensor parallelism) those that are replicated along a dimension, among the
     ranks of one shard. Left out, and counted in what it prints: shards that nobody else holds, running statistics of
-    batch norm (each rank's are of its own batches), all buffers under DDP with ``broadcast_buffers=False``, and what
-    DDP was told to ignore. It changes no bit of the training, and talks in a gloo group of its own.
-
-    An audit takes one pass over that state at the speed of digests (on GPUs a copy to the host) and one exchange of a
-    few bytes. ``DeterminismCallback(audit_replicas_every_n_steps=...)`` does the same.
+    batch norm, all buffers under DDP with ``broadcast_buffers=False``, and what DDP was told to ignore. An audit takes
+    one pass over that state at the speed of digests and one exchange of a few bytes, in a gloo group of its own.
+    ``DeterminismCallback(audit_replicas_every_n_steps=...)`` does the same.
 
     Args:
         every_n_steps: they are compared before the first step, after every n-th, and at the end of the fit.
         on_divergence: "raise" stops all ranks at the first difference, "collect" goes on and raises it at the end,
             "warn" goes on and warns of it.
-        ignore: fnmatch patterns over names of tensors that may differ, such as "codebook.*"; the optimizer state of a
-            parameter goes with it.
+        ignore: fnmatch patterns over names of tensors that may differ, with their optimizer state: "codebook.*".
 
     Attributes:
         replica_report: the ReplicaReport of the last audit; None before the first.
@@ -163,7 +158,6 @@ class ReplicaAuditCallback(Replicas, Callback):
 
 
 def _state_of(trainer: pl.Trainer, ignore: Sequence[str]) -> ReplicatedState:
-    """Return what has to be equal, as the strategy has it."""
     strategy, model = trainer.strategy, trainer.strategy.model
     options: dict[str, Any] = {"everybody": range(trainer.world_size), "ignore": ignore}
     if isinstance(model, DistributedDataParallel):

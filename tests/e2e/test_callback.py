@@ -78,7 +78,7 @@ def damageable(reference: Path, tmp_path: Path) -> Path:
         ({"current": ""}, "current must be the path of a folder; got ''."),
         ({"overwrite": "yes"}, "overwrite must be True or False; got 'yes'."),
         ({"log_metrics": 1}, "log_metrics must be True or False"),
-        ({"mode": "audit"}, "An audit compares with no reference: write None in place of 'somewhere'"),
+        ({"mode": "audit"}, "An audit compares with no reference: write None for 'somewhere'"),
         ({"mode": "audit", "reference": None, "phases": ["backward"]}, "looks at every op .* leave out phases"),
         ({"mode": "audit", "reference": None, "replay": ["*"]}, "looks at every op .* leave out replay"),
     ],
