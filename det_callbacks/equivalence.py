@@ -2,7 +2,7 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -28,7 +28,7 @@ from det_callbacks.trace.backward import OpPlaces
 from det_callbacks.trace.components import PLAIN, has_parts, holds_data
 from det_callbacks.trace.dispatch import TAKE_APART, DispatchMode
 from det_callbacks.trace.engine import graph_task_id
-from det_callbacks.trace.optimizers import OptimizerPhases, in_phase
+from det_callbacks.trace.optimizers import OptimizerPhases
 from det_callbacks.trace.overloads import (
     HIDDEN_STATES,
     OPAQUE_WRITES,
@@ -115,6 +115,7 @@ class BitwiseEquivalenceMode:
 
     Attributes:
         is_open: whether a block is under way.
+        places: sets phases and modules of ops; ``places.phase`` is that of what runs outside a backward pass.
         num_ops: ops seen: those compared and those in ``skipped``.
         num_compared: ops whose two runs were compared.
         num_mismatches: outputs found to differ, those that were not kept included.
@@ -141,8 +142,8 @@ class BitwiseEquivalenceMode:
         self.skipped: Counter[str] = Counter()
         self._raises = raise_on_mismatch
         self._base_phase = base_phase
-        self._places = OpPlaces(model)
-        self._phases = OptimizerPhases(self._places, base_phase)
+        self.places = OpPlaces(model)
+        self._phases = OptimizerPhases(self.places, base_phase)
         self._mode: DispatchMode | None = None
         self._mismatches: list[OpMismatch] = []
         self._plans: dict[int, CheckPlan] = {}  # by id: hashing an OpOverload runs Python code; a plan keeps it alive
@@ -162,11 +163,11 @@ class BitwiseEquivalenceMode:
                 "BitwiseEquivalenceMode is already open: it runs one block at a time. Leave it before entering again."
             )
         self._calls.clear()
-        self._places.phase = self._base_phase
+        self.places.phase = self._base_phase
         self.is_open = True
         try:
             self._phases.open()
-            self._places.open()
+            self.places.open()
             self._mode = DispatchMode(self._op)
             self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch's own
         except BaseException:  # Ctrl-C between two of them: nobody will call __exit__
@@ -185,7 +186,7 @@ class BitwiseEquivalenceMode:
             return
         self.is_open = False
         self._phases.close()
-        self._places.close()
+        self.places.close()
         mode, self._mode = self._mode, None
         if mode is not None and (above := mode.leave()) is not None:
             warnings.warn(
@@ -194,14 +195,6 @@ class BitwiseEquivalenceMode:
                 CoverageWarning,
                 stacklevel=3,
             )
-
-    def set_phase(self, phase: str) -> None:
-        """Set the phase of what runs outside a backward pass, for whoever knows it."""
-        self._places.phase = phase
-
-    def marks_forward(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function with phase forward while it runs."""
-        return in_phase(self._places, "forward", function)
 
     def get_mismatches(self) -> list[OpMismatch]:
         """Return the mismatches of all blocks so far, in order; the first 1000."""
@@ -218,15 +211,15 @@ class BitwiseEquivalenceMode:
         self.num_ops += 1
         if plan.kind is OpKind.OPAQUE:
             self.skipped[check.left_out] += 1
-            self._places.backward.note_unseen()
+            self.places.backward.note_unseen()
             return func(*args, **kwargs)
         if graph_task_id() == -1:
-            phase = self._places.phase
-            context: OpScope = self._places.modules.current
+            phase = self.places.phase
+            context: OpScope = self.places.modules.current
         else:
             phase = "backward"
-            context = self._places.backward.scope()
-        source = self._places.note(func, plan, phase, context)
+            context = self.places.backward.scope()
+        source = self.places.note(func, plan, phase, context)
         reason = check.left_out
         if types:
             standin = [kind for kind in types if kind not in PLAIN]
@@ -289,8 +282,12 @@ def _run_twice(
     """
     plan = check.plan
     calls: list[Call] = [(args, kwargs)] * 2
-    if plan.writes and not (calls := _copied_twice(plan, args, kwargs)):
-        return plan.call(*args, **kwargs), "not_copied", [], False
+    if plan.writes:
+        try:
+            with _no_modes_below(), DisableTorchFunction():
+                calls = [_copied(plan, args, kwargs) for _ in range(2)]
+        except Exception:  # noqa: BLE001  # what a tensor class cannot do; the op runs once, and is not compared
+            return plan.call(*args, **kwargs), "not_copied", [], False
     passed = [value for value in (*args, *kwargs.values()) if isinstance(value, Generator)]
 
     def generators() -> RewindPoint | None:
@@ -326,18 +323,6 @@ def _run_twice(
     return out, "", differing, is_transient
 
 
-def _copied_twice(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Call]:
-    """Return the second and the third call, with copies of what they write; none where that cannot be done."""
-    scratch = (plan.argument(name, args, kwargs) for name in OPAQUE_WRITES.get(plan.base, ()))
-    written = [*written_arguments(plan, args, kwargs), *(value for value in scratch if isinstance(value, Tensor))]
-    try:
-        with _no_modes_below(), DisableTorchFunction():
-            calls = [copied_call((args, kwargs), written) for _ in range(2)]
-    except Exception:  # noqa: BLE001  # what a tensor class cannot do; the op runs once, and is not compared
-        return []
-    return [call for call in calls if call is not None]
-
-
 def _run_again(plan: OpPlan, before: RewindPoint | None, after: RewindPoint | None, call: Call) -> Sequence[Any] | None:
     """Return what another run of an op wrote, from the generator states of the first; None when it raised."""
     args, kwargs = call
@@ -371,18 +356,19 @@ def _no_modes_below() -> AbstractContextManager[Any]:
     return _disable_current_modes() if _len_torch_dispatch_stack() else nullcontext()
 
 
-def copied_call(call: Call, written: Sequence[Tensor]) -> Call | None:
-    """Return the arguments of a call with copies of what it writes.
+def _copied(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """Return the arguments of a call with copies of what it writes; raise TypeError where that cannot be done.
 
     Every storage that a written argument lies in is copied, and each tensor argument on it is rebuilt there, so that
-    two arguments that view the same bytes still do. None for sparse, quantised or nested tensors (what of them is
+    two arguments that view the same bytes still do. Not for sparse, quantised or nested tensors (what of them is
     shared is not known), for tensors without data, and for memory that is less aligned than torch's own: kernels may
     sum in another order there.
     """
-    args, kwargs = call
+    scratch = (plan.argument(name, args, kwargs) for name in OPAQUE_WRITES.get(plan.base, ()))
+    written = [*written_arguments(plan, args, kwargs), *(value for value in scratch if isinstance(value, Tensor))]
     tensors = {id(tensor): tensor for tensor in tensors_in((*args, *kwargs.values()))}
     if not all(map(holds_data, written)) or any(map(is_special, (*tensors.values(), *written))):
-        return None
+        raise TypeError("not strided tensors with data")
     addresses = {tensor.untyped_storage()._cdata for tensor in written}
     on_storage: dict[int, list[Tensor]] = {}
     for tensor in tensors.values():
@@ -391,7 +377,7 @@ def copied_call(call: Call, written: Sequence[Tensor]) -> Call | None:
     copies: dict[int, Tensor] = {}
     for group in on_storage.values():
         if _data_address(group[0]) % _ALIGNMENT:
-            return None
+            raise TypeError("memory that torch did not allocate")
         storage = group[0].untyped_storage().clone()
         copies.update((id(tensor), _rebuilt(tensor, storage)) for tensor in group)
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -17,6 +18,7 @@ from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.report.fits import audit_line, audit_lines
 from det_callbacks.runs.files import replace_atomically
 from det_callbacks.runs.peers import Peers
+from det_callbacks.trace.optimizers import in_phase
 from det_callbacks.verification import free_folder
 
 AUDIT_FILE = "audit.json"
@@ -48,7 +50,7 @@ class Auditing(Session):
 
     @override
     def attach(self, trainer: pl.Trainer) -> None:
-        self._replaced.put(trainer.strategy, "training_step", self._mode.marks_forward)
+        self._replaced.put(trainer.strategy, "training_step", partial(in_phase, self._mode.places, "forward"))
 
     @override
     def begin_step(self, step: int, batch: object) -> None:
@@ -59,7 +61,7 @@ class Auditing(Session):
 
     @override
     def begin_gradients(self) -> None:
-        self._mode.set_phase("gradient")
+        self._mode.places.phase = "gradient"
 
     @override
     def end_step(self, *_: object) -> bool:

@@ -144,9 +144,8 @@ class TracedSession(Session):
         recorder = self._hash_mode.recorder
         recorder.nondeterministic_ops = ops
         recorder.output_hooks = tuple(hook for hook in (self.op_replay, self.keeper) if hook is not None)
-        level, is_every_step = selection.level, selection.is_every_step
         owner = f"the DeterminismCallback of {self.path}"
-        self._observations = Observations(recorder, owner=owner, level=level, is_every_step=is_every_step)
+        self._observations = Observations(recorder, owner=owner, level=selection.level)
         REGISTRY.activate(self._observations)
         self._evidence.attach()
         if ops is not None:

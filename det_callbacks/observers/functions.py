@@ -143,12 +143,9 @@ def _observe_in_graph(name: str, leaves: Leaves, *, is_replayed: bool) -> None:
     tensors = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
     integers = [leaf for _, leaf in leaves if _is_integer(leaf)]
     entries = "\0".join([text for path, leaf in leaves for text in (path[len(name) :], _kind(leaf))])
-    if not is_replayed:
-        observe_leaves(name, entries, [tensor.detach() for tensor in tensors], integers)
-        return
     with torch.no_grad():
-        saved = replay_leaves(name, entries, [tensor.detach() for tensor in tensors], integers)
-        for tensor, copy in zip(tensors, saved, strict=True):
+        saved = observe_leaves(name, entries, [tensor.detach() for tensor in tensors], integers, is_replayed)
+        for tensor, copy in zip(tensors, saved, strict=False):
             with torch.autograd.grad_mode._unsafe_preserve_version_counter(tensor):
                 tensor.copy_(copy)
 
@@ -163,25 +160,22 @@ def _is_integer(leaf: Any) -> bool:
 
 
 @library.custom_op("det_callbacks::observe_leaves", mutates_args=())
-def observe_leaves(name: str, entries: str, tensors: Sequence[Tensor], integers: Sequence[int]) -> None:
-    """Record an observation: of each leaf the path behind the name, and what it is."""
-    if REGISTRY.sink is not None:
-        REGISTRY.sink.observe(name, _leaves(name, entries, tensors, integers))
+def observe_leaves(
+    name: str, entries: str, tensors: Sequence[Tensor], integers: Sequence[int], is_replayed: bool
+) -> list[Tensor]:
+    """Record an observation: of each leaf the path behind the name, and what it is; return copies if ``is_replayed``.
 
-
-@library.custom_op("det_callbacks::replay_leaves", mutates_args=())
-def replay_leaves(name: str, entries: str, tensors: Sequence[Tensor], integers: Sequence[int]) -> list[Tensor]:
-    """Return copies of an observation's tensors, with the saved bits where a run is verified."""
-    copies = [tensor.clone() for tensor in tensors]
+    These have the saved bits where a run is verified.
+    """
+    copies = [tensor.clone() for tensor in tensors] if is_replayed else []
     if REGISTRY.sink is not None:
-        REGISTRY.sink.observe(name, _leaves(name, entries, copies, integers), is_replayed=True)
+        found = _leaves(name, entries, copies if is_replayed else tensors, integers)
+        REGISTRY.sink.observe(name, found, is_replayed=is_replayed)
     return copies
 
 
-observe_leaves.register_fake(lambda *_: None)
-replay_leaves.register_fake(lambda name, entries, tensors, integers: [tensor.clone() for tensor in tensors])
+observe_leaves.register_fake(lambda *given: [tensor.clone() for tensor in given[2]] if given[4] else [])
 observe_leaves.register_effect(EffectType.ORDERED)
-replay_leaves.register_effect(EffectType.ORDERED)
 
 
 def _leaves(name: str, entries: str, tensors: Sequence[Tensor], integers: Sequence[int]) -> list[tuple[str, Any]]:

@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import threading
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,25 +39,22 @@ class _Gradient:
 
 
 class Observations:
-    """Puts observations into the step that a recorder has under way.
+    """Puts observations into the step that a recorder has under way; messages call the run ``owner``.
 
     ``begin`` and ``end`` enclose a step, inside the recorder's own. An observation is a site with the phase and module
     it was made in, no op, and its name; that of a gradient is "grad of <name>", with the module that asked for it.
     ``on_observed`` is called after each observation, when it has become a site.
-
-    Messages call the run ``owner``. Without ``is_every_step`` nothing can be replayed.
     """
 
-    def __init__(self, recorder: Recorder, *, owner: str, level: str | None = None, is_every_step: bool = True) -> None:
+    def __init__(self, recorder: Recorder, *, owner: str, level: str | None = None) -> None:
         self.owner = owner
         self.region = OpRegion(recorder, level=level)
         self.on_observed: Callable[[], None] | None = None
-        self._recorder, self._level, self._is_every_step = recorder, level, is_every_step
+        self._recorder, self._level = recorder, level
         self._occurrences: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
         self._gradients: list[_Gradient] = []
         self._handles: list[RemovableHandle] = []
         self._reported: set[str] = set()
-        self._process = os.getpid()
         self.drop()
 
     def begin(self, replay: Replay | None = None) -> None:
@@ -172,16 +168,14 @@ class Observations:
 
     def _takes(self, name: str, *, is_replayed: bool) -> bool:
         """Return whether a step is under way in this process; report once why nothing is recorded otherwise."""
-        if is_replayed and not self._is_every_step:
+        if is_replayed and not self._recorder.selection.is_every_step:
             raise SelectionError(
                 f"{name!r} is to be saved and put back, and every_n_steps or only_steps leaves steps out, which would "
                 "go on with other bits. Record with every_n_steps=1 and without only_steps, or observe it only."
             )
         where = ""
         if not self._is_open:
-            where = (
-                f"outside the steps of {self.owner} (in a validation, between batches, or in a step that is left out)"
-            )
+            where = f"outside the steps of {self.owner} (in a validation, between batches, or in a step left out)"
         elif os.getpid() != self._process:
             where = "in another process than the run's, such as a DataLoader's worker: observe what it returns"
         elif self._recorder.undigested.is_captured():
@@ -213,23 +207,20 @@ class Registry:
 
     def __init__(self) -> None:
         self.sink: Observations | None = None
-        self._lock = threading.Lock()
 
     def activate(self, sink: Observations) -> None:
         """Make a sink the active observer; two at once would not know whose an observation is."""
-        with self._lock:
-            if self.sink is not None:
-                raise TraceError(
-                    f"Another observer is active already ({self.sink.owner}): a value would not know where to go. "
-                    "Leave the ObserverContext, or end the fit with DeterminismCallback, before starting this one."
-                )
-            self.sink = sink
+        if self.sink is not None:
+            raise TraceError(
+                f"Another observer is active already ({self.sink.owner}): a value would not know where to go. "
+                "Leave the ObserverContext, or end the fit with DeterminismCallback, before starting this one."
+            )
+        self.sink = sink
 
     def deactivate(self, sink: Observations) -> None:
         """End an observer; nothing is done when it is not the active one, so that it may be called on every path."""
-        with self._lock:
-            if self.sink is sink:
-                self.sink = None
+        if self.sink is sink:
+            self.sink = None
 
 
 REGISTRY = Registry()
