@@ -1,9 +1,6 @@
 """Digests by Triton kernels on a CUDA device: what is launched when, fetching all at once, and whether they are taken.
 
-A span is read once, when it is launched, and leaves 64 bytes for each block of 1 KiB behind, its sums. The rest waits
-until there are sums of half a GiB or the digests are asked for, so that it costs one table's copy and two short kernels
-for hundreds of MiB of spans, not for each launch. All memory comes from torch's caching allocator, on the stream that
-uses it: what is let go is used again in that stream's order.
+All memory comes from torch's caching allocator, on the stream that uses it, in whose order it is used again.
 """
 
 import functools
@@ -47,11 +44,8 @@ class Launched:
 class TritonDigest:
     """Triton kernels on a CUDA device: no copy of the tensors, no synchronisation before the digests are collected.
 
-    A launch is one kernel for up to 16 spans, without a copy, and every half GiB of spans a small copy and one more.
-    Takes up to 32 MiB of the device's memory for each stream that is used, and a sixteenth of the largest launch.
-
-    A launch tells the allocator of each span's storage that the stream uses it: memory that was allocated on another
-    stream and is let go then is given away only once the stream has passed. Any thread may call. Whatever launches or
+    A launch is one kernel for up to 16 spans, which leaves 64 bytes for each block of 1 KiB behind, its sums. Every
+    half GiB of spans, and at the end, a small copy and one more kernel hash them. Any thread may call. Whatever launches or
     waits raises ``DetCallbacksError`` while the current stream captures a CUDA graph.
 
     ``kernels`` is the module ``triton_kernels``; ``device`` has its index, or is the host for Triton's interpreter.
@@ -113,11 +107,7 @@ class TritonDigest:
         return launched
 
     def collect(self, launched: Sequence[Launched]) -> list[int]:
-        """Return the digests of all launches, one after the other; the one place that waits for the device.
-
-        One copy on the device, one to the host, and one event. Raises DetCallbacksError where a launch failed that
-        these digests were to be finished with.
-        """
+        """Return the digests of all launches, one after the other; the one place that waits for the device."""
         _require_no_capture()
         with self._lock:
             for stream in dict.fromkeys(part.stream for part in launched):
@@ -243,10 +233,9 @@ class Choice:
 
 @functools.cache
 def device_choice(device: torch.device) -> Choice:
-    """Return how tensors on a device (with its index) are digested, found out when it is first asked for and kept.
+    """Return how tensors on a device (with its index) are digested: by Triton's kernels where these give right bits.
 
-    On CUDA by Triton's kernels, once they have given the host's bits for a few hundred KiB there. The first call
-    compiles them for some seconds, unless Triton has them in its cache.
+    The first call compiles them for some seconds, unless Triton has them in its cache.
     """
     if device.type != "cuda":
         return Choice(method=None)

@@ -1,25 +1,18 @@
 """The digest as Triton kernels: many spans of device memory -> 64 bits each, without a synchronisation.
 
-The specification is in ``det_callbacks.host_digest``; the algorithm and its constants are those of XXH3-64 with seed 0,
-https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md: the default secret (192 bytes) and the eight initial
-accumulators. A digest hashes nothing, or a multiple of 1,024 bytes: only the branch for inputs above 240 is needed.
-What makes XXH3 parallel here: the 16 stripes of a block of 1 KiB only add to the eight accumulators, so the sums of all
-blocks are found at once. Between two blocks the accumulators are scrambled, one after the other, which takes a leaf of
-256 blocks some microseconds however few leaves there are. So there are two stages, and only the first reads the spans:
-
-* ``_sum_blocks``: 64 bytes for each block, up to 16 spans a launch. They come as the launch's arguments: a table would
-  have to be copied to the device first, and the device idles between a copy and the kernel that waits for it.
-* ``_hash_leaves``, a warp for each leaf: once for what hundreds of MiB have left of sums, told by one table
-  (``det_callbacks.digest.device.triton_digest`` says when). The host joins the hashes of a span's leaves.
+The specification is in ``det_callbacks.host_digest``, that of XXH3-64 (seed 0, the default secret) in
+https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md; only its branch for inputs above 240 bytes is needed.
+The 16 stripes of a block of 1 KiB only add to the eight accumulators, so ``_sum_blocks`` finds the sums of all blocks
+at once, of up to 16 spans a launch. They come as the launch's arguments: a table would have to be copied to the device
+first. Between two blocks the accumulators are scrambled, one after the other; ``_hash_leaves`` does that, a warp for
+each leaf, once for hundreds of MiB of spans. The host joins the hashes of a span's leaves.
 
 Bytes of a span are read as aligned words of 8 bytes, of which two are joined where the span begins between them: a load
 that is not aligned is an error on a GPU. An aligned word with one byte of a span in it lies in the same page and
 allocation. Tiles that are full and aligned, nearly all of them, have a path without the shifts and masks.
 
-Every argument is an int64 that is not specialised on, addresses too: one compiled variant of each kernel, found without
-looking at the arguments, and none that is compiled in the middle of a training step.
-
-This module needs Triton, which torch's CUDA builds bring, and is imported only where a tensor is on such a device.
+Every argument is an int64 that is not specialised on, addresses too, so that nothing is compiled in the middle of a
+training step. This module needs Triton, and is imported only where a tensor is on a CUDA device.
 """
 
 import struct
