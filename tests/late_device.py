@@ -65,9 +65,9 @@ class LateDevice:
 
 
 @contextmanager
-def late_device(mask: int = 0, dtype: torch.dtype | None = None) -> Iterator[LateDevice]:
+def late_device(mask: int = 0, dtype: torch.dtype | None = None, method: Any = None) -> Iterator[Any]:
     """Have the package take all tensors, or those of a dtype, for those of a device that yields at a step's end."""
-    device = LateDevice(mask)
+    device = method or LateDevice(mask)
     settle, finish = DeferredSites.settle, DeferredDigests.finish
     due: list[tuple[DeferredDigests, torch.Tensor, torch.Tensor]] = []  # copies, which arrive when they are waited for
 

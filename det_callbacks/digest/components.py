@@ -102,7 +102,7 @@ def _span(tensor: torch.Tensor, memory_order: bool) -> tuple[int, int] | None:
     """Return (address, number of bytes) of a plain host tensor that lies there in the order asked for, else None."""
     if (
         type(tensor) not in _PLAIN_TYPES
-        or not _is_on_host(tensor)
+        or not tensor.is_cpu
         or tensor.layout is not torch.strided
         or tensor.is_quantized
         or tensor.is_nested
@@ -136,17 +136,13 @@ def _digest(tensor: torch.Tensor, deferred: DeferredDigests | None, *, memory_or
     if components is not None:
         return _combine(components)
     plain = _plain(tensor, memory_order)
-    if not _is_on_host(tensor):
+    if not tensor.is_cpu:
         first = int(plain.storage_offset()) * plain.element_size()
         bits = None if deferred is None else deferred.add(plain.untyped_storage(), first, plain.nbytes)
         if bits is not None:
             return bits
         plain = _as_integers(plain).cpu()  # a device has no op for some dtypes
     return digest_memory(_data_address(plain) + plain.storage_offset() * plain.element_size(), plain.nbytes)
-
-
-def _is_on_host(tensor: torch.Tensor) -> bool:
-    return tensor.is_cpu
 
 
 def _plain(tensor: torch.Tensor, memory_order: bool) -> torch.Tensor:
@@ -284,9 +280,8 @@ def tensor_numbers(label: TensorNumbers, reference: torch.Tensor, current: torch
 
     Tensors on a device come to the host for it: ask first whether they differ.
     """
-    for tensor in (reference, current):
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
-            raise ValueError("only ordinary strided tensors have numbers; compare what this one is made of")
+    if any(one.layout is not torch.strided or one.is_quantized or one.is_nested for one in (reference, current)):
+        raise ValueError("only ordinary strided tensors have numbers; compare what these are made of")
     if reference.shape != current.shape or reference.dtype != current.dtype:
         raise ValueError("tensors of two dtypes or shapes have no elements in common")
     label = replace(label, shape=tuple(reference.shape), dtype=str(reference.dtype).removeprefix("torch."))

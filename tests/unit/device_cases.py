@@ -8,16 +8,14 @@ import ctypes
 import mmap
 import random
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from unittest import mock
 
 import torch
+from late_device import late_device
 
-from det_callbacks.digest import components
 from det_callbacks.digest.components import digest_output, digest_tensor, digest_tensors
-from det_callbacks.digest.device import deferred, triton_digest
-from det_callbacks.digest.device.triton_digest import Choice, TritonDigest, disagreement
+from det_callbacks.digest.device import triton_digest
+from det_callbacks.digest.device.triton_digest import TritonDigest, disagreement
 from det_callbacks.host_digest import digest_memory
 
 HOST = torch.device("cpu")
@@ -33,16 +31,6 @@ def of_bits(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
     num_bytes, high = torch.Size(shape).numel() * dtype.itemsize, 2 if dtype is torch.bool else 256
     raw = torch.randint(0, high, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
     return raw.view(dtype).reshape(shape)
-
-
-@contextmanager
-def as_on_a_device(method: TritonDigest) -> Iterator[None]:
-    """Have the package take tensors of the host for those of a device with this method."""
-    with (
-        mock.patch.object(components, "_is_on_host", return_value=False),
-        mock.patch.object(deferred, "device_choice", return_value=Choice(method=method)),
-    ):
-        yield
 
 
 def tensors(num_cases: int, *, largest: int, seed: int, device: torch.device = HOST) -> list[torch.Tensor]:
@@ -81,7 +69,7 @@ def check(method: TritonDigest, num_cases: int, *, largest: int, seed: int) -> N
     cases = tensors(num_cases, largest=largest, seed=seed)
     expected = digest_tensors(cases)
     outputs = [digest_output(case) for case in cases[:4]]
-    with as_on_a_device(method):
+    with late_device(method=method):
         assert digest_tensors(cases) == expected
         assert [digest_tensor(case) for case in cases[:4]] == expected[:4]
         assert [digest_output(case) for case in cases[:4]] == outputs
@@ -122,7 +110,7 @@ def main(num_cases: int) -> None:
     check(method, num_cases, largest=2 * LEAF, seed=num_cases)
     # sums that are hashed after each launch
     parts = [torch.arange(LEAF // 8 + 77), *(torch.arange(20.0 + number) for number in range(9)), torch.arange(3)]
-    with mock.patch.object(triton_digest, "MAX_SUM_BYTES", 0), as_on_a_device(TritonDigest(kernels, HOST)):
+    with mock.patch.object(triton_digest, "MAX_SUM_BYTES", 0), late_device(method=TritonDigest(kernels, HOST)):
         found = digest_tensors(parts)
     assert found == digest_tensors(parts)
     print(f"{num_cases} cases agree")

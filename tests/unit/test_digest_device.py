@@ -174,7 +174,8 @@ def run_python(*arguments: str, **variables: str) -> str:
 )
 def test_triton_in_its_interpreter_gives_the_bits_of_the_host(num_cases: int) -> None:
     pytest.importorskip("triton", reason=NEEDS_TRITON)
-    output = run_python(str(Path(device_cases.__file__)), str(num_cases), TRITON_INTERPRET="1")
+    folder = str(Path(late_device.__file__).parent)
+    output = run_python(str(Path(device_cases.__file__)), str(num_cases), TRITON_INTERPRET="1", PYTHONPATH=folder)
     assert f"{num_cases} cases agree" in output
 
 
@@ -309,6 +310,6 @@ def test_a_device_is_given_no_dtype_to_copy_that_it_has_no_op_for(monkeypatch: p
     parts = [value, value.t(), value[:, ::2], value[:1].expand(3, 6)]
     expected, copied, real = [digest_tensor(part) for part in parts], [], torch.Tensor.cpu
     monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: copied.append(tensor.dtype) or real(tensor))
-    with device_cases.as_on_a_device(LateDevice()):
+    with late_device.late_device():
         assert [digest_tensor(part) for part in parts] == expected
     assert copied == [torch.uint8] * 4

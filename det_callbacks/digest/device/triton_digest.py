@@ -45,8 +45,8 @@ class TritonDigest:
     """Triton kernels on a CUDA device: no copy of the tensors, no synchronisation before the digests are collected.
 
     A launch is one kernel for up to 16 spans, which leaves 64 bytes for each block of 1 KiB behind, its sums. Every
-    half GiB of spans, and at the end, a small copy and one more kernel hash them. Any thread may call. Whatever launches or
-    waits raises ``DetCallbacksError`` while the current stream captures a CUDA graph.
+    half GiB of spans, and at the end, a small copy and one more kernel hash them. Any thread may call, and whatever
+    launches or waits raises ``DetCallbacksError`` while the current stream captures a CUDA graph.
 
     ``kernels`` is the module ``triton_kernels``; ``device`` has its index, or is the host for Triton's interpreter.
     """
