@@ -129,7 +129,7 @@ class Recording(TracedSession):
                 path=self._place,
                 **{name: sum(end[name] for end in ended) for name in ("num_steps", "num_sites", "num_bytes")},
                 level=closing.level_words(selection.level, selection.compiled, self._regions),
-                saved=self.replay.counts.to_dict(),
+                saved=self.replay.to_dict(),
                 num_agreed=None if earlier is None else sum(end["num_agreed"] for end in ended),
                 num_ranks=self.peers.world_size,
                 kept=None if self.keeper is None else reduce(operator.add, (end["kept"] for end in ended)),

@@ -242,7 +242,7 @@ class TracedSession(Session):
         if self.detector is not None:
             tally, differing = self.detector.tally, self.detector.num_differing
             steps, sites = steps + tally.num_steps, sites + tally.num_sites
-        return Progress(steps, sites, differing, self.replay.counts.num_bytes, self.chain)
+        return Progress(steps, sites, differing, self.replay.num_bytes, self.chain)
 
     def _print_once(self, text: str) -> None:
         if self.peers.rank == 0:

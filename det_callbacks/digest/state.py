@@ -128,8 +128,6 @@ def _of_mapping(tree: Any, name: str = "", depth: int = 0) -> Iterator[_Entry]:
     else:
         return
     if depth == MAX_DEPTH:
-        raise DetCallbacksError(
-            f"{name} is nested more than {MAX_DEPTH} levels deep; pass the part that holds tensors."
-        )
+        raise DetCallbacksError(f"{name} is nested more than {MAX_DEPTH} levels deep; pass the part with tensors.")
     for key, value in items:
         yield from _of_mapping(value, f"{name}.{key}" if name else key, depth + 1)

@@ -1,12 +1,8 @@
 """The bits of a tensor: copied out of its memory, within the budget of a step, and written into it.
 
-Everything goes through an integer tensor laid over the same memory. It has a version counter of its own, so what
-autograd saved stays valid; it carries no history and no inference flag. Integers, since float8 and sub-byte dtypes have
-few ops, and since no NaN is touched.
-
-Only plain tensors are saved: strided memory of their own, or a wrapper around one such tensor (a DTensor's shard). On a
-device that computes digests nothing here waits: copies are made in the order of the device's work, through pinned
-memory, and have arrived when the step is settled.
+Everything goes through an integer tensor laid over the same memory: it has a version counter of its own, so what
+autograd saved stays valid, no history, no inference flag, and an op for each size of element. Only plain tensors are
+saved: strided memory of their own, or a wrapper around one such tensor (a DTensor's shard).
 """
 
 import math
@@ -109,10 +105,7 @@ def require_room(path: Path, budget_mib: float) -> None:
 
 
 def copy_bits(tensor: Tensor, deferred: DeferredSites | None) -> SavedTensor:
-    """Return a copy of a plain tensor's bits as they are now; no dispatch mode and no autograd sees it.
-
-    From a device the bits arrive when the step that is under way in ``deferred`` is settled; None waits for it here.
-    """
+    """Return a copy of a plain tensor's bits as they are now; a device's arrive when ``deferred`` is settled."""
     with unobserved():
         inner = plain(tensor)
         memory = _memory(inner)
@@ -134,8 +127,7 @@ def copy_bits(tensor: Tensor, deferred: DeferredSites | None) -> SavedTensor:
 def write_bits(saved: SavedTensor, live: Tensor, deferred: DeferredSites | None = None) -> None:
     """Write saved bits into the memory of a live tensor that they fit, whose elements share none.
 
-    Device, strides, aliases, ``requires_grad``, graph and version counter stay: whatever shares the memory sees the
-    saved bits too, and so does what autograd saved for the backward pass. No dispatch mode sees it.
+    Whatever shares the memory sees them too, and so does what autograd saved for the backward pass.
     """
     with unobserved():
         inner = plain(live)
@@ -155,10 +147,8 @@ def write_bits(saved: SavedTensor, live: Tensor, deferred: DeferredSites | None 
 def misfit(saved: SavedTensor, live: Tensor) -> str:
     """Return why saved bits do not fit a live tensor, "" when they do."""
     inner = plain(live)
-    if (saved.dtype, saved.shape) == (_name(inner.dtype), tuple(inner.shape)):
-        return ""
-    shown = f"{_name(inner.dtype)} {list(inner.shape)}"
-    return f"it is {saved.dtype} {list(saved.shape)} and the live tensor is {shown}"
+    known, shown = f"{saved.dtype} {list(saved.shape)}", f"{_name(inner.dtype)} {list(inner.shape)}"
+    return "" if known == shown else f"it is {known} and the live tensor is {shown}"
 
 
 def _memory(tensor: Tensor) -> Tensor:
@@ -172,7 +162,5 @@ def _name(value: object) -> str:
 
 
 def _refused(tensor: Tensor, what: str, instead: str) -> ReplayError:
-    kind = type(tensor).__qualname__
-    return ReplayError(
-        f"A {kind} of {_name(tensor.dtype)} {what}, so its bits cannot be saved and put back; {instead}."
-    )
+    name = f"A {type(tensor).__qualname__} of {_name(tensor.dtype)}"
+    return ReplayError(f"{name} {what}, so its bits cannot be saved and put back; {instead}.")

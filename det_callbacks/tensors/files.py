@@ -112,10 +112,9 @@ class StepWriter:
         self._stream, self._place = stream, replace(self._place, segment=segment)
 
     def write(self, step: int, tensors: Mapping[str, SavedTensor], values: Mapping[str, Any]) -> None:
-        """Write the tensors of a step that is settled, and plain values by key.
+        """Write the tensors of a step that is settled, and plain values by key; a file of an earlier attempt goes.
 
-        Where there are none, a file of an earlier attempt is removed. It is written atomically, and like the stream not
-        fsynced: a power cut may lose it, a kill not.
+        It is written atomically, and like the stream not fsynced: a power cut may lose it, a kill not.
         """
         path = tensor_path(self._stream, self._kind, step)
         path.unlink(missing_ok=True)
@@ -130,10 +129,10 @@ class StepWriter:
             shape = list(tensors[key].shape) if name else [size]
             sections[key] = {"dtype": name or "U8", "shape": shape, "data_offsets": [offset, offset + size]}
             offset += size
-        entries = {}
-        for key, saved in tensors.items():
-            known = {"dtype": saved.dtype, "shape": saved.shape, "digest": format_digest(saved.digest)}
-            entries[key] = known | dict(saved.options)
+        entries = {
+            key: {"dtype": saved.dtype, "shape": saved.shape, "digest": format_digest(saved.digest), **saved.options}
+            for key, saved in tensors.items()
+        }
         content = {"format_version": TENSORS_FORMAT_VERSION, "entries": entries, "values": dict(values)}
         text = json.dumps(content | asdict(replace(self._place, step=step)))
         header = json.dumps({"__metadata__": {_METADATA: text, _SEAL: _seal(text, sections)}, **sections}).encode()

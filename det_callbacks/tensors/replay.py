@@ -34,32 +34,6 @@ def replay_patterns(replay: object) -> tuple[str, ...]:
     return as_patterns(f"replay (in {replay})", content)
 
 
-class ReplayCounts:
-    """Counts the tensors and plain values saved or put back, by op or by the name of an observation."""
-
-    def __init__(self) -> None:
-        self._by_op: dict[str, tuple[int, int, int]] = {}
-        self.num_steps = 0
-
-    def add(self, op: str, *, differs: bool = False, num_bytes: int = 0) -> None:
-        """Count one tensor, or plain value; ``differs`` where the live bits were others than the saved ones."""
-        count, differing, total = self._by_op.get(op, (0, 0, 0))
-        self._by_op[op] = count + 1, differing + differs, total + num_bytes
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all of them together."""
-        return sum(total for _, _, total in self._by_op.values())
-
-    def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Return what the coverage shows as ``replayed``: tensors in all, those that differed, MiB a step."""
-        steps = max(1, self.num_steps)
-        return {
-            op: {"count": count, "differing": differing, "mib_per_step": round(total / MIB / steps, 6)}
-            for op, (count, differing, total) in sorted(self._by_op.items())
-        }
-
-
 class Replay:
     """Saves tensors and plain values of a step under keys, or puts back what was saved of it.
 
@@ -71,10 +45,23 @@ class Replay:
     """
 
     def __init__(self, writer: StepWriter | None = None, budget: TensorBudget | None = None) -> None:
-        self.counts = ReplayCounts()  # of what was saved; without a writer, of what was put back
         self._writer, self._budget = writer, budget or TensorBudget()
-        self._put_back = self.counts if writer is None else ReplayCounts()
+        self._counts: dict[str, tuple[int, int, int]] = {}  # by op, or name of an observation: all, differing, bytes
+        self._num_steps = 0
         self.begin(None)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all that was saved; without a writer, of what was put back."""
+        return sum(total for _, _, total in self._counts.values())
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Return what the coverage shows as ``replayed``: tensors in all, those that differed, MiB a step."""
+        steps = max(1, self._num_steps)
+        return {
+            op: {"count": count, "differing": differing, "mib_per_step": round(total / MIB / steps, 6)}
+            for op, (count, differing, total) in sorted(self._counts.items())
+        }
 
     def begin(self, saved: SavedStep | None) -> None:
         """Start a step with what was saved of it, None where nobody has recorded it, and forget the one under way."""
@@ -91,15 +78,15 @@ class Replay:
         assert self._writer is not None, "it saves tensors"
         self._writer.write(step, self._copies, self._values)
         for op, num_bytes in self._ops:
-            self.counts.add(op, num_bytes=num_bytes)
-        self.counts.num_steps += 1
+            self._count(op, is_saved=True, num_bytes=num_bytes)
+        self._num_steps += 1
         self.begin(None)
 
     def end_step(self, *, differs: bool) -> None:
         """End a compared step; raise ReferenceFormatError where it does not differ, and yet not all was put back."""
         if self._unsaved is not None and not differs:
             raise self._unsaved
-        self._put_back.num_steps += 1
+        self._num_steps += self._writer is None
 
     def exchange(self, key: str, live: Any, *, op: str, deferred: DeferredSites | None) -> Any:
         """Save a value, or put the saved one in its place, counted as ``op``.
@@ -122,7 +109,7 @@ class Replay:
             return live
         value = self.saved.values[key]
         value = complex(*value) if isinstance(value, list) else value
-        self._put_back.add(op, differs=repr(value) != repr(live))
+        self._count(op, differs=repr(value) != repr(live))
         return value
 
     def exchange_apart(self, key: str, live: Tensor, *, op: str, deferred: DeferredSites | None) -> Tensor | None:
@@ -152,6 +139,11 @@ class Replay:
             raise error
         self._unsaved = self._unsaved or error
 
+    def _count(self, op: str, *, is_saved: bool = False, differs: bool = False, num_bytes: int = 0) -> None:
+        if is_saved == (self._writer is not None):  # what a resumed recording puts back is not counted
+            count, differing, total = self._counts.get(op, (0, 0, 0))
+            self._counts[op] = count + 1, differing + differs, total + num_bytes
+
     def _exchange(self, key: str, live: Tensor, op: str, deferred: DeferredSites | None) -> SavedTensor | None:
         """Save a tensor; or count it, and return the saved bits where they have to be written."""
         if self.saved is None:
@@ -172,10 +164,10 @@ class Replay:
         inner, digest, num_bytes = unwrapped(live), saved.digest, saved.bits.nbytes
         if deferred is not None and deferred.is_deferred(inner):
             bits = deferred.tensor_bits(inner)
-            deferred.ask((bits,), lambda found: self._put_back.add(op, differs=found[0] != digest, num_bytes=num_bytes))
+            deferred.ask((bits,), lambda found: self._count(op, differs=found[0] != digest, num_bytes=num_bytes))
             return saved
         differs = digest_tensor(inner) != digest
-        self._put_back.add(op, differs=differs, num_bytes=num_bytes)
+        self._count(op, differs=differs, num_bytes=num_bytes)
         return saved if differs else None
 
 

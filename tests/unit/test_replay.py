@@ -113,7 +113,7 @@ def test_any_bits_come_back(
         replaying = reader(folder)
         with step_on(device) as deferred:
             assert replaying.exchange("key", live, op="op", deferred=deferred) is live
-            assert bool(replaying.counts.to_dict()) != is_late, "on a device it is not known yet"
+            assert bool(replaying.to_dict()) != is_late, "on a device it is not known yet"
             new = apart
             if is_number:
                 new = replaying.exchange_apart("key", apart, op="apart", deferred=deferred)
@@ -121,8 +121,8 @@ def test_any_bits_come_back(
     assert not is_number or digest_tensor(apart if new is None else new) == wanted
     assert digest_tensor(apart) == before[3]
     assert (live.stride(), live._version, live.data_ptr()) == before[:3]
-    assert replaying.counts.to_dict()["op"]["differing"] == differed
-    assert saving.counts.to_dict()["op"]["count"] == 1
+    assert replaying.to_dict()["op"]["differing"] == differed
+    assert saving.to_dict()["op"]["count"] == 1
 
 
 FREED = torch.ones(8)
@@ -270,7 +270,7 @@ def test_a_step_recorded_again_replaces_what_it_saved(tmp_path: Path) -> None:
     reader(tmp_path).exchange("a", live, op="op", deferred=None)
     assert live.item() == 1.0
     counts = {"count": 2, "differing": 0, "mib_per_step": round(4 / 2**20, 6)}
-    assert saving.counts.to_dict() == {"op": counts}
+    assert saving.to_dict() == {"op": counts}
     saving.write(12)  # and one that saves nothing any more leaves no file
     assert not list(tmp_path.rglob("*.safetensors"))
 
