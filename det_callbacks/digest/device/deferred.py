@@ -53,9 +53,8 @@ class DigestQueue:
     def __init__(self, method: TritonDigest, *, max_tensors: int = MAX_TENSORS, max_bytes: int = MAX_BYTES) -> None:
         self._method = method
         self._max_tensors, self._max_bytes = max_tensors, max_bytes
-        self._unheld: set[int] = set()
         self._stream: Hashable = None
-        self._readers: dict[int, tuple[Hashable, ...]] = {}  # by storage: the streams that may still be reading it
+        self._readers: dict[int, dict[Hashable, None]] = {}  # by storage: the streams that may still be reading it
         self._lock = RLock()
         self.discard()
 
@@ -74,11 +73,10 @@ class DigestQueue:
             self._pending.append((storage, offset, num_bytes))
             self._places.add(storage._cdata)
             self._num_bytes += num_bytes
-            place = self._num_added
             self._num_added += 1
             if self._num_bytes > self._max_bytes:
                 self.flush()
-            return place
+            return self._num_added - 1
 
     def before_write(self, storage: torch.UntypedStorage) -> None:
         """Launch what waits, if any of it lies in a storage that is about to change or to lose its memory."""
@@ -104,8 +102,23 @@ class DigestQueue:
         """Launch what waits, on the stream it was made on."""
         with self._lock:
             self._require_whole()
-            if self._pending:
-                self._launch()
+            if not self._pending:
+                return
+            pending, stream = self._pending, self._stream
+            self._forget_pending()
+            self._is_broken = True
+            for storage, offset, num_bytes in pending:
+                if storage.nbytes() < offset + num_bytes:
+                    raise DetCallbacksError(
+                        f"the memory of a tensor of {num_bytes} bytes was freed before its digest was taken; say "
+                        "before_write of a storage that is about to be freed or resized"
+                    )
+            with unobserved():
+                self._launched.append(self._method.launch(pending, stream, frozenset(self._unheld)))
+            if stream is not None:
+                for storage, _, _ in pending:
+                    self._readers.setdefault(storage._cdata, {})[stream] = None
+            self._is_broken = False
 
     def finish(self) -> list[int]:
         """Return the digests of all spans in the order in which they came, and begin anew; raise where one is lost."""
@@ -123,29 +136,10 @@ class DigestQueue:
         """Begin anew without the digests, after an exception of the program or of a launch."""
         with self._lock:
             self._forget_pending()
-            self._unheld.clear()
+            self._unheld: set[int] = set()
             self._launched: list[Any] = []
             self._num_added = 0
             self._is_broken = False
-
-    def _launch(self) -> None:
-        pending, stream = self._pending, self._stream
-        self._forget_pending()
-        self._is_broken = True
-        for storage, offset, num_bytes in pending:
-            if storage.nbytes() < offset + num_bytes:
-                raise DetCallbacksError(
-                    f"the memory of a tensor of {num_bytes} bytes was freed before its digest was taken; the tensors "
-                    "before it are intact; say before_write of a storage that is about to be freed or resized"
-                )
-        with unobserved():
-            self._launched.append(self._method.launch(pending, stream, frozenset(self._unheld)))
-        if stream is not None:
-            for storage, _, _ in pending:
-                known = self._readers.setdefault(storage._cdata, (stream,))
-                if stream not in known:
-                    self._readers[storage._cdata] = (*known, stream)
-        self._is_broken = False
 
     def _wait_for(self, streams: Iterable[Hashable]) -> None:
         current = self._method.stream()
