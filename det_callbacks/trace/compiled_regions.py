@@ -26,6 +26,7 @@ from det_callbacks.trace.sites import InputName, arguments_json, source_of
 if TYPE_CHECKING:
     from det_callbacks.trace.recorder import Recorder
 
+_Row = tuple[str, int, Role, str | None]  # op, number, role and name
 _EARLIER = f"{REGION}graph_compiled_earlier"
 
 
@@ -43,79 +44,64 @@ class Region:
         self.phase = phase
         self.scope = scope
         self.source: tuple[str, ...] = ()
-        self._saved: tuple[int, ...] = () if forward is None else (*forward.reads, *forward.inner)
-        self.misses_parameters: bool = forward is not None and forward.misses_parameters
-        # name and value of what goes in, how often it had been written, and the position of its row; without them,
-        # what the call writes is not looked for
-        self.inputs: list[tuple[str, Any, int, int]] = []
-        self._reads_of_inner: tuple[int, ...] = ()
-        self.reads: tuple[int, ...] = ()
         self.inner: list[int] = []
+        self._reads_of_inner: list[int] = []
+        self.reads: list[int] = [] if forward is None else [*forward.reads, *forward.inner]
 
-    def enter(self, inputs: Iterable[tuple[str, Any]]) -> None:
-        """Record what goes in; parameters have rows of the state, and at level module are left out."""
+    def enter(self, inputs: Iterable[tuple[str, Any]]) -> list[tuple[str, Tensor, int]]:
+        """Record what goes in; return name, tensor and position of what has rows.
+
+        Parameters have rows of the state, and at level module are left out.
+        """
         recorder = self._recorder
         is_op_level = recorder.selection.level == "op"
         may_write_parameters = is_op_level and (self.phase == "optimizer" or not torch.is_grad_enabled())
-        entering: list[tuple[str, Any]] = []
-        edges: list[list[int]] = []
+        entering: list[tuple[str, Any, list[int]]] = []
         read_first: list[InputName] = []
-        reads = set(self._saved)
         for name, value in inputs:
+            if not holds_data(value):
+                continue
             writers: list[int] = []
-            is_parameter = isinstance(value, nn.Parameter)
-            if isinstance(value, Tensor):
-                if not holds_data(value):
-                    continue
-                self.misses_parameters |= is_parameter and not is_op_level
-                if is_op_level:
-                    recorder.reads.read(value, writers, read_first)
-                    reads.update(writers)
-            if isinstance(value, Tensor | int | float) and (may_write_parameters or not is_parameter):
-                entering.append((name, value))
-                edges.append(writers)
-        every = sorted(reads)
-        arguments = {"backend": self.graph.backend, **({MISSES_PARAMETERS: True} if self.misses_parameters else {})}
-
-        def build(node: CallNode) -> None:
-            node.source = source_of(self.scope)
-            region = self.graph.region
-            graph = self._site(node, f"{region}.graph", 0, "graph", None, every, arguments_json(arguments))
-            rows = [
-                self._site(node, f"{region}.inputs", index, "region_input", name, written)
-                for index, ((name, _), written) in enumerate(zip(entering, edges, strict=True))
-            ]
-            node.rows = (*recorder.reads.sites(node), graph, *rows)
-
-        self._step_to("inputs", [every, *edges], [*read_first, *(name for name, _ in entering)], build)
-        recorder.reads.row_edges.clear()
+            if isinstance(value, Tensor) and is_op_level:
+                recorder.reads.read(value, writers, read_first)
+                self.reads += writers
+            if isinstance(value, Tensor | int | float) and (
+                may_write_parameters or not isinstance(value, nn.Parameter)
+            ):
+                entering.append((name, value, writers))
+        every, region = sorted(set(self.reads)), self.graph.region
+        reads = [every, *(writers for *_, writers in entering)]
+        names = [name for name, *_ in entering]
+        rows: list[_Row] = [(f"{region}.graph", 0, "graph", None)]
+        rows += [(f"{region}.inputs", index, "region_input", name) for index, name in enumerate(names)]
+        self._step_to(self.graph, "inputs", reads, [*read_first, *names], rows)
         graph_row = recorder.num_sites
         detail = f"{self.graph.num_ops} ops, {self.graph.fingerprint:016x}"
         recorder.append_bits(self.graph.fingerprint, recorder.layouts.special("graph", (), detail))
-        for name, value in entering:
-            self.inputs.append((name, value, _version_of(value), recorder.num_sites))
+        for _, value, _ in entering:
             recorder.append_value(value)
-        self._reads_of_inner = tuple(range(graph_row, recorder.num_sites))
-        self.reads = (*every, *self._reads_of_inner)
+        self._reads_of_inner = [*range(graph_row, recorder.num_sites)]
+        self.reads = [*every, *self._reads_of_inner]
+        positions = enumerate(entering, start=graph_row + 1)
+        return [(name, value, at) for at, (name, value, _) in positions if isinstance(value, Tensor)]
 
     def record_op(self, func: object, name: str, outputs: Sequence[Any]) -> None:
         """Make the rows of an op that was seen inside; its lines are those that called the region."""
-        recorder = self._recorder
-
-        def build(node: CallNode) -> None:
-            node.source = self.source
-            roles: list[Role] = ["output" if isinstance(output, Tensor) else "value" for output in outputs]
-            read = self._reads_of_inner
-            node.rows = tuple(self._site(node, name, index, role, None, read) for index, role in enumerate(roles))
-
-        recorder.trie.step_to((func, self.phase, self.scope, [], [*self._reads_of_inner], [], len(outputs)), build)
+        rows: list[_Row] = [
+            (name, index, "output" if isinstance(output, Tensor) else "value", None)
+            for index, output in enumerate(outputs)
+        ]
+        self._step_to(func, "inner", [self._reads_of_inner for _ in outputs], [], rows)
         for output in outputs:
-            self.inner.append(recorder.num_sites)
-            recorder.append_value(output)
-        recorder.deferred.flush()  # the region's kernels, which nobody sees, reuse this memory
+            self.inner.append(self._recorder.num_sites)
+            self._recorder.append_value(output)
+        self._recorder.deferred.flush()  # the region's kernels, which nobody sees, reuse this memory
 
-    def leave(self, outputs: Iterable[tuple[str | None, Any]]) -> None:
-        """Record what came out."""
+    def leave(self, outputs: Iterable[tuple[str | None, Any]], given: Iterable[tuple[str, Tensor, int]] = ()) -> None:
+        """Record what came out, and what of the ``given`` has, or may have, other bits now.
+
+        Autograd is told of some writes only: not of those to buffers, nor of any where no gradients are computed.
+        """
         recorder = self._recorder
         values = [(name, value) for name, value in outputs if isinstance(value, Tensor) and holds_data(value)]
         if self.graph.is_graphed:
@@ -123,60 +109,53 @@ class Region:
             for _, value in values:
                 for part in parts_with_memory(value):
                     recorder.deferred.unhold(part.untyped_storage())
-        values += self._written()
+        digests, deferred = recorder.digests, recorder.deferred.bits
+        values += [(name, value) for name, value, at in given if at in deferred or digest_output(value) != digests[at]]
         recorder.counts.num_digested += 1
         if values:
-            first, reads = recorder.num_sites, self.reads
-
-            def build(node: CallNode) -> None:
-                node.source = source_of(self.scope)
-                op = f"{self.graph.region}.outputs"
-                pairs = enumerate(values)
-                node.rows = tuple(self._site(node, op, index, "output", name, reads) for index, (name, _) in pairs)
-
-            self._step_to("outputs", [list(reads) for _ in values], [name for name, _ in values], build)
+            names: list[InputName] = [name for name, _ in values]
+            op = f"{self.graph.region}.outputs"
+            rows: list[_Row] = [(op, index, "output", name) for index, (name, _) in enumerate(values)]
+            self._step_to(self.graph, "outputs", [self.reads for _ in values], names, rows)
+            first = recorder.num_sites
             for position, (_, value) in enumerate(values, start=first):
                 recorder.append(value)
                 for part in parts_with_memory(value):
                     recorder.ledger.write(part, position)
-            self.reads = (*reads, *range(first, recorder.num_sites))
+            self.reads = [*self.reads, *range(first, recorder.num_sites)]
             recorder.deferred.end_group()
         if self.graph.is_graphed:
             recorder.deferred.flush()
 
     def _step_to(
-        self, part: str, reads: list[list[int]], names: list[InputName], build: Callable[[CallNode], None]
+        self, func: object, part: str, reads: list[list[int]], names: list[InputName], rows: Iterable[_Row]
     ) -> None:
-        call = (self.graph, self.phase, self.scope, [part], reads, names, len(reads))
+        """Go to the call that has these rows, of which each reads something."""
+        arguments: dict[str, Any] = {"backend": self.graph.backend}
+        if self._recorder.selection.level != "op":
+            arguments[MISSES_PARAMETERS] = True
+
+        def build(node: CallNode) -> None:
+            node.source = self.source or source_of(self.scope)
+            sites = (
+                Site(
+                    phase=self.phase,
+                    module=self.scope.module,
+                    op=op,
+                    output=index,
+                    role=role,
+                    name=name,
+                    arguments=arguments_json(arguments if role == "graph" else {}),
+                    inputs=tuple(sorted(set(edges))),
+                    source=node.source,
+                )
+                for edges, (op, index, role, name) in zip(reads, rows, strict=True)
+            )
+            node.rows = (*self._recorder.reads.sites(node), *sites)
+
+        call = (func, self.phase, self.scope, [part], reads, names, len(reads))
         self.source = self._recorder.trie.step_to(call, build).source
-
-    def _site(
-        self, node: CallNode, op: str, index: int, role: Role, name: Any, edges: Iterable[int], arguments: str = "{}"
-    ) -> Site:
-        return Site(
-            phase=self.phase,
-            module=self.scope.module,
-            op=op,
-            output=index,
-            role=role,
-            name=name,
-            arguments=arguments,
-            inputs=tuple(sorted(set(edges))),
-            source=node.source,
-        )
-
-    def _written(self) -> list[tuple[str | None, Any]]:
-        """Return the inputs that have, or may have, other bits now.
-
-        Autograd is told of some writes only: not of those to buffers, nor of any where no gradients are computed.
-        """
-        digests, deferred = self._recorder.digests, self._recorder.deferred.bits
-        return [
-            (name, value)
-            for name, value, version, position in self.inputs
-            if isinstance(value, Tensor)
-            and (_version_of(value) != version or position in deferred or digest_output(value) != digests[position])
-        ]
+        self._recorder.reads.row_edges.clear()
 
 
 class CompiledRegions:
@@ -184,30 +163,23 @@ class CompiledRegions:
 
     def __init__(self, recorder: "Recorder") -> None:
         self._recorder = recorder
-        self._stance: Any = None
-        self._depth = 0
+        self._stances: list[Any] = []  # one for each ``open``; None where compiled code runs
         self._step: object = None
         self.inside: dict[int, Region | None] = {}  # thread -> the region that runs in it; None where it has no rows
 
     def open(self) -> None:
         """Record regions from here on, or have nothing compiled run; may be called again before ``close``."""
-        self._depth += 1
-        if self._depth == 1 and self._recorder.selection.compiled == "eager":
-            self._stance = torch.compiler.set_stance("force_eager")
+        is_eager = self._recorder.selection.compiled == "eager"
+        self._stances.append(torch.compiler.set_stance("force_eager") if is_eager else None)
 
     def close(self) -> None:
         """Undo one ``open``; may be called more than once."""
-        self._depth = max(self._depth - 1, 0)
-        if not self._depth:
-            stance, self._stance = self._stance, None
-            if stance is not None:
-                stance.__exit__(None, None, None)
-            self.inside.clear()
+        if self._stances and (stance := self._stances.pop()) is not None:
+            stance.__exit__(None, None, None)
 
     def begin(self) -> None:
         """Start a step."""
         self._step = object()
-        self.inside.clear()
 
     def end(self) -> None:
         """End a step: backward passes of graphs that outlive it are not recorded."""
@@ -228,26 +200,23 @@ class CompiledRegions:
         if not self._selects(phase, scope):
             return self._unselected(call, args)
         region = Region(recorder, graph, phase, scope)
-        given = [*zip(graph.inputs, args, strict=True), *graph.held]
-        region.enter((self._name(known, value), value) for known, value in given)
+        entering = [*zip(graph.inputs, args, strict=True), *graph.held]
+        inputs = [(self._name(known, value), value) for known, value in entering]
+        given = region.enter(inputs)
         number = next_sequence_number()
         self._start(region)
         recorder.modules.current = scope
         try:
-            outputs = self._call(region, call, *args)
+            outputs = call(*args)
         finally:
+            self.inside.pop(get_ident(), None)
             recorder.modules.return_to_stack()
         results = list(tensors_in([outputs]))
-        region.leave((None, value) for value in results)
+        region.leave(((None, value) for value in results), given)
         if "backward" in recorder.selection.phases and torch.is_grad_enabled():
-            region.inputs.clear()
-            inputs = [
-                "" if region.misses_parameters and isinstance(value, nn.Parameter) else self._name(known, value)
-                for known, value in zip(graph.inputs, args, strict=True)
-            ]
             for node in compiled_nodes(results, number):
                 outer = {one.output_nr: f"grad of output {at}" for at, one in enumerate(results) if one.grad_fn is node}
-                self._follow_backward(region, node, outer, inputs)
+                self._follow_backward(region, node, outer, inputs[: len(args)])
         return outputs
 
     def run_earlier(self, call: Callable[[], Any]) -> Any:
@@ -256,7 +225,7 @@ class CompiledRegions:
             return call()
         self._recorder.deferred.before_any_write()
         try:
-            return self._call(None, call)
+            return self._without_rows(call)
         finally:
             self._recorder.run_unseen(_EARLIER)
 
@@ -266,7 +235,7 @@ class CompiledRegions:
         if not self.is_inside():
             return recorder.op(func, args, kwargs)
         region = self.inside[get_ident()]
-        if region is None or region.graph.is_graphed:
+        if region is None:
             return recorder.undigested.captured(func, args, kwargs)
         plan = recorder.plan_of(func)
         if comes_apart(plan, args, kwargs):
@@ -294,20 +263,20 @@ class CompiledRegions:
     def _is_recorded(self) -> bool:
         """Return whether a graph that is about to run makes rows, and is not a part of another one, or of a capture."""
         recorder = self._recorder
-        is_open = self._depth > 0 and self._step is not None and recorder.selection.level != "state"
+        is_open = bool(self._stances) and self._step is not None and recorder.selection.level != "state"
         return is_open and not self.is_inside() and not recorder.undigested.is_capturing()
-
-    def _call(self, region: Region | None, call: Callable[..., Any], *args: Any) -> Any:
-        self.inside[get_ident()] = region
-        try:
-            return call(*args)
-        finally:
-            self.inside.pop(get_ident(), None)
 
     def _start(self, region: Region) -> None:
         self._recorder.deferred.flush()  # its kernels reuse memory, also of what it is given
         self._recorder.counts.opaque.add(region.graph.region)
-        self.inside[get_ident()] = region
+        self.inside[get_ident()] = None if region.graph.is_graphed else region
+
+    def _without_rows(self, call: Callable[..., Any], *args: Any) -> Any:
+        self.inside[get_ident()] = None
+        try:
+            return call(*args)
+        finally:
+            self.inside.pop(get_ident(), None)
 
     def _name(self, known: str, value: Any) -> str:
         name = self._recorder.parameter_names.get(id(value))
@@ -342,7 +311,7 @@ class CompiledRegions:
         """Run a region outside the selection: what it writes is unknown from here on."""
         self._recorder.deferred.flush()
         versions = [_version_of(value) for value in args]
-        outputs = self._call(None, call, *args)
+        outputs = self._without_rows(call, *args)
         written = [value for value, before in zip(args, versions, strict=True) if _version_of(value) != before]
         for value in tensors_in([outputs, *written]):
             for part in parts_with_memory(value):
@@ -350,14 +319,19 @@ class CompiledRegions:
         self._recorder.counts.skipped["unselected"] += 1
         return outputs
 
-    def _follow_backward(self, forward: Region, node: Any, outer: dict[int, str], inputs: Sequence[str]) -> None:
+    def _follow_backward(
+        self, forward: Region, node: Any, outer: dict[int, str], inputs: Sequence[tuple[str, Any]]
+    ) -> None:
         """Record the backward pass of a region, too, when its ``node`` runs within this step.
 
-        ``outer`` names the gradients that go in by output number, and ``inputs`` what went into the forward pass, ""
-        for what has no row.
+        ``outer`` names the gradients that go in by output number, and ``inputs`` are what went into the forward pass.
         """
         step, recorder = self._step, self._recorder
         scope = OpScope(module=forward.scope.module, source=forward.source)
+        has_parameters = recorder.selection.level == "op"  # below it, they have no rows
+        names = [
+            f"grad of {name}" if has_parameters or not isinstance(value, nn.Parameter) else "" for name, value in inputs
+        ]
         running: list[Region] = []
 
         @breaks_graph("det_callbacks: what goes into a compiled region is recorded when it runs")
@@ -369,7 +343,6 @@ class CompiledRegions:
                 # what is none of the outputs is an input that the region wrote, or what views among them are of
                 given = enumerate(gradients)
                 running[-1].enter((outer.get(index, f"grad of result {index}"), value) for index, value in given)
-                running[-1].inputs.clear()
                 self._start(running[-1])
 
         @breaks_graph("det_callbacks: what comes out of a compiled region is recorded when it has run")
@@ -378,9 +351,8 @@ class CompiledRegions:
                 return
             with recorder.lock:
                 self.inside.pop(get_ident(), None)
-                is_known = len(gradients) == len(inputs)
-                names = [f"grad of {name}" if name else "" for name in inputs] if is_known else [None] * len(gradients)
-                running.pop().leave(pair for pair in zip(names, gradients, strict=True) if pair[0] != "")
+                known = names if len(gradients) == len(names) else [None] * len(gradients)
+                running.pop().leave(pair for pair in zip(known, gradients, strict=True) if pair[0] != "")
 
         node.register_prehook(before)
         node.register_hook(after)
