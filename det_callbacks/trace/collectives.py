@@ -7,7 +7,7 @@ went in; a row without bits while the collective is under way.
 
 import json
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 _resolve_process_group = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]  # of torch 2.13
 
-WAIT = "_c10d_functional.wait_tensor"
-_WAITS = frozenset({WAIT, "c10d_functional.wait_tensor"})
+_WAIT = "_c10d_functional.wait_tensor"
 _WITHOUT_DATA = frozenset(
     {
         "c10d.barrier",
@@ -41,6 +40,8 @@ _WITHOUT_DATA = frozenset(
         "_c10d_functional._wrap_tensor_autograd",  # puts the wrapper that waits around a result
     }
 )
+_UNKNOWN = ("symm_mem.", "_c10d_functional.batch_p2p_ops")
+"""Of which nobody knows what they put in, and where."""
 _ROOTED: dict[str, str] = {
     "c10d.broadcast_": "root_rank",
     "c10d.scatter_": "root_rank",
@@ -48,8 +49,7 @@ _ROOTED: dict[str, str] = {
     "_c10d_functional.broadcast_": "src",
 }
 """Op -> argument with the rank in the group that alone puts something in."""
-_CHANGE_NOTHING = frozenset({"async_op", "timeout", "sparse_indices", "asyncOp"})
-_SHOWN_OTHERWISE = frozenset({"process_group", "group_name", "op_list"})
+_NOT_SHOWN = frozenset({"async_op", "timeout", "sparse_indices", "process_group", "group_name"})
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -57,23 +57,19 @@ class Delivery:
     """One output of one collective, whose bits may come later."""
 
     site: Site  # of the row where it is first read, but for its edges
-    number: int  # of the delivery in its step
     inputs: tuple[int, ...]  # positions of what went in on this rank
     work: Any  # tells whether the collective is done; None where nobody can ask it
     must_be_waited_for: bool  # it is done when ``wait_tensor`` has run, and not before (functional collectives)
     is_in_stream_order: bool  # ops read it after it has arrived, since the training's own stream waits for it
+    number: int = 0  # of the delivery in its step
+    tensor: Callable[[], Tensor | None] = lambda: None  # a weak reference
 
     def has_arrived(self, *, for_collective: bool = False) -> bool:
         """Return whether its bits are there for whoever reads it now; another collective has a stream of its own."""
-        if self.must_be_waited_for:
-            return False
-        if self.work is None:
-            return self.is_in_stream_order or not for_collective
-        if not _is_done(self.work):
+        if self.must_be_waited_for or not (self.work is None or _is_done(self.work)):
             return False
         self.work = None  # it keeps the tensors of the collective alive
-        self.is_in_stream_order = True
-        return True
+        return self.is_in_stream_order or not for_collective
 
 
 class Collectives:
@@ -82,39 +78,32 @@ class Collectives:
     def __init__(self, recorder: "Recorder") -> None:
         self._recorder = recorder
         self._deliveries: list[Delivery] = []
-        self._under_way: list[tuple[weakref.ref[Tensor], Delivery]] = []
         self._is_sending = False
 
     def begin(self) -> None:
         """Start a step; what the one before left under way follows from nothing in this one."""
-        under_way, self._under_way = self._under_way, []
-        self._deliveries.clear()
-        for reference, delivery in under_way:
-            tensor = reference()
+        earlier, self._deliveries = self._deliveries, []
+        for delivery in earlier:
+            tensor = delivery.tensor()
             if tensor is not None and not delivery.has_arrived():
                 delivery.inputs = ()
                 self._add(tensor, delivery)
 
     def end(self) -> None:
         """End a step: let go of what has arrived."""
-        self._under_way = [
-            (tensor, delivery)
-            for tensor, delivery in self._under_way
-            if tensor() is not None and not delivery.has_arrived()
-        ]
-        self._deliveries.clear()
+        self._deliveries = [one for one in self._deliveries if one.tensor() is not None and not one.has_arrived()]
 
     def run(self, plan: OpPlan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a collective, or the op that waits for one."""
         recorder = self._recorder
         given = {**dict(zip(plan.argument_names, args, strict=False)), **kwargs}
-        if plan.base in _WAITS:
+        if plan.base == _WAIT:
             out = func(*args, **kwargs)
             recorder.counts.num_digested += 1
-            parts = list(_parts(next(iter(given.values()))))
-            for part in parts:
+            tensor = next(iter(given.values()))
+            for part in _parts(tensor):
                 self._note_wait(part)
-            self._record_arrival([part for part in parts if self._numbers(part)])
+            self.arrive(tensor)
             return out
         if "gather" in plan.base:  # FSDP frees what it gathered, by a method of the storage that no mode sees
             recorder.deferred.is_freed_unseen = True
@@ -123,7 +112,7 @@ class Collectives:
             return func(*args, **kwargs)
         phase, scope = self._place()
         tensors = list(tensors_in(given.values()))
-        is_known = not plan.base.startswith("symm_mem.") and all(map(holds_data, tensors))
+        is_known = not plan.base.startswith(_UNKNOWN) and all(map(holds_data, tensors))
         if is_known and recorder.selects(phase, scope):
             return self._run(plan, func, phase, scope, given, args, kwargs)
         recorder.counts.skipped[plan.kind.value] += 1
@@ -180,8 +169,21 @@ class Collectives:
         """
         if not self._deliveries:
             return True
+        recorder = self._recorder
+        reads: list[int] = []
+        names: list[InputName] = []
         delivered = [part for part in _parts(tensor) if self._numbers(part)]
-        self._record_arrival(delivered)
+        for part in delivered:
+            recorder.reads.read(part, reads, names)
+        if names:
+            phase, scope = self._place()
+
+            def build(node: CallNode) -> None:
+                node.source = source_of(scope) or capture_source()
+                node.rows = tuple(recorder.reads.sites(node))
+
+            recorder.trie.step_to(("arrival", phase, scope, [], reads, names, 0), build)
+            recorder.reads.row_edges.clear()
         return not any(map(self._numbers, delivered))
 
     def note_copy(self, plan: OpPlan, args: tuple[Any, ...]) -> None:
@@ -264,12 +266,12 @@ class Collectives:
         # lists, torch 2.13) never say that they are done
         is_synchronous = given.get("async_op", True) is False
         last = out[-1] if isinstance(out, list | tuple) and out else out
-        has_work = not (is_functional or is_synchronous or last is None or isinstance(last, Tensor | list | tuple))
+        has_work = isinstance(last, torch.ScriptObject) and not is_synchronous
         work = dist.Work.unbox(last) if has_work else None  # boxed, it has no methods (torch 2.13)
         for delivery in self._deliveries:
             if delivery.work is not None:
                 delivery.has_arrived()  # lets go of the tensors of what is done
-        op = f"{WAIT}.default" if is_functional else plan.name
+        op = f"{_WAIT}.default" if is_functional else plan.name
         site = Site(phase=node.phase, module=node.module, op=op, role="delivered", source=node.source)
         for index, tensor in enumerate(_received_tensors(plan.base, given, out)):
             if tensor.layout is not STRIDED:  # gloo's own thread gives it other indices and values, at any time
@@ -279,7 +281,6 @@ class Collectives:
             for part in _parts(tensor):
                 delivery = Delivery(
                     site=replace(site, output=index),
-                    number=0,
                     inputs=positions,
                     # on a device a work is not done until long after the training has waited for it, in its stream
                     work=work if part.is_cpu else None,
@@ -290,26 +291,9 @@ class Collectives:
 
     def _add(self, tensor: Tensor, delivery: Delivery) -> None:
         delivery.number = len(self._deliveries)
+        delivery.tensor = weakref.ref(tensor)
         self._deliveries.append(delivery)
-        self._under_way.append((weakref.ref(tensor), delivery))
         self._recorder.ledger.deliver(tensor, delivery.number)
-
-    def _record_arrival(self, tensors: Sequence[Tensor]) -> None:
-        """Make the rows of deliveries that no op reads, in a call of their own."""
-        recorder = self._recorder
-        reads: list[int] = []
-        names: list[InputName] = []
-        for tensor in tensors:
-            recorder.reads.read(tensor, reads, names)
-        if names:
-            phase, scope = self._place()
-
-            def build(node: CallNode) -> None:
-                node.source = source_of(scope) or capture_source()
-                node.rows = tuple(recorder.reads.sites(node))
-
-            recorder.trie.step_to(("arrival", phase, scope, [], reads, names, 0), build)
-            recorder.reads.row_edges.clear()
 
     def _note_wait(self, tensor: Tensor) -> None:
         for number in self._numbers(tensor):
@@ -361,9 +345,7 @@ def _sent_tensors(base: str, given: dict[str, Any], group: "dist.ProcessGroup | 
     is_other_root = root is not None and group is not None and given.get(root) != group.rank()
     if is_other_root or base.partition(".")[2].startswith(("recv", "irecv")):
         return []
-    if "op_list" in given:
-        return _of_list(given, is_sent=True)
-    arguments = (value for key, value in given.items() if not key.startswith("out") and key not in _CHANGE_NOTHING)
+    arguments = (value for key, value in given.items() if not key.startswith("out") and key not in _NOT_SHOWN)
     return list(tensors_in(arguments))
 
 
@@ -371,17 +353,10 @@ def _received_tensors(base: str, given: dict[str, Any], out: Any) -> list[Tensor
     """Return the tensors that a collective writes, or makes."""
     if base.partition(".")[2].startswith(("send", "isend")):
         return []
-    if "op_list" in given:
-        return _of_list(given, is_sent=False)
     if not base.startswith("c10d."):
         return list(tensors_in([out]))
     outputs = list(tensors_in(value for key, value in given.items() if key.startswith("out")))
     return outputs or list(tensors_in([given.get("tensors")]))
-
-
-def _of_list(given: dict[str, Any], *, is_sent: bool) -> list[Tensor]:
-    pairs = zip(given["op_list"], given["tensors"], strict=True)
-    return [tensor for kind, tensor in pairs if kind.startswith(("isend", "send")) is is_sent]
 
 
 def _group_of(given: dict[str, Any]) -> "dist.ProcessGroup | None":
@@ -399,15 +374,12 @@ def _arguments_of(given: dict[str, Any], group: "dist.ProcessGroup | None") -> d
     arguments: dict[str, Any] = {}
     for name, value in given.items():
         is_empty = isinstance(value, list | tuple) and not value
-        if name in _CHANGE_NOTHING | _SHOWN_OTHERWISE or is_empty or any(True for _ in tensors_in([value])):
+        if name in _NOT_SHOWN or is_empty or any(True for _ in tensors_in([value])):
             continue
         if name == "reduce_op" and isinstance(value, torch.ScriptObject):
             # what torch's own ops in Python ask a boxed ReduceOp (torch 2.13, distributed/_local_tensor)
-            arguments[name] = dist.ReduceOp.RedOpType(value.op()).name.lower()  # type: ignore[attr-defined]  # undeclared
-        elif name == "ranks":
-            arguments["group"] = shown_ranks(tuple(value))
-        else:
-            arguments[name] = plain_value(value)
+            value = dist.ReduceOp.RedOpType(value.op()).name.lower()  # type: ignore[attr-defined]  # undeclared
+        arguments[name] = plain_value(value)
     if group is not None:
         try:  # not by its name, which counts the groups made before it
             arguments["group"] = shown_ranks(tuple(dist.get_process_group_ranks(group)))
@@ -418,8 +390,6 @@ def _arguments_of(given: dict[str, Any], group: "dist.ProcessGroup | None") -> d
 
 @lru_cache(maxsize=256)
 def shown_ranks(ranks: tuple[int, ...]) -> str:
-    """Return ranks as text: "0-7", "0-6:2" for every other one, "0,1,5"."""
-    step = ranks[1] - ranks[0] if len(ranks) > 1 else 0
-    if (len(ranks) > 2 or step == 1) and ranks == tuple(range(ranks[0], ranks[-1] + 1, max(step, 1))):
-        return f"{ranks[0]}-{ranks[-1]}" + (f":{step}" if step > 1 else "")
-    return ",".join(map(str, ranks))
+    """Return ranks as text: "0-7", "0,2,5"."""
+    is_run = len(ranks) > 1 and ranks == tuple(range(ranks[0], ranks[-1] + 1))
+    return f"{ranks[0]}-{ranks[-1]}" if is_run else ",".join(map(str, ranks))
