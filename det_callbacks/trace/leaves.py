@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
-from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ MAX_DEPTH = 20
 
 _VALUES = (Tensor, float, int)
 _CONSTANTS = (type(None), str, bytes, type, Enum, torch.dtype, torch.device)
-_LEAVES = (*_VALUES, *_CONSTANTS)
 _HEAP_TYPE = 1 << 9
 """Flag of classes that Python made, whose instances hold nothing but attributes (Py_TPFLAGS_HEAPTYPE)."""
 
@@ -51,21 +49,16 @@ def is_constant(leaf: Any) -> bool:
 
 def _leaves(tree: Any, name: str, entered: dict[int, Any], *, is_whole: bool, depth: int) -> Iterator[tuple[str, Any]]:
     """Yield the leaves; ``entered`` are the objects so far and the sequences around, kept so that no id comes again."""
-    if isinstance(tree, _LEAVES):
-        yield name, tree
-        return
     if id(tree) in entered:
         return
-    children = _children(tree, name, is_whole=is_whole) if depth < MAX_DEPTH else None
+    is_leaf = isinstance(tree, (*_VALUES, *_CONSTANTS)) or depth == MAX_DEPTH
+    children = None if is_leaf else _children(tree, name, is_whole=is_whole)
     if children is None:
         yield name, tree
         return
     entered[id(tree)] = tree
     for child_name, child in children:
-        if isinstance(child, _LEAVES):
-            yield child_name, child
-        else:
-            yield from _leaves(child, child_name, entered, is_whole=is_whole, depth=depth + 1)
+        yield from _leaves(child, child_name, entered, is_whole=is_whole, depth=depth + 1)
     if isinstance(tree, (list, tuple, Mapping)):
         del entered[id(tree)]
 
@@ -93,20 +86,10 @@ def _children(tree: Any, name: str, *, is_whole: bool) -> Iterable[tuple[str, An
 
 def _attributes(value: Any) -> dict[str, Any] | None:
     """Return the instance's attributes; None where its class, written in C, keeps something else, too."""
-    found: dict[str, Any] = {}
-    has_any = False
-    for base in type(value).__mro__[:-1]:
-        if not base.__flags__ & _HEAP_TYPE:
-            return None
-        members = vars(base)
-        has_any |= "__slots__" in members
-        for key, member in members.items():
-            if key == "__dict__" and isinstance(member, GetSetDescriptorType):
-                found.update(member.__get__(value))
-                has_any = True
-            elif isinstance(member, MemberDescriptorType):
-                try:
-                    found[key] = member.__get__(value)
-                except AttributeError:
-                    continue  # a slot that was not set
-    return found if has_any else None
+    bases = type(value).__mro__[:-1]
+    has_attributes = any({"__dict__", "__slots__"} & vars(base).keys() for base in bases)
+    if not has_attributes or not all(base.__flags__ & _HEAP_TYPE for base in bases):
+        return None
+    state = object.__getstate__(value)  # what pickle saves of an object whose class says nothing of it
+    attributes, slots = state if isinstance(state, tuple) else (state, {})
+    return {**(attributes or {}), **slots}

@@ -61,6 +61,7 @@ ONE, TWO = torch.ones(1), torch.zeros(2)
         (Graph(**{"x": ONE, "not a name": TWO, "_store": 1}), [".x", "['not a name']", "['_store']"]),
         (Slotted(ONE, TWO), ["._hidden", ".shown"]),
         (Plain(tensors=[ONE], _private=TWO), [".tensors[0]", "._private"]),
+        ([Plain(), ONE], ["[1]"]),
         (ONE, [""]),
     ],
     ids=lambda value: type(value).__name__,
