@@ -16,12 +16,12 @@ MAX_FRAMES = 200
 MAX_COLUMNS = 200
 
 # Unresolved, as frames have it: an environment may be reached through a symbolic link.
-_PACKAGE = str(Path(__file__).parents[1])
-_TORCH = str(Path(torch.__file__).parent)
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+")  # what follows a graph break (torch 2.13)
 _PATHS: dict[str, str] = {}  # of files as they are shown; "" where two are shown alike
 
-_FOREIGN = ("lightning", "lightning_fabric", "pytorch_lightning", "hydra", "omegaconf")
+_LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 
 def capture_source() -> tuple[str, ...]:
@@ -30,23 +30,18 @@ def capture_source() -> tuple[str, ...]:
     Where no user code is on the stack below the training loop (an optimizer's update), the innermost line of torch
     stands in. Costs some 5 microseconds plus 0.2 per frame.
     """
-    lines: list[str] = []
-    fallback: str | None = None
+    lines: dict[str, list[str]] = {"user": [], "torch": []}
     frame: FrameType | None = sys._getframe(1)
     for _ in range(MAX_FRAMES):
-        if frame is None or len(lines) == MAX_LINES:
+        if frame is None or len(lines["user"]) == MAX_LINES:
             break
-        label, owner = _describe(frame.f_code.co_filename, frame.f_code.co_name)
-        if owner == "user":
-            lines.append(f"{label[0]}:{frame.f_lineno} in {label[1]}")
-        elif owner == "loop":
+        file, function, owner = _describe(frame.f_code.co_filename, frame.f_code.co_name)
+        if owner == "loop":
             break
-        elif owner == "torch" and fallback is None:
-            fallback = f"{label[0]}:{frame.f_lineno} in {label[1]}"
+        if owner in lines:
+            lines[owner].append(f"{file}:{frame.f_lineno} in {function}")
         frame = frame.f_back
-    if not lines and fallback is not None:
-        return (fallback,)
-    return tuple(lines)
+    return tuple(lines["user"] or lines["torch"][:1])
 
 
 def read_text(sources: Iterable[tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
@@ -71,36 +66,33 @@ def is_of_torch(source: tuple[str, ...]) -> bool:
 
 
 @lru_cache(maxsize=8192)
-def _describe(path: str, function: str) -> tuple[tuple[str, str], str]:
-    """Return (file, function) as shown, and whose code it is: user, torch, loop (Lightning) or other.
+def _describe(path: str, function: str) -> tuple[str, str, str]:
+    """Return file and function as shown, and whose code it is: user, torch, loop (Lightning) or other.
 
     Not by code object: two of those are equal when their text and line are, whatever their files.
     """
-    shown, owner = _owner_of(path, RESUMED.sub(r"\1", function))
+    shown, owner = _owner_of(path)
     is_file = Path(path).is_absolute() or path in linecache.cache  # where cells of a notebook are
-    if owner in ("user", "torch") and _PATHS.setdefault(shown[0], path if is_file else "") != path:
-        _PATHS[shown[0]] = ""
-    return shown, owner
+    if owner in ("user", "torch") and _PATHS.setdefault(shown, path if is_file else "") != path:
+        _PATHS[shown] = ""
+    return shown, RESUMED.sub(r"\1", function), owner
 
 
-def _owner_of(path: str, function: str) -> tuple[tuple[str, str], str]:
-    if path.startswith((_PACKAGE + os.sep, "<frozen", "<eval_with_key>")):  # the last: code that torch.fx generated
-        return (path, function), "other"
-    if path.startswith(_TORCH + os.sep):
-        relative = Path(path).relative_to(Path(_TORCH).parent).as_posix()
-        is_plumbing = "/utils/_python_dispatch" in path or "/_ops.py" in path or "/_compile.py" in path
-        return (relative, function), "other" if is_plumbing else "torch"
-    parts = Path(path).parts
-    if "site-packages" in parts:
-        inside = parts[parts.index("site-packages") + 1 :]
-        if inside and inside[0] in _FOREIGN:
-            is_loop = inside[:1] == ("lightning",) or inside[0] in _FOREIGN[1:3]
-            return ("/".join(inside), function), "loop" if is_loop and "loops" in inside else "other"
-        return ("/".join(inside), function), "user"
+def _owner_of(path: str) -> tuple[str, str]:
+    if path.startswith((_PACKAGE, "<frozen", "<eval_with_key>")):  # the last: code that torch.fx generated
+        return path, "other"
+    if path.startswith(_TORCH):
+        is_plumbing = any(part in path for part in ("/utils/_python_dispatch", "/_ops.py", "/_compile.py"))
+        return f"torch/{path.removeprefix(_TORCH)}", "other" if is_plumbing else "torch"
+    _, is_installed, shown = path.partition(f"site-packages{os.sep}")
+    if is_installed:
+        package = shown.partition(os.sep)[0]
+        if package in _LIGHTNING and "loops" in Path(shown).parts:
+            return shown, "loop"
+        return shown, "other" if package in (*_LIGHTNING, "hydra", "omegaconf") else "user"
     if path.startswith(sys.base_prefix):
-        return (path, function), "other"
+        return path, "other"
     try:
-        shown = Path(path).resolve().relative_to(Path.cwd()).as_posix()
+        return Path(path).resolve().relative_to(Path.cwd()).as_posix(), "user"
     except (ValueError, OSError):
-        shown = "/".join(Path(path).parts[-2:])  # no home directory in a run
-    return (shown, function), "user"
+        return "/".join(Path(path).parts[-2:]), "user"  # no home directory in a run

@@ -10,7 +10,7 @@ from det_callbacks.trace import source
 from det_callbacks.trace.hash_mode import HashMode
 from det_callbacks.trace.source import capture_source
 
-SITE_PACKAGES = source._TORCH.removesuffix("/torch")
+SITE_PACKAGES = source._TORCH.removesuffix("/torch/")
 
 
 def called(filename: str, call: Callable[[], object], code: str = "def f():\n    return call()\n") -> Any:
