@@ -16,31 +16,23 @@ from det_callbacks.trace.source import RESUMED
 _TORCH = str(Path(torch.__file__).parent)
 _SYMBOL = re.compile(r"\b[suz]+\d+\b")
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
-_CHILD = re.compile(r"(?:_modules|_parameters|_buffers)\['([^']+)'\]|\.(?!_)(\w+)")
+_MEMBER = re.compile(r"[LG]\['\w+'\](?:\._(?:modules|parameters|buffers)\['[^']+'\])+")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TracedGraph:
-    """A graph as Dynamo traced it, before a compiler got it.
+    """A graph as Dynamo traced it, before a compiler got it."""
 
-    Attributes:
-        region: its name in the coverage: the function whose code it is, without dots ("compiled.Net_forward").
-        inputs: their names in the code, or in the module that was traced if they are its ``members``.
-        held: tensors that the graph holds itself: Dynamo makes the parameters and states of a compiled optimizer
-            attributes of the graph (torch 2.13).
-        is_graphed: its first runs warm up and capture a CUDA graph and the others replay it, so that each shows
-            something else of what is inside.
-        fingerprint: 64-bit digest of its code, the dtypes and shapes of its inputs, and the compiler's name.
-    """
-
-    region: str
+    region: str  # its name in the coverage: the function whose code it is, without dots ("compiled.Net_forward")
     backend: str
-    inputs: tuple[str, ...]
+    inputs: tuple[str, ...]  # their names in the code, or in the module that was traced if they are its ``members``
     members: frozenset[str]
+    # tensors that it holds itself, as Dynamo has the parameters and states of a compiled optimizer (torch 2.13)
     held: tuple[tuple[str, Tensor], ...] = field(repr=False)
     num_ops: int
+    # its first runs warm up and capture a CUDA graph and the others replay it: each shows something else of the inside
     is_graphed: bool
-    fingerprint: int
+    fingerprint: int  # 64-bit digest of its code, the dtypes and shapes of its inputs, and the compiler's name
 
 
 def describe_graph(graph: fx.GraphModule, output: Any, example_inputs: Sequence[Any]) -> TracedGraph:
@@ -72,14 +64,12 @@ def describe_graph(graph: fx.GraphModule, output: Any, example_inputs: Sequence[
 
 def _input_of(node: fx.Node) -> tuple[str, bool]:
     """Return the name of an input of a graph, and whether it is a parameter or buffer of the module."""
-    known = node.meta.get("grapharg")
-    text = getattr(getattr(node, "_dynamo_source", None) or getattr(known, "source", None), "name", None)
+    source = getattr(node, "_dynamo_source", None) or getattr(node.meta.get("grapharg"), "source", None)
+    text = getattr(source, "name", None)
     if not isinstance(text, str):
         return str(node.target), False
-    if "_parameters[" in text or "_buffers[" in text:
-        # "net.0.weight" for "L['self']._modules['net']._modules['0']._parameters['weight']", or its short form
-        rest = text.partition("]")[2]
-        return ".".join(first or second for first, second in _CHILD.findall(rest)) if "['" in rest else rest[1:], True
+    if _MEMBER.fullmatch(text):  # "net.0.weight" for "L['self']._modules['net']._modules['0']._parameters['weight']"
+        return ".".join(re.findall(r"\['([^']+)'\]", text)[1:]), True
     return re.sub(r"^[LG]\['(\w+)'\]", r"\1", text), False
 
 

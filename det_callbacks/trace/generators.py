@@ -33,18 +33,15 @@ class GeneratorTrail:
     """
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Start a step; ask on the main thread."""
         # the same for the whole step: ops of a backward pass run on threads whose current device is another
         self.homes: Homes = home_devices()
         self._last: dict[object, tuple[int, ...]] = {}
         self._held: list[Generator] = []
         self._drawing: object = None
-
-    def clear(self) -> None:
-        """Start a step; ask on the main thread."""
-        self.homes = home_devices()
-        self._last.clear()
-        self._held.clear()
-        self._drawing = None
 
     def read(self, name: str, position: int, generator: Generator | None = None) -> tuple[int, ...]:
         """Note that the state was digested at a position; return the sites it follows from."""

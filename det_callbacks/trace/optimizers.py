@@ -6,7 +6,7 @@ phases, and the gradients are handed over when it returns, after unscaling and c
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -15,14 +15,8 @@ from torch.utils.hooks import RemovableHandle
 from det_callbacks.trace.dispatch import runs_uncompiled
 
 
-class HasPhase(Protocol):
-    """What keeps the phase of what runs outside a backward pass."""
-
-    phase: str
-
-
 class OptimizerPhases:
-    """Sets the phase around optimizer updates while open, and remembers the optimizers seen.
+    """Sets the ``phase`` of its owner around optimizer updates while open, and remembers the optimizers seen.
 
     What a closure runs outside training step and backward pass has the ``closure_phase``. ``on_new`` is called when an
     optimizer is first seen, ``on_update`` before an update proper, with the gradients as they go into it.
@@ -30,7 +24,7 @@ class OptimizerPhases:
 
     def __init__(
         self,
-        owner: HasPhase,
+        owner: Any,
         closure_phase: str,
         *,
         on_new: Callable[[], None] = lambda: None,
@@ -47,10 +41,8 @@ class OptimizerPhases:
     def open(self) -> None:
         """Register the hooks."""
         self._outer.clear()
-        self._handles = [
-            register_optimizer_step_pre_hook(self._before),
-            register_optimizer_step_post_hook(self._after),
-        ]
+        before, after = register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)
+        self._handles = [before, after]
 
     def close(self) -> None:
         """Remove the hooks; may be called more than once."""
@@ -89,7 +81,7 @@ class OptimizerPhases:
             self._owner.phase = self._outer.pop()
 
 
-def in_phase(owner: HasPhase, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def in_phase(owner: Any, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function with the owner in that phase while it runs."""
 
     def marked(*args: Any, **kwargs: Any) -> Any:

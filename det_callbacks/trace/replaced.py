@@ -21,7 +21,6 @@ from det_callbacks.trace.compiled_graphs import TracedGraph, describe_graph
 
 if TYPE_CHECKING:
     from det_callbacks.trace.recorder import Recorder
-    from det_callbacks.trace.undigested_ops import UndigestedOps
 
 
 class ReplacedInTorch:
@@ -38,8 +37,8 @@ class ReplacedInTorch:
         self._followers.add(id(follower))
         cuda_graph = torch.cuda.graphs._CUDAGraph  # type: ignore[attr-defined]  # imported there
         self._replace(torch._dynamo.output_graph.OutputGraph, "call_user_compiler", self._compiling)
-        self._replace(cuda_graph, "capture_begin", self._telling(lambda ops, graph: ops.before_capture(graph)))
-        self._replace(cuda_graph, "replay", self._telling(lambda ops, _: ops.before_replay()))
+        self._replace(cuda_graph, "capture_begin", partial(self._telling, "before_capture"))
+        self._replace(cuda_graph, "replay", partial(self._telling, "before_replay"))
         # not by an import: it takes seconds, and without it inductor has compiled nothing
         inductor = sys.modules.get("torch._inductor.output_code")
         if inductor is not None:
@@ -111,17 +110,14 @@ class ReplacedInTorch:
 
         return call
 
-    def _telling(self, before: Callable[["UndigestedOps", Any], None]) -> Callable[[Any], Any]:
-        def make(method: Any) -> Any:
-            @wraps(method)
-            def call(graph: Any, *args: Any, **kwargs: Any) -> Any:
-                for watcher in self.watchers:
-                    before(watcher.undigested, graph)
-                return method(graph, *args, **kwargs)
+    def _telling(self, before: str, method: Any) -> Any:
+        @wraps(method)
+        def call(graph: Any, *args: Any, **kwargs: Any) -> Any:
+            for watcher in self.watchers:
+                getattr(watcher.undigested, before)(graph)
+            return method(graph, *args, **kwargs)
 
-            return call
-
-        return make
+        return call
 
 
 REPLACED = ReplacedInTorch()

@@ -132,7 +132,7 @@ class UndigestedOps:
         self._recorder.deferred.flush()  # within the capture the device could not read what waits
         self.captures.add(id(graph))
 
-    def before_replay(self) -> None:
+    def before_replay(self, _graph: Any) -> None:
         """Note that a CUDA graph is about to run, past every mode: what the step knew of memory counts no more.
 
         What is read next is digested anew, as a row of role "graph_output".
