@@ -5,11 +5,10 @@ number of a ``Delivery``, and the first read of them makes a row of role "delive
 went in; a row without bits while the collective is under way.
 """
 
-import json
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,11 +17,11 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # looked at in torch 2.13
 
-from det_callbacks.runs.program import IN_FLIGHT, Site, plain_value
+from det_callbacks.runs.program import IN_FLIGHT, Site
 from det_callbacks.trace.components import STRIDED, has_parts, holds_data, parts_of
 from det_callbacks.trace.overloads import OpPlan, tensors_in
 from det_callbacks.trace.program_trie import NOWHERE, CallNode, OpScope
-from det_callbacks.trace.sites import InputName, SpecialInput, source_of
+from det_callbacks.trace.sites import InputName, SpecialInput, arguments_json, source_of
 from det_callbacks.trace.source import capture_source
 from det_callbacks.trace.storages import PartialWrites, region_of
 
@@ -59,14 +58,13 @@ class Delivery:
     site: Site  # of the row where it is first read, but for its edges
     inputs: tuple[int, ...]  # positions of what went in on this rank
     work: Any  # tells whether the collective is done; None where nobody can ask it
-    must_be_waited_for: bool  # it is done when ``wait_tensor`` has run, and not before (functional collectives)
     is_in_stream_order: bool  # ops read it after it has arrived, since the training's own stream waits for it
     number: int = 0  # of the delivery in its step
     tensor: Callable[[], Tensor | None] = lambda: None  # a weak reference
 
     def has_arrived(self, *, for_collective: bool = False) -> bool:
         """Return whether its bits are there for whoever reads it now; another collective has a stream of its own."""
-        if self.must_be_waited_for or not (self.work is None or _is_done(self.work)):
+        if not (self.work is None or _is_done(self.work)):
             return False
         self.work = None  # it keeps the tensors of the collective alive
         return self.is_in_stream_order or not for_collective
@@ -100,10 +98,7 @@ class Collectives:
         if plan.base == _WAIT:
             out = func(*args, **kwargs)
             recorder.counts.num_digested += 1
-            tensor = next(iter(given.values()))
-            for part in _parts(tensor):
-                self._note_wait(part)
-            self.arrive(tensor)
+            self.arrive(next(iter(given.values())))
             return out
         if "gather" in plan.base:  # FSDP frees what it gathered, by a method of the storage that no mode sees
             recorder.deferred.is_freed_unseen = True
@@ -114,7 +109,7 @@ class Collectives:
         tensors = list(tensors_in(given.values()))
         is_known = not plan.base.startswith(_UNKNOWN) and all(map(holds_data, tensors))
         if is_known and recorder.selects(phase, scope):
-            return self._run(plan, func, phase, scope, given, args, kwargs)
+            return self._run(plan, partial(func, *args, **kwargs), phase, scope, given)
         recorder.counts.skipped[plan.kind.value] += 1
         out = func(*args, **kwargs)
         for tensor in tensors_in((*tensors, out)):
@@ -123,13 +118,7 @@ class Collectives:
         return out
 
     def read(
-        self,
-        tensor: Tensor,
-        numbers: Sequence[int],
-        edges: Sequence[int],
-        reads: list[int],
-        names: list[InputName],
-        row_edges: list[tuple[int, ...]],
+        self, tensor: Tensor, numbers: Sequence[int], edges: Sequence[int], reads: list[int], names: list[InputName]
     ) -> None:
         """Make the row of a tensor that collectives delivered, at its first read."""
         recorder = self._recorder
@@ -139,7 +128,8 @@ class Collectives:
         site = deliveries[-1].site
         key = (site.op, deliveries[-1].number, site.output, has_arrived)
         names.append(SpecialInput("delivered", recorder.names.of(tensor), key))
-        row_edges.append(tuple(sorted({*edges, *(place for delivery in deliveries for place in delivery.inputs)})))
+        sent = (place for delivery in deliveries for place in delivery.inputs)
+        recorder.reads.row_edges.append(tuple(sorted({*edges, *sent})))
         reads.append(position)
         if has_arrived:
             recorder.append(tensor)
@@ -150,9 +140,8 @@ class Collectives:
 
     def site_of(self, name: SpecialInput) -> Site:
         """Return the site of a row with this name, but for its edges."""
-        number = name.key[1]
-        assert isinstance(number, int)
-        return self._deliveries[number].site
+        site: Site = self._deliveries[name.key[1]].site
+        return site
 
     def wait(self, tensor: AsyncCollectiveTensor) -> None:
         """Wait for a functional collective whose result is about to be read by an op that waits for it anyway.
@@ -160,7 +149,6 @@ class Collectives:
         The wrapper is not told: the op's own wait, which modes may see, then happens as ever.
         """
         torch.ops._c10d_functional.wait_tensor(tensor.elem)
-        self._note_wait(tensor.elem)
 
     def arrive(self, tensor: Tensor) -> bool:
         """Make the rows of what collectives delivered into a tensor that is about to be recorded by its name.
@@ -202,22 +190,13 @@ class Collectives:
                 delivery.work = None
                 self._recorder.ledger.deliver(source, number)
 
-    def _run(
-        self,
-        plan: OpPlan,
-        func: Any,
-        phase: str,
-        scope: OpScope,
-        given: dict[str, Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def _run(self, plan: OpPlan, call: partial[Any], phase: str, scope: OpScope, given: dict[str, Any]) -> Any:
         recorder = self._recorder
         mark = len(recorder.digests)
         reads: list[int] = []
         names: list[InputName] = []
         group = _group_of(given)
-        arguments = json.dumps(_arguments_of(given, group), separators=(",", ":"))
+        arguments = arguments_json(_arguments_of(given, group))
         edges: list[tuple[int, ...]] = []
         self._is_sending = True
         try:
@@ -237,7 +216,7 @@ class Collectives:
                 recorder.append_bits(0, recorder.layouts.none)
             positions = tuple(range(start, len(recorder.digests)))
             recorder.deferred.flush()  # before another stream writes there
-            out = func(*args, **kwargs)
+            out = call()
         except BaseException:  # Ctrl-C too: a user may catch it and go on with the step
             recorder.reads.roll_back(mark)
             raise
@@ -252,7 +231,7 @@ class Collectives:
             sites = [replace(sent, output=index, inputs=inputs) for index, inputs in enumerate(edges)]
             node.rows = (*recorder.reads.sites(node), *sites)
 
-        node = recorder.trie.step_to((func, phase, scope, [arguments], reads, names, len(positions)), build)
+        node = recorder.trie.step_to((call.func, phase, scope, [arguments], reads, names, len(positions)), build)
         recorder.reads.row_edges.clear()
         recorder.counts.num_digested += 1
         self._deliver(plan, node, positions, out, given)
@@ -284,8 +263,7 @@ class Collectives:
                     inputs=positions,
                     # on a device a work is not done until long after the training has waited for it, in its stream
                     work=work if part.is_cpu else None,
-                    must_be_waited_for=is_functional,
-                    is_in_stream_order=part.is_cpu or is_synchronous,
+                    is_in_stream_order=part.is_cpu or is_synchronous or is_functional,
                 )
                 self._add(part, delivery)
 
@@ -294,11 +272,6 @@ class Collectives:
         delivery.tensor = weakref.ref(tensor)
         self._deliveries.append(delivery)
         self._recorder.ledger.deliver(tensor, delivery.number)
-
-    def _note_wait(self, tensor: Tensor) -> None:
-        for number in self._numbers(tensor):
-            self._deliveries[number].must_be_waited_for = False
-            self._deliveries[number].is_in_stream_order = True
 
     def _numbers(self, tensor: Tensor) -> list[int]:
         """Return the deliveries into a tensor that nobody has read yet."""
@@ -379,7 +352,7 @@ def _arguments_of(given: dict[str, Any], group: "dist.ProcessGroup | None") -> d
         if name == "reduce_op" and isinstance(value, torch.ScriptObject):
             # what torch's own ops in Python ask a boxed ReduceOp (torch 2.13, distributed/_local_tensor)
             value = dist.ReduceOp.RedOpType(value.op()).name.lower()  # type: ignore[attr-defined]  # undeclared
-        arguments[name] = plain_value(value)
+        arguments[name] = value
     if group is not None:
         try:  # not by its name, which counts the groups made before it
             arguments["group"] = shown_ranks(tuple(dist.get_process_group_ranks(group)))

@@ -69,7 +69,7 @@ class Reads:
                 return
             delivered = known.deliveries(region)
             if delivered:
-                recorder.undigested.collectives.read(tensor, delivered, edges, reads, names, self.row_edges)
+                recorder.undigested.collectives.read(tensor, delivered, edges, reads, names)
                 return
         position = len(recorder.digests)
         name: InputName = recorder.names.of(tensor)

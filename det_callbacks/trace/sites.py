@@ -22,7 +22,7 @@ class SpecialInput(NamedTuple):
 
     role: Role
     name: str | None
-    key: tuple[object, ...] = ()  # tells it from others of that name, when calls are compared
+    key: tuple[Any, ...] = ()  # tells it from others of that name, when calls are compared
 
 
 InputName = str | SpecialInput | None
