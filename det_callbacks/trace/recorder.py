@@ -129,7 +129,7 @@ class Recorder:
         self.undigested.begin()
         self.compiled.begin()
         self.unseen_writes.begin()
-        REPLACED.unwatch(self)
+        REPLACED.unfollow(self)
         REPLACED.watch(self)
         self.counts = StepCounts()
 
@@ -160,7 +160,7 @@ class Recorder:
         self.backward.clear()
         self.compiled.end()
         self.undigested.end()
-        REPLACED.unwatch(self)
+        REPLACED.unfollow(self)
         self._expected = None
 
     @property

@@ -36,54 +36,46 @@ class ReplacedInTorch:
         # first: so that ``unfollow`` finds what Ctrl-C has left half done
         self._followers.add(id(follower))
         cuda_graph = torch.cuda.graphs._CUDAGraph  # type: ignore[attr-defined]  # imported there
-        self._replace(torch._dynamo.output_graph.OutputGraph, "call_user_compiler", self._compiling)
-        self._replace(cuda_graph, "capture_begin", partial(self._telling, "before_capture"))
-        self._replace(cuda_graph, "replay", partial(self._telling, "before_replay"))
+        self._replace(torch._dynamo.output_graph.OutputGraph, "call_user_compiler", self._compile)
+        self._replace(cuda_graph, "capture_begin", partial(self._tell, "before_capture"))
+        self._replace(cuda_graph, "replay", partial(self._tell, "before_replay"))
         # not by an import: it takes seconds, and without it inductor has compiled nothing
         inductor = sys.modules.get("torch._inductor.output_code")
         if inductor is not None:
-            self._replace(inductor.CompiledFxGraph, "__call__", self._calling)
+            self._replace(inductor.CompiledFxGraph, "__call__", self._run_earlier)
+
+    def watch(self, recorder: "Recorder") -> None:
+        """Tell a recorder of what runs from now on, until ``unfollow``."""
+        self.watchers.append(recorder)
+        self.follow(recorder)
 
     def unfollow(self, follower: object) -> None:
-        """Put everything back when nobody else follows; may be called more than once.
-
-        What somebody else has replaced since stays as it is.
-        """
+        """Put everything back when nobody else follows, but for what somebody else has replaced since."""
         self._followers.discard(id(follower))
+        self.watchers = [one for one in self.watchers if one is not follower]
         while self._methods and not self._followers:
             (owner, name), (before, ours) = self._methods.popitem()
             if vars(owner).get(name) is ours:
                 setattr(owner, name, before)
 
-    def watch(self, recorder: "Recorder") -> None:
-        """Tell a recorder of what runs from now on."""
-        self.watchers.append(recorder)
-        self.follow(recorder)
-
-    def unwatch(self, recorder: "Recorder") -> None:
-        """Tell a recorder nothing any more; may be called more than once."""
-        if recorder in self.watchers:
-            self.watchers.remove(recorder)
-        self.unfollow(recorder)
-
-    def _replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    def _replace(self, owner: Any, name: str, instead: Callable[..., Any]) -> None:
         before = vars(owner).get(name)
         if before is None or (owner, name) in self._methods:  # builds of torch without CUDA have none of its methods
             return
-        ours = make(before)
+
+        @wraps(before)
+        def ours(*args: Any, **kwargs: Any) -> Any:
+            return instead(before, *args, **kwargs)
+
         self._methods[owner, name] = before, ours
         setattr(owner, name, ours)
 
-    def _compiling(self, compile_graph: Any) -> Any:
-        @wraps(compile_graph)
-        def call_user_compiler(output: Any, graph: Any, example_inputs: Any) -> Any:
-            # before the compiler has it: its passes write into the graph
-            described = describe_graph(graph, output, example_inputs)
-            compiled = compile_graph(output, graph, example_inputs)
-            # torch's own cond and flex_attention are "compiled" so, and each op is seen as in eager code
-            return compiled if "eager" in described.backend.split("_") else self._followed(described, compiled)
-
-        return call_user_compiler
+    def _compile(self, compile_graph: Callable[..., Any], output: Any, graph: Any, example_inputs: Any) -> Any:
+        # before the compiler has it: its passes write into the graph
+        described = describe_graph(graph, output, example_inputs)
+        compiled = compile_graph(output, graph, example_inputs)
+        # torch's own cond and flex_attention are "compiled" so, and each op is seen as in eager code
+        return compiled if "eager" in described.backend.split("_") else self._followed(described, compiled)
 
     def _followed(self, graph: TracedGraph, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that runs a compiled graph, with those who watch around it."""
@@ -102,22 +94,14 @@ class ReplacedInTorch:
 
         return run
 
-    def _calling(self, call_graph: Any) -> Any:
-        @wraps(call_graph)
-        def call(graph: Any, inputs: Any) -> Any:
-            run = partial(call_graph, graph, inputs)
-            return self.watchers[-1].compiled.run_earlier(run) if self.watchers else run()
+    def _run_earlier(self, call_graph: Callable[..., Any], graph: Any, inputs: Any) -> Any:
+        run = partial(call_graph, graph, inputs)
+        return self.watchers[-1].compiled.run_earlier(run) if self.watchers else run()
 
-        return call
-
-    def _telling(self, before: str, method: Any) -> Any:
-        @wraps(method)
-        def call(graph: Any, *args: Any, **kwargs: Any) -> Any:
-            for watcher in self.watchers:
-                getattr(watcher.undigested, before)(graph)
-            return method(graph, *args, **kwargs)
-
-        return call
+    def _tell(self, before: str, method: Callable[..., Any], graph: Any, *args: Any, **kwargs: Any) -> Any:
+        for watcher in self.watchers:
+            getattr(watcher.undigested, before)(graph)
+        return method(graph, *args, **kwargs)
 
 
 REPLACED = ReplacedInTorch()
