@@ -8,7 +8,6 @@ may warn are called under "error" first, and again under "warn" where they raise
 import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -44,17 +43,14 @@ class NondeterministicOps:
     def __init__(self, allow: Sequence[str] = ()) -> None:
         self.on_new: Callable[[tuple[NondeterministicOp, ...]], None] | None = None  # called where ``found`` grows
         self._allow = [OpPattern.parse(pattern) for pattern in allow]
-        self._found: dict[tuple[str, str, str, tuple[str, ...]], NondeterministicOp] = {}
+        self._found: dict[tuple[Any, ...], NondeterministicOp] = {}
         self._silenced: dict[str, Any] = {}
 
     def close(self) -> None:
         """Let torch's own warnings be heard again."""
-        for added in self._silenced.values():
-            if added in warnings.filters:
-                warnings.filters.remove(added)  # type: ignore[attr-defined]  # a list, declared as a sequence
-        if self._silenced:
-            warnings._filters_mutated()  # type: ignore[attr-defined]  # undeclared; what catch_warnings does
-        self._silenced.clear()
+        kept = [one for one in warnings.filters if one not in self._silenced.values()]
+        warnings.filters[:] = kept  # type: ignore[index]  # a list, declared as a sequence
+        warnings._filters_mutated()  # type: ignore[attr-defined]  # undeclared; what catch_warnings does
 
     @property
     def found(self) -> tuple[NondeterministicOp, ...]:
@@ -98,32 +94,31 @@ class NondeterministicOps:
             source = capture_source()  # a backward written in Python: its own line, not that of its forward
         is_allowed = any(pattern.matches(phase, module, op) for pattern in self._allow)
         message = str(error).split(", but you set")[0]
-        found = NondeterministicOp(
-            op=op, phase=phase, module=module, source=source, message=message, is_allowed=is_allowed
+        known = self._found.get(key := (op, phase, module, source))
+        self._found[key] = found = NondeterministicOp(
+            op=op,
+            phase=phase,
+            module=module,
+            source=source,
+            message=message,
+            is_allowed=is_allowed,
+            num_calls=1 if known is None else known.num_calls + 1,
         )
-        key = (found.op, found.phase, found.module, found.source)
-        known = self._found.get(key)
-        self._found[key] = found if known is None else replace(known, num_calls=known.num_calls + 1)
+        words = f"{found.place} has no deterministic implementation ({message})."
         if known is None and mode == "warn" and not is_allowed:
-            warnings.warn(
-                f"{found.place} has no deterministic implementation ({message}).",
-                NondeterministicOpWarning,
-                stacklevel=2,
-            )
+            warnings.warn(words, NondeterministicOpWarning, stacklevel=2)
         if known is None and self.on_new is not None:
             self.on_new(self.found)
-        # torch's own warning about a known op names no module and no line, and comes at any time. What is added within
-        # a catch_warnings of the user's goes with its end.
+        # torch's own warning about a known op names no module and no line, and comes at any time: ours stands for it. A
+        # filter that is added within a catch_warnings of the user's goes with its end.
         if self._silenced.get(message) not in warnings.filters:
-            # it is told as a warning of ours instead
             warnings.filterwarnings("ignore", message=re.escape(message), category=UserWarning)
             self._silenced[message] = warnings.filters[0]
         if mode == "error" and not is_allowed:
             where = f"{module}:{op}" if module not in ("", "?") else op
             raise NondeterministicOpError(
-                f"{found.place} has no deterministic implementation ({message}). Nothing else is wrong. Use another op "
-                f"there, or let this one through: DeterminismSettings(allow=({where!r},)), in Hydra "
-                f"'determinism.settings.allow=[\"{where}\"]'.",
+                f"{words} Nothing else is wrong. Use another op there, or let this one through: "
+                f"DeterminismSettings(allow=({where!r},)), in Hydra 'determinism.settings.allow=[\"{where}\"]'.",
                 op,
                 module,
             ) from error
