@@ -349,10 +349,7 @@ def _differing(first: Sequence[Any], second: Sequence[Any]) -> list[_Difference]
 
 
 def _no_modes_below() -> AbstractContextManager[Any]:
-    """Keep the dispatch modes below this one from seeing what is done to check.
-
-    Torch-function modes stay: where one is on in the first run of an op, it is on in the second.
-    """
+    """Keep the dispatch modes below this one (not torch-function modes) from seeing what is done to check."""
     return _disable_current_modes() if _len_torch_dispatch_stack() else nullcontext()
 
 

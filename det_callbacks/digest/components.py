@@ -1,8 +1,4 @@
-"""Tensor -> 64 bits: finds the memory that holds a tensor's elements, whatever the tensor is made of.
-
-``docs/explanation/digest.md`` says what the bits of each kind of tensor are. Nothing here dispatches into modes that
-are open, makes autograd nodes or draws from a generator.
-"""
+"""Tensor -> 64 bits, whatever the tensor is made of (``docs/explanation/digest.md``), without the program noticing."""
 
 import struct
 import sys
@@ -66,10 +62,7 @@ def digest_tensor(tensor: torch.Tensor) -> int:
 
 
 def digest_output(tensor: torch.Tensor) -> int:
-    """Return the digest of what an op wrote: like ``digest_tensor``, but a dense tensor is read as it lies in memory.
-
-    A row-major copy of a channels-last tensor costs five times its digest. Its strides stand beside the digest.
-    """
+    """Return ``digest_tensor`` of what an op wrote, of a dense tensor in memory order: a copy costs five digests."""
     return value_of(tensor_bits(tensor, None, memory_order=True), {})
 
 
@@ -276,10 +269,7 @@ def require_storage(tensor: torch.Tensor) -> None:
 
 
 def tensor_numbers(label: TensorNumbers, reference: torch.Tensor, current: torch.Tensor) -> TensorNumbers:
-    """Return a label with by how much two strided tensors of one shape and dtype differ, see ``det_callbacks.numbers``.
-
-    Tensors on a device come to the host for it: ask first whether they differ.
-    """
+    """Return a label with by how much two strided tensors differ, which come to the host for it."""
     if any(one.layout is not torch.strided or one.is_quantized or one.is_nested for one in (reference, current)):
         raise ValueError("only ordinary strided tensors have numbers; compare what these are made of")
     if reference.shape != current.shape or reference.dtype != current.dtype:

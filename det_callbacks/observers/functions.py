@@ -163,10 +163,7 @@ def _is_integer(leaf: Any) -> bool:
 def observe_leaves(
     name: str, entries: str, tensors: Sequence[Tensor], integers: Sequence[int], is_replayed: bool
 ) -> list[Tensor]:
-    """Record an observation: of each leaf the path behind the name, and what it is; return copies if ``is_replayed``.
-
-    These have the saved bits where a run is verified.
-    """
+    """Record an observation; if ``is_replayed`` return copies of its tensors, with the saved bits when verifying."""
     copies = [tensor.clone() for tensor in tensors] if is_replayed else []
     if REGISTRY.sink is not None:
         found = _leaves(name, entries, copies if is_replayed else tensors, integers)

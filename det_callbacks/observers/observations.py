@@ -97,10 +97,7 @@ class Observations:
         self.region.leave_all()
 
     def observe(self, name: str, leaves: Leaves, *, is_replayed: bool = False) -> Mapping[str, Any]:
-        """Record values at this point of the step; with ``is_replayed`` save them, or put back what was saved.
-
-        Tensors are put back in place; returned are the plain values that are others than the saved ones, by path.
-        """
+        """Record values, with ``is_replayed`` save them or put them back; return other saved plain values by path."""
         if not self._takes(name, is_replayed=is_replayed):
             return {}
         occurrence = next(self._occurrences[name])

@@ -125,10 +125,7 @@ def copy_bits(tensor: Tensor, deferred: DeferredSites | None) -> SavedTensor:
 
 
 def write_bits(saved: SavedTensor, live: Tensor, deferred: DeferredSites | None = None) -> None:
-    """Write saved bits into the memory of a live tensor that they fit, whose elements share none.
-
-    Whatever shares the memory sees them too, and so does what autograd saved for the backward pass.
-    """
+    """Write saved bits into the memory of a live tensor that they fit; what autograd saved of it has them too."""
     with unobserved():
         inner = plain(live)
         if not inner.numel():

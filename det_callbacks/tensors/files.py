@@ -112,10 +112,7 @@ class StepWriter:
         self._stream, self._place = stream, replace(self._place, segment=segment)
 
     def write(self, step: int, tensors: Mapping[str, SavedTensor], values: Mapping[str, Any]) -> None:
-        """Write the tensors of a step that is settled, and plain values by key; a file of an earlier attempt goes.
-
-        It is written atomically, and like the stream not fsynced: a power cut may lose it, a kill not.
-        """
+        """Write the tensors of a step that is settled, and plain values by key, atomically; an earlier file goes."""
         path = tensor_path(self._stream, self._kind, step)
         path.unlink(missing_ok=True)
         if not tensors and not values:

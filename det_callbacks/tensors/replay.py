@@ -89,10 +89,7 @@ class Replay:
         self._num_steps += self._writer is None
 
     def exchange(self, key: str, live: Any, *, op: str, deferred: DeferredSites | None) -> Any:
-        """Save a value, or put the saved one in its place, counted as ``op``.
-
-        Return the same tensor, whose memory has the saved bits then (see ``write_bits``), or the saved number.
-        """
+        """Save a value, or put the saved one in its place: in the tensor's memory, or by returning another number."""
         if isinstance(live, Tensor):
             if self.saved is not None or self._writer is not None:
                 require_apart(live)
@@ -113,10 +110,7 @@ class Replay:
         return value
 
     def exchange_apart(self, key: str, live: Tensor, *, op: str, deferred: DeferredSites | None) -> Tensor | None:
-        """Save a tensor, or return a new one with the saved bits: the live one, which may be expanded, stays as it is.
-
-        The new one has the live one's history where there is one; None where nothing has to be replaced.
-        """
+        """Save a tensor, or return a new one with the saved bits and the same history; None for nothing to replace."""
         saved = self._exchange(key, live, op, deferred)
         if saved is None:
             return None

@@ -178,10 +178,7 @@ class DeferredDigests:
         return self._queue_of(device) is not None
 
     def add(self, storage: torch.UntypedStorage, offset: int, num_bytes: int) -> Bits | None:
-        """Ask for the digest of a span of memory of a device as it is now in the order of the device's work.
-
-        None where that device's tensors have to be copied to the host; raises where a launch failed before.
-        """
+        """Ask for the digest of a span of a device's memory as it is now; None where it has to come to the host."""
         if not num_bytes:
             return digest_bytes(b"")
         device = storage.device

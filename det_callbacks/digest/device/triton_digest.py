@@ -80,10 +80,7 @@ class TritonDigest:
             torch.cuda.current_stream(self._device).wait_stream(stream)
 
     def launch(self, spans: Sequence[Span], stream: Hashable, unheld: Set[int] = frozenset()) -> Launched:
-        """Enqueue the kernel that reads the spans, none of which is empty, behind what a stream has been given.
-
-        ``unheld``: addresses of the storages of which the allocator is not to be told that the stream reads them.
-        """
+        """Enqueue the kernel that reads the spans; the allocator is not told of storages at ``unheld`` addresses."""
         places = [(storage.data_ptr() + offset, size) for storage, offset, size in spans]
         with self._lock, self._on(stream):
             self._hold([span for span in spans if span[0]._cdata not in unheld] if unheld else spans, stream)
@@ -135,10 +132,7 @@ class TritonDigest:
         return digests
 
     def _finish(self, stream: Hashable) -> None:
-        """Enqueue the kernel that makes leaf hashes of the sums that wait on a stream, the current one.
-
-        Where anything raises, Ctrl-C included, the digests of these launches are lost: they keep their sums.
-        """
+        """Enqueue the kernel that hashes what waits on the current stream; where it raises, launches keep their sums."""
         launches = self._waiting.pop(stream, [])
         self._num_sum_bytes.pop(stream, None)
         if not launches:

@@ -198,10 +198,7 @@ def _high_product(first, second):
 
 @triton.jit(do_not_specialize=["constants", "rows", "num_rows"])
 def _hash_leaves(constants: tl.int64, rows: tl.int64, num_rows: tl.int64):
-    """Write the hash of a leaf: its blocks' sums, scrambled one after the other.
-
-    A row is a piece of a span: first leaf, address of its sums, bytes, address of the hash of its first leaf.
-    """
+    """Write a leaf's hash; a row is a span: first leaf, address of its sums, bytes, address of the first hash."""
     program = tl.program_id(0).to(tl.int64)
     row = _words_at(rows)
     # the last row whose first leaf is at most this one
@@ -242,10 +239,7 @@ IS_INTERPRETED = not isinstance(_sum_blocks, triton.JITFunction)
 
 
 class Launchers:
-    """The kernels, compiled for the current device: each is called with programs, stream and the kernel's arguments.
-
-    The stream is the current one; its handle stands among the arguments so that it is not looked up again.
-    """
+    """The kernels, compiled for the current device: each takes programs, the current stream, the kernel's arguments."""
 
     def __init__(self) -> None:
         self.sum_blocks = _launcher(_sum_blocks, num_warps=4)
