@@ -132,7 +132,7 @@ class TritonDigest:
         return digests
 
     def _finish(self, stream: Hashable) -> None:
-        """Enqueue the kernel that hashes what waits on the current stream; where it raises, launches keep their sums."""
+        """Enqueue the kernel that hashes what waits on the current stream; where it fails, launches keep their sums."""
         launches = self._waiting.pop(stream, [])
         self._num_sum_bytes.pop(stream, None)
         if not launches:
