@@ -406,11 +406,11 @@ def difference_of(first: Any, second: Any) -> dict[str, Any]:
         name = type(first).__name__
         return {"shape": (), "dtype": name, "num_elements": 1, "num_differing": 1, "max_ulps": None}
     dtype = str(first.dtype).removeprefix("torch.")
-    found = TensorNumbers(tensor="", num_differing=first.numel())
+    found = TensorNumbers(tensor="", shape=(first.numel(),), num_differing=first.numel())
     is_plain = isinstance(second, Tensor) and not is_special(first) and not is_special(second)
     if is_plain and first.shape == second.shape and first.dtype == second.dtype:
         found = tensor_numbers(found, first, second)
-    counts = {"num_elements": first.numel(), "num_differing": found.num_differing, "max_ulps": found.max_ulps}
+    counts = {"num_elements": found.num_elements, "num_differing": found.num_differing, "max_ulps": found.max_ulps}
     return {"shape": _sizes(first), "dtype": dtype, **counts}
 
 
