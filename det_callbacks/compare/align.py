@@ -1,11 +1,9 @@
 """Which rows of two steps belong together: by position in one program, else by a sequence diff over the units of both.
 
-A unit is what can be inserted or removed as a whole: an op call with the input and generator rows that it made, the row
-of its varying arguments and its outputs, or one named row. Each unit has four keys, which are tried from strict (with
-digests) to loose; with each, equal ends are matched first, then keys that occur once, then repeated blocks. The
-occurrence of a site and its edges are no keys, so one op inserted among twenty alike shows as one op; where several
-places are equally good, it is the earliest: when one of twenty equal entries was inserted, the first one after the
-matched prefix counts as the new one. Matches never cross.
+A unit is what can be inserted or removed as a whole: an op call with all rows that it made, or one named row. Each unit
+has four keys, which are tried from strict (with digests) to loose; with each, equal ends are matched first, then keys
+that occur once, then repeated blocks. The occurrence of a site and its edges are no keys, so one op inserted among
+twenty alike shows as one op, at the earliest of several places that are equally good. Matches never cross.
 """
 
 from bisect import bisect_left
@@ -13,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,6 +30,7 @@ _LEADING = ("input", "generator", "delivered", "graph_output")
 Pairs = list[tuple[int, int]]
 Gap = tuple[int, int, int, int]
 """Half-open ranges that are still to be matched: start and stop in the reference, start and stop in the current."""
+
 
 MAX_CELLS = 1_000_000
 """Product of the two lengths up to which a gap is searched for its longest common blocks; some 0.1 s."""
@@ -56,8 +55,7 @@ class Alignment:
 def align(reference: StepView, current: StepView) -> Alignment:
     """Return which rows of two steps belong together, in the order of the steps.
 
-    The same program on both sides costs nothing. Otherwise some 10 microseconds a site of both sides; the search for
-    the best alignment is bounded, so unrelated programs of 100,000 sites also take seconds.
+    The same program on both sides costs nothing, others some 10 microseconds a site.
     """
     if reference.record.program_id == current.record.program_id:
         places = np.arange(len(reference.program), dtype=np.int64)
@@ -158,36 +156,27 @@ def _match_units(reference: list[_Unit], current: list[_Unit]) -> Pairs:
     gaps: list[Gap] = [(0, len(reference), 0, len(current))]
     for level in (DIGEST, ARGUMENTS, STRUCTURE, OP):
         left, right = ([unit.keys[level] for unit in units] for units in (reference, current))
-        remaining: list[Gap] = []
-        for gap in gaps:
-            for part in _split(left, right, gap, pairs, suffix_first=level > DIGEST):
-                r_start, r_stop, c_start, c_stop = part
-                if level > DIGEST:
-                    repeated = _match_repeated(left, right, part)
-                    pairs.extend(repeated)
-                    remaining.extend(_gaps_between(repeated, part))
-                elif _is_same_sequence(reference[r_start:r_stop], current[c_start:c_stop]):
-                    pairs.extend(zip(range(r_start, r_stop), range(c_start, c_stop), strict=True))
-                else:
-                    remaining.append(part)
-        gaps = remaining
+        gaps = [part for gap in gaps for part in _split(left, right, gap, pairs, is_strict=level == DIGEST)]
+        if level == DIGEST:
+            alike = {gap for gap in gaps if _is_same_sequence(reference[slice(*gap[:2])], current[slice(*gap[2:])])}
+            pairs.extend(pair for gap in alike for pair in zip(range(*gap[:2]), range(*gap[2:]), strict=True))
+            gaps = [gap for gap in gaps if gap not in alike]
     return sorted(pairs)
 
 
-def _split(left: list[int], right: list[int], gap: Gap, pairs: Pairs, *, suffix_first: bool) -> Iterator[Gap]:
-    """Match ends and unique keys of a gap into ``pairs``; yield the gaps that are left."""
-    inner = _trim(left, right, gap, pairs, suffix_first=suffix_first)
-    unique = _match_unique(left, right, inner)
-    pairs.extend(unique)
-    for part in _gaps_between(unique, inner):
-        yield from _gaps_between([], _trim(left, right, part, pairs, suffix_first=suffix_first))
+def _split(left: list[int], right: list[int], gap: Gap, pairs: Pairs, *, is_strict: bool) -> list[Gap]:
+    """Match ends, unique keys and, unless it is strict, repeated ones of a gap into ``pairs``; return the gaps left."""
+    gaps = [_trim(left, right, gap, pairs, suffix_first=not is_strict)]
+    for match in (_match_unique,) if is_strict else (_match_unique, _match_repeated):
+        matches = [match(left, right, part) for part in gaps]
+        pairs.extend(pair for matched in matches for pair in matched)
+        parts = [one for matched, part in zip(matches, gaps, strict=True) for one in _gaps_between(matched, part)]
+        gaps = [_trim(left, right, part, pairs, suffix_first=not is_strict) for part in parts]
+    return gaps
 
 
 def _is_same_sequence(reference: list[_Unit], current: list[_Unit]) -> bool:
-    """Return whether both are the same ops in order, whatever their arguments, layouts and bits.
-
-    They then belong together one by one: a search that wants equal arguments would pair an op with its neighbour.
-    """
+    """Return whether both are the same ops: a search for equal arguments would pair some with their neighbours."""
     return len(reference) == len(current) and all(
         ours.keys[OP] == theirs.keys[OP] and _have_compatible_names(ours.names, theirs.names)
         for ours, theirs in zip(reference, current, strict=True)
@@ -279,10 +268,10 @@ def _pair_outputs(views: tuple[StepView, StepView], ours: _Unit, theirs: _Unit) 
 
 
 def _trim(reference: Sequence[int], current: Sequence[int], gap: Gap, pairs: Pairs, *, suffix_first: bool) -> Gap:
-    """Match the common prefix and suffix of a gap into ``pairs``; return the gap that is left.
+    """Match the common prefix and suffix of a gap into ``pairs``, and return the gap that is left.
 
-    With ``suffix_first``, an entry that could belong to both ends counts as suffix, which places an insertion among
-    equal entries at the earliest place.
+    What could belong to both ends is of the one that comes first: ``suffix_first`` puts an insertion at the earliest
+    place.
     """
     r_start, r_stop, c_start, c_stop = gap
     for is_suffix in (suffix_first, not suffix_first):
@@ -298,34 +287,35 @@ def _trim(reference: Sequence[int], current: Sequence[int], gap: Gap, pairs: Pai
     return r_start, r_stop, c_start, c_stop
 
 
-def _match_unique(reference: Sequence[Hashable], current: Sequence[Hashable], gap: Gap) -> Pairs:
-    """Match keys that occur once on either side of a gap: the longest run of them in the same order (patience diff)."""
-    r_start, r_stop, c_start, c_stop = gap
-    in_reference = Counter(reference[r_start:r_stop])
-    in_current = Counter(current[c_start:c_stop])
-    places = {key: place for place, key in enumerate(current[c_start:c_stop], start=c_start) if in_current[key] == 1}
-    candidates = [
-        (place, places[key])
-        for place, key in enumerate(reference[r_start:r_stop], start=r_start)
-        if in_reference[key] == 1 and key in places
-    ]
-    return _longest_increasing(candidates)
+def _match_unique(left: Sequence[int], right: Sequence[int], gap: Gap, *, is_numbered: bool = False) -> Pairs:
+    """Match keys that occur once on either side of a gap: the longest run of them in the same order (patience diff).
 
-
-def _match_repeated(reference: Sequence[int], current: Sequence[int], gap: Gap) -> Pairs:
-    """Match what a gap has in common: its longest common block, then what is left of either side; in order.
-
-    A gap of more than ``MAX_CELLS`` is matched in the order in which equal keys occur.
+    With ``is_numbered`` each key counts with how often it occurs after that place, so that all of them are unique.
     """
+    ours, theirs = (_places(keys, *ends, is_numbered) for keys, ends in ((left, gap[:2]), (right, gap[2:])))
+    return _longest_increasing([(place, theirs[key]) for key, place in reversed(ours.items()) if key in theirs])
+
+
+def _match_repeated(left: Sequence[int], right: Sequence[int], gap: Gap) -> Pairs:
+    """Match what a gap has in common: its longest common block, then what is left of either side; in order."""
     r_start, r_stop, c_start, c_stop = gap
+    if (r_stop - r_start) * (c_stop - c_start) > MAX_CELLS:
+        return _match_unique(left, right, gap, is_numbered=True)
     # backwards, because the search puts an insertion as late as it can, and it has to come early
-    left, right = reference[r_start:r_stop][::-1], current[c_start:c_stop][::-1]
-    if len(left) * len(right) > MAX_CELLS:
-        matches = _match_unique(_numbered(left), _numbered(right), (0, len(left), 0, len(right)))
-    else:
-        blocks = SequenceMatcher(None, left, right, autojunk=False).get_matching_blocks()
-        matches = [(block.a + offset, block.b + offset) for block in blocks for offset in range(block.size)]
-    return [(r_stop - 1 - x, c_stop - 1 - y) for x, y in reversed(matches)]
+    matcher = SequenceMatcher(None, left[r_start:r_stop][::-1], right[c_start:c_stop][::-1], autojunk=False)
+    places = ((block.a + at, block.b + at) for block in matcher.get_matching_blocks() for at in range(block.size))
+    return sorted((r_stop - 1 - x, c_stop - 1 - y) for x, y in places)
+
+
+def _places(keys: Sequence[int], start: int, stop: int, is_numbered: bool) -> dict[tuple[int, int], int]:
+    """Return the places of keys in a range, the last first, by key and how often that occurs after it."""
+    seen: Counter[int] = Counter()
+    found = {}
+    for place in reversed(range(start, stop)):
+        key = keys[place]
+        found[key, seen[key]] = place
+        seen[key] += 1
+    return {key: place for key, place in found.items() if is_numbered or seen[key[0]] == 1}
 
 
 def _gaps_between(pairs: Pairs, gap: Gap) -> list[Gap]:
@@ -339,33 +329,17 @@ def _gaps_between(pairs: Pairs, gap: Gap) -> list[Gap]:
     return gaps
 
 
-def _numbered(keys: Sequence[int]) -> Pairs:
-    """Return each key with how often it occurred before."""
-    seen: Counter[int] = Counter()
-    numbered = []
-    for key in keys:
-        numbered.append((key, seen[key]))
-        seen[key] += 1
-    return numbered
-
-
 def _longest_increasing(candidates: Pairs) -> Pairs:
     """Return the longest run of pairs, ascending on the left, that also ascends on the right."""
-    tails: list[int] = []
-    indices: list[int] = []
-    before: list[int] = []
-    for index, (_, place) in enumerate(candidates):
-        length = bisect_left(tails, place)
-        before.append(indices[length - 1] if length else -1)
-        if length == len(tails):
-            tails.append(place)
-            indices.append(index)
-        else:
-            tails[length] = place
-            indices[length] = index
-    run: Pairs = []
-    at = indices[-1] if indices else -1
-    while at >= 0:
-        run.append(candidates[at])
-        at = before[at]
-    return run[::-1]
+    ends: list[int] = []
+    runs: list[tuple[Any, ...]] = []  # the best run of each length: its last pair, and the run before that
+    for pair in candidates:
+        length = bisect_left(ends, pair[1])
+        ends[length : length + 1] = [pair[1]]
+        runs[length : length + 1] = [(pair, runs[length - 1] if length else ())]
+    found: Pairs = []
+    run = runs[-1] if runs else ()
+    while run:
+        pair, run = run
+        found.append(pair)
+    return found[::-1]
