@@ -3,9 +3,9 @@
 import json
 import struct
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -16,12 +16,11 @@ _ABSENT = "a tensor or nothing"
 _NAN = 0x7FF8_0000_0000_0000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ArgumentDifference:
-    """How the arguments of two aligned calls differ: by name, the text of the reference's value and the current one."""
+ArgumentDifference: TypeAlias = Mapping[str, tuple[str, str]]
+"""How the arguments of two aligned calls differ: by name, the text of the reference's value and the current one.
 
-    values: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    is_known: bool = True  # False where they cannot be compared: each side kept a digest of other arguments
+It is empty where they cannot be compared: each side kept a digest of other arguments.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,14 +65,13 @@ def read_arguments(view: StepView, output: int) -> Arguments:
 
 def _differing(reference: Arguments, current: Arguments) -> ArgumentDifference | None:
     """Return how two calls differ in their arguments, None where they agree."""
-    is_known = reference.digested == current.digested
-    names = dict.fromkeys((*reference.values, *current.values))
-    compared = [name for name in names if name not in {*reference.digested, *current.digested}]
-    pairs = {name: (reference.values.get(name, _ABSENT), current.values.get(name, _ABSENT)) for name in compared}
+    is_known, digested = reference.digested == current.digested, {*reference.digested, *current.digested}
+    names = [name for name in {**reference.values, **current.values} if name not in digested]
+    pairs = {name: (reference.values.get(name, _ABSENT), current.values.get(name, _ABSENT)) for name in names}
     values = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
     if is_known and reference.bits != current.bits:
         values |= dict.fromkeys(reference.digested, (_UNKNOWN, _UNKNOWN))
-    return None if is_known and not values else ArgumentDifference(values=values, is_known=is_known or bool(values))
+    return values if values or not is_known else None
 
 
 def _decode(bits: int, tag: str) -> Any:
@@ -88,10 +86,7 @@ def _decode(bits: int, tag: str) -> Any:
 def other_arguments(
     reference: StepView, current: StepView, pairs: Iterable[tuple[int, int]], differs: np.ndarray
 ) -> dict[int, ArgumentDifference]:
-    """Return the rows whose op was called with other arguments: the first of each call, and those that differ.
-
-    ``pairs`` has the positions of each row in both steps.
-    """
+    """Return the rows (``pairs`` of positions) with other arguments: the first of each call, and those that differ."""
     ours, theirs = reference.program.sites, current.program.sites
     by_call: dict[int, ArgumentDifference | None] = {}
     found: dict[int, ArgumentDifference] = {}
@@ -114,7 +109,5 @@ def other_arguments(
 
 def _has_outputs(sites: tuple[Site, ...], argument: int) -> bool:
     """Return whether the call that a row of arguments belongs to has outputs, which follow it."""
-    following = sites[argument + 1] if argument + 1 < len(sites) else None
-    if following is None or following.role not in ("output", "value"):
-        return False
-    return following.output == 0 and following.op == sites[argument].op
+    following = sites[argument + 1 : argument + 2]
+    return any(one.role in ("output", "value") and not one.output and one.op == sites[argument].op for one in following)

@@ -100,7 +100,7 @@ class StepDifference:
             self.arguments = other_arguments(reference, current, self._pairs, self.differs)
         kinds: dict[int, Kind] = dict.fromkeys(np.flatnonzero(self.differs).tolist(), "content")
         kinds.update(dict.fromkeys(np.flatnonzero(self.differs & other_layout).tolist(), "structure"))
-        kinds.update((row, "argument") for row, known in self.arguments.items() if known.is_known)
+        kinds.update((row, "argument") for row, known in self.arguments.items() if known)
         kinds.update(dict.fromkeys(np.flatnonzero(lefts < 0).tolist(), "extra"))
         kinds.update(dict.fromkeys(np.flatnonzero(rights < 0).tolist(), "missing"))
         self.kinds: Mapping[int, Kind] = dict(sorted(kinds.items()))
@@ -277,7 +277,7 @@ class StepDifference:
         # bits of a named tensor are those that its writers left; below level op none of them is recorded
         if not site.op and site.role == "named" and kind == "content" and any(one.op for one in self.sites_read(row)):
             return "written since"
-        if row in self.arguments and not self.arguments[row].is_known:
+        if self.arguments.get(row) == {}:
             return "other arguments"
         if self._may_be_passed_on(row):
             return "unread batch" if self.unread else "passed on"

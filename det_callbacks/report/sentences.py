@@ -55,7 +55,7 @@ _UNPROVEN: Mapping[Start, str] = {
 def _what_differs(finding: Finding) -> str:
     divergence = finding.divergence
     if divergence.kind == "argument" and finding.arguments is not None:
-        shown = [f"{name}: {ours} -> {theirs}" for name, (ours, theirs) in finding.arguments.values.items()]
+        shown = [f"{name}: {ours} -> {theirs}" for name, (ours, theirs) in finding.arguments.items()]
         layouts = f" and {_structure(finding.layouts, verbs=('gave', 'read'))}" if finding.layouts else ""
         return f"was called with other arguments ({listed(shown, '; ')}){layouts}"
     if divergence.kind == "structure" and finding.role == "graph":

@@ -130,7 +130,7 @@ def test_other_argument_is_named_with_both_values(was_varying: bool, is_varying:
     (origin,) = difference.origins
     assert (origin.phase, origin.op, origin.kind) == ("optimizer", "aten.addcdiv_.default", "argument")
     assert difference.num_differing == 2  # the update, and the weight after it
-    assert [one.values for one in difference.arguments.values()] == [{"value": ("-0.1", "-0.2")}]
+    assert [*difference.arguments.values()] == [{"value": ("-0.1", "-0.2")}]
 
 
 @pytest.mark.parametrize("kind", ["varying", "arguments"])
@@ -140,7 +140,7 @@ def test_argument_of_another_type_or_sign_is_seen(kind: str, ours: Any, theirs: 
     difference = compare(*pair)
     assert [item.kind for item in difference.divergences] == ["argument"]
     (shown,) = difference.arguments.values()
-    assert shown.values["alpha"] == tuple(json.dumps(plain_value(value)) for value in (ours, theirs))
+    assert shown["alpha"] == tuple(json.dumps(plain_value(value)) for value in (ours, theirs))
 
 
 @pytest.mark.parametrize(("other", "num_differing"), [(0.99, 0), (0.999, 1)])
