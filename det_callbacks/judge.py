@@ -1,13 +1,10 @@
-"""The judge: two run folders become one verdict, whether the current one was recorded, or written by a verification.
-
-All is read from the two folders, so a verification that ends, ``verdict.json`` and ``det-callbacks diff`` agree.
-"""
+"""The judge: two run folders become one verdict. Nothing else is asked, so the callback and ``diff`` agree."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from det_callbacks.compare.cause import CHOSEN, LENGTHS, Facts, choices_of_steps, find_cause
 from det_callbacks.compare.collectives import Classification, FirstDifference, classify
@@ -90,18 +87,34 @@ def compare_runs(
     """
     if steps not in ("all", "common"):
         raise ValueError(f'steps must be "all" or "common"; got {steps!r}.')
-    ours, theirs = (Run.open(path, check_steps=False) for path in (reference, current))
+    ours, theirs = runs = [Run.open(path, check_steps=False) for path in (reference, current)]
     environment = compare_environments(ours.manifest.environment, theirs.manifest.environment)
     if ours.manifest.world_size != theirs.manifest.world_size:
         reason = other_world_size(ours, theirs.manifest.world_size)
         return Verdict.refused(str(ours.path), str(theirs.path), reason, environment)
-    _require_same_selection(ours, theirs)
+    before, now = (run.manifest.selection.to_dict() for run in runs)
+    if others := [name for name in ("level", "modules", "phases") if before[name] != now[name]]:
+        shown = "; ".join(f"{name}: {before[name]!r} and {now[name]!r}" for name in others)
+        raise SelectionError(
+            f"The reference {ours.path} and {theirs.path} did not record the same: {shown}. Nothing was compared. "
+            f"Record the current run with the reference's {', '.join(others)}."
+        )
     records = {} if theirs.keeps == "all" else read_records(ours, theirs)
     if records:
         steps = next(iter(records.values())).steps
     require_reference(ours, steps)
-    notes = _incompleteness(ours, theirs, steps)
-    if not records and not _check_small((ours, theirs)):
+    notes = []
+    if not ours.is_complete:
+        notes.append(f"The reference is incomplete, and was compared up to there: {ours.incomplete_reason}")
+    if not theirs.is_complete and theirs.keeps == "all":
+        notes.append(f"The current run is incomplete: {theirs.incomplete_reason}")
+    if steps == "common":
+        notes.append("Only steps that both runs have were compared")
+    streams = [run.rank(rank) for run in runs for rank in run.ranks if not records]
+    is_small = sum(stream.num_bytes for stream in streams) < SMALL_BYTES
+    for stream in streams if is_small else ():
+        stream.check_steps()
+    if not is_small:
         notes.append(CHAINS_NOTE)
     walk = RankWalk(reference=ours, current=theirs, is_common=steps == "common", records=records)
     differing = {one.name: one for record in records.values() for one in record.environment}
@@ -114,27 +127,6 @@ def compare_runs(
     )
     verdict = judge.verdict()
     return replace(verdict, record_next=next_recording(verdict, ours.manifest.selection))
-
-
-def _check_small(runs: Sequence[Run]) -> bool:
-    """Read every step of runs that are small together, and check it; return whether they are."""
-    ranks = [run.rank(rank) for run in runs for rank in run.ranks]
-    if sum(rank.num_bytes for rank in ranks) >= SMALL_BYTES:
-        return False
-    for rank in ranks:
-        rank.check_steps()
-    return True
-
-
-def _require_same_selection(*runs: Run) -> None:
-    ours, theirs = (run.manifest.selection.to_dict() for run in runs)
-    differing = [name for name in ("level", "modules", "phases") if ours[name] != theirs[name]]
-    if differing:
-        shown = "; ".join(f"{name}: {ours[name]!r} and {theirs[name]!r}" for name in differing)
-        raise SelectionError(
-            f"The reference {runs[0].path} and {runs[1].path} did not record the same: {shown}. Nothing was compared. "
-            f"Record the current run with the reference's {', '.join(differing)}."
-        )
 
 
 def other_world_size(reference: Run, world_size: int) -> str:
@@ -162,19 +154,7 @@ def require_reference(run: Run, steps: str) -> None:
         )
 
 
-def _incompleteness(ours: Run, theirs: Run, steps: str) -> list[str]:
-    notes = []
-    if not ours.is_complete:
-        notes.append(f"The reference is incomplete, and was compared up to there: {ours.incomplete_reason}")
-    if not theirs.is_complete and theirs.keeps == "all":
-        notes.append(f"The current run is incomplete: {theirs.incomplete_reason}")
-    if steps == "common":
-        notes.append("Only steps that both runs have were compared")
-    return notes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Answer:
+class _Answer(NamedTuple):
     """What is said of the first difference."""
 
     first: Divergence | None
@@ -329,13 +309,12 @@ class _Judge:
         if metric is not None and metric.order == order:
             return self._answer_metric(metric, agree if not whole else "")
         if lacking is not None and lacking.order == order:
-            return _Answer(first=lacking.divergence(), cause="structure", text=capitalised(shown_whole) + agree)
+            return _Answer(lacking.divergence(), "structure", capitalised(shown_whole) + agree)
         if earliest is None:
-            return _Answer(first=None, cause=None, text=explain_match(self.tally, num_ranks=self._num_ranks))
+            return _Answer(None, None, explain_match(self.tally, num_ranks=self._num_ranks))
         shown = earliest.among(ranks)
         if ranks is not None and ranks.is_collective:
-            text = f"Step {shown.step}, {shown.phase}: {explain_ranks(ranks)}"
-            return _Answer(first=shown, cause="collective", text=text)
+            return _Answer(shown, "collective", f"Step {shown.step}, {shown.phase}: {explain_ranks(ranks)}")
         leader = earliest
         if ranks is not None and ranks.ranks("origin"):
             leader = min((first[rank] for rank in ranks.ranks("origin")), key=lambda one: one.order)
@@ -346,27 +325,15 @@ class _Judge:
             text += f"; {explain_ranks(ranks)}"
         if whole:
             text += f"; besides, {shown_whole}"
-        return _Answer(
-            first=shown,
-            cause=cause,
-            text=text,
-            advice=advise(facts, rule),
-            evidence=evidence_lines(facts),
-            choice=choice.name if rule in CHOSEN and (choice := facts.explaining_choice) else "",
-        )
+        chosen = choice.name if rule in CHOSEN and (choice := facts.explaining_choice) else ""
+        return _Answer(shown, cause, text, advise(facts, rule), evidence_lines(facts), chosen)
 
     def _answer_metric(self, metric: MetricDifference, agree: str) -> _Answer:
         others = self.metrics.num_differing - 1
         more = f", and {count(others, 'more metric')}" if others else ""
         text, choice = explain_metric(metric) + more + agree, metric.explaining_choice
-        return _Answer(
-            first=metric.divergence(),
-            cause=metric.cause,
-            text=capitalised(text) if choice is None else explain_choice(choice, text),
-            advice=advise_metric(metric),
-            evidence=metric_lines(metric),
-            choice="" if choice is None else choice.name,
-        )
+        text, chosen = (capitalised(text), "") if choice is None else (explain_choice(choice, text), choice.name)
+        return _Answer(metric.divergence(), metric.cause, text, advise_metric(metric), metric_lines(metric), chosen)
 
     def _facts(self, known: FirstDifference) -> Facts:
         """Return what is known of the step in which a rank first differs; it is compared once more."""

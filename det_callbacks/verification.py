@@ -1,11 +1,9 @@
-"""A run that is verified while it trains: steps that differ are stored, and at the end the judge reads them.
-
-While it trains nothing is said about a difference but that there is one. What it means is found in what was stored.
-"""
+"""A run that is verified while it trains: steps that differ are stored, and at the end the judge reads them."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -52,10 +50,9 @@ def open_reference(
     steps: str,
     peers: Peers = ALONE,
 ) -> Run:
-    """Open the reference of a verification, or raise: it is missing, damaged, incomplete or of other processes.
+    """Open the reference of a verification, or raise where it is no reference for what this run asks for.
 
-    ``asked`` has the fields of a Selection, ``replay`` and ``keep_tensors``, as far as this run asks for them: another
-    value than the reference's is refused, and all else is taken over from it.
+    ``asked`` has fields of a Selection, ``replay`` and ``keep_tensors``; all else is taken over from the reference.
     """
     run = Run.open(path, ranks=(peers.rank,))
     if run.manifest.world_size != peers.world_size:
@@ -159,10 +156,6 @@ class Verification:
         """Keep the list of ops without a deterministic implementation that were called so far."""
         self._writer.put_nondeterministic_ops(ops)
 
-    def set_replayed(self, replayed: Mapping[str, Any]) -> None:
-        """Set what was put back from the reference, as the coverage shows it."""
-        self.tally.replayed = {name: dict(entry) for name, entry in replayed.items()}
-
     # fits
 
     def withdraw_verdict(self) -> None:
@@ -178,11 +171,7 @@ class Verification:
         self._environment = compare_environments(self.reference.manifest.environment, self._writer.manifest.environment)
 
     def begin_fit(self, segment: int, *, is_resumed: bool = False, is_every_step: bool = True) -> None:
-        """Start a fit; the verdict on the fits before it no longer holds.
-
-        Nothing that comes before the first step of a resumed one is missing; where no step is left out, that first step
-        says how the checkpoint was restored.
-        """
+        """Start a fit; the verdict on the fits before it no longer holds."""
         self.withdraw_verdict()
         self.fit = FitRecord(segment=segment, is_resumed=is_resumed)
         self._fits.append(self.fit)
@@ -214,13 +203,24 @@ class Verification:
         return None if self.has_divergence or step not in self._known else self._ranks.chain(self.segment, step)
 
     def compare_state(self, step: int, digest_state: Callable[[], Mapping[str, int]]) -> None:
-        """Note which restored state is not what the reference ended the step before with.
+        """Note restored state that differs from what the reference's step before left, or that it lacks.
 
-        Nothing is done at level "op", whose steps record what they read, nor where the reference lacks that step.
+        Levels below "op" do not record what a step reads, so that only this tells state that came out of a checkpoint
+        with other bits from a step that computed something else.
         """
-        if self.reference.manifest.selection.level != "op" and step - 1 in self._known:
-            before = self.reference.view(self.rank, self.segment, step - 1)
-            self.fit.unrestored = _find_unrestored(before, digest_state())
+        if self.reference.manifest.selection.level == "op" or step - 1 not in self._known:
+            return
+        before, state = self.reference.view(self.rank, self.segment, step - 1), digest_state()
+        first = num_leading_sites(before.program)
+        left = {
+            site.name: int(digest)
+            for site, digest in zip(before.program.sites[first:], before.record.digests[first:], strict=True)
+            if site.phase == "state" and site.role == "named" and site.name is not None
+        }
+        changed = [name for name, bits in state.items() if left.get(name) != bits]
+        # the step also recorded what training_step returned; state of an optimizer is of a parameter
+        others = (name for name in left if name not in state and " of " in name)
+        self.fit.unrestored = (*changed, *(name for name in others if name.rpartition(" of ")[2] in state))
 
     def put_evidence(self, rows: Iterable[Row]) -> None:
         """Take what explains the step that ends, as long as it may be the first that differs."""
@@ -246,7 +246,12 @@ class Verification:
             self._store(trace, step, epoch)
             return True
         fit.compared.add(step)
-        num_compared, num_differing = self._compare(trace, step, is_whole=is_whole)
+        record = self._reference_step(step).record
+        is_same = record.program_id == trace.program.id and record.layout_id == trace.layout_id
+        if is_same and np.array_equal(record.digests, trace.digests):
+            num_compared, num_differing = len(trace.digests), 0
+        else:
+            num_compared, num_differing = self._counter.count(*self._views(trace, step, is_whole=is_whole))
         self.tally.count([step], trace.program, num_compared)
         if not num_differing:
             # settings of loaders and hooks of callbacks hold until they are noted again
@@ -258,14 +263,6 @@ class Verification:
         self._store(trace, step, epoch, is_first=not self._is_explained)
         self._is_explained = True
         return True
-
-    def _compare(self, trace: StepTrace, step: int, *, is_whole: bool) -> tuple[int, int]:
-        """Return how many sites were compared, and how many differ."""
-        record = self._reference_step(step).record
-        is_same = record.program_id == trace.program.id and record.layout_id == trace.layout_id
-        if is_same and np.array_equal(record.digests, trace.digests):
-            return len(trace.digests), 0
-        return self._counter.count(*self._views(trace, step, is_whole=is_whole))
 
     def _views(self, trace: StepTrace, step: int, *, is_whole: bool) -> tuple[StepView, StepView]:
         current = trace.view(rank=self.rank, step=step, segment=self.segment)
@@ -316,18 +313,15 @@ class Verification:
     def finish(self, *, is_pending: bool = False, is_early: bool = False) -> Verdict:
         """Close the files, and return the judge's verdict on all ranks; all of them call it, after every fit.
 
-        ``is_pending``: fits or tests of the reference have not run yet. They are missing in the verdict, which is not
-        written as long as nothing else differs. ``is_early``: the run was stopped because it differs, so that its later
-        steps are not missing. Where rank 0 cannot judge, the others raise a ``RankError``.
+        ``is_pending``: fits or tests of the reference have not run yet, so that the verdict, in which they are missing,
+        is only written where something else differs. ``is_early``: the run was stopped because it differs, so that its
+        later steps are not missing.
         """
-
-        def seal() -> bool:
-            self._seal(TOGETHER if is_early else "")
-            return self.has_divergence
-
-        self.differs_anywhere = any(self._peers.gather(seal, task=END_OF_FIT))
+        reason = TOGETHER if is_early else ""
+        self.differs_anywhere = any(self._peers.gather(lambda: self._seal(reason), task=END_OF_FIT))
         try:
-            verdict = Verdict.from_dict(self._peers.broadcast(self._judge, task="judging the two runs"))
+            content = self._peers.broadcast(lambda: self._judge().to_dict(), task="judging the two runs")
+            verdict = Verdict.from_dict(content)
         except RankError as error:
             raise RankError(
                 f"No verdict: {error} All ranks have closed their files, so that it can be had later: "
@@ -340,22 +334,21 @@ class Verification:
         return verdict
 
     def stop(self, reason: str) -> Verdict | None:
-        """Close the files: an exception ended the run, and the others may not be here.
+        """Close the files after an exception, and return the verdict where one process differs.
 
-        Returns the verdict of one process that differs. Of several processes whoever asks later gets one.
+        The others of several may not be here, so that their verdict is for whoever asks later.
         """
-        self._seal(reason, complete=False)
-        if not self.has_divergence or self._peers.world_size > 1:
+        if not self._seal(reason, complete=False) or self._peers.world_size > 1:
             return None
-        verdict = compare_runs(self.reference.path, self.current)
+        verdict = self._judge()
         self.write(verdict)
         return verdict
 
-    def _judge(self) -> dict[str, Any]:
-        return compare_runs(self.reference.path, self.current).to_dict()
+    def _judge(self) -> Verdict:
+        return compare_runs(self.reference.path, self.current)
 
-    def _seal(self, reason: str, *, complete: bool = True) -> None:
-        """Close the files of this rank, and write what it compared; ``reason`` says what stopped it, "" for nothing."""
+    def _seal(self, reason: str, *, complete: bool = True) -> bool:
+        """Close the files of this rank, and write what it compared, and what stopped it; return whether it differs."""
         self._writer.close(complete=complete)
         last = max(self.fit.compared | self.fit.extra, default=-1)
         stop = Stop(segment=self.segment, step=last, reason=reason, is_within=self._is_within) if reason else None
@@ -370,6 +363,7 @@ class Verification:
             stopped=stop,
         )
         write_record(self.current, record)
+        return self.has_divergence
 
     def write(self, verdict: Verdict) -> None:
         """Write a verdict into the current run's folder, once."""
@@ -393,24 +387,6 @@ def write_step(writer: RunWriter, view: StepView) -> None:
     writer.flush_evidence()
 
 
-def _find_unrestored(before: StepView, state: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the names of restored state that differs from what the reference's step before left, or that it lacks.
-
-    Levels below "op" do not record what a step reads, so that only this tells state that came out of a checkpoint with
-    other bits from a step that computed something else. Something between the two steps may have changed it too.
-    """
-    first = num_leading_sites(before.program)
-    left = {
-        site.name: int(digest)
-        for site, digest in zip(before.program.sites[first:], before.record.digests[first:], strict=True)
-        if site.phase == "state" and site.role == "named" and site.name is not None
-    }
-    changed = [name for name, bits in state.items() if left.get(name) != bits]
-    # beside the state the step recorded what training_step returned; state of an optimizer is of a parameter
-    missing = [name for name in left if name not in state and " of " in name and name.rpartition(" of ")[2] in state]
-    return (*changed, *missing)
-
-
 def write_verdict(folder: Path, verdict: Verdict) -> None:
     """Write a verdict's JSON into the folder of a verification, atomically."""
     replace_atomically(folder / VERDICT_FILE, json.dumps(verdict.to_dict(), indent=1).encode())
@@ -418,7 +394,5 @@ def write_verdict(folder: Path, verdict: Verdict) -> None:
 
 def free_folder(root: Path, *, kind: str = "verify") -> Path:
     """Return a folder below this one in which no verification (or what ``kind`` says) was written yet."""
-    number = 0
-    while (root / "determinism" / f"{kind}-{number:03d}").exists():
-        number += 1
-    return root / "determinism" / f"{kind}-{number:03d}"
+    folders = (root / "determinism" / f"{kind}-{number:03d}" for number in count())
+    return next(folder for folder in folders if not folder.exists())

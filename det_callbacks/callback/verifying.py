@@ -92,7 +92,7 @@ class Verifying(TracedSession):
     @override
     def end(self, *, is_early: bool = False) -> None:
         run, selection = self.run, self.arguments.selection
-        run.set_replayed(self.replay.to_dict())
+        run.tally.replayed = self.replay.to_dict()
         if self.call is None and not is_early:
             if self.is_resumed and not run.has_steps:
                 run.close(complete=False)

@@ -1,9 +1,7 @@
-"""What one rank of a verification compared: of the steps that agree, which are not stored, only this tells.
+"""``rank-00000/record.json``: what one rank of a verification compared. Only this tells of steps that agree.
 
-    rank-00000/record.json    {"digest": "9f3c...", "record": {...}}
-
-A rank writes its record when a fit ends, after its streams are closed, and removes it when another fit begins. The
-judge takes from it what is not stored. One that is missing or damaged is an error, never a match.
+A rank writes it when a fit ends, after its streams are closed, and removes it when another fit begins. One that is
+missing or damaged is an error, never a match.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,11 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
-
 from det_callbacks.errors import ReferenceFormatError
-from det_callbacks.host_digest import digest_bytes, format_digest
-from det_callbacks.runs.files import damaged, rank_folder, replace_atomically
+from det_callbacks.runs.files import READ_ERRORS, damaged, rank_folder, replace_atomically, seal, unseal
 from det_callbacks.runs.program import Program
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import EnvironmentDifference
@@ -122,11 +117,6 @@ class RankRecord:
         return next((fit for fit in self.fits if fit.segment == segment), None)
 
 
-class _Sealed(msgspec.Struct):
-    digest: str
-    record: msgspec.Raw
-
-
 def record_path(folder: Path, rank: int) -> Path:
     """Return where the record of a rank lies."""
     return folder / rank_folder(rank) / RECORD_FILE
@@ -134,29 +124,24 @@ def record_path(folder: Path, rank: int) -> Path:
 
 def write_record(folder: Path, record: RankRecord) -> None:
     """Write a record into the folder of a verification, atomically."""
-    content = msgspec.json.encode(record, order="sorted")
-    sealed = _Sealed(digest=format_digest(digest_bytes(content)), record=msgspec.Raw(content))
-    replace_atomically(record_path(folder, record.rank), msgspec.json.encode(sealed))
+    replace_atomically(record_path(folder, record.rank), seal(record, run_id=record.run_id))
 
 
 def read_record(current: Run, rank: int) -> RankRecord:
     """Return the record of a rank; ReferenceFormatError where it is missing, damaged or of another verification."""
     path = record_path(current.path, rank)
     try:
-        sealed = msgspec.json.decode(path.read_bytes(), type=_Sealed)
-        if sealed.digest != format_digest(digest_bytes(bytes(sealed.record))):
-            raise damaged(path, "its content is not what its digest says")
-        record = msgspec.json.decode(sealed.record, type=RankRecord)
+        record = unseal(path.read_bytes(), RankRecord, run_id=current.manifest.run_id)
     except FileNotFoundError as error:
         raise ReferenceFormatError(
             f"{path} is missing: the verification was killed, or is still running, so nobody can tell what it "
             "compared. That is no match. Verify again.",
             str(path),
         ) from error
-    except (OSError, msgspec.MsgspecError) as error:
-        raise damaged(path, f"it is no record of what was compared ({error})") from error
-    if (record.run_id, record.rank) != (current.manifest.run_id, rank):
-        raise damaged(path, f"it is of rank {record.rank} of another verification ({record.run_id})")
+    except READ_ERRORS as error:
+        raise damaged(path, f"it is no record of what this verification compared ({error})") from error
+    if record.rank != rank:
+        raise damaged(path, f"it is of rank {record.rank}")
     return record
 
 

@@ -230,7 +230,7 @@ class ObserverContext:
             return
         if not is_early:
             self._verification.end_fit()
-        self._verification.set_replayed(self._replay.to_dict())
+        self._verification.tally.replayed = self._replay.to_dict()
         self.verdict = verdict = self._verification.finish(is_early=is_early)
         self._leave(complete=True)
         if verdict.verdict == "match":

@@ -49,7 +49,7 @@ LAYOUT_SCHEMA = pa.schema(
 # What is kept of a program beside its sites.
 _COUNTS = ("ops_seen", "ops_digested", "ops_skipped", "opaque_regions")
 
-_READ_ERRORS = (msgspec.MsgspecError, pa.ArrowException, OSError, ValueError, KeyError, TypeError, RecursionError)
+READ_ERRORS = (msgspec.MsgspecError, pa.ArrowException, OSError, ValueError, KeyError, TypeError, RecursionError)
 
 Content = TypeVar("Content")
 Table = TypeVar("Table", Program, Layout)
@@ -83,8 +83,31 @@ def read_json(path: Path, kind: type[Content]) -> Content:
     """Return the content of a JSON file; ReferenceFormatError, which names the field, where it is not of that type."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
-    except _READ_ERRORS as error:
+    except READ_ERRORS as error:
         raise damaged(path, error) from error
+
+
+class _Sealed(msgspec.Struct):
+    digest: str
+    content: msgspec.Raw
+
+
+def seal(content: object, *, run_id: str) -> bytes:
+    """Return something of a run as one line of JSON, with the digest of that and of the run's id."""
+    text = msgspec.json.encode(content)
+    return msgspec.json.encode(_Sealed(digest=_seal_digest(text, run_id), content=msgspec.Raw(text)))
+
+
+def unseal(line: bytes, kind: type[Content], *, run_id: str) -> Content:
+    """Return what was sealed; ValueError where it is something else, or of another run."""
+    sealed = msgspec.json.decode(line, type=_Sealed)
+    if sealed.digest != _seal_digest(bytes(sealed.content), run_id):
+        raise ValueError("its content is not what its digest says")
+    return msgspec.json.decode(sealed.content, type=kind)
+
+
+def _seal_digest(content: bytes, run_id: str) -> str:
+    return format_digest(digest_bytes(run_id.encode() + content))
 
 
 def write_program(folder: Path, program: Program) -> None:
@@ -193,7 +216,7 @@ def _read_table(path: Path, schema: pa.Schema, identity: int, make: Callable[[pa
         content = make(table.drop_columns(["position"]))
         if content.id != identity:
             raise ValueError("its content is not what its name says")
-    except _READ_ERRORS as error:
+    except READ_ERRORS as error:
         raise damaged(path, error) from error
     return content
 

@@ -4,10 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
-
-from det_callbacks.host_digest import digest_bytes, format_digest
-from det_callbacks.runs.files import damaged
+from det_callbacks.runs.files import READ_ERRORS, damaged, seal, unseal
 from det_callbacks.runs.store import Run
 
 CALLS = ("trainer.validate", "trainer.test")  # where metrics come from without a fit
@@ -82,11 +79,6 @@ class Readings:
     resumed: set[int] = field(default_factory=set)
 
 
-class _Line(msgspec.Struct):
-    digest: str
-    reading: msgspec.Raw
-
-
 def metrics_path(stream: Path) -> Path:
     """Return where the metrics beside a stream of steps lie."""
     return stream.with_name(f"{stream.name.removesuffix('.arrows')}.metrics.jsonl")
@@ -94,10 +86,8 @@ def metrics_path(stream: Path) -> Path:
 
 def append_reading(path: Path, reading: Reading, *, run_id: str) -> None:
     """Add a reading to a file."""
-    content = msgspec.json.encode(reading)
-    line = msgspec.json.encode(_Line(digest=_digest(content, run_id), reading=msgspec.Raw(content)))
     with path.open("ab") as file:
-        file.write(line + b"\n")
+        file.write(seal(reading, run_id=run_id) + b"\n")
 
 
 def read_metrics(run: Run, segment: int) -> Readings:
@@ -120,14 +110,6 @@ def _read(path: Path, run_id: str, *, num_told: int) -> Iterator[Reading]:
         raise damaged(path, f"run.json tells of {num_told} readings, and {len(lines)} are there")
     for number, line in enumerate(lines, start=1):
         try:
-            found = msgspec.json.decode(line, type=_Line)
-            reading = msgspec.json.decode(found.reading, type=Reading)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            yield unseal(line, Reading, run_id=run_id)
+        except READ_ERRORS as error:
             raise damaged(path, f"line {number} is no reading of metrics ({error})") from error
-        if found.digest != _digest(bytes(found.reading), run_id) or reading.where not in WHERE:
-            raise damaged(path, f"line {number} is not what its digest says")
-        yield reading
-
-
-def _digest(content: bytes, run_id: str) -> str:
-    return format_digest(digest_bytes(run_id.encode() + content))

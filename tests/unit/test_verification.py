@@ -126,7 +126,7 @@ def test_fits_that_are_still_to_come_are_missing(tmp_path: Path) -> None:
 
 
 def of_another_run(path: Path) -> None:
-    content = json.loads(path.read_bytes())["record"]
+    content = json.loads(path.read_bytes())["content"]
     write_record(path.parent.parent, msgspec.convert({**content, "run_id": "another"}, RankRecord, strict=False))
 
 
