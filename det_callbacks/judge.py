@@ -10,7 +10,7 @@ from det_callbacks.compare.cause import CHOSEN, LENGTHS, Facts, choices_of_steps
 from det_callbacks.compare.collectives import Classification, FirstDifference, classify
 from det_callbacks.compare.evidence import Evidence, find_evidence
 from det_callbacks.compare.metrics import MetricComparison, MetricDifference
-from det_callbacks.compare.numbers import KeptNumbers, next_recording
+from det_callbacks.compare.numbers import next_recording, with_numbers
 from det_callbacks.compare.ranks import RankFindings, RankWalk, WholeSteps
 from det_callbacks.compare.record import TOGETHER, Tally, read_records
 from det_callbacks.compare.step import compare_steps
@@ -222,7 +222,7 @@ class _Judge:
         first = {one.rank: one.first for one in self.ranks if one.first is not None}
         has_divergence = bool(first or whole or self.metrics.first)
         self._require_comparison(has_divergence=has_divergence)
-        first = KeptNumbers(self.walk.reference, self.walk.current).measured(first)
+        first = with_numbers(self.walk.reference, self.walk.current, first)
         bits_differ = bool(first) or (self.metrics.first is not None and self.metrics.first.kind == "content")
         verdict: VerdictName = "diverged" if has_divergence else "match"
         if bits_differ and any(one.is_machine and one.changes_bits for one in self.environment):

@@ -1,7 +1,4 @@
-"""Which rank started a difference, and which only received it: told by the collectives of each rank's differing step.
-
-A rank alone cannot know where what a collective delivered comes from; all ranks together can.
-"""
+"""Which rank started a difference, and which only received it, as the collectives of their differing steps tell."""
 
 import json
 from collections import Counter
@@ -40,11 +37,7 @@ class CollectiveCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Classification:
-    """Who started a difference, by rank.
-
-    An "origin" computed, or was given, something else; of a "receiver" the own part agrees, and the difference came
-    from the other ranks; "unknown" may be either.
-    """
+    """Who started a difference, by rank: "unknown" may be its origin or have received it from the others."""
 
     sides: tuple[Side, ...]
     collective: CollectiveCall | None = None  # the first whose inputs agree on all ranks while its output differs
@@ -65,10 +58,9 @@ class Classification:
 class FirstDifference:
     """The first difference of a rank, with what tells, together with that of the other ranks, who started it.
 
-    How it begins: "local" is a batch, a generator, an op whose inputs and arguments agree: nobody else did it.
-    "external" was there when the step read it (a weight, a tensor made between the steps, an argument); at the run's
-    first difference that is the rank's own, and later it may follow from what another rank did. "ambiguous": nobody
-    recorded who wrote it, such as a gradient at a level below "op". "received": a collective delivered it.
+    How it ``begins``: "local", such as an op whose inputs agree, is nobody else's doing. "external", such as a weight,
+    was there when the step read it: at the run's first difference that is the rank's own, and later it may follow from
+    what another rank did. Of what is "ambiguous" nobody recorded the writer. A collective delivered what is "received".
     """
 
     order: Order
@@ -87,12 +79,12 @@ class FirstDifference:
         """Return the divergence with what all ranks together tell of where it started; None where they tell nothing."""
         if ranks is None:
             return self.first
+        side, is_origin = ranks.sides[self.order[-1]], self.first.is_origin
         if ranks.is_collective:
-            return replace(self.first, is_origin=replace(self.first, numbers=None) in self._delivered_by(ranks))
-        side = ranks.sides[self.order[-1]]
-        if side == "receiver":
-            return replace(self.first, is_origin=False)
-        return replace(self.first, is_origin=None) if side == "unknown" and self.first.is_origin else self.first
+            is_origin = replace(self.first, numbers=None) in self._delivered_by(ranks)
+        elif side == "receiver":
+            is_origin = False
+        return replace(self.first, is_origin=None if side == "unknown" and is_origin else is_origin)
 
     def origins_among(self, ranks: Classification | None) -> list[Divergence]:
         """Return the origins of the step; what looks like one to this rank alone is none where it received it."""
@@ -108,9 +100,9 @@ class FirstDifference:
 
 
 def classify(per_rank: Sequence[FirstDifference | None]) -> Classification:
-    """Return which ranks started a difference and which received it, from the first differing step of every rank.
+    """Return which ranks started a difference and which received it, from the first difference of every rank.
 
-    It is None where nothing differs. No rank may be left out: what is not known of one would count as agreeing.
+    It is None where nothing differs; what is not known of a rank would count as agreeing.
     """
     differing = [known for known in per_rank if known is not None]
     first = min((known.moment for known in differing), default=None)

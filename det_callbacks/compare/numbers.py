@@ -1,6 +1,6 @@
 """By how much two runs differ, from the tensors that both kept; and what to record again to learn more."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,50 +25,39 @@ MAX_OP_STEPS = 10
 _COLLECTIVES = ("c10d.", "_c10d_functional", "c10d_functional.", "symm_mem.")
 
 
-class KeptNumbers:
-    """Says by how much a divergence differs, from what two runs kept of it: of the bits whose digests differ."""
+def with_numbers(reference: Run, current: Run, first: Mapping[int, FirstDifference]) -> dict[int, FirstDifference]:
+    """Return the first differences of ranks; of some with by how much they differ, where both runs kept the tensors."""
+    try:
+        patterns = [*map(OpPattern.parse, as_patterns("keep_tensors", reference.manifest.keep_tensors))]
+    except SelectionError as error:
+        raise damaged(reference.path / MANIFEST, str(error)) from error
 
-    def __init__(self, reference: Run, current: Run) -> None:
-        self._sides = {"the reference": reference, "the current run": current}
+    def is_wanted(one: Divergence) -> bool:
+        is_tensor = bool(one.op) and one.kind not in ("missing", "extra") and one.shape is not None
+        return is_tensor and any(pattern.matches(one.phase, one.module, one.op) for pattern in patterns)
+
+    found = dict(first)
+    for rank, known in sorted(first.items(), key=lambda one: one[1].order)[:MAX_RANKS]:
+        segment, step = known.moment
+        sides = [SavedStep.of(run, rank=rank, segment=segment, step=step, kind=KEPT) for run in (reference, current)]
+        listed = dict.fromkeys((known.first, *known.origins[:MEASURED_ORIGINS]))
+        measured = {one: replace(one, numbers=_numbers(one, sides)) for one in filter(is_wanted, listed)}
+        origins = tuple(measured.get(one, one) for one in known.origins)
+        found[rank] = replace(known, first=measured.get(known.first, known.first), origins=origins)
+    return found
+
+
+def _numbers(divergence: Divergence, sides: Sequence[SavedStep]) -> Numbers:
+    found, digests = list[SavedTensor](), (divergence.reference_digest, divergence.current_digest)
+    for name, saved, digest in zip(("the reference", "the current run"), sides, digests, strict=True):
         try:
-            patterns = as_patterns("keep_tensors", reference.manifest.keep_tensors)
-        except SelectionError as error:
-            raise damaged(reference.path / MANIFEST, str(error)) from error
-        self._patterns = [*map(OpPattern.parse, patterns)]
-        self._steps: dict[tuple[str, int, int, int], SavedStep] = {}
-
-    def measured(self, first: Mapping[int, FirstDifference]) -> dict[int, FirstDifference]:
-        """Return the first differences of ranks; those of the first ranks with their numbers."""
-        found = dict(first)
-        for rank, known in sorted(first.items(), key=lambda one: one[1].order)[:MAX_RANKS]:
-            listed = dict.fromkeys((known.first, *known.origins[:MEASURED_ORIGINS]))
-            measured = {one: replace(one, numbers=self(known.order[0], one)) for one in listed}
-            origins = tuple(measured.get(one, one) for one in known.origins)
-            found[rank] = replace(known, first=measured[known.first], origins=origins)
-        return found
-
-    def __call__(self, segment: int, divergence: Divergence) -> Numbers | None:
-        """Return by how much a divergence differs; None where nothing was to be kept, or one side has no tensor."""
-        place = divergence.phase, divergence.module, divergence.op
-        if not divergence.op or not any(pattern.matches(*place) for pattern in self._patterns):
-            return None
-        if divergence.kind in ("missing", "extra") or divergence.shape is None:
-            return None
-        key, found = (divergence.rank, segment, divergence.step), list[SavedTensor]()
-        digests = divergence.reference_digest, divergence.current_digest
-        for (name, run), digest in zip(self._sides.items(), digests, strict=True):
-            try:
-                if (name, *key) not in self._steps:
-                    saved = SavedStep.of(run, rank=key[0], segment=segment, step=divergence.step, kind=KEPT)
-                    self._steps[name, *key] = saved
-                kept = self._steps[name, *key].find(divergence, str(digest))
-                reason = self._steps[name, *key].values.get(LEFT_OUT, "")
-            except ReferenceFormatError as error:
-                return Numbers(problem=f"what {name} kept could not be read: {error}")
-            if kept is None:
-                return Numbers(problem=f"{name} did not keep it" + (f": {reason}" if reason else ""))
-            found.append(kept)
-        return Numbers(output=(_compare(f"output {divergence.output}", *found),))
+            kept, reason = saved.find(divergence, str(digest)), saved.values.get(LEFT_OUT, "")
+        except ReferenceFormatError as error:
+            return Numbers(problem=f"what {name} kept could not be read: {error}")
+        if kept is None:
+            return Numbers(problem=f"{name} did not keep it" + (f": {reason}" if reason else ""))
+        found.append(kept)
+    return Numbers(output=(_compare(f"output {divergence.output}", *found),))
 
 
 def _compare(name: str, reference: SavedTensor, current: SavedTensor) -> TensorNumbers:

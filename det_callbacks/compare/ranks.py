@@ -30,7 +30,7 @@ class WholeSteps:
 
     @property
     def order(self) -> Order:
-        """What the first of several is found by: before the sites of its step."""
+        """It comes before the sites of its step."""
         return (self.segment, self.first, -1, self.rank)
 
     def divergence(self) -> Divergence:
@@ -59,14 +59,9 @@ class RankWalk:
     """Compares one rank of two runs at a time.
 
     Two runs agree up to a step exactly when their chains at it agree, so the first step that differs is found by
-    bisection, and what lies before it is counted and not compared. What is proven by that, and what is trusted:
-
-    * The chains at the last equal step are compared with the digests there, on both sides. They hold what was written
-      to either file up to there: an equal pair cannot come from other steps, but by a collision of 64 bits.
-    * Every step from the first difference on is read and compared with its chain.
-    * Digests that were damaged after they were written, before the last equal step, are not noticed; they cannot turn
-      a difference into a match. The judge reads small runs whole before.
-    * Of a verification only the first step that differs is read; its record says what was found in the others.
+    bisection; what lies before it is counted and not compared. Digests that were damaged there after they were written
+    are not noticed, and cannot turn a difference into a match. Of a verification only the first step that differs is
+    read; its record says what was found in the others.
     """
 
     reference: Run
@@ -117,19 +112,15 @@ class RankWalk:
                     found.first = describe_first(difference)
             if found.first is None and fit.differing:
                 raise damaged(path, f"it says that step {min(fit.differing)} {place} differs, and no stored step does")
+        stop = record.stopped
         for segment in self.reference.rank(rank).segments if record.steps == "all" else ():
-            missing = self._missing(record, segment)
+            fit = record.fit(segment) or FitRecord(segment=segment)
+            missing = fit.missing(self.reference.rank(rank).steps(segment).tolist())
+            if stop is not None:
+                missing = {step for step in missing if (segment, step) < (stop.segment, stop.step)}
             found.add_whole("missing", segment, missing)
             found.tally.num_differing += len(missing)
         return found
-
-    def _missing(self, record: RankRecord, segment: int) -> set[int]:
-        """Return the steps of the reference that a verification ought to have had by its end."""
-        fit, stop = record.fit(segment) or FitRecord(segment=segment), record.stopped
-        missing = fit.missing(self.reference.rank(record.rank).steps(segment).tolist())
-        if stop is not None and segment >= stop.segment:
-            missing = {step for step in missing if segment == stop.segment and step < stop.step}
-        return missing
 
     def views(self, rank: int, segment: int, step: int) -> tuple[StepView, StepView]:
         """Return a step of both runs; of one that a verification was stopped in, what it had reached."""

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from verdicts import DIVERGED, DIVERGENCE
 
-from det_callbacks.compare.numbers import KeptNumbers, to_keep
+from det_callbacks.compare.numbers import to_keep, with_numbers
 from det_callbacks.digest.components import digest_tensor
 from det_callbacks.errors import DetCallbacksError, ReferenceFormatError, ReplayError
 from det_callbacks.host_digest import format_digest
@@ -368,4 +368,4 @@ def test_patterns_that_nobody_could_have_asked_for_are_damage(tmp_path: Path) ->
     manifest = SimpleNamespace(keep_tensors=["forward/aten.add.Tensor:a:b"])
     run: Any = SimpleNamespace(path=tmp_path, manifest=manifest)
     with pytest.raises(ReferenceFormatError, match=r"run\.json is damaged: keep_tensors"):
-        KeptNumbers(run, run)
+        with_numbers(run, run, {})
