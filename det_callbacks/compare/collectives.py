@@ -140,7 +140,7 @@ def describe_first(difference: StepDifference) -> FirstDifference:
     changed = _changed_calls(difference, calls)
     received: list[tuple[CollectiveCall, Divergence]] = []
     for row in difference.starting("collective"):
-        position, sites = difference.places(row)[1], difference.current.program.sites
+        position, sites = difference.pairs[row][1], difference.current.program.sites
         read = sites[position].inputs if position >= 0 else ()
         sent = [place - sites[place].output for place in read if sites[place].role == "sent"]
         if sent and calls[sent[0]].key not in changed and len(received) < MAX_DESCRIBED:
@@ -187,7 +187,7 @@ def _changed_calls(difference: StepDifference, calls: Mapping[int, CollectiveCal
     """Return the calls that got something else on this rank, were called otherwise or are only in the reference."""
     found = set()
     for row in difference.kinds:
-        site, position = difference.site(row), difference.places(row)[1]
+        site, position = difference.site(row), difference.pairs[row][1]
         if site.role == "sent":
             missing = CollectiveCall(op=site.op, group=_group_of(site), number=-1)
             found.add((calls[position - site.output] if position >= 0 else missing).key)

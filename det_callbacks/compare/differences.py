@@ -1,8 +1,4 @@
-"""How the sites of one step differ, and who starts a difference: nothing that it read differs.
-
-Every other difference came in from elsewhere. What is looked at row by row are the few rows that start one; all else is
-arrays.
-"""
+"""How the sites of one step differ, and who starts a difference: nothing that it read differs."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -73,16 +69,16 @@ class Finding:
 class StepDifference:
     """How the aligned sites of one step differ, and where each difference starts; a row is one of the alignment's.
 
+    ``pairs`` has the positions of each row in both steps, -1 where there is none; ``kinds`` all divergences by row.
     ``differs``, bool by row, is whether it has other bits or another layout, or is on one side only. Rows of arguments
-    never do, and ``arguments`` has the rows of calls with others: one with the same bits passes nothing on, as whoever
-    reads its output reads the same. ``kinds`` are all divergences by row, ascending.
+    never do, and ``arguments`` has the rows of calls with others, as one with the same bits passes nothing on.
     """
 
     def __init__(self, reference: StepView, current: StepView, alignment: Alignment) -> None:
         self.reference, self.current, self.alignment = reference, current, alignment
         self.rank, self.segment, self.step = current.rank, current.record.segment, current.record.step
         lefts, rights = alignment.reference, alignment.current
-        self._pairs = list(zip(lefts.tolist(), rights.tolist(), strict=True))
+        self.pairs = list(zip(lefts.tolist(), rights.tolist(), strict=True))
         self._both = both = (lefts >= 0) & (rights >= 0)
         other_bits = np.zeros(len(alignment), dtype=bool)
         other_bits[both] = reference.record.digests[lefts[both]] != current.record.digests[rights[both]]
@@ -93,11 +89,11 @@ class StepDifference:
             other_layout[both] = [ours[left] != theirs[right] for left, right in pairs]
         self.num_compared = int(both.sum())
         self.differs = other_bits | other_layout | ~both
-        argument_rows = np.flatnonzero(self.differs & both & (self.roles == "argument")).tolist()
-        self.differs[argument_rows] = False
+        is_argument = self.differs & both & (self.roles == "argument")
+        self.differs &= ~is_argument
         self.arguments: Mapping[int, ArgumentDifference] = {}
-        if argument_rows or not alignment.is_same_program:
-            self.arguments = other_arguments(reference, current, self._pairs, self.differs)
+        if is_argument.any() or not alignment.is_same_program:
+            self.arguments = other_arguments(reference, current, self.pairs, self.differs)
         kinds: dict[int, Kind] = dict.fromkeys(np.flatnonzero(self.differs).tolist(), "content")
         kinds.update(dict.fromkeys(np.flatnonzero(self.differs & other_layout).tolist(), "structure"))
         kinds.update((row, "argument") for row, known in self.arguments.items() if known)
@@ -118,7 +114,7 @@ class StepDifference:
 
     def describe(self, row: int) -> Divergence:
         """Return a differing row as the verdict has it."""
-        left, right = self.places(row)
+        left, right = self.pairs[row]
         site, ours, theirs = self.site(row), self.reference, self.current
         layout = theirs.layout.entries[right] if right >= 0 else ours.layout.entries[left]
         if site.role in ("value", "argument", "graph"):
@@ -145,7 +141,7 @@ class StepDifference:
 
     def finding(self, row: int) -> Finding:
         """Return a differing row with what its explanation needs besides."""
-        left, right = self.places(row)
+        left, right = self.pairs[row]
         ours, theirs = self.reference.layout.entries, self.current.layout.entries
         return Finding(
             divergence=self.describe(row),
@@ -159,10 +155,6 @@ class StepDifference:
 
     # where a row lies
 
-    def places(self, row: int) -> tuple[int, int]:
-        """Return the positions of a row in the reference and in the current step, -1 where there is none."""
-        return self._pairs[row]
-
     def site(self, row: int) -> Site:
         """Return the site of a row: that of the current step, where it has one."""
         program, position = self._side(row)
@@ -170,7 +162,7 @@ class StepDifference:
 
     def _side(self, row: int) -> tuple[Program, int]:
         """Return the program that a row's site is in, and its position there."""
-        left, right = self._pairs[row]
+        left, right = self.pairs[row]
         return (self.current.program, right) if right >= 0 else (self.reference.program, left)
 
     def _by_row(self, ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
@@ -203,7 +195,7 @@ class StepDifference:
 
     def _sides_of(self, row: int) -> Iterator[tuple[StepView, int]]:
         """Yield the steps that have a row, with its position there."""
-        for view, position in zip((self.reference, self.current), self._pairs[row], strict=True):
+        for view, position in zip((self.reference, self.current), self.pairs[row], strict=True):
             if position >= 0:
                 yield view, position
 
@@ -220,10 +212,7 @@ class StepDifference:
 
     @cached_property
     def fed(self) -> np.ndarray:
-        """Bool by row: something that was read there differs, on either side.
-
-        That is another writer, or one whose memory a named tensor has shown to be changed since.
-        """
+        """Bool by row: a writer that it read differs, or a named tensor has shown its memory to be changed since."""
         # by side and position: readers after it read other bits there
         since = [np.full(len(view.program), len(view.program)) for view in (self.reference, self.current)]
         for positions, known in zip((self.alignment.reference, self.alignment.current), since, strict=True):
@@ -231,7 +220,7 @@ class StepDifference:
         for row in np.flatnonzero(self.differs & ~self._readers(since) & (self.roles == "named")).tolist():
             if self.kinds[row] == "content":
                 read = [[*view.program.sites[position].inputs] for view, position in self._sides_of(row)]
-                told = list(zip(since, read, self._pairs[row], strict=True))
+                told = list(zip(since, read, self.pairs[row], strict=True))
                 if not any((known[places] < position).any() for known, places, position in told if places):
                     for known, places, position in told:
                         known[places] = position
@@ -291,7 +280,7 @@ class StepDifference:
             return "region parameters"
         # what goes into a collective or a region was computed by nobody: what wrote it agrees, so something unseen did
         is_given = site.role == "region_input" or (site.role == "sent" and kind in ("content", "structure"))
-        is_unseen = self._pairs[row][1] in self.current.unseen_writes
+        is_unseen = self.pairs[row][1] in self.current.unseen_writes
         # a collective brings what is in flight, and nobody saw the writer of what is unwritten
         is_unknown = self._has_detail(row, IN_FLIGHT, UNWRITTEN, is_read=True)
         return "unseen writer" if is_given or is_unseen or is_unknown else "here"
@@ -304,9 +293,8 @@ class StepDifference:
     def _may_be_passed_on(self, row: int) -> bool:
         """Return whether a difference may follow from one that Python could read before, past every edge.
 
-        A shape, a number and whether an op runs at all may come from any shape, number, tensor of the batch or host
-        tensor of lengths that was there before, and in a backward pass from how the ops of the forward pass were
-        called; other bits from the same inputs may not.
+        A shape, a number and whether an op runs at all may come from what Python could read, and in a backward pass
+        from how the ops of the forward pass were called; other bits from the same inputs may not.
         """
         if self.kinds[row] == "content" and not self._is_rewired(row):
             return False
@@ -341,7 +329,7 @@ class StepDifference:
 
     def _is_rewired(self, row: int) -> bool:
         """Return whether an op with other bits reads other sites than its partner in the reference does."""
-        left, right = self._pairs[row]
+        left, right = self.pairs[row]
         if self.alignment.is_same_program or self.kinds[row] != "content" or not self.site(row).op:
             return False
         inputs = [self._partners.get(place, -1) for place in self.current.program.sites[right].inputs]
@@ -349,7 +337,7 @@ class StepDifference:
 
     @cached_property
     def _partners(self) -> dict[int, int]:
-        return {current: reference for reference, current in self._pairs if current >= 0}
+        return {current: reference for reference, current in self.pairs if current >= 0}
 
 
 def num_leading_sites(program: Program) -> int:

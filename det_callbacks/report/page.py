@@ -211,7 +211,7 @@ def _place(site: Site | Divergence) -> tuple[str, str, str, int, int]:
 
 def _site_row(step: StepDifference, row: int, *, starts: bool) -> tuple[object, ...]:
     """Return a row of the table of a step's sites."""
-    shown, kind, (left, right) = step.describe(row), step.kinds[row], step.places(row)
+    shown, kind, (left, right) = step.describe(row), step.kinds[row], step.pairs[row]
     sides = (step.reference, left), (step.current, right)
     tensors = [describe_tensor(view.layout.entries[place]) for view, place in sides if place >= 0]
     is_proven = step.starts.get(row) in ("here", "outside", None)
