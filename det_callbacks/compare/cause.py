@@ -1,7 +1,6 @@
 """Why a step differs: one table of rules, asked in order, and the first that applies names the cause.
 
-The order is that of time: what a run starts with, what it is given, what it draws, what it computes. The docs list
-the rules by name. The sentence on what differs is made in ``report/sentences.py``, what to do in ``report/advice.py``.
+The order is that of time: what a run starts with, what it is given, what it draws, what it computes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -303,14 +302,6 @@ def _has_other_batch_size(facts: Facts) -> bool:
     return facts.has_other_data and any(name.startswith("batch_size") for name in facts.evidence.batch.settings)
 
 
-def _cause_of_batch(facts: Facts) -> Cause:
-    return "data_content" if facts.data_change in _OTHER_CONTENT else "data_order"
-
-
-def _cause_of_earlier(facts: Facts) -> Cause:
-    return "unknown" if earlier_choice(facts.choices) is None else "settings"
-
-
 def _cause_of_input(facts: Facts) -> Cause:
     """Return the cause of a tensor from outside the trace that differs."""
     source = facts.sources[0]
@@ -351,9 +342,17 @@ RULES: tuple[Rule, ...] = (
     Rule("another epoch", _has_other_epochs, "data_order"),
     Rule("generator before the data", _is_consumed_before_data, "rng"),
     Rule("batch size", _has_other_batch_size, "settings"),
-    Rule("batch", lambda facts: facts.has_other_data, _cause_of_batch),
+    Rule(
+        "batch",
+        lambda facts: facts.has_other_data,
+        lambda facts: "data_content" if facts.data_change in _OTHER_CONTENT else "data_order",
+    ),
     Rule("generator", _is_drawn, "rng"),
-    Rule("steps that were not recorded", _differs_since_before, _cause_of_earlier),
+    Rule(
+        "steps that were not recorded",
+        _differs_since_before,
+        lambda facts: "settings" if earlier_choice(facts.choices) else "unknown",
+    ),
     Rule("input from outside", lambda facts: bool(facts.sources), _cause_of_input),
     Rule("choice", lambda facts: facts.explaining_choice is not None, "settings"),
     Rule("compiled graph", lambda facts: facts.origin is not None and facts.origin.role == "graph", "structure"),

@@ -83,14 +83,10 @@ class GeneratorChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchChange:
-    """How the batch of a step came to be another than the reference's; None is what cannot be told.
+    """How the batch of a step came to be another than the reference's; None is what cannot be told."""
 
-    ``indices`` are what the samplers drew: the same, the same in another order, the same ones in batches of another
-    size ("cut"), or others. ``is_loaded_alike``: what left the loaders agrees, and only what was made of it differs.
-    """
-
-    indices: Literal["same", "reordered", "cut", "other"] | None = None
-    is_loaded_alike: bool | None = None
+    indices: Literal["same", "reordered", "cut", "other"] | None = None  # that samplers drew; cut: other batch sizes
+    is_loaded_alike: bool | None = None  # what left the loaders agrees
     found_at: int | None = None  # step of the reference whose batch holds samples of this one
     is_whole: bool = False  # that batch holds all of them, so that it is this one
     was_searched: bool = False
@@ -110,10 +106,7 @@ class Evidence:
 
 
 def find_evidence(reference: Run, current: Run, difference: StepDifference) -> Evidence:
-    """Return the evidence of both runs for a step that differs; an empty one where they have none.
-
-    ReferenceFormatError where it is damaged, or only one of them has something of this step.
-    """
+    """Return the evidence of both runs for a step that differs; an error where only one has something of the step."""
     place = difference.rank, difference.segment, difference.step
     ours, theirs = read_window(reference, *place), read_window(current, *place)
     for run, window, other in ((reference, ours, theirs), (current, theirs, ours)):
@@ -137,11 +130,9 @@ def read_window(run: Run, rank: int, segment: int, step: int) -> Window | None:
     since = max((known for known in run.rank(rank).steps(segment).tolist() if known < step), default=None)
 
     def is_wanted(batch: pa.RecordBatch) -> np.ndarray:
-        texts, points = (batch.column(name).to_pylist() for name in ("text", "point"))
-        pairs = zip(texts, points, strict=True)
-        lasts = np.array([text != "" and point not in (BATCH, VALUES) for text, point in pairs], dtype=bool)
-        numbers = batch.column("step").to_numpy()
-        return np.asarray((numbers <= step) & ((numbers >= (since or 0)) | lasts))
+        texts, points, steps = (batch.column(name).to_numpy(False) for name in ("text", "point", "step"))
+        lasts = (texts != "") & (points != BATCH) & (points != VALUES)
+        return np.asarray((steps <= step) & ((steps >= (since or 0)) | lasts))
 
     return gather_window(_read_rows(run, rank, segment, step, is_wanted), since=since)
 
@@ -177,9 +168,9 @@ def from_batch_start(rows: Iterable[Row]) -> Iterator[Row]:
 def _find_samples(
     run: Run, rank: int, segment: int, step: int, *, others: Sequence[int], samples: Sequence[int]
 ) -> tuple[int | None, bool]:
-    """Return the first step of an attempt with one of the other samples, and whether its batch has all of this one's.
+    """Return the first step of an attempt whose batch has all of these samples, and True; else one with another sample.
 
-    A batch that has all goes before one that has some. None where most of the others are nowhere in the attempt.
+    None where most of the others are nowhere in the attempt.
     """
     steps: defaultdict[int, set[int]] = defaultdict(set)
     values = np.array(samples, dtype=np.uint64)

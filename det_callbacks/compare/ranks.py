@@ -1,6 +1,7 @@
 """What each rank of two runs tells: how much was compared, and where it first differs."""
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -132,14 +133,15 @@ class RankWalk:
 
     def _count_equal(self, tally: Tally, rank: int, segment: int, fit: Fit, num_equal: int) -> None:
         """Count the first steps of a fit; each kind of step is opened once, and the last one of all."""
-        kinds = np.stack((fit.program_ids, fit.layout_ids, fit.num_digests.astype(np.uint64)), axis=1)[:num_equal]
-        _, firsts, kind_of = np.unique(kinds, axis=0, return_index=True, return_inverse=True)
+        known = fit[["program_ids", "layout_ids", "num_digests", "steps"]][:num_equal].tolist()
+        kinds: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+        for *kind, step in known:
+            kinds[tuple(kind)].append(step)
         for run in (self.reference, self.current):
-            for index in {*firsts.tolist(), num_equal - 1}:
-                run.view(rank, segment, int(fit.steps[index]))
-        for kind, first in enumerate(firsts.tolist()):
-            steps = fit.steps[:num_equal][kind_of.ravel() == kind].tolist()
-            program = self.current.program(int(fit.program_ids[first]))
+            for step in {*(steps[0] for steps in kinds.values()), known[-1][-1]}:
+                run.view(rank, segment, step)
+        for (program_id, *_), steps in kinds.items():
+            program = self.current.program(program_id)
             tally.count(steps, program, len(program) * len(steps))
 
 

@@ -20,10 +20,7 @@ ARGUMENTS = "process.argv"  # the words that started the program
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentEntry:
-    """One JSON-able fact about where or how a run ran.
-
-    It is of the machine, which excuses a divergence where it can by itself change bits, or a choice, which never does.
-    """
+    """One JSON-able fact about where (the machine) or how (a choice) a run ran."""
 
     value: Any
     is_machine: bool
@@ -35,10 +32,9 @@ Environment: TypeAlias = Mapping[str, EnvironmentEntry]
 
 
 def compare_environments(reference: Environment, current: Environment) -> tuple[EnvironmentDifference, ...]:
-    """Return the entries that differ, sorted by name; a choice is what either side calls one.
+    """Return the entries that differ, by name; a choice is what either side calls one, and of two optimizers the class.
 
-    Values are compared as JSON, so 1, 1.0 and true differ. Of the arguments of the program only those that differ are
-    named, and of another optimizer only its class.
+    Values are compared as JSON, so 1, 1.0 and true differ.
     """
     differences = []
     has_other_optimizer = reference.get(OPTIMIZER) != current.get(OPTIMIZER)

@@ -1,7 +1,4 @@
-"""The evidence of a process: what explains a difference, in a file beside the steps, and not compared with them.
-
-Rows between two steps belong to the one that comes. A kill loses what was gathered since the last record batch.
-"""
+"""The evidence of a process: what explains a difference, in a file beside the steps, and not compared with them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -41,7 +38,7 @@ Filter = Callable[[pa.RecordBatch], np.ndarray]
 
 
 class Row(NamedTuple):
-    """What was found at a point ("batch start"): of "torch.cpu" or "batch[0] as loaded" 64 bits, mostly a digest."""
+    """What was found at a point ("batch start") of a step, or before it: of "torch.cpu" 64 bits, mostly a digest."""
 
     step: int
     point: str
@@ -125,10 +122,7 @@ def _is(batch: pa.RecordBatch, column: str, value: object) -> np.ndarray:
 
 
 def read_evidence(path: Path, *, run_id: str, keep: Filter | None = None) -> Iterator[Row]:
-    """Yield the rows of a file for which ``keep`` is true, up to the last whole record batch; none without a file.
-
-    A damaged file, or one of another run or version, is a ReferenceFormatError.
-    """
+    """Yield the rows of a file for which ``keep`` is true, up to the last whole record batch; none without a file."""
     if not path.is_file():
         return
     with path.open("rb") as file:

@@ -1,7 +1,4 @@
-"""The files of a run that are written once, and how any of them is written and read.
-
-Programs and layouts are checked against their names, and what a program's name leaves out against a digest inside.
-"""
+"""The files of a run that are written once, and how any of them is written, read and checked."""
 
 import json
 import os
@@ -118,8 +115,7 @@ def write_program(folder: Path, program: Program) -> None:
     columns = {field.name: [getattr(site, field.name) for site in program.sites] for field in fields(Site)}
     columns["source"] = sources = [[_without_surrogates(line) for line in site.source] for site in program.sites]
     counts = {name: getattr(program, name) for name in _COUNTS}
-    metadata = {"counts": json.dumps(counts), "digest": _counts_digest(sources, counts)}
-    _write_table(path, PROGRAM_SCHEMA, columns, metadata)
+    _write_table(path, PROGRAM_SCHEMA, columns, counts=json.dumps(counts), digest=_counts_digest(sources, counts))
 
 
 def write_layout(folder: Path, layout: Layout) -> None:
@@ -128,7 +124,7 @@ def write_layout(folder: Path, layout: Layout) -> None:
     if not path.exists():
         names = [field.name for field in fields(TensorLayout)]
         columns = {name: [entry and getattr(entry, name) for entry in layout.entries] for name in names}
-        _write_table(path, LAYOUT_SCHEMA, columns, {})
+        _write_table(path, LAYOUT_SCHEMA, columns)
 
 
 def read_program(folder: Path, identity: int) -> Program:
@@ -192,9 +188,9 @@ def stream_path(folder: Path, rank: int, attempt: int, number: int) -> Path:
     return folder / rank_folder(rank) / f"attempt-{attempt:03d}{segment}.arrows"
 
 
-def _write_table(path: Path, schema: pa.Schema, columns: dict[str, list[Any]], metadata: Mapping[str, str]) -> None:
+def _write_table(path: Path, schema: pa.Schema, columns: dict[str, list[Any]], **metadata: str) -> None:
     columns["position"] = list(range(len(next(iter(columns.values())))))
-    metadata = {"format_version": str(FORMAT_VERSION), **metadata}
+    metadata["format_version"] = str(FORMAT_VERSION)
     sink = pa.BufferOutputStream()
     pq.write_table(pa.table(columns, schema=schema.with_metadata(metadata)), sink, compression="zstd")
     replace_atomically(path, sink.getvalue().to_pybytes())

@@ -34,10 +34,10 @@ class Metric:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """The metrics that were computed at one place, in the order of the module's log.
+    """The metrics that were computed at one place, in the order of the module's log; ``evidence`` explains differences.
 
     ``number`` is the step of a reading in a fit; of a call outside of one, how many of its kind came since the last fit
-    began. ``step`` is the last training step before it, or -1. ``evidence`` explains a difference.
+    began. ``step`` is the last training step before it, or -1.
     """
 
     where: str

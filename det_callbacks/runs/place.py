@@ -20,8 +20,7 @@ _OUR_NAME = re.compile(
 def make_room(path: Path, *, purpose: Purpose = "record", overwrite: bool = False) -> Path:
     """Make a folder for a new run, and return where to write it; RunExistsError where something else is in the way.
 
-    A run that is there stays: with ``overwrite`` the new one is written beside it, and ``put_in_place`` replaces it.
-    A verification takes away what an earlier one left.
+    With ``overwrite`` that is beside the run that is there. A verification takes away what an earlier one left.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)

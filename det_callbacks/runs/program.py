@@ -1,7 +1,6 @@
 """What one step consists of: its ordered sites (the program), their layouts, and the digests found there.
 
-Layouts are kept apart from the program, so that a model whose shapes change every step keeps one program. Both are
-identified by their content, so ranks, attempts and runs share them.
+Layouts are kept apart, so that a model whose shapes change every step keeps one program.
 """
 
 import json
@@ -103,8 +102,8 @@ class Site:
 class TensorLayout:
     """How the elements of a tensor lie in memory; a Python scalar has the dtype "float", "int" or "bool".
 
-    ``stride`` is () where there is none (sparse, quantised per component). ``detail`` holds placements of a DTensor,
-    "sparse_coo" and the like, or which parts of tensors the op reads ("reads argument 1 from element 8 by [16, 1]").
+    ``detail`` holds placements of a DTensor, "sparse_coo" and the like, or which parts of tensors the op reads ("reads
+    argument 1 from element 8 by [16, 1]").
     """
 
     dtype: str
@@ -117,8 +116,7 @@ class TensorLayout:
 class Program:
     """The ordered sites of one step; the counts of its ops, for the coverage, are not part of the identity.
 
-    ``text`` is what stood in source lines when they were traced: "train.py:41" -> the lines 40 to 42. A program that
-    was read has none: a run has it once for all programs (``Run.source_text``).
+    ``text`` is what stood in source lines when they were traced: "train.py:41" -> the lines 40 to 42.
     """
 
     sites: tuple[Site, ...]
@@ -251,9 +249,9 @@ def plain_value(value: Any) -> Any:
 
 
 def argument_bits(values: Sequence[Any]) -> tuple[int, ArgumentTag, str | None]:
-    """Return the 64 bits of the numbers among a call's arguments, how to read them, and the text that they digest.
+    """Return the bits of the numbers of a call, how to read them, and the JSON text that they digest.
 
-    One number is kept as it is and has no text; anything else is kept as the digest of its JSON form.
+    One number is kept as it is, and has no text.
     """
     if len(values) == 1 and not isinstance(values[0], list | tuple):
         bits, tag = scalar_bits(values[0])

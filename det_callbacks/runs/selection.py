@@ -18,8 +18,8 @@ _LEFT_OUT = "!metric/"
 class Selection:
     """What is digested, as the arguments of the callback say it; a value that is not allowed is a SelectionError.
 
-    Two runs can only be compared when their selections agree. A number that Python reads back from a tensor (``item``)
-    is recorded in any phase but the optimizer, since any op may be called with it.
+    A number that Python reads back from a tensor (``item``) is recorded in any phase but the optimizer, since any op
+    may be called with it.
     """
 
     level: str = "op"

@@ -1,8 +1,4 @@
-"""The run folder, opened again; docs/reference/run-folder.md says what is in it.
-
-A step is one ``write`` of 480 bytes and 8 bytes a site, without fsync, so that a kill leaves whole steps and at most a
-torn tail. The end-of-stream marker is written when a fit ends as it should; without it the run is incomplete.
-"""
+"""The run folder, opened again; docs/reference/run-folder.md says what is in it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial

@@ -1,7 +1,8 @@
-"""One file of steps: an Arrow IPC stream with one record batch a step.
+"""One file of steps: an Arrow IPC stream with one record batch a step, and a marker where its fit ended as it should.
 
-Arrow readers take it as it is. Steps with the same number of digests have identical headers, so messages are made and
-parsed here without Arrow, which takes ten times as long. Any other layout counts as damage.
+Steps with the same number of digests have identical headers, so messages are made and parsed here without Arrow, which
+takes ten times as long; any other layout counts as damage. A step is one ``write`` without fsync, so that a kill leaves
+whole steps and at most a torn tail.
 """
 
 import os
@@ -83,8 +84,7 @@ def make_fit(rows: Sequence[tuple[int, ...]] = ()) -> Fit:
 class StreamFile:
     """The steps in one file, which go on from ``chain_start``; ``unfinished`` says why it does not end as it should.
 
-    Digests are read, and checked against the chains, when asked for. The file is opened for each read and never mapped:
-    mapped pages count as memory of the process, and a mapped file that someone cuts off kills it.
+    The file is opened for each read and never mapped: a mapped file that someone cuts off kills the process.
     """
 
     def __init__(self, path: Path, *, run_id: str, rank: int, attempt: int, segment: int) -> None:

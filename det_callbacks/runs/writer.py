@@ -26,8 +26,7 @@ from det_callbacks.runs.stream import END_OF_STREAM, encode_header, encode_step
 class RunWriter:
     """Writes the steps of one process; made by ``create`` or ``resume``, by all processes at the same place.
 
-    Rank 0 writes run.json, after the files of every process that it tells of are there: wherever a kill comes, it tells
-    only of files that are there.
+    Rank 0 writes run.json after the files of every process: wherever a kill comes, all that it tells of is there.
     """
 
     def __init__(self, path: Path, peers: Peers, manifest: Manifest, attempt: int, segment: int) -> None:
@@ -59,10 +58,7 @@ class RunWriter:
         purpose: Purpose = "record",
         overwrite: bool = False,
     ) -> "RunWriter":
-        """Start a new run, with further entries of run.json, where ``make_room`` says.
-
-        With ``overwrite`` it replaces the run that is there when it is closed as complete.
-        """
+        """Start a new run; with ``overwrite`` it replaces the run that is there when it is closed as complete."""
         path = Path(path)
 
         def lead() -> list[str]:
@@ -75,10 +71,7 @@ class RunWriter:
 
     @classmethod
     def resume(cls, path: str | Path, *, manifest: Mapping[str, Any], peers: Peers = ALONE) -> "RunWriter":
-        """Start the next attempt of a run that is there; steps recorded again count from the later attempt.
-
-        A run of another selection, other patterns or another number of processes is a SelectionError.
-        """
+        """Start the next attempt of a run that is there; steps recorded again count from the later attempt."""
         path = Path(path)
         run = peers.run_on_all(lambda: _open_resumed(path, manifest, peers), task=f"opening the run {path}")
         peers.require_shared(path)
