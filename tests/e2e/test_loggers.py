@@ -1,15 +1,8 @@
 """What a Trainer's loggers and progress bars show of a run, and that the training does not notice."""
 
-import fcntl
-import logging
-import os
-import pty
 import random
 import re
-import struct
-import termios
-import time
-from collections.abc import Callable
+import sys
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from fits import Fit, Steady, StopError
-from forks import end_with
 from lightning.pytorch.callbacks import LambdaCallback, ProgressBar, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from trainers import LIGHTNING_ADVICE
@@ -31,29 +23,6 @@ from det_callbacks.runs.store import Run
 
 pytestmark = LIGHTNING_ADVICE
 COMMON = ("chain", "differing", "replayed_mib", "sites")
-
-
-def written_by(body: Callable[[], Any]) -> str:
-    """Return what a body writes to its terminal of 60 rows and 600 columns, control characters included."""
-    process, terminal = pty.fork()
-    if process == 0:
-        end_with(lambda: at_terminal(body))
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 60, 600, 0, 0))
-    written = bytearray()
-    with suppress(OSError):  # the process has ended (Linux says so in this way)
-        while content := os.read(terminal, 65536):
-            written += content
-    os.close(terminal)
-    os.waitpid(process, 0)
-    return written.decode()
-
-
-def at_terminal(body: Callable[[], Any]) -> None:
-    time.sleep(0.2)  # until the terminal has its size
-    for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
-        os.environ.pop(name, None)
-    os.environ["TERM"] = "xterm-256color"
-    body()
 
 
 class Logging(Steady):
@@ -206,23 +175,26 @@ CONTROL = r"(?:\x1b\[[^A-Za-z]*[A-Za-z])"
 """A change of colour, or a move of the cursor."""
 
 
-def see(*callbacks: pl.Callback, factor_at: int | None = None) -> tuple[str, str]:
-    """Return our line, which stands on a line of its own, and the bar as it was last drawn at a terminal."""
+@pytest.mark.parametrize("bar", [TQDMProgressBar, pytest.param(RichProgressBar, marks=pytest.mark.slow)])
+def test_our_line_is_whole_and_the_bar_says_how_far_it_is(
+    bar: type[ProgressBar], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At a terminal of 60 rows and 600 columns."""
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"COLUMNS": "600", "LINES": "60", "TERM": "xterm-256color"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
 
-    def body() -> None:
-        # Lightning's own line at the end of a fit goes to the terminal past the bar
-        logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    def see(*callbacks: pl.Callback, factor_at: int | None = None) -> tuple[str, str]:
+        """Return our line, which stands on a line of its own, and the bar as it was last drawn."""
         with suppress(DivergenceError):
             training(*callbacks, factor_at=factor_at, enable_progress_bar=True).run()
+        written = capsys.readouterr().out
+        (ours,) = re.findall(rf"[\r\n]{CONTROL}*(det_callbacks: [^\r\n]*)[\r\n]", written)
+        bars = re.findall(r"(Epoch \d[^\r\n]*)", re.sub(CONTROL, "", written))
+        return re.sub(CONTROL, "", ours), bars[-1]
 
-    written = written_by(body)
-    (ours,) = re.findall(rf"[\r\n]{CONTROL}*(det_callbacks: [^\r\n]*)[\r\n]", written)
-    bars = re.findall(r"(Epoch \d[^\r\n]*)", re.sub(CONTROL, "", written))
-    return re.sub(CONTROL, "", ours), bars[-1]
-
-
-@pytest.mark.parametrize("bar", [TQDMProgressBar, pytest.param(RichProgressBar, marks=pytest.mark.slow)])
-def test_our_line_is_whole_and_the_bar_says_how_far_it_is(bar: type[ProgressBar], tmp_path: Path) -> None:
     run, current, other = (tmp_path / name for name in ("run", "current", "other"))
     see(DeterminismCallback(run, mode="record", level="state"), bar())
     line, drawn = see(DeterminismCallback(run, current=current), bar())
