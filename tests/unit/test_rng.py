@@ -144,13 +144,6 @@ def test_a_process_that_has_not_used_cuda_is_asked_nothing(cuda: StandInDevices)
     assert (home_devices(), capture_environment()["gpu.names"].value, cuda.queued) == ({}, [], [])
 
 
-def test_the_generators_of_devices_are_noted_with_their_seeds(cuda: StandInDevices) -> None:
-    ledger = Ledger()
-    ledger.mark("batch start", with_seeds=True)
-    names = {row.name for row in ledger.take(0)}
-    assert {"torch.cpu", "torch.cuda", "seed of torch.cuda", "torch.cuda:3", "seed of torch.cuda:3"} <= names
-
-
 def test_the_current_device_has_no_index_unused_ones_no_name_and_an_op_reads_that_of_its_device(
     cuda: StandInDevices,
 ) -> None:
@@ -205,8 +198,11 @@ def test_what_an_op_draws_follows_from_the_state_of_its_own_device(
         assert [(name, inputs) for _, name, inputs in rows] == expected
 
 
-def test_in_a_capture_nothing_is_read_nor_put_back(cuda: StandInDevices) -> None:
+def test_seeds_are_noted_and_in_a_capture_nothing_is_read_nor_put_back(cuda: StandInDevices) -> None:
     ledger, unread = Ledger(), ["torch.cuda", "torch.cuda:3", "noise on cuda"]
+    ledger.mark("batch start", with_seeds=True)
+    noted = {"torch.cpu", "torch.cuda", "seed of torch.cuda", "torch.cuda:3", "seed of torch.cuda:3"}
+    assert noted <= {row.name for row in ledger.take(0)}
     ledger.held = {"noise on cuda": StandInGenerator(cuda, 1)}
     readable = stored(GeneratorStates.capture(ledger.held))
     cuda.is_capturing = True

@@ -3,6 +3,7 @@
 import os
 import random
 import re
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
@@ -57,14 +58,18 @@ CASES: list[tuple[str, Any, Any, Callable[[], bool]]] = [
     ("nvte_allow_nondeterministic_algo", True, False, variable("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")),
 ]
 
-# In a process of their own (tests/e2e/test_launch.py), or with a Trainer (`allow`).
-TESTED_ELSEWHERE = {"allow", "mkl_cbwr", "aten_cpu_capability", "python_hash_seed"}
+# read when the process starts, and so refused here: setting -> a value, and the variable that sets it
+AT_START: dict[str, tuple[Any, str]] = {
+    "mkl_cbwr": ("COMPATIBLE", "MKL_CBWR=COMPATIBLE"),
+    "aten_cpu_capability": ("default", "ATEN_CPU_CAPABILITY=default"),
+    "python_hash_seed": (11, "PYTHONHASHSEED=11"),
+}
 
 
 def test_every_setting_is_tested() -> None:
     names = {field.name for field in fields(DeterminismSettings)}
-    assert {name for name, *_ in CASES} | TESTED_ELSEWHERE == names == {*SETTINGS, "allow"}
-    assert {name for name, setting in SETTINGS.items() if setting.when == "start"} == TESTED_ELSEWHERE - {"allow"}
+    assert {name for name, *_ in CASES} | {*AT_START, "allow"} == names == {*SETTINGS, "allow"}
+    assert {name for name, setting in SETTINGS.items() if setting.when == "start"} == {*AT_START}
 
 
 @pytest.mark.parametrize(("name", "other", "value", "in_force"), CASES)
@@ -169,6 +174,14 @@ def test_what_comes_too_late_is_refused_and_nothing_applied(monkeypatch: pytest.
         enforce_determinism({"seed": 1, **wanted})
     variables = "NCCL_ALGO=Ring and NCCL_PROTO=LL and NCCL_MIN_NCHANNELS=2 and NCCL_MAX_NCHANNELS=4"
     assert f"Nothing was changed. Start the program with {variables} set:\n    NCCL_" in str(refused.value)
+    monkeypatch.setattr(catalogue, "start_environment", dict)
+    with pytest.raises(SettingsError, match="comes too late") as refused:
+        enforce_determinism({"seed": 3, "num_threads": 1, **{name: value for name, (value, _) in AT_START.items()}})
+    for name, (value, variable) in AT_START.items():
+        start = f"{name}={value!r} comes too late: {variable.partition('=')[0]} is read when the process starts"
+        assert start in str(refused.value)
+    words = str(refused.value).splitlines()[-1].split()
+    assert ({*words[:3]}, words[3:5]) == ({variable for _, variable in AT_START.values()}, sys.orig_argv[:2])
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(SettingsError, match=r"too late.*CUBLAS_WORKSPACE_CONFIG=None already.*=:4096:8 set"):
         enforce_determinism(DeterminismSettings(seed=1))
