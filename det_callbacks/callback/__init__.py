@@ -5,9 +5,4 @@ from det_callbacks.callback.fits import take_unfinished
 from det_callbacks.callback.proof import prove_resume
 from det_callbacks.callback.replica_audit import ReplicaAuditCallback
 
-__all__ = [
-    "DeterminismCallback",
-    "ReplicaAuditCallback",
-    "prove_resume",
-    "take_unfinished",
-]
+__all__ = ["DeterminismCallback", "ReplicaAuditCallback", "prove_resume", "take_unfinished"]
