@@ -92,7 +92,7 @@ def _machine_facts() -> Iterator[tuple[str, Any]]:
     yield "cpu.architecture", platform.machine()
     yield "cpu.count", os.cpu_count()
     # platform.processor() is empty or only the architecture on Linux
-    yield "cpu.model", _in_file(r"^model name\s*:\s*(.+)$", "/proc/cpuinfo") or platform.processor() or None
+    yield "cpu.model", _first(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo")) or platform.processor() or None
     yield "numpy.version", np.__version__
     for name in ("det_callbacks", "lightning", "triton"):
         yield f"{name}.version", _version(name)
@@ -121,8 +121,8 @@ def _machine_facts() -> Iterator[tuple[str, Any]]:
     yield "gpu.names", sorted({device.name for device in devices})
     yield "gpu.capabilities", sorted({f"{device.major}.{device.minor}" for device in devices})
     yield "gpu.multiprocessors", sorted({device.multi_processor_count for device in devices})
-    driver = "/proc/driver/nvidia/version"
-    yield "gpu.driver", _in_file(r"Kernel Module\D*([\d.]+)", driver) if initialized else None
+    driver = Path("/proc/driver/nvidia/version")
+    yield "gpu.driver", _first(r"Kernel Module\D*([\d.]+)", driver) if initialized else None
     yield "gpu.nccl", ".".join(map(str, torch.cuda.nccl.version())) if initialized else None
     if initialized:  # how digests are computed there; the first time that is found out
         yield f"{DIGEST}cuda", str(device_choice(torch.device("cuda", torch.cuda.current_device())))
@@ -190,12 +190,10 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _in_file(pattern: str, file: str) -> str | None:
-    path = Path(file)
-    return _first(pattern, path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else None
-
-
-def _first(pattern: str, text: str) -> str | None:
+def _first(pattern: str, text: str | Path) -> str | None:
+    """Return the first group that a pattern finds in a text, or in a file that may be missing."""
+    if isinstance(text, Path):
+        text = text.read_text(encoding="utf-8", errors="replace") if text.is_file() else ""
     found = re.search(pattern, text, re.MULTILINE)
     return found.group(1).strip() if found else None
 

@@ -50,24 +50,20 @@ class DeterminismCallback(CallbackArguments):
             By default a new one in ``determinism/`` below the Trainer's log directory.
         level: "op" (None) digests every op output of the chosen modules, "module" their outputs and output gradients,
             "state" only batch, loss, gradients, parameters, buffers and optimizer state. Each holds the ones below.
-        modules: fnmatch patterns over module names; "*" (None) is everything, ops outside any module included. A metric
-            that the module logs is left out by a pattern such as "!metric/epoch_time".
+        modules: fnmatch patterns over module names; None is "*", everything; "!metric/NAME" leaves out what is logged.
         phases: among "forward", "backward" and "optimizer"; None is all.
         every_n_steps: steps whose number is a multiple of it are recorded; None is 1.
-        only_steps: numbers of the steps that are recorded instead; audit: of those whose ops are run again, by default
-            the first three.
+        only_steps: numbers of the steps that are recorded instead, or audited (None: the first three).
         compiled: of what torch.compile compiled "run" (None) records the ends of each region and the ops seen inside;
             "eager" runs the recorded steps under ``torch.compiler.set_stance("force_eager")``, with other kernels.
         steps: verify: "all" demands exactly the reference's steps, "common" compares those that both runs have.
         on_divergence: "raise" stops at the first diverging step, "collect" raises at the end, "warn" warns there.
-        settings: set before training and put back after it; what comes too late (a seed, once the model is there) is
-            refused by name. None sets nothing.
+        settings: set before training and put back after it; what comes too late is refused by name. None sets nothing.
         replay: ops whose outputs are saved by record and put back by verify: ``[phase/][module:]op`` patterns, or the
-            path of a YAML file with a list of them, such as the ``replay.yaml`` of an audit.
+            path of a list of them, such as the ``replay.yaml`` of an audit.
         keep_tensors: ops whose outputs are kept, so that a verdict says by how much they differ: such patterns.
         tensor_budget_mib: MiB that one step of a process may save, for replay and to keep together.
-        resume: a fit with ``ckpt_path``: "exact" goes on as the uninterrupted run did, or refuses; "plain" is
-            Lightning's own.
+        resume: with ``ckpt_path``: "exact" goes on as the uninterrupted run did, or refuses; "plain" is Lightning's.
         audit_replicas_every_n_steps: how often replicas are compared, see ``ReplicaAuditCallback``; 0 never.
         overwrite: record: replace a run that is there, once the new one is whole.
         log_metrics: give the Trainer's loggers ``determinism/*`` metrics, and its progress bar a word.
@@ -81,11 +77,11 @@ class DeterminismCallback(CallbackArguments):
 
     Raises:
         SelectionError, SettingsError: an argument is not one of the allowed ones (at construction), or comes too late.
-        DivergenceError, NotComparableError: the run is not the reference (verify), or not what it goes on with (record,
-            resumed); the second where the machine differs in a way that can change bits.
+        DivergenceError, NotComparableError: the run is not the reference, or not the run that it resumes; the second
+            where the machine differs in a way that can change bits.
         ReferenceNotFoundError, ReferenceFormatError, RunExistsError: the reference is missing or damaged, or is there.
-        ReplayError, ReplicaError, AuditError: more is saved than the budget or the disk allows; replicas differ; an
-            audited op differed from itself.
+        ReplayError: more is saved than the budget or the disk allows.
+        ReplicaError, AuditError: replicas differ; an audited op differed from itself.
         CheckpointMismatchError, CheckpointFormatError, NotResumableError: a checkpoint is not what was saved, or cannot
             be resumed to the same run.
 

@@ -19,8 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from det_callbacks.errors import SettingsError
 from det_callbacks.rng import RewindPoint
-from det_callbacks.settings.catalogue import SETTINGS, attribute_back, variable_back
-from det_callbacks.settings.model import DeterminismSettings
+from det_callbacks.settings.catalogue import SETTINGS, DeterminismSettings, attribute_back, variable_back
 
 # set_float32_matmul_precision writes these as well, and knows no "none", which is where they start (torch 2.13)
 _WRITTEN_TOO = ("torch.backends.cuda.matmul.fp32_precision", "torch.backends.mkldnn.matmul.fp32_precision")
@@ -72,7 +71,7 @@ def enforce_determinism(settings: DeterminismSettings | Mapping[str, Any]) -> En
     """Apply settings at once; the result is also a context manager that puts everything back.
 
     Call it before the model is built: weights that exist already were drawn without the seed, and the callback refuses
-    to train them. With a seed it costs some 30 milliseconds, else a few microseconds.
+    to train them. With a seed it costs some 30 milliseconds.
 
     Args:
         settings: what to set, as :class:`DeterminismSettings` or a mapping with its field names.
@@ -82,8 +81,7 @@ def enforce_determinism(settings: DeterminismSettings | Mapping[str, Any]) -> En
 
     Raises:
         SettingsError: a value is not allowed, or a setting comes too late. Nothing is changed then. What only a restart
-            can set (``mkl_cbwr``, ``aten_cpu_capability``, ``python_hash_seed``) is refused with the command line that
-            sets it, unless it is in force already.
+            can set is refused with the command line that sets it, unless it is in force already.
 
     Example:
         >>> with enforce_determinism(DeterminismSettings(seed=0)):
@@ -97,10 +95,9 @@ def enforce_determinism(settings: DeterminismSettings | Mapping[str, Any]) -> En
 
 
 def enforce_around_training(settings: DeterminismSettings, model: nn.Module) -> EnforcedDeterminism:
-    """Apply what can still be applied when a model is there; a SettingsError where it was there before the seed.
+    """Apply what can still be applied when a model is there, and would act; a SettingsError where the seed was later.
 
-    What has no effect on this machine is not demanded. The result's ``restore`` leaves the generators alone, which the
-    training has moved.
+    The result's ``restore`` leaves the generators alone, which the training has moved.
     """
     if settings.mkl_cbwr is not None and not torch.backends.mkl.is_available():
         settings = replace(settings, mkl_cbwr=None)
@@ -133,8 +130,7 @@ def _refuse_late(settings: DeterminismSettings) -> None:
     late, variables = list[str](), list[str]()
     for name, setting in SETTINGS.items():
         wanted = getattr(settings, name)
-        reason = None if wanted is None else setting.too_late(wanted)
-        if reason is not None:
+        if wanted is not None and (reason := setting.too_late(wanted)) is not None:
             late.append(f"{name}={wanted!r} comes too late: {reason}")
             variables.append(setting.how(wanted))
     if late:
