@@ -221,24 +221,22 @@ def test_in_a_gradient_transform_the_data_is_digested_and_a_batched_tensor_is_re
 # Taking a digest has no effect: nothing is dispatched, recorded, drawn or left behind.
 
 
-class CountingDispatch(TorchDispatchMode):
+class Counting:
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[object] = []
 
-    def __torch_dispatch__(self, func: object, types: object, args: object = (), kwargs: object = None) -> object:
+    def note(self, func: object, types: object, args: object = (), kwargs: object = None) -> object:
         self.seen.append(func)
         return func(*args, **(kwargs or {}))
 
 
-class CountingFunction(TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[object] = []
+class CountingDispatch(Counting, TorchDispatchMode):
+    __torch_dispatch__ = Counting.note
 
-    def __torch_function__(self, func: object, types: object, args: object = (), kwargs: object = None) -> object:
-        self.seen.append(func)
-        return func(*args, **(kwargs or {}))
+
+class CountingFunction(Counting, TorchFunctionMode):
+    __torch_function__ = Counting.note
 
 
 def tensors_of_every_kind() -> dict[str, Tensor]:

@@ -1,13 +1,8 @@
 """BitwiseEquivalenceMode: what it finds and where, what it keeps, and that nothing it runs beside notices it."""
 
-import json
-import math
 import pickle
 import random
-import subprocess
-import sys
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,22 +31,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires
 
 def places(found: list[OpMismatch]) -> list[tuple[str, str, str]]:
     return [(item.phase, item.module, item.op) for item in found]
-
-
-def test_planted_ops_are_found_and_no_other():
-    model = Planted()
-    optimizer = torch.optim.AdamW(model.parameters())
-    with BitwiseEquivalenceMode(model=model) as mode:
-        model(torch.randn(3, 4)).sum().backward()
-        optimizer.step()
-    assert places(mode.get_mismatches()) == [
-        ("forward", "first", "planted.noisy.default"),
-        ("forward", "third", "planted.noisy_.default"),
-        ("backward", "second", "planted.noisy_backward.default"),
-    ]
-    for found in mode.get_mismatches():
-        assert found.num_differing == found.num_elements == math.prod(found.shape)
-    assert mode.num_compared > 60
 
 
 @pytest.mark.parametrize("name", rest_slow(MODELS, every=5))
@@ -124,11 +103,6 @@ def test_it_raises_at_the_op():
     assert mode.get_mismatches() == [error.mismatch]
 
 
-# many ops: none is reported that is deterministic, and none fails
-
-AT_FAULT = frozenset({"aten.linalg_lstsq.default"})
-"""Its driver gelsy reads pivots that nobody wrote (https://github.com/pytorch/pytorch/issues/187411)."""
-
 HARMLESS = frozenset({"view", "uninitialised", "relayout", "side_effect", "no_tensors", "no_output", "not_copied"})
 
 
@@ -138,24 +112,9 @@ HARMLESS = frozenset({"view", "uninitialised", "relayout", "side_effect", "no_te
 def test_everyday_ops_give_the_same_bits_twice(name):
     with BitwiseEquivalenceMode() as mode:
         op_programs.PROGRAMS[name]()
-    assert [found for found in mode.get_mismatches() if found.op not in AT_FAULT] == []
+    assert mode.get_mismatches() == []
     assert mode.num_compared > 40
     assert set(mode.skipped) <= HARMLESS, mode.skipped
-
-
-@pytest.mark.parametrize("stride", [pytest.param(12, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.soak)])
-def test_ops_that_torch_tests_give_the_same_bits_twice(stride):
-    """In a process of its own: importing the samples that torch has for its tests changes global flags."""
-    script = Path(__file__).with_name("op_sweep.py")
-    command = [sys.executable, str(script), "equivalence", str(stride)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert [place for place in found["found"] if place[0] not in AT_FAULT] == []
-    assert set(found["skipped"]) <= HARMLESS, found["skipped"]
-    assert found["num_compared"] > 0.6 * found["num_ops"] > 25_000 / stride
-    assert found["num_ops"] == found["num_compared"] + sum(found["skipped"].values())
-    assert found["num_failed"] < 0.02 * found["num_samples"], found["failures"]
 
 
 def test_what_an_op_writes_lies_in_the_second_run_as_in_the_first():
