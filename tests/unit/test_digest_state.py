@@ -34,7 +34,7 @@ def test_a_module_has_its_state_dicts_names_and_what_is_not_persistent():
     assert digest_state(net) == digest_state(net.state_dict())
 
 
-def test_one_flipped_bit_is_named():
+def test_a_flipped_bit_and_what_one_side_lacks_are_named_and_the_order_is_no_difference():
     net = Net()
     other = copy.deepcopy(net)
     found = digest_state(net)
@@ -43,14 +43,10 @@ def test_one_flipped_bit_is_named():
     changed = digest_state(other)
     assert found.digest != changed.digest
     assert found.differing(changed) == changed.differing(found) == ("second.weight",)
-
-
-def test_what_one_side_lacks_or_holds_otherwise_differs_and_the_order_is_no_difference():
     tensors = {"a": torch.ones(2), "b": torch.zeros(2)}
     assert digest_state(tensors) == digest_state(dict(reversed(tensors.items())))
     assert digest_state(tensors).differing(digest_state({"b": tensors["b"], "c": tensors["a"]})) == ("a", "c")
-    assert digest_state({"a": torch.zeros(4)}).differing(digest_state({"a": torch.zeros(2, 2)})) == ("a",)
-    zeros = (torch.zeros(4), torch.zeros(4, dtype=torch.int32), 0, 0.0, False, 2, torch.tensor(0))
+    zeros = (torch.zeros(4), torch.zeros(2, 2), torch.zeros(4, dtype=torch.int32), 0, 0.0, False, 2, torch.tensor(0))
     assert len({digest_state({"a": value}) for value in zeros}) == len(zeros)
 
 
@@ -60,9 +56,7 @@ def test_an_optimizers_state_has_names_and_numbers():
     net(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     before = digest_state(optimizer.state_dict())
-    assert {"state.0.exp_avg", "state.1.exp_avg_sq", "param_groups.0.lr", "param_groups.0.betas.1"} <= set(
-        before.tensors
-    )
+    assert {"state.0.exp_avg", "state.1.exp_avg_sq", "param_groups.0.betas.1"} <= before.tensors.keys()
     optimizer.param_groups[0]["lr"] = 0.2
     optimizer.state[net.bias]["exp_avg"][0] += 1
     assert digest_state(optimizer.state_dict()).differing(before) == ("state.1.exp_avg", "param_groups.0.lr")
