@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from det_callbacks.audit import AuditFinding, AuditReport, OpMismatch
     from det_callbacks.callback import DeterminismCallback, ReplicaAuditCallback, prove_resume
-    from det_callbacks.checkpoint import CheckpointReport, EntryDifference, check_checkpoint
+    from det_callbacks.checkpoint.check import CheckpointReport, EntryDifference, check_checkpoint
     from det_callbacks.digest.components import digest_tensor
     from det_callbacks.digest.state import StateDigest, digest_state
     from det_callbacks.equivalence import BitwiseEquivalenceMode
@@ -39,7 +39,8 @@ if TYPE_CHECKING:
         TraceError,
     )
     from det_callbacks.judge import compare_runs
-    from det_callbacks.numerics import NumericsReport, TensorComparison, compare_compiled, compare_modules
+    from det_callbacks.numerics.modules import compare_compiled, compare_modules
+    from det_callbacks.numerics.result import NumericsReport, TensorComparison
     from det_callbacks.observers.context import ObserverContext
     from det_callbacks.observers.functions import (
         disable_hash_mode,
@@ -121,7 +122,7 @@ __all__ = [
 _HOMES = {
     "det_callbacks.audit": ("AuditFinding", "AuditReport", "OpMismatch"),
     "det_callbacks.callback": ("DeterminismCallback", "ReplicaAuditCallback", "prove_resume"),
-    "det_callbacks.checkpoint": ("CheckpointReport", "EntryDifference", "check_checkpoint"),
+    "det_callbacks.checkpoint.check": ("CheckpointReport", "EntryDifference", "check_checkpoint"),
     "det_callbacks.digest.components": ("digest_tensor",),
     "det_callbacks.digest.state": ("StateDigest", "digest_state"),
     "det_callbacks.equivalence": ("BitwiseEquivalenceMode",),
@@ -154,7 +155,8 @@ _HOMES = {
         "TraceError",
     ),
     "det_callbacks.judge": ("compare_runs",),
-    "det_callbacks.numerics": ("NumericsReport", "TensorComparison", "compare_compiled", "compare_modules"),
+    "det_callbacks.numerics.modules": ("compare_compiled", "compare_modules"),
+    "det_callbacks.numerics.result": ("NumericsReport", "TensorComparison"),
     "det_callbacks.observers.context": ("ObserverContext",),
     "det_callbacks.observers.functions": (
         "disable_hash_mode",

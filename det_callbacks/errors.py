@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from det_callbacks.audit import AuditReport, OpMismatch
-    from det_callbacks.numerics import NumericsReport
+    from det_callbacks.numerics.result import NumericsReport
     from det_callbacks.ranks.replicas import ReplicaReport
     from det_callbacks.verdict import Verdict
 

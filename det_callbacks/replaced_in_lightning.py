@@ -1,10 +1,7 @@
 """The registry of what is replaced in Lightning and in data loaders, always on the objects of one Trainer.
 
-All is put back when the fit ends or raises (``DeterminismCallback._close_fit`` and its callers), but for what handles
-checkpoints: that stays until the next stage begins (``CheckpointWatch.close``), since they are saved later, too.
-
-Read at Lightning 2.6.6 and torch 2.13. What is replaced in torch itself stands in ``trace/replaced.py``. Constructing a
-callback replaces nothing.
+All is put back when the fit ends or raises, but for what handles checkpoints: that stays until the next stage begins,
+since they are saved later, too. Read at Lightning 2.6.6 and torch 2.13; ``trace/replaced.py`` is the same for torch.
 """
 
 from collections.abc import Callable, Mapping

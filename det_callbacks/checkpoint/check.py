@@ -124,8 +124,8 @@ def check_checkpoint(path: str | Path, other: str | Path | None = None) -> Check
     sidecar = read_sidecar(place)
     if sidecar is None:
         raise CheckpointNotFoundError(
-            f"There is nothing to compare {place} with: no {place.name}{SIDECAR} stands beside it. The checkpoint "
-            "itself is there. Checkpoints saved with DeterminismCallback have one; if this one was copied, copy both.",
+            f"There is nothing to compare {place} with: no {place.name}{SIDECAR} stands beside it. Checkpoints saved "
+            "with DeterminismCallback have one; if this one was copied, copy both.",
             str(place),
         )
     report = compare_saved(place, sidecar)
@@ -146,13 +146,16 @@ def compare_saved(place: Path, sidecar: Sidecar) -> CheckpointReport:
     return _report(place, sidecar.entries, entries, content.size, has_same_bytes=has_same_bytes, sidecar=sidecar)
 
 
-def _report(place: Path, reference: Entries, current: Entries, num_bytes: int, **more: Any) -> CheckpointReport:
+def _report(
+    place: Path, reference: Entries, current: Entries, num_bytes: int, sidecar: Sidecar | None = None, **more: Any
+) -> CheckpointReport:
     return CheckpointReport(
         path=str(place),
-        entries=tuple(_differences(reference, current)),
+        entries=tuple(_differences(reference, current, {} if sidecar is None else sidecar.parameters)),
         sections={section: len(inner) for section, inner in reference.items()},
         num_tensors=sum(entry.kind == "tensor" for inner in reference.values() for entry in inner.values()),
         num_bytes=num_bytes,
+        sidecar=sidecar,
         **more,
     )
 
@@ -188,14 +191,14 @@ def _existing(path: str | Path) -> Path:
     place = Path(path).resolve()  # last.ckpt may be a link: the digests stand beside the file
     if not place.exists():
         raise CheckpointNotFoundError(
-            f"There is no checkpoint {path} on this disk. Nothing was compared; look at the name, at whether it was "
-            "deleted because better ones came, or copy it here with what stands beside it.",
+            f"There is no checkpoint {path} on this disk. Nothing was compared; look at the name, or copy it here with "
+            "what stands beside it.",
             str(place),
         )
     return place
 
 
-def _differences(reference: Entries, current: Entries) -> Iterator[EntryDifference]:
+def _differences(reference: Entries, current: Entries, parameters: Mapping[str, str]) -> Iterator[EntryDifference]:
     """Yield what is not the same, in the order of the reference, then what only ``current`` has."""
     before, after = (
         {(section, path): entry for section, inner in entries.items() for path, entry in inner.items()}
@@ -209,8 +212,8 @@ def _differences(reference: Entries, current: Entries) -> Iterator[EntryDifferen
         shown = [None if entry is None else _layout(entry) for entry in (one, other)]
         if one is not None and other is not None and shown[0] == shown[1]:
             kind, shown = "content", [one.digest, other.digest]
-        parameter = None if one is None else one.parameter
-        sides: dict[str, Any] = {"reference": shown[0], "current": shown[1], "parameter": parameter}
+        parameter = parameters.get("/".join(path.split("/")[:3])) if section == "optimizer_states" else None
+        sides: dict[str, Any] = {"reference": shown[0], "current": shown[1], "parameter": parameter or None}
         yield EntryDifference(section=section, path=path, kind=kind, **sides)
 
 

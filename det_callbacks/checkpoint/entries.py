@@ -4,7 +4,7 @@ Of what is neither a tensor nor made of plain values only the type is kept: the 
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,24 +28,15 @@ class Entry:
     type: str  # dtype of a tensor ("float32"), otherwise the type's name
     digest: str | None = None  # of the tensor in row-major order, or of the value's encoding; None for what is opaque
     shape: tuple[int, ...] | None = None  # of a tensor
-    parameter: str | None = field(default=None, compare=False)  # that an optimizer's state belongs to, where known
 
 
-def entries_of(
-    checkpoint: Mapping[Any, Any], *, parameters: Mapping[str, str] | None = None
-) -> dict[str, dict[str, Entry]]:
-    """Return the entries of a checkpoint, by section (its top-level key) and path; reads every tensor once.
-
-    ``parameters`` has for "0/state/3", the path of a parameter's state in the optimizers', its qualified name.
-    """
+def entries_of(checkpoint: Mapping[Any, Any]) -> dict[str, dict[str, Entry]]:
+    """Return the entries of a checkpoint, by section (its top-level key) and path; reads every tensor once."""
     leaves = list(walk(checkpoint))
     digests = iter(_digests([value for _, _, value in leaves if isinstance(value, Tensor)]))
     found: dict[str, dict[str, Entry]] = {}
     for section, path, value in leaves:
-        entry = _entry(value, digests)
-        if parameters and section == "optimizer_states":
-            entry = replace(entry, parameter=parameters.get("/".join(path.split("/")[:3])))
-        found.setdefault(section, {})[path] = entry
+        found.setdefault(section, {})[path] = _entry(value, digests)
     return found
 
 

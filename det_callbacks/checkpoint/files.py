@@ -43,6 +43,7 @@ class Sidecar:
     id: str  # random identity of the save, hexadecimal
     file: FileDigest  # of the checkpoint's bytes; of a folder those of all its files
     entries: Entries  # by section, a key of the checkpoint, and path in it; of a folder its files, in section "files"
+    parameters: Mapping[str, str] = field(default_factory=dict)  # of "0/state/3" in the optimizers' states: its name
     run: Mapping[str, str | None] | None = None  # id, mode and reference of the run it belongs to; None outside one
     step: int | None = None  # the last training batch that was done, counted from 0; None before the first
     epoch: int | None = None  # under way, counted from 0

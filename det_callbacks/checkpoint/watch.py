@@ -77,8 +77,8 @@ class CheckpointWatch:
         if not trainer.is_global_zero:
             return
         if is_covered and Path(path).exists():
-            parameters = _parameter_names(trainer)
-            write_sidecar(Path(path), entries=lambda: entries_of(checkpoint, parameters=parameters), **moment)
+            moment["parameters"] = _parameter_names(trainer)
+            write_sidecar(Path(path), entries=lambda: entries_of(checkpoint), **moment)
         elif not self._is_uncovered_reported:
             self._is_uncovered_reported = True
             print_closing_line(uncovered_save_line(path))
@@ -137,10 +137,8 @@ class CheckpointWatch:
 def _parameter_names(trainer: pl.Trainer) -> dict[str, str]:
     """Return the path of each parameter's state in the optimizers' states -> its qualified name."""
     names = {id(parameter): name for name, parameter in trainer.lightning_module.named_parameters()}
-    found = {}
+    found: dict[str, str] = {}
     for number, optimizer in enumerate(trainer.optimizers):
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for place, parameter in enumerate(parameters):
-            if id(parameter) in names:
-                found[f"{number}/state/{place}"] = names[id(parameter)]
+        found |= {f"{number}/state/{place}": names.get(id(one), "") for place, one in enumerate(parameters)}
     return found

@@ -76,7 +76,7 @@ def doctor(options: argparse.Namespace) -> int:
 
 def check_checkpoint(options: argparse.Namespace) -> int:
     """Compare a checkpoint with its digests or with another one."""
-    from det_callbacks.checkpoint import check_checkpoint  # noqa: PLC0415  # loads torch
+    from det_callbacks.checkpoint.check import check_checkpoint  # noqa: PLC0415  # loads torch
 
     found = check_checkpoint(options.checkpoint, options.other)
     return _print(options, found.to_dict, lambda: checkpoint_report(found), status=found.exit_code)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from det_callbacks.report.console import Section, Table, at_most, count, size
 
 if TYPE_CHECKING:
-    from det_callbacks.checkpoint import CheckpointReport, EntryDifference
+    from det_callbacks.checkpoint.check import CheckpointReport, EntryDifference
 
 MAX_ENTRIES = 20
 """Entries that a message names; all of them stand in the JSON."""

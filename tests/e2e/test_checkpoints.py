@@ -90,7 +90,7 @@ def test_saved_by_hand_during_and_after_a_fit_and_in_other_stages(tmp_path: Path
     sidecar = json.loads((folder / "during.ckpt.digests.json").read_text())
     run = json.loads((tmp_path / "run" / "run.json").read_text())
     assert sidecar["run"] == {"id": run["run_id"], "mode": "record", "reference": str(tmp_path / "run")}
-    assert sidecar["entries"]["optimizer_states"]["0/state/0/exp_avg"]["parameter"] == "first.weight"
+    assert sidecar["parameters"]["0/state/0"] == "first.weight"
 
 
 def test_a_checkpoint_of_an_exception_has_digests(tmp_path: Path) -> None:

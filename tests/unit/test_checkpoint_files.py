@@ -36,13 +36,11 @@ def test_entries_have_the_names_of_their_keys() -> None:
             "table": {str(index): index for index in range(MAX_FLAT + 1)},
             "large": {str(index): weight for index in range(MAX_FLAT + 1)},
         },
-        parameters={"0/state/0": "net.weight"},
     )
     assert found["state_dict"]["net.weight"] == Entry(
         kind="tensor", type="float32", digest=format_digest(digest_tensor(weight)), shape=(2, 3)
     )
     assert found["state_dict"]["a~1b"].shape == (3, 2)
-    assert found["optimizer_states"]["0/state/0/exp_avg"].parameter == "net.weight"
     assert found["optimizer_states"]["0/param_groups/0/params"].type == "list"
     assert found["hyper_parameters"]["thing"] == Entry(kind="opaque", type="Thing")
     assert found["hyper_parameters"]["'0'"] != found["hyper_parameters"]["0"]
@@ -60,7 +58,7 @@ def test_what_python_takes_for_equal_or_alike_is_told_apart() -> None:
 
 
 def test_no_flipped_bit_and_no_truncation_passes() -> None:
-    entries = {"state_dict": {"é": Entry(kind="tensor", type="float32", digest="5", shape=(2, 3), parameter="net")}}
+    entries = {"state_dict": {"é": Entry(kind="tensor", type="float32", digest="5", shape=(2, 3))}}
     file = files.FileDigest(size=7, digest="80")
     content = files.Sidecar(id="0f", file=file, entries=entries, run={"id": "a"}, step=3)
     raw, path = files.seal(content), Path("x.ckpt.digests.json")
