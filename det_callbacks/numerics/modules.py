@@ -25,7 +25,7 @@ from torch.testing._comparison import default_tolerances
 from torch.utils import _pytree as pytree
 
 from det_callbacks.digest.components import tensor_numbers
-from det_callbacks.errors import DetCallbacksError, ModuleRunError, NothingComparedError
+from det_callbacks.errors import ModuleRunError, NothingComparedError
 from det_callbacks.numerics.result import PHASES, Kind, NumericsReport, Phase, TensorComparison
 from det_callbacks.observers.values import leaves_of
 from det_callbacks.patterns import as_names
@@ -40,8 +40,7 @@ Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any] | Callable[[int], Any]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Values = dict[tuple[Phase, str], Tensor]
 """(phase, name) -> a copy of a tensor that an iteration computed, in its order; a number is a tensor too."""
-Tolerances = tuple[float, float] | None
-"""(rtol, atol); None for those of ``torch.testing``."""
+Tolerances = tuple[float, float] | None  # (rtol, atol); None for those of ``torch.testing``
 
 
 def compare_modules(
@@ -90,7 +89,7 @@ def compare_modules(
     Raises:
         ModuleRunError: a side raised.
         NothingComparedError: there was no tensor to compare.
-        TypeError, ValueError: an argument is not what it can be; a module cannot be copied.
+        TypeError, ValueError: an argument is wrong, or a module cannot be copied.
 
     Example:
         >>> import torch
@@ -234,9 +233,8 @@ def compare_compiled(
         report = compare_modules(module, control, inputs, **options)
     if not num_graphs:
         raise NothingComparedError(
-            f"No compiled graph ran, so {type(module).__name__} was compared with itself; it ran through. Is compiling "
-            "disabled (torch.compiler.disable, TORCH_COMPILE_DISABLE), or its forward one that Dynamo leaves alone, "
-            "such as nn.LSTM (torch._dynamo.config.allow_rnn)?"
+            f"No compiled graph ran, so {type(module).__name__} was compared with itself. Is compiling disabled, or is "
+            "this a module that Dynamo leaves alone, such as nn.LSTM (torch._dynamo.config.allow_rnn)?"
         )
     note = f"{count(num_graphs, 'graph')} compiled by {getattr(backend, '__name__', backend)}"
     return replace(report, notes=(note, *report.notes))
@@ -266,8 +264,6 @@ class _Side:
         try:
             with torch.enable_grad():
                 self._run(iteration, call, found)
-        except DetCallbacksError:
-            raise
         except Exception as error:  # whatever a module raises: reported with its side, never swallowed
             lines = [line for line in str(error).splitlines() if line.strip()][:3]  # those of Dynamo have many
             raise ModuleRunError(
@@ -309,10 +305,8 @@ class _Side:
         self._add_state(found, "parameter", "buffer")
 
     def _add_state(self, found: Values, parameters: Phase, buffers: Phase) -> None:
-        for name, parameter in self.module.named_parameters():
-            found[parameters, _plain_name(name)] = _copied(name, parameter)
-        for name, buffer in self.module.named_buffers():
-            found[buffers, _plain_name(name)] = _copied(name, buffer)
+        for phase, state in ((parameters, self.module.named_parameters()), (buffers, self.module.named_buffers())):
+            found |= {(phase, _plain_name(name)): _copied(name, tensor) for name, tensor in state}
 
     def _add_gradients(self, found: Values, call: Any) -> None:
         # the last layers have theirs first: what is wrong in the backward pass of a layer is wrong in all before it

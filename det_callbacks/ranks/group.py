@@ -163,19 +163,16 @@ class RankGroup(Peers):
             return marker.name
 
         name = self.broadcast(lead, task=task)
-
-        def look() -> None:
-            if not (folder / name).exists():
-                raise RankError(
-                    f"Rank {self.rank} on {socket.gethostname()} does not see the folder {folder}, which rank 0 made, "
-                    "and all processes of a run write into one folder. Nothing was trained. Name a folder on a file "
-                    "system that the nodes share, by the same path on each; without one, record the processes of one "
-                    "node.",
-                    self.rank,
-                )
-
-        self.run_on_all(look, task=task)
+        seen = self.gather(lambda: ((folder / name).exists(), socket.gethostname()), task=task)
         marker.unlink(missing_ok=True)  # on rank 0; other ranks have made none
+        for rank, (sees_it, host) in enumerate(seen):
+            if not sees_it:
+                raise RankError(
+                    f"Rank {rank} on {host} does not see the folder {folder}, which rank 0 made on {seen[0][1]}, and "
+                    "all processes of a run write into one folder. Nothing was trained. Name a folder on a file system "
+                    "that the nodes share, by the same path on each; without one, record the processes of one node.",
+                    rank,
+                )
 
     def stops_after(self, step: int, *, differs: bool, may_stop: bool, asks_now: bool = False) -> bool:
         """Return whether all ranks stop now, because of a step that differed on one of them.

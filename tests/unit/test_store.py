@@ -231,8 +231,9 @@ def test_a_kill_before_run_json_leaves_what_was_there(tmp_path, monkeypatch):
 class Follower(OneOf, RankGroup):
     """Is told what rank 0 made elsewhere."""
 
-    def broadcast(self, action: object, *, task: str) -> list[str]:
-        return ["ab12", "."] if "room" in task else [".run.json.7.tmp", "node-0"]
+    def gather(self, action: Callable[[], object], *, task: str) -> list[object]:
+        self.told = getattr(self, "told", [["ab12", "."], ".run.json.7.tmp", (True, "node-0")])
+        return [self.told.pop(0), action()]
 
 
 def test_a_node_that_does_not_share_the_folder_is_refused(tmp_path):
