@@ -95,7 +95,6 @@ class Part:
 
     id: str  # of the save
     rank: int
-    num_ranks: int
     is_epoch_over: bool  # the data of the epoch was used up
     # just before the next batch is drawn; where there is no position, before the hooks of the next epoch
     generators: GeneratorStates
@@ -131,8 +130,7 @@ def read_part(path: Path, sidecar: Sidecar, rank: int) -> tuple[Part, dict[str, 
     part = unseal(line + end, place, Part)
     if part.tensors != _digest_of(content):
         raise _damaged(place, "its tensors are not what their digest says")
-    is_of_save = (part.id, part.rank, part.num_ranks) == (sidecar.id, rank, sidecar.num_ranks)
-    return (part, safetensors.torch.load(content)) if is_of_save else None
+    return (part, safetensors.torch.load(content)) if (part.id, part.rank) == (sidecar.id, rank) else None
 
 
 def _digest_of(content: bytes) -> str:
@@ -174,11 +172,10 @@ def _encode(content: Mapping[str, Any]) -> bytes:
 
 
 def _damaged(path: Path, what: str) -> CheckpointFormatError:
-    other = "delete it to use the checkpoint unchecked"
-    if path.parent.name.endswith(RESUME):
-        other = 'resume with resume="plain", which does without it'
     return CheckpointFormatError(
-        f"{path} is damaged: {what}. Nothing was loaded; restore this file from a copy, or {other}.", str(path)
+        f"{path} is damaged: {what}. Nothing was loaded; restore this file from a copy, or delete it and resume with "
+        'resume="plain", which does without it.',
+        str(path),
     )
 
 

@@ -105,11 +105,10 @@ def plateaus(trainer: pl.Trainer) -> dict[str, ReduceLROnPlateau]:
 
 def generators(trainer: pl.Trainer) -> dict[str, Held]:
     """Return path -> generator for those that the module, the data and the callbacks hold."""
-    loaders = {f"train_dataloader[{index}]": loader for index, loader in enumerate(_loaders(trainer))}
-    roots = {"module": trainer.lightning_module, "datamodule": getattr(trainer, "datamodule", None), **loaders}
-    callbacks = vars(trainer)["callbacks"]
-    for kind in map(type, callbacks):
-        roots[f"callback {kind.__qualname__}"] = [one for one in callbacks if type(one) is kind]
+    roots: dict[str, Any] = {"module": trainer.lightning_module, "datamodule": getattr(trainer, "datamodule", None)}
+    roots |= {f"train_dataloader[{index}]": loader for index, loader in enumerate(_loaders(trainer))}
+    for one in vars(trainer)["callbacks"]:
+        roots.setdefault(f"callback {type(one).__qualname__}", []).append(one)
     return find_generators(roots)
 
 

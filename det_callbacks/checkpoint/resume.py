@@ -114,7 +114,6 @@ class Resuming:
         return Part(
             id=id,
             rank=trainer.global_rank,
-            num_ranks=trainer.world_size,
             is_epoch_over=is_over,
             generators=GeneratorStates.capture(self._held),
             position=position,

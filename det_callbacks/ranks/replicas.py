@@ -12,15 +12,13 @@ from torch.optim import Optimizer
 
 from det_callbacks.digest.state import digest_state
 from det_callbacks.digest.unobserved import unobserved
-from det_callbacks.errors import NothingComparedError, SettingsError
+from det_callbacks.errors import NothingComparedError
 from det_callbacks.host_digest import digest_bytes
 from det_callbacks.ranks.group import RankGroup, by_majority
 from det_callbacks.trace.components import holds_data
 from det_callbacks.trace.named_tensors import states_of_parameters
 
 Ranks = tuple[int, ...]
-LeftOut = str
-"""Why a tensor is not compared, as it is printed: "sharded" is one of which no other rank holds the same part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,10 +78,10 @@ class ReplicatedState(NamedTuple):
     """What of this rank's state is to be equal on several ranks."""
 
     tensors: dict[str, tuple[Tensor | bool | int | float, Ranks]]  # and who has to hold the same bits
-    left_out: Counter[str]  # reason -> number of tensors that are not compared
+    left_out: Counter[str]  # reason, as it is printed -> number of tensors that are not compared
 
 
-def holders_of(tensor: object, everybody: Ranks) -> Ranks | LeftOut:
+def holders_of(tensor: object, everybody: Ranks) -> Ranks | str:
     """Return the ranks that have to hold what this rank holds of a tensor, or why there are none.
 
     Of a DTensor these are the ranks at the same place of each dimension of its mesh that does not replicate it.
@@ -119,7 +117,7 @@ def replicated_state(
     everyone = tuple(sorted(everybody))
     tensors, left_out = state = ReplicatedState({}, Counter())
 
-    def add(name: str, value: Tensor | bool | int | float, holders: Ranks | LeftOut) -> LeftOut | None:
+    def add(name: str, value: Tensor | bool | int | float, holders: Ranks | str) -> str | None:
         """Compare a tensor, unless there is a reason not to, which is returned."""
         if any(fnmatchcase(name, pattern) for pattern in ignore):
             holders = "ignored"
@@ -134,28 +132,24 @@ def replicated_state(
         return None
 
     names: dict[int, str] = {}
-    reasons: dict[int, LeftOut | None] = {}
+    reasons: dict[int, str | None] = {}
     for name, one in module.named_parameters():
         names[id(one)] = name
         reasons[id(one)] = add(name, one, "ignored by DDP" if name in ddp_ignores else holders_of(one, everyone))
     synchronised = {name for name, child in module.named_modules() if isinstance(child, nn.SyncBatchNorm)}
     for name, buffer in module.named_buffers():
         owner, _, last = name.rpartition(".")
-        reason: LeftOut | None = "own buffer" if has_own_buffers else None
+        reason = "own buffer" if has_own_buffers else None
         if name in ddp_ignores:
             reason = "ignored by DDP"
         elif last in ("running_mean", "running_var") and owner not in synchronised:
             reason = "running statistic"
         add(name, buffer, reason or holders_of(buffer, everyone))
     for optimizer in optimizers:
-        if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
-            raise SettingsError(
-                "ZeroRedundancyOptimizer divides its state among the ranks, so it has no replicas. Audit a training "
-                "with another optimizer, or leave the audit out."
-            )
+        is_divided = type(optimizer).__name__ == "ZeroRedundancyOptimizer"  # among the ranks
         for parameter, (name, value) in states_of_parameters([optimizer], names):
-            like = value if isinstance(value, DTensor) else parameter
-            add(name, value, reasons.get(id(parameter)) or holders_of(like, everyone))
+            holders = holders_of(value if isinstance(value, DTensor) else parameter, everyone)
+            add(name, value, reasons.get(id(parameter)) or ("sharded" if is_divided else holders))
     return state
 
 

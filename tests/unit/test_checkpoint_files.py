@@ -90,16 +90,16 @@ def test_what_is_no_sidecar_of_this_version_is_refused() -> None:
 POSITION = files.DataPosition(before_iteration=GeneratorStates({"numpy": {"state": 2**127}}), num_drawn=4)
 
 
-def save_part(path: Path, id: str, rank: int = 1, num_ranks: int = 2) -> None:
+def save_part(path: Path, id: str, rank: int = 1) -> None:
     states: dict[str, Any] = {"generators": GeneratorStates.capture(), "position": POSITION, "is_epoch_over": False}
-    part = files.Part(id=id, rank=rank, num_ranks=num_ranks, **states, buckets=(("a", "b"),))
+    part = files.Part(id=id, rank=rank, **states, buckets=(("a", "b"),))
     files.write_part(path, part, {"gradient a": torch.arange(3.0)})
 
 
 def save(path: Path, id: str, *, num_ranks: int = 2) -> None:
     """What is written beside a checkpoint, in order."""
     for rank in range(num_ranks):
-        save_part(path, id, rank, num_ranks)
+        save_part(path, id, rank)
     checkpoint = {"state_dict": {"weight": torch.zeros(3)}, "id": id}
     torch.save(checkpoint, path)
     files.write_sidecar(path, id=id, entries=lambda: entries_of(checkpoint), num_ranks=num_ranks)
@@ -124,7 +124,7 @@ def test_a_part_belongs_to_the_save_that_it_is_of(tmp_path: Path) -> None:
     content[-1] ^= 1
     for raw in (b"{}", bytes(content), bytes(content[:-1])):
         files.part_path(path, 1).write_bytes(raw)
-        with pytest.raises(CheckpointFormatError, match=r'01\.state is damaged.* or resume with resume="plain"'):
+        with pytest.raises(CheckpointFormatError, match=r'01\.state is damaged.* and resume with resume="plain"'):
             check_checkpoint(path)
 
 
