@@ -219,7 +219,7 @@ class BitwiseEquivalenceMode:
         else:
             phase = "backward"
             context = self.places.backward.scope()
-        source = self.places.note(func, plan, phase, context)
+        self.places.note(func, plan, phase, context)
         reason = check.left_out
         if types:
             standin = [kind for kind in types if kind not in PLAIN]
@@ -255,7 +255,7 @@ class BitwiseEquivalenceMode:
                 op=plan.name,
                 occurrence=occurrence,
                 output=index,
-                source=source_of(context) if source is None else source,
+                source=source_of(context),
                 is_transient=is_transient,
                 **difference,
             )

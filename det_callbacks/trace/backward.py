@@ -46,8 +46,7 @@ _COPY_SLICES = "torch::autograd::CopySlices"
 _FRAMES_BELOW = 2  # from ``BackwardMap.scope`` to the engine: its caller and ``__torch_dispatch__``
 _MAX_BETWEEN = 6  # nodes that an op may make before it runs, its own included
 _MAX_FOLLOWED = 1000  # nodes that a compiled region made: it has few, views and copies aside
-_MAX_NODES = 500_000
-_MAX_CALLS = 50_000
+_MAX_NODES = 100_000
 
 UNKNOWN = OpScope(module=UNKNOWN_MODULE, source=())
 _HOOK = OpScope(module=UNKNOWN_MODULE)
@@ -80,14 +79,11 @@ class BackwardMap:
         modules.on_enter = self._note_region
         self._callers: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # of checkpoints: regions -> modules
         self._threads: dict[int, _Nodes] = {}
-        self._scopes: dict[tuple[str, str | None, bool], OpScope] = {}
 
     def clear(self) -> None:
         """Forget the nodes of the last step; those made up to now belong to no op that was seen."""
         self._threads.clear()
         self.note_unseen()
-        if len(self._scopes) > 100_000:
-            self._scopes.clear()
 
     def register(self, call: CallNode) -> None:
         """Note that the running op is this call; the first op after a node was made is the one that made it."""
@@ -122,23 +118,17 @@ class BackwardMap:
         """
         modules = self._modules
         if modules.backward_pass == graph_task_id():
-            return self.in_module(modules.current.module, recomputed=modules.is_recomputed)
+            return scope_in(modules.current.module, recomputed=modules.is_recomputed)
         entry = engine_entry(_FRAMES_BELOW)
         node = current_node()
         if node is None:
             return ENGINE if entry is Entry.ENGINE else _HOOK
         name = node.name()
         if (top_hooks(True) is not None or name == _REENTRANT) and (region := repeated_region()) is not None:
-            return self.in_module(self._caller_of(region), recomputed=True)
-        found = self._of_accumulation(node) if name == _ACCUMULATE else self._of_node(node, name)
-        return found if entry is not Entry.HOOK else self.in_module(found.module, recomputed=False)
-
-    def in_module(self, module: str, *, recomputed: bool) -> OpScope:
-        """Return the scope of an op inside a module that is called during a backward pass."""
-        known = self._scopes.get(key := (module, None, recomputed))
-        if known is None:
-            known = self._scopes[key] = OpScope(module=module, recomputed=recomputed)
-        return known
+            return scope_in(self._caller_of(region), recomputed=True)
+        is_sum = name == _ACCUMULATE
+        found = _of_accumulation(self._parameter_names.get(id(node.variable))) if is_sum else self._of_node(node, name)
+        return found if entry is not Entry.HOOK else scope_in(found.module, recomputed=False)
 
     def note_functions(self, call: CallNode) -> None:
         """Note in a new call which autograd Functions' forwards run, innermost first, and what module called each.
@@ -172,14 +162,6 @@ class BackwardMap:
             return self._of_node(region, _REENTRANT).module
         return UNKNOWN_MODULE if region is None else self._callers.get(region, UNKNOWN_MODULE)
 
-    def _of_accumulation(self, node: Any) -> OpScope:
-        name = self._parameter_names.get(id(node.variable))
-        known = self._scopes.get(key := ("", name or "", False))
-        if known is None:
-            module = UNKNOWN_MODULE if name is None else name.rpartition(".")[0]
-            known = self._scopes[key] = OpScope(module=module, source=(), name=name)
-        return known
-
     def _of_node(self, node: Any, name: str) -> OpScope:
         """Return the scope of a node by the forward op that made it; all threads that know one must agree."""
         number = node._sequence_nr()
@@ -189,19 +171,16 @@ class BackwardMap:
                 return known
         # of the forward of a Python autograd Function; None for nodes of torch's own
         code = getattr(getattr(getattr(type(node), "_forward_cls", None), "forward", None), "__code__", None)
-        found = [
-            scope for nodes in self._threads.values() if (scope := _find_in(nodes, number, name, code)) is not UNKNOWN
-        ]
-        if len(found) == 1 or len({scope.module for scope in found}) == 1:
-            return found[0]
-        return UNKNOWN
+        every = (_find_in(nodes, number, name, code) for nodes in self._threads.values())
+        found = [scope for scope in every if scope is not UNKNOWN]
+        return found[0] if len({scope.module for scope in found}) == 1 else UNKNOWN
 
 
 class OpPlaces:
     """Where ops run, for modes that record no program: phase, module and source.
 
-    Nodes are forgotten after half a million of them, and those made before then lead to "?", so that it can stay open
-    over a whole training.
+    Nodes are forgotten after 100,000 of them, and those made before then lead to "?", so that it can stay open over a
+    whole training.
     """
 
     def __init__(self, root: nn.Module | None) -> None:
@@ -210,16 +189,14 @@ class OpPlaces:
         self._root = root
         self._parameter_names: dict[int, str] = {}
         self.backward = BackwardMap(self._parameter_names, self.modules)
-        self._calls: dict[tuple[object, ...], CallNode] = {}
         self._num_nodes = 0
 
     def open(self) -> None:
         """Start to follow the modules."""
         self._forget()
+        named = [] if self._root is None else [*self._root.named_parameters(remove_duplicate=False)]
         self._parameter_names.clear()
-        if self._root is not None:
-            named = self._root.named_parameters(remove_duplicate=False)
-            self._parameter_names.update((id(parameter), name) for name, parameter in reversed([*named]))
+        self._parameter_names.update((id(parameter), name) for name, parameter in reversed(named))
         self.modules.open()
 
     def close(self) -> None:
@@ -227,33 +204,34 @@ class OpPlaces:
         self.modules.close()
         self._forget()
 
-    def note(self, func: object, plan: OpPlan, phase: str, scope: OpScope) -> tuple[str, ...] | None:
-        """Note the running op, which may own an autograd node; return its source when that had to be found out."""
-        is_backward = phase == "backward"
-        if phase == "optimizer" or (is_backward and not (_is_grad_enabled() or scope.recomputed)):
-            return None
-        if not is_backward and not (_is_grad_enabled() or self.backward.is_unclaimed()):
-            return None
+    def note(self, func: object, plan: OpPlan, phase: str, scope: OpScope) -> None:
+        """Note the running op, which may own an autograd node."""
+        may_own_node = scope.recomputed if phase == "backward" else self.backward.is_unclaimed()
+        if phase == "optimizer" or not (_is_grad_enabled() or may_own_node):
+            return
         if self._num_nodes > _MAX_NODES and graph_task_id() == -1:
             self._forget()
-        source = source_of(scope)
-        call = CallNode(None, func, phase, scope, [], [], [], 0)
+        call = CallNode(None, func, phase, scope, [], [], [], 0, source=source_of(scope))
+        call.op_base, call.is_in_place = plan.base, bool(plan.writes)
         self.backward.note_functions(call)
-        # one object for all calls from one place, so that little is kept of a long block
-        key = (id(func), phase, scope, source, call.functions)
-        known = self._calls.get(key)
-        if known is None:
-            call.op_base, call.is_in_place, call.source = plan.base, bool(plan.writes), source
-            known = self._calls[key] = call
-        self.backward.register(known)
+        self.backward.register(call)
         self._num_nodes += 1
-        return source
 
     def _forget(self) -> None:
         self.backward.clear()
         self._num_nodes = 0
-        if len(self._calls) > _MAX_CALLS:
-            self._calls.clear()
+
+
+@lru_cache(maxsize=100_000)
+def scope_in(module: str, *, recomputed: bool) -> OpScope:
+    """Return the scope of an op inside a module that is called during a backward pass."""
+    return OpScope(module=module, recomputed=recomputed)
+
+
+@lru_cache(maxsize=100_000)
+def _of_accumulation(name: str | None) -> OpScope:
+    module = UNKNOWN_MODULE if name is None else name.rpartition(".")[0]
+    return OpScope(module=module, source=(), name=name)
 
 
 def _find_in(nodes: _Nodes, number: int, name: str, code: CodeType | None) -> OpScope:
@@ -269,12 +247,10 @@ def _find_in(nodes: _Nodes, number: int, name: str, code: CodeType | None) -> Op
         if call is not None and call.op_base == "aten.clone":
             call = nodes.first.get(number - 2)
         return _scope_in(call) if call is not None and call.is_in_place else UNKNOWN
-    for num_between in range(_MAX_BETWEEN):
-        call = nodes.first.get(number + num_between)
-        if call is not None:
-            break
-    else:
+    between = (at for at in range(_MAX_BETWEEN) if number + at in nodes.first)
+    if (num_between := next(between, None)) is None:
         return UNKNOWN
+    call = nodes.first[number + num_between]
     if code is not None:
         found = _scope_in(call, code)
         if found is not UNKNOWN or num_between:

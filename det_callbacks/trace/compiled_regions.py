@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from det_callbacks.digest.components import digest_output
 from det_callbacks.runs.program import MISSES_PARAMETERS, REGION, Role, Site
-from det_callbacks.trace.backward import compiled_nodes
+from det_callbacks.trace.backward import compiled_nodes, scope_in
 from det_callbacks.trace.compiled_graphs import TracedGraph
 from det_callbacks.trace.components import holds_data, parts_with_memory
 from det_callbacks.trace.dispatch import TAKE_APART, breaks_graph
@@ -296,7 +296,7 @@ class CompiledRegions:
             module = name[: -len(known)].rstrip(".")
             if _unwrapped(module) == _unwrapped(scope.module):
                 return scope
-            return self._recorder.backward.in_module(module, recomputed=scope.recomputed)
+            return scope_in(module, recomputed=scope.recomputed)
         return scope
 
     def _selects(self, phase: str, scope: OpScope) -> bool:

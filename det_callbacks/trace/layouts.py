@@ -53,10 +53,10 @@ class LayoutSlot:
 
     index: int
     entry: TensorLayout | None
-    is_dense: bool  # the elements fill their extent in memory without holes or overlap
-    is_raw: bool  # and can be digested as they lie: not complex, since a lazy conjugation would be missed
-    is_row_major: bool  # raw, and in row-major order
-    num_bytes: int
+    is_dense: bool = False  # the elements fill their extent in memory without holes or overlap
+    is_raw: bool = False  # and can be digested as they lie: not complex, since a lazy conjugation would be missed
+    is_row_major: bool = False  # raw, and in row-major order
+    num_bytes: int = 0
 
 
 class LayoutTable:
@@ -64,37 +64,32 @@ class LayoutTable:
 
     def __init__(self) -> None:
         self.slots: dict[Any, LayoutSlot] = {}  # public because the recorder reads it once per tensor
-        self._order: list[LayoutSlot] = []
-        self._digests: list[int] = []
-        self._known: list[tuple[list[int], int]] = []
-        self._add_fixed()
-
-    def _add_fixed(self) -> None:
-        self.none = self.add(None, None)
-        self.tags = {tag: self.special(tag) for tag in ("float", "int", "bool", "digest")}
+        self._forget()
 
     def trim(self) -> None:
         """Forget everything once it is too large; call between steps."""
         if len(self._order) > MAX_ENTRIES:
-            self.slots.clear()
-            self._order.clear()
-            self._digests.clear()
-            self._known.clear()
-            self._add_fixed()
+            self._forget()
+
+    def _forget(self) -> None:
+        self.slots.clear()
+        self._order: list[LayoutSlot] = []
+        self._digests: list[int] = []
+        self._known: list[tuple[list[int], int]] = []
+        self.none = self._add(None, None)
+        self.tags = {tag: self.special(tag) for tag in ("float", "int", "bool", "digest")}
 
     def add_strided(self, key: tuple[Any, ...]) -> LayoutSlot:
         """Intern the layout of an ordinary tensor: dtype, shape, stride, and which parts of tensors its op reads."""
         dtype, shape, stride, *parts = key
-        name = str(dtype).removeprefix("torch.")
-        detail = describe_parts(*parts)
+        name, detail = str(dtype).removeprefix("torch."), describe_parts(*parts)
         entry = TensorLayout(dtype=name, shape=tuple(shape), stride=tuple(stride), detail=detail)
-        may_be_raw = not dtype.is_complex and dtype not in _QUANTISED
-        return self.add(key, entry, itemsize=dtype.itemsize, may_be_raw=may_be_raw)
+        return self._add(key, entry, dtype)
 
     def special(self, dtype: str, shape: tuple[int, ...] = (), detail: str = "") -> LayoutSlot:
         """Return the slot of something that is no strided tensor: a number, a sparse tensor, a shard."""
         key = (dtype, shape, detail)
-        return self.slots.get(key) or self.add(key, TensorLayout(dtype=dtype, shape=shape, detail=detail))
+        return self.slots.get(key) or self._add(key, TensorLayout(dtype=dtype, shape=shape, detail=detail))
 
     def without_bits(self, tensor: Tensor, detail: str) -> LayoutSlot:
         """Return the slot of a tensor that is not digested, for the reason that ``detail`` names."""
@@ -121,18 +116,14 @@ class LayoutTable:
         key = (tensor.dtype, tensor.shape, tensor.stride(), ((-1, offset, ()),))
         return self.slots.get(key) or self.add_strided(key)
 
-    def add(self, key: Any, entry: TensorLayout | None, *, itemsize: int = 0, may_be_raw: bool = False) -> LayoutSlot:
-        """Intern an entry."""
-        dense = raw = is_row_major = False
-        num_bytes = 0
-        if entry is not None and itemsize > 0:
-            dense = is_dense(entry.shape, entry.stride)
-            num_bytes = itemsize * prod(entry.shape)
-            raw = dense and may_be_raw and num_bytes > 0
+    def _add(self, key: Any, entry: TensorLayout | None, dtype: torch.dtype | None = None) -> LayoutSlot:
+        slot = self.slots[key] = LayoutSlot(index=len(self._order), entry=entry)
+        if entry is not None and dtype is not None:
+            slot.is_dense = is_dense(entry.shape, entry.stride)
+            slot.num_bytes = dtype.itemsize * prod(entry.shape)
+            slot.is_raw = slot.is_dense and slot.num_bytes > 0 and not dtype.is_complex and dtype not in _QUANTISED
             strides = [stride for stride, length in zip(entry.stride, entry.shape, strict=True) if length != 1]
-            is_row_major = raw and strides == sorted(strides, reverse=True)
-        kind = {"is_dense": dense, "is_raw": raw, "is_row_major": is_row_major}
-        slot = self.slots[key] = LayoutSlot(index=len(self._order), entry=entry, num_bytes=num_bytes, **kind)
+            slot.is_row_major = slot.is_raw and strides == sorted(strides, reverse=True)
         self._order.append(slot)
         self._digests.append(entry_digest(entry))
         return slot

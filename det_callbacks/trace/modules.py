@@ -32,32 +32,23 @@ _REGIONS = {"unpack_hook": "frame", "backward": "ctx"}  # what repeats a checkpo
 
 
 class ModuleStack:
-    """The modules that are running, outermost first, by names relative to ``root``, or to the class of the outermost.
-
-    Attributes:
-        current: scope of the innermost running module; while a compiled region runs, that of the module whose code
-            the region is, until it calls ``return_to_stack``.
-        backward_pass: the backward pass that module was called in (recomputation, hooks); -1 when it was in none.
-        is_recomputed: whether that call repeats one of the forward pass under activation checkpointing.
-        stack: of each running module itself, its scope, and its ``backward_pass`` and ``is_recomputed``.
-        on_enter: called before a module is entered.
-        on_output: called as ``on_output(name, output)`` when a module returns outside a backward pass.
-    """
+    """The modules that are running, by names relative to ``root``, or to the class of the outermost."""
 
     def __init__(self, root: nn.Module | None) -> None:
-        self.on_enter: Callable[[], None] | None = None
-        self.on_output: Callable[[str, Any], None] | None = None
+        self.on_enter: Callable[[], None] | None = None  # called before a module is entered
+        self.on_output: Callable[[str, Any], None] | None = None  # with the name, when one returns in no backward pass
         self._root = root
         self._scopes: dict[int, OpScope] = {}
         self._modules: list[nn.Module] = []
-        self.stack: list[tuple[nn.Module, OpScope, int, bool]] = []
         self._key: int | None = None
         self._hooks = (self._enter, self._leave)
         self._has_refreshed = False
         self._filters: list[Any] = []
-        self.current = NOWHERE
-        self.backward_pass = -1
-        self.is_recomputed = False
+        # each running module, its scope, the backward pass that it was called in (-1 for none), and whether that call
+        # repeats one of the forward pass under activation checkpointing
+        self.stack: list[tuple[nn.Module, OpScope, int, bool]] = []
+        # the same of the innermost; while a compiled region runs, the scope is that of the module whose code it is
+        self.current, self.backward_pass, self.is_recomputed = NOWHERE, -1, False
 
     def open(self) -> None:
         """Register the hooks."""
@@ -112,18 +103,14 @@ class ModuleStack:
                 self._modules.append(module)  # keeps the id from being reused
 
     def _scope_of(self, module: nn.Module) -> OpScope:
-        known = self._scopes.get(id(module))
-        if known is not None:
-            return known
-        if self._root is None:
-            if not self.stack:
+        if (key := id(module)) not in self._scopes:
+            if self._root is None and not self.stack:
                 self._refresh(module, type(module).__name__)
-                return self._scopes[id(module)]
-        elif not self._has_refreshed:
-            self._has_refreshed = True
-            self._refresh(self._root, "")
+            elif self._root is not None and not self._has_refreshed:
+                self._has_refreshed = True
+                self._refresh(self._root, "")
         # not part of the model (a wrapper, a metric): its ops count as its caller's
-        return self._scopes.get(id(module), self.current)
+        return self._scopes.get(key, self.current)
 
     @runs_uncompiled  # compiled by itself it would do nothing, for good: what is compiled is told by is_compiling
     def _enter(self, module: nn.Module, _args: Any) -> None:
@@ -146,13 +133,12 @@ class ModuleStack:
         depth = len(self.stack)
         while depth and self.stack[depth - 1][0] is not module:
             depth -= 1
-        if not depth:
-            return
-        _, scope, backward_pass, _ = self.stack[depth - 1]
-        if self.on_output is not None and output is not None and backward_pass == -1 and id(module) in self._scopes:
-            self.on_output(scope.module, output)
-        del self.stack[depth - 1 :]
-        self.return_to_stack()
+        if depth:
+            _, scope, backward_pass, _ = self.stack[depth - 1]
+            if self.on_output is not None and output is not None and backward_pass == -1 and id(module) in self._scopes:
+                self.on_output(scope.module, output)
+            del self.stack[depth - 1 :]
+            self.return_to_stack()
 
 
 def repeated_region() -> Any:

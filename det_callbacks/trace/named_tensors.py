@@ -15,11 +15,13 @@ from det_callbacks.digest.device.deferred import Bits
 from det_callbacks.host_digest import digest_spans
 from det_callbacks.rng import PROCESS, digest_generator, is_readable, used_generators
 from det_callbacks.runs.program import IN_FLIGHT, Role, Site, scalar_bits
+from det_callbacks.trace.backward import scope_in
 from det_callbacks.trace.components import PLAIN, STRIDED, address_of, has_parts, holds_data, unwrapped
 from det_callbacks.trace.layouts import LayoutSlot
 from det_callbacks.trace.leaves import flatten
 from det_callbacks.trace.program_trie import CallNode
 from det_callbacks.trace.sites import owner_of
+from det_callbacks.trace.storages import PartialWrites
 
 if TYPE_CHECKING:
     from det_callbacks.trace.recorder import Recorder
@@ -35,10 +37,9 @@ Entry = tuple[str, Tensor | int | float | bool]
 class NameTable:
     """Place of a parameter, a buffer or a state of an optimizer -> its qualified name.
 
-    Names are those at the step's beginning (and of an optimizer's state when it is first seen), whatever happened in
-    the steps before: a resumed run gives the same names as one that was never interrupted. State that is made inside
-    a step has its names from the next one on. Every storage in the table is pinned by a weak reference, so that
-    neither part of a place can come to mean another tensor.
+    Names are those at the step's beginning (and of an optimizer's state when it is first seen), so that a resumed run
+    gives the same ones as one that was never interrupted. Every storage in the table is pinned by a weak reference, so
+    that neither part of a place can come to mean another tensor.
     """
 
     def __init__(self) -> None:
@@ -50,11 +51,8 @@ class NameTable:
 
     def refresh(self) -> None:
         """List the named tensors as they are now; 1 microsecond each."""
-        named: dict[Place, tuple[str, object]] = {}
-        for name, value in self.list_state():
-            if has_place(value):
-                named.setdefault(place_of(value), (name, value))
-        self.keep({place: name for place, (name, _) in named.items()}, list(named.values()))
+        entries = [(name, value) for name, value in self.list_state() if has_place(value)]
+        self.keep({place_of(value): name for name, value in reversed(entries)}, entries)
 
     def keep(self, names: dict[Place, str], entries: Iterable[tuple[str, object]]) -> None:
         """Replace the table; the tensors at these places are among ``entries``."""
@@ -63,9 +61,8 @@ class NameTable:
             self.known = names
             for storage, address in names:
                 self._begins.setdefault(storage, []).append(address)
-            tensors = (value for _, value in entries if has_place(value))
             # declared as storages, and are addresses
-            self._pins = [tensor.untyped_storage()._weak_ref() for tensor in tensors]  # type: ignore[misc]
+            self._pins = [value.untyped_storage()._weak_ref() for _, value in entries if has_place(value)]  # type: ignore[misc]
 
     def of(self, tensor: Tensor) -> str | None:
         """Return the name of an ordinary strided tensor, None when it has none."""
@@ -82,10 +79,7 @@ class NameTable:
         return int(tensor.storage_offset()) if begin is None else (address - begin) // tensor.itemsize
 
     def of_written(self, tensor: Tensor) -> str | None:
-        """Return the name of an ordinary strided tensor that an op has written, which may be a gradient.
-
-        0.2 microseconds for each parameter of its shape.
-        """
+        """Return the name of an ordinary strided tensor that an op has written, which may be a gradient."""
         if (known := self.of(tensor)) is not None or not (address := address_of(tensor)):
             return known
         for name, parameter in self.list_parameters(tensor.shape):
@@ -136,64 +130,52 @@ def record_group(
 
     ``label`` tells groups at the same place apart. Their module is ``owner``, or follows from each name ("net.head" for
     "net.head.weight"). Where it ``is_source``, ops that read these tensors later in the step read these sites. Left out
-    are tensors without data (meta, fake, uninitialised), and what a CUDA graph that is being captured will hold. Costs
-    2 microseconds a tensor besides the digest.
+    are tensors without data (meta, fake, uninitialised), and what a CUDA graph that is being captured will hold.
     """
     if recorder.undigested.is_captured():
         return {}
     names: list[str] = []
     reads: list[list[int]] = []
     indices: list[int] = []
-    spans: list[tuple[int, int]] = []
+    spans: list[tuple[int, int]] = []  # of memory of the host, which is digested at once
     others: list[tuple[int, Any]] = []
-    written: list[Any] = []
+    sources: list[Any] = []
     places: dict[Place, str] = {}
-    layouts = recorder.layouts
-    writers = recorder.ledger.writers
-    collectives = recorder.undigested.collectives
+    value: Any  # told apart by class, which is sooner done than by isinstance
+    layouts, writers = recorder.layouts, recorder.ledger.writers
     for name, value in entries:
-        has_arrived = True
-        if value.__class__ in PLAIN and value.layout is STRIDED and value.is_cpu and not value.is_nested:
-            storage = value.untyped_storage()
-            storage_address = storage._cdata
-            writer = writers.get(storage_address)
-            if writer.__class__ is int:
-                reads.append([writer])
-            elif writer is None:
-                reads.append([])
+        edges: list[int] = []
+        is_plain = value.__class__ in PLAIN and value.layout is STRIDED and value.is_cpu and not value.is_nested
+        storage = value.untyped_storage() if is_plain else None
+        known: Any = writers.get(storage._cdata) if storage is not None else None
+        if storage is not None and known.__class__ is not PartialWrites:
+            edges = [] if known is None else [known]
+            slot = layouts.slots.get((value.dtype, value.shape, value.stride())) or layouts.of(value)
+            address = address_of(value)
+            if slot.num_bytes:
+                places.setdefault((storage._cdata, address), name)
+            if slot.is_row_major and address and not value.is_neg() and storage.nbytes() >= slot.num_bytes:
+                spans.append((address, slot.num_bytes))
             else:
-                has_arrived = collectives.arrive(value)
-                reads.append(recorder.ledger.writers_of(value))
-            if has_arrived:
-                slot = layouts.slots.get((value.dtype, value.shape, value.stride())) or layouts.of(value)
-                address = address_of(value)
-                if slot.num_bytes:
-                    places.setdefault((storage_address, address), name)
-                if slot.is_row_major and address and not value.is_neg() and storage.nbytes() >= slot.num_bytes:
-                    spans.append((address, slot.num_bytes))
-                else:
-                    others.append((len(names), value))
+                others.append((len(names), value))
         elif not isinstance(value, Tensor):
-            reads.append([])
             slot = layouts.special(scalar_bits(value)[1])
             others.append((len(names), value))
-        elif holds_data(value):
-            has_arrived = collectives.arrive(value)
-            reads.append(recorder.writers_of(value))
-            slot = layouts.of(value)
-            if has_arrived:
-                others.append((len(names), value))
-                if has_place(value):
-                    places.setdefault(place_of(value), name)
-        else:
+        elif not holds_data(value):
             continue
-        if not has_arrived:
-            slot = layouts.without_bits(value, IN_FLIGHT)  # type: ignore[arg-type]  # a tensor
+        elif recorder.undigested.collectives.arrive(value):
+            edges, slot = recorder.writers_of(value), layouts.of(value)
+            others.append((len(names), value))
+            if has_place(value):
+                places.setdefault(place_of(value), name)
+        else:
+            edges, slot = recorder.writers_of(value), layouts.without_bits(value, IN_FLIGHT)
             others.append((len(names), 0))
         names.append(name)
+        reads.append(edges)
         indices.append(slot.index)
         if is_source:
-            written.append(value)
+            sources.append(value)
     if not names:
         return places
     _step_to(recorder, label, phase, owner, reads, names)
@@ -204,7 +186,7 @@ def record_group(
         digests.insert(index, recorder.deferred.defer(first + index, bits))
     recorder.digests.extend(digests)
     recorder.layout_indices.extend(indices)
-    for position, value in enumerate(written, start=first):
+    for position, value in enumerate(sources, start=first):
         if isinstance(value, Tensor) and not has_parts(value) and value.numel():
             recorder.ledger.write(value, position)
     recorder.deferred.end_group()
@@ -237,8 +219,7 @@ def _step_to(
             for module, name, edges in zip(modules, names, reads, strict=True)
         )
 
-    scope = recorder.backward.in_module(owner or "", recomputed=False)
-    recorder.trie.step_to((label, phase, scope, [], reads, names, len(names)), build)
+    recorder.trie.step_to((label, phase, scope_in(owner or "", recomputed=False), [], reads, names, len(names)), build)
 
 
 class ModuleOutputs:
@@ -246,7 +227,6 @@ class ModuleOutputs:
 
     def __init__(self, recorder: "Recorder") -> None:
         self._recorder = recorder
-        self._follows_gradients = "backward" in recorder.selection.phases
         self._step: object = None
 
     def open(self) -> None:
@@ -262,11 +242,9 @@ class ModuleOutputs:
     def _record(self, module: str, output: Any) -> None:
         recorder = self._recorder
         phase = recorder.phase
-        if not recorder.selects_all and not recorder.selects(
-            phase, recorder.backward.in_module(module, recomputed=False)
-        ):
+        if not recorder.selects(phase, scope_in(module, recomputed=False)):
             return
-        is_followed = self._follows_gradients and torch.is_grad_enabled()
+        is_followed = "backward" in recorder.selection.phases and torch.is_grad_enabled()
         entries = (("output", output),) if isinstance(output, Tensor) else flatten(output, "output")
         for name, tensor in entries:
             if not isinstance(tensor, Tensor):

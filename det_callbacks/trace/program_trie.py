@@ -24,56 +24,40 @@ MAX_TEXT = 4_000_000  # characters of arguments; of those that come later, a ste
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpScope:
-    """Where an op belongs.
+    """Where an op belongs; in a backward pass that is where the forward op is whose gradient it computes."""
 
-    Attributes:
-        module: qualified name of the running module; in a backward pass that of the forward op whose gradient the op
-            computes; "" outside any module, "?" when it cannot be told.
-        source: the lines of that forward op; None when the op's own stack tells them.
-        name: the parameter whose gradient is accumulated, else None.
-        recomputed: the op repeats a forward op under activation checkpointing.
-    """
-
-    module: str
-    source: tuple[str, ...] | None = None
-    name: str | None = None
-    recomputed: bool = False
+    module: str  # "" outside any module, "?" when it cannot be told
+    source: tuple[str, ...] | None = None  # the lines of that forward op; None when the op's own stack tells them
+    name: str | None = None  # the parameter whose gradient is accumulated
+    recomputed: bool = False  # it repeats a forward op under activation checkpointing
 
 
 @dataclass(slots=True, eq=False)
 class CallNode:
-    """One call of an op, or one group of named tensors, at one place of the trie.
-
-    Attributes:
-        func: the op's overload, or what stands for another kind of call.
-        consts: the arguments that are no tensors, in order, as they were in the last such call.
-        reads: positions that the call reads; ``names`` are those of the input sites made for it.
-        exact: text form of ``consts`` where equality would be too weak (1 == 1.0 == True, 0.0 == -0.0).
-        numbers: indices of the arguments that belong to the step, with the digest ``bits``, and not to the program.
-        any_number: indices of those that take any kind of number, so that 1, 1.0 and True are not the same.
-        op_base, is_in_place, functions, scopes: what tells whether an autograd node is of this call (backward.py).
-    """
+    """One call of an op, or one group of named tensors, at one place of the trie."""
 
     parent: "CallNode | None"
-    func: object
+    func: object  # the op's overload, or what stands for another kind of call
     phase: str
     scope: OpScope
-    consts: list[Any]
-    reads: list[Any]
-    names: list[Any]
+    consts: list[Any]  # the arguments that are no tensors, in order, as they were in the last such call
+    reads: list[Any]  # positions of sites
+    names: list[Any]  # of the input sites made for it
     num_outputs: int
     keywords: tuple[str, ...] = ()
-    exact: str | None = None
-    numbers: tuple[int, ...] = ()
-    any_number: frozenset[int] = frozenset()
-    bits: int = 0
+    exact: str | None = None  # text form of ``consts`` where equality would be too weak (1 == 1.0 == True, 0.0 == -0.0)
+    numbers: tuple[int, ...] = ()  # indices of the arguments that belong to the step, and not to the program
+    any_number: frozenset[int] = frozenset()  # of those that take any kind of number: 1, 1.0 and True are not the same
+    bits: int = 0  # the digest of the ``numbers``
     tag: ArgumentTag = "digest"
     rows: tuple[Site, ...] = ()
     source: tuple[str, ...] = ()
+    # from here on: what tells whether an autograd node is of this call (backward.py)
     op_base: str = ""
     is_in_place: bool = False
     functions: tuple[tuple[CodeType, str], ...] = ()
     scopes: dict[object, OpScope] = field(default_factory=dict)
+    # the next calls, and the one of them that was taken last
     children: "list[CallNode]" = field(default_factory=list)
     likely: "CallNode | None" = None
     program: Program | None = None
@@ -147,11 +131,8 @@ class ProgramTrie:
         if not node.numbers or len(node.consts) != len(consts):
             return False
         for index, (known, value) in enumerate(zip(node.consts, consts, strict=True)):
-            if (
-                not is_number(value)
-                if index in node.numbers
-                else known.__class__ is not value.__class__ or known != value
-            ):
+            is_same = known.__class__ is value.__class__ and known == value
+            if not (is_number(value) if index in node.numbers else is_same):
                 return False
         self.set_numbers(node, consts)
         return True
@@ -163,10 +144,9 @@ class ProgramTrie:
         node.exact = repr(consts) if is_weak else None
         if node.numbers:
             node.bits, node.tag, text = argument_bits([consts[index] for index in node.numbers])
-            if text is None or node.bits in self.values or self._num_characters + len(text) > MAX_TEXT:
-                return
-            self.values[node.bits] = text
-            self._num_characters += len(text)
+            if text is not None and node.bits not in self.values and self._num_characters + len(text) <= MAX_TEXT:
+                self.values[node.bits] = text
+                self._num_characters += len(text)
 
     def rows(self) -> list[Site]:
         """Return the sites of the step up to here."""
@@ -215,8 +195,6 @@ def is_ambiguous(value: Any, *, is_number: bool) -> bool:
     """Return whether an argument may equal another that is not the same: 0.0 == -0.0, 1 == 1.0 == True."""
     if isinstance(value, list | tuple):
         return any(is_ambiguous(item, is_number=is_number) for item in value)
-    if isinstance(value, float) and value == 0.0:
-        return True
-    if not is_number or not isinstance(value, int | float | complex):
-        return False
-    return isinstance(value, complex) or (value == value and abs(value) < 2**63 and value == int(value))
+    if isinstance(value, float):
+        return value == 0.0 or (is_number and value.is_integer())
+    return is_number and isinstance(value, int | complex)

@@ -62,7 +62,7 @@ class Region:
 class PartialWrites:
     """Writers of parts of a storage, in the order in which they wrote: the position of a site, ``UNKNOWN`` or less."""
 
-    is_uninitialised: bool  # made in this step, so that bytes that nobody wrote hold nothing worth recording
+    is_uninitialised: bool = False  # made in this step, so that bytes that nobody wrote hold nothing worth recording
     is_empty: bool = False  # made by an op that only allocates
     writes: list[tuple[Region, int]] = field(default_factory=list)
 
@@ -92,13 +92,9 @@ class PartialWrites:
                 return at >= 0
             if at < 0 and written.overlaps(region):
                 return False
-        if self.is_uninitialised:
-            return True
-        reached = region.low
-        for low, high in sorted((written.low, written.high) for written, _ in self.writes if not written.holes):
-            if low <= reached:
-                reached = max(reached, high)
-        return reached >= region.high
+        # writes without holes never overlap each other
+        shared = (min(one.high, region.high) - max(one.low, region.low) for one, _ in self.writes if not one.holes)
+        return self.is_uninitialised or sum(max(size, 0) for size in shared) == region.high - region.low
 
     def is_filled(self, region: Region) -> bool:
         """Return whether somebody has written every byte of a region; False as well where it is very large."""
@@ -144,17 +140,20 @@ class StorageLedger:
         return address
 
     def write(self, tensor: Tensor, position: int) -> None:
-        """Note that a site wrote the elements of a tensor, which may be any view of a storage."""
+        """Note who wrote the elements of a tensor, which may be any view: a site, ``UNKNOWN``, or a delivery."""
         storage = tensor.untyped_storage()
-        address = storage._cdata
+        address, num_bytes = storage._cdata, storage.nbytes()
         known = self.writers.get(address)
         if known is None:
             self.pin(tensor)
         region = region_of(tensor)
-        if not region.holes and region.low == 0 and region.high >= storage.nbytes():
+        if position >= 0 and not region.holes and region.low == 0 and region.high >= num_bytes:
             self.writers[address] = position
-        else:
-            self._partial(address, known, storage.nbytes()).add(region, position)
+        elif region.high > region.low:
+            if not isinstance(known, PartialWrites):
+                earlier = [] if known is None else [(Region(0, num_bytes), known)]
+                known = self.writers[address] = PartialWrites(writes=earlier)
+            known.add(region, position)
 
     def mark_uninitialised(self, tensor: Tensor, *, is_empty: bool = False) -> None:
         """Note a tensor whose memory is uninitialised, or as good as that: a workspace that its op has filled."""
@@ -162,52 +161,27 @@ class StorageLedger:
 
     def forget(self, tensor: Tensor) -> None:
         """Note that something unrecorded wrote a tensor: the next recorded read of it becomes an input site."""
-        storage = tensor.untyped_storage()
-        known = self.writers.get(storage._cdata)
-        if known is None:
-            return
-        region = region_of(tensor)
-        if not region.holes and region.low == 0 and region.high >= storage.nbytes():
-            del self.writers[storage._cdata]
-        elif region.high > region.low:
-            self._partial(storage._cdata, known, storage.nbytes()).add(region, UNKNOWN)
+        if tensor.untyped_storage()._cdata in self.writers:
+            self.write(tensor, UNKNOWN)
 
     def mark_in_flight(self, tensor: Tensor) -> None:
         """Note that a device copies into a tensor of the host, which nobody may look at before the step's end."""
-        address = self.pin(tensor)
-        self.in_flight.add(address)
-        num_bytes = tensor.untyped_storage().nbytes()
-        self._partial(address, self.writers.get(address), num_bytes).add(region_of(tensor), UNKNOWN)
+        self.in_flight.add(self.pin(tensor))
+        self.write(tensor, UNKNOWN)
 
     def invalidate(self) -> None:
         """Note that something may have written any memory: the next recorded read of it becomes a site."""
         self.is_invalidated = True
-        under_way: dict[int, int | PartialWrites] = {}
-        for address, known in self.writers.items():
-            if isinstance(known, PartialWrites) and (
-                pending := [write for write in known.writes if write[1] < UNKNOWN]
-            ):
-                # what a collective has yet to bring comes later than what may have been written now
-                under_way[address] = PartialWrites(is_uninitialised=False, writes=pending)
-        self.writers.clear()
-        self.writers.update(under_way)
+        for address, known in list(self.writers.items()):
+            # what a collective has yet to bring comes later than what may have been written now
+            pending = [] if isinstance(known, int) else [write for write in known.writes if write[1] < UNKNOWN]
+            del self.writers[address]
+            if pending:
+                self.writers[address] = PartialWrites(writes=pending)
 
     def deliver(self, tensor: Tensor, number: int) -> None:
         """Note that a collective writes a tensor, now or later; the first read of it makes a row."""
-        region = region_of(tensor)
-        if region.high > region.low:
-            storage = tensor.untyped_storage()
-            known = self.writers.get(storage._cdata)
-            if known is None:
-                self.pin(tensor)
-            self._partial(storage._cdata, known, storage.nbytes()).add(region, UNKNOWN - 1 - number)
-
-    def extend(self, tensor: Tensor, num_bytes: int) -> None:
-        """Note that a tensor's storage has more bytes than before; the new ones are uninitialised."""
-        address = tensor.untyped_storage()._cdata
-        known = self.writers.get(address)
-        if isinstance(known, int):
-            self.writers[address] = PartialWrites(is_uninitialised=True, writes=[(Region(0, num_bytes), known)])
+        self.write(tensor, UNKNOWN - 1 - number)
 
     def writers_of(self, tensor: Tensor) -> list[int]:
         """Return the recorded sites that wrote the bytes of a tensor that has a storage, ascending."""
@@ -232,12 +206,6 @@ class StorageLedger:
         pins, self.pins = self.pins, []  # each is let go once, also where Ctrl-C ends this and it is called again
         for address in pins:
             _free_weak_ref(address)  # type: ignore[no-untyped-call]  # torch's own, unannotated
-
-    def _partial(self, address: int, known: int | PartialWrites | None, num_bytes: int) -> PartialWrites:
-        if not isinstance(known, PartialWrites):
-            writes = [] if known is None else [(Region(0, num_bytes), known)]
-            known = self.writers[address] = PartialWrites(is_uninitialised=False, writes=writes)
-        return known
 
 
 def region_of(tensor: Tensor) -> Region:

@@ -55,8 +55,8 @@ class UndigestedOps:
         if plan.kind is OpKind.COLLECTIVE:
             return self.collectives.run(plan, func, args, kwargs)
         recorder.counts.skipped[plan.kind.value] += 1
-        if plan.kind is OpKind.RELAYOUT:
-            return self._relayout(func, args, kwargs)
+        if plan.kind is OpKind.RELAYOUT and not has_parts(args[0]):  # bytes that stay have the writers they had
+            return func(*args, **kwargs)
         out = func(*args, **kwargs)
         if plan.kind is OpKind.UNINITIALISED:
             if out.__class__ is Tensor and out.layout is STRIDED:
@@ -162,20 +162,6 @@ class UndigestedOps:
         self._recorder.counts.skipped["captured"] += 1
         recorder.backward.note_unseen()
         return (plan.whole or plan).call(*args, **kwargs)
-
-    def _relayout(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an op that gives a tensor another storage or extent; bytes that stay have the writers they had."""
-        target = args[0]
-        if has_parts(target):
-            self._forget(tensors_in((*args, *kwargs.values())))
-            return func(*args, **kwargs)
-        before = target.untyped_storage()
-        address, num_bytes = before._cdata, before.nbytes()
-        out = func(*args, **kwargs)
-        after = target.untyped_storage()
-        if after._cdata == address and after.nbytes() > num_bytes:
-            self._recorder.ledger.extend(target, num_bytes)
-        return out
 
     def _touch(self, func: Any, plan: OpPlan) -> None:
         """Note an op that is not digested: the autograd node it may own leads back to its module."""
