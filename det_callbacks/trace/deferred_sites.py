@@ -32,13 +32,8 @@ class DeferredSites(DeferredDigests):
         self.bits: dict[int, Bits] = {}  # by the position of the site
         self._asked: list[tuple[Sequence[Bits], Callable[[list[int]], None]]] = []
 
-    @property
-    def sees_writes(self) -> bool:
-        """Whether every op passes by the recorder now; while none does, nothing may wait when a group has ended."""
-        return self._sees_writes
-
-    @sees_writes.setter
-    def sees_writes(self, sees_writes: bool) -> None:
+    def see_writes(self, sees_writes: bool) -> None:
+        """Note whether every op passes by the recorder; while none does, nothing may wait when a group has ended."""
         self.flush()
         self._sees_writes = sees_writes
 
@@ -54,19 +49,16 @@ class DeferredSites(DeferredDigests):
 
     def digest(self, position: int, tensor: Tensor, slot: LayoutSlot) -> int:
         """Return the digest of a tensor, in memory order where it is dense; 0 where it is deferred."""
+        bits: Bits | None = None
         if slot.is_raw and tensor.__class__ in PLAIN and not tensor.is_neg():
             storage = tensor.untyped_storage()
             address = address_of(tensor)  # 0 for an efficient zero tensor, which has no memory
-            if tensor.is_cpu:
-                if storage.nbytes() >= slot.num_bytes and address:
+            first = tensor.storage_offset() * tensor.itemsize
+            if address and storage.nbytes() >= first + slot.num_bytes:
+                if tensor.is_cpu:
                     return digest_memory(address, slot.num_bytes)
-            else:
-                first = tensor.storage_offset() * tensor.element_size()
-                if storage.nbytes() >= first + slot.num_bytes and address:
-                    bits = self.add(storage, first, slot.num_bytes)
-                    if bits is not None:
-                        return self.defer(position, bits)
-        return self.defer(position, tensor_bits(tensor, self, memory_order=True))
+                bits = self.add(storage, first, slot.num_bytes)
+        return self.defer(position, tensor_bits(tensor, self, memory_order=True) if bits is None else bits)
 
     def defer(self, position: int, bits: Bits) -> int:
         """Return bits that are known; note others for a site, and return 0."""

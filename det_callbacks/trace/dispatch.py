@@ -128,7 +128,7 @@ class Interceptor(DispatchMode):
     def recorder(self, recorder: "Recorder | None") -> None:
         for one in (self._recorder, recorder):
             if one is not None:
-                one.deferred.sees_writes = one is recorder
+                one.deferred.see_writes(one is recorder)
         self._recorder = recorder
 
     @override

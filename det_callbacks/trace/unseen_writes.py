@@ -1,11 +1,11 @@
 """Writers that the trace did not see (a raw kernel, NumPy, another thread), looked for where an output differs.
 
 In a verify run the inputs that are still alive are then digested again and compared with what their writers had left; a
-difference makes ``is_origin`` null (the start "unseen writer" in ``compare/differences.py``). Where digests are known
-only at the step's end, the inputs that are alive then are looked at.
+difference makes ``is_origin`` null. Where digests are known only at the step's end, what is alive then is looked at.
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +18,7 @@ from det_callbacks.runs.program import Program
 from det_callbacks.runs.steps import Expectation
 from det_callbacks.trace.components import has_parts
 from det_callbacks.trace.overloads import OpPlan, tensors_in, tensors_read
-from det_callbacks.trace.storages import PartialWrites, Region, region_of
+from det_callbacks.trace.storages import Region, region_of
 
 if TYPE_CHECKING:
     from det_callbacks.trace.recorder import Recorder
@@ -48,12 +48,13 @@ class UnseenWriteCheck:
         Nobody can read these bits afterwards. What the call itself has just read is not looked at again, nor, inside an
         optimizer's update, what the update has read or written; nor what is overwritten as a whole, unread.
         """
+        looked_at = _ordinary(written)
         if plan.is_overwrite:
-            given = Counter(_address(tensor) for tensor in tensors_in((*args, *kwargs.values())))
+            given = Counter(map(_address, _ordinary(tensors_in((*args, *kwargs.values())))))
             # torch.mul(a, 2, out=a) reads it
-            written = [one for one in written if given[_address(one)] > 1 or _is_part(one)]
+            looked_at = [one for one in looked_at if given[_address(one)] > 1 or _is_part(one)]
         trusted = self._update if phase == "optimizer" else mark
-        changed = [one for one in written if not self._is_written_since(one, trusted) and self._is_changed(one)]
+        changed = [one for one in looked_at if self._is_changed(one, trusted)]
         # the rest of the memory stays what it is, and whoever reads it later reads that
         self._changed_at.update((_address(one), mark) for one in changed)
         return bool(changed)
@@ -76,16 +77,15 @@ class UnseenWriteCheck:
         digests, deferred = self._recorder.digests, self._recorder.deferred.bits
         positions = range(first, len(digests))
         waiting = [position for position in positions if position in deferred]
-        differs = expected.checks_left and any(
+        if expected.checks_left and any(
             position not in deferred and expected.differs(position, digests[position]) for position in positions
-        )
-        if differs:
+        ):
             expected.checks_left -= 1
-            if was_changed or any(map(self._is_changed, tensors_read(plan, args, kwargs))):
+            if was_changed or any(map(self._is_changed, _ordinary(tensors_read(plan, args, kwargs)))):
                 expected.unseen_writes.update(positions)
         elif waiting:
-            on_host = [one for one in tensors_read(plan, args, kwargs) if one.is_cpu and not has_parts(one)]
-            if any(not self._is_written_since(tensor, mark) and self._is_changed(tensor) for tensor in on_host):
+            read = _ordinary(tensors_read(plan, args, kwargs))
+            if any(self._is_changed(tensor, mark) for tensor in read if tensor.is_cpu):
                 expected.unseen_writes.update(waiting)
 
     def look_back(self, expected: Expectation, program: Program, deferred: frozenset[int]) -> None:
@@ -116,22 +116,17 @@ class UnseenWriteCheck:
         changed = {writer for writer, bits in found if value_of(bits, known) != digests[writer]}
         expected.unseen_writes.update(at for at in differing if not changed.isdisjoint(sites[at].inputs))
 
-    def _writer(self, tensor: Tensor) -> int | PartialWrites | None:
-        return None if has_parts(tensor) else self._recorder.ledger.writers.get(tensor.untyped_storage()._cdata)
-
-    def _is_written_since(self, tensor: Tensor, mark: int) -> bool:
-        writer = self._writer(tensor)
-        return isinstance(writer, int) and writer >= mark
-
-    def _is_changed(self, tensor: Tensor) -> bool:
-        """Return whether bytes that one site wrote have changed; of those with holes it cannot be told."""
-        recorder = self._recorder
-        writer = self._writer(tensor)
-        if (found := self._changed_at.get(_address(tensor))) is not None:
-            return not isinstance(writer, int) or writer < found
-        if writer is None or not (address := tensor.untyped_storage().data_ptr()):
+    def _is_changed(self, tensor: Tensor, trusted: int | None = None) -> bool:
+        """Return whether bytes that one site before ``trusted`` wrote have changed; with holes it cannot be told."""
+        recorder, storage = self._recorder, tensor.untyped_storage()
+        writer = recorder.ledger.writers.get(storage._cdata)
+        if trusted is not None and isinstance(writer, int) and writer >= trusted:
             return False
-        end = tensor.untyped_storage().nbytes()
+        if (found := self._changed_at.get(storage._cdata)) is not None:
+            return not isinstance(writer, int) or writer < found
+        if writer is None or not (address := storage.data_ptr()):
+            return False
+        end = storage.nbytes()
         left_alone = [(Region(0, end), writer)] if isinstance(writer, int) else writer.untouched(region_of(tensor))
         for region, at in left_alone:
             left, digest = recorder.layouts.at(recorder.layout_indices[at]), recorder.digests[at]
@@ -146,12 +141,17 @@ class UnseenWriteCheck:
         return False
 
 
+def _ordinary(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return the tensors that have a storage of their own."""
+    return [tensor for tensor in tensors if not has_parts(tensor)]
+
+
 def _address(tensor: Tensor) -> int:
-    """Return the address of a tensor's storage; one of its own where it is made of several tensors."""
-    return id(tensor) if has_parts(tensor) else tensor.untyped_storage()._cdata
+    address: int = tensor.untyped_storage()._cdata
+    return address
 
 
 def _is_part(tensor: Tensor) -> bool:
-    """Return whether an ordinary tensor leaves out some of its storage, which is there."""
-    num_bytes = 0 if has_parts(tensor) or tensor.is_nested else tensor.untyped_storage().nbytes()
+    """Return whether a tensor leaves out some of its storage, which is there."""
+    num_bytes = 0 if tensor.is_nested else tensor.untyped_storage().nbytes()
     return num_bytes > tensor.numel() * tensor.itemsize > 0 and bool(tensor.untyped_storage().data_ptr())
