@@ -6,8 +6,8 @@ never a wrong one. Private names of torch (2.13): ``Node._sequence_nr``, ``_forw
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 from threading import get_ident
@@ -55,16 +55,12 @@ ENGINE = OpScope(module=UNKNOWN_MODULE, source=("the autograd engine",))
 _UNSEEN = CallNode(None, None, "", OpScope(module=UNKNOWN_MODULE), [], [], [], 0)
 
 
-@dataclass(slots=True, eq=False)
-class _Nodes:
-    """The autograd nodes made in one thread, by number: the first call after each.
+_Nodes = dict[int, list[CallNode]]
+"""The autograd nodes made in one thread, by number: the first call after each.
 
-    Saved-tensor hooks, and clones of inputs with the conjugate bit, may run ops between the making of a node and the
-    op proper; then ``later`` has the other calls that carry the number.
-    """
-
-    first: dict[int, CallNode] = field(default_factory=dict)
-    later: dict[int, list[CallNode]] = field(default_factory=dict)
+Saved-tensor hooks, and clones of inputs with the conjugate bit, may run ops between the making of a node and the op
+proper; then the other calls that carry the number follow.
+"""
 
 
 class BackwardMap:
@@ -78,7 +74,7 @@ class BackwardMap:
         self._modules = modules
         modules.on_enter = self._note_region
         self._callers: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # of checkpoints: regions -> modules
-        self._threads: dict[int, _Nodes] = {}
+        self._threads: defaultdict[int, _Nodes] = defaultdict(dict)
 
     def clear(self) -> None:
         """Forget the nodes of the last step; those made up to now belong to no op that was seen."""
@@ -87,28 +83,26 @@ class BackwardMap:
 
     def register(self, call: CallNode) -> None:
         """Note that the running op is this call; the first op after a node was made is the one that made it."""
-        nodes = self._threads.get(get_ident())
-        if nodes is None:
-            nodes = self._threads[get_ident()] = _Nodes()
+        nodes = self._threads[get_ident()]
         number = next_sequence_number() - 1
-        first = nodes.first.setdefault(number, call)
+        calls = nodes.setdefault(number, [call])
+        first = calls[0]
         hooks = top_hooks(True)
         if hooks is not None:
             self._note_region()
         if first is not call and (hooks is not None or first.op_base == "aten.clone"):
-            nodes.later.setdefault(number, []).append(call)
+            calls.append(call)
             if call.is_in_place and first.op_base == "aten.clone":
-                nodes.first.setdefault(number - 1, call)  # its node, then a clone of what it is about to overwrite
+                nodes.setdefault(number - 1, [call])  # its node, then a clone of what it is about to overwrite
 
     def note_unseen(self) -> None:
         """Note that the last node of this thread, if nobody claimed it, was made by something that is no op."""
-        nodes = self._threads.setdefault(get_ident(), _Nodes())
-        nodes.first.setdefault(next_sequence_number() - 1, _UNSEEN)
+        self._threads[get_ident()].setdefault(next_sequence_number() - 1, [_UNSEEN])
 
     def is_unclaimed(self) -> bool:
         """Return whether the last node of this thread was made by the running op."""
         nodes = self._threads.get(get_ident())
-        return nodes is None or next_sequence_number() - 1 not in nodes.first
+        return nodes is None or next_sequence_number() - 1 not in nodes
 
     def scope(self) -> OpScope:
         """Return where the running op of a backward pass belongs: in a module called there, else by its autograd node.
@@ -166,8 +160,8 @@ class BackwardMap:
         """Return the scope of a node by the forward op that made it; all threads that know one must agree."""
         number = node._sequence_nr()
         if len(self._threads) == 1:
-            call = next(iter(self._threads.values())).first.get(number)
-            if call is not None and (known := call.scopes.get(name)) is not None:
+            (nodes,) = self._threads.values()
+            if (calls := nodes.get(number)) is not None and (known := calls[0].scopes.get(name)) is not None:
                 return known
         # of the forward of a Python autograd Function; None for nodes of torch's own
         code = getattr(getattr(getattr(type(node), "_forward_cls", None), "forward", None), "__code__", None)
@@ -243,14 +237,12 @@ def _find_in(nodes: _Nodes, number: int, name: str, code: CodeType | None) -> Op
     carries no call either. Right after an op that wrote into a view comes CopySlices.
     """
     if name == _COPY_SLICES:
-        call = nodes.first.get(number - 1)
-        if call is not None and call.op_base == "aten.clone":
-            call = nodes.first.get(number - 2)
-        return _scope_in(call) if call is not None and call.is_in_place else UNKNOWN
-    between = (at for at in range(_MAX_BETWEEN) if number + at in nodes.first)
-    if (num_between := next(between, None)) is None:
-        return UNKNOWN
-    call = nodes.first[number + num_between]
+        call = nodes.get(number - 1, [_UNSEEN])[0]
+        if call.op_base == "aten.clone":
+            call = nodes.get(number - 2, [_UNSEEN])[0]
+        return _scope_in(call) if call.is_in_place else UNKNOWN
+    num_between = next((at for at in range(_MAX_BETWEEN) if number + at in nodes), 0)
+    call = nodes.get(number + num_between, [_UNSEEN])[0]
     if code is not None:
         found = _scope_in(call, code)
         if found is not UNKNOWN or num_between:
@@ -260,8 +252,7 @@ def _find_in(nodes: _Nodes, number: int, name: str, code: CodeType | None) -> Op
         if code is None and not num_between:
             call.scopes[name] = found  # the common case, looked up first from now on
         return found
-    later = next((later for later in nodes.later.get(number, ()) if _fits(later, name)), None)
-    return UNKNOWN if later is None else _scope_in(later)
+    return next((_scope_in(later) for later in nodes.get(number, [])[1:] if _fits(later, name)), UNKNOWN)
 
 
 def _scope_in(call: CallNode, code: CodeType | None = None) -> OpScope:

@@ -228,13 +228,13 @@ class HashMode:
         )
 
     def _state(self) -> list[Entry]:
-        model = [] if self._walker is None else self._walker.state()
+        model: list[Entry] = [] if self._walker is None else [*self._walker.walk("_parameters", "_buffers")]
         states = states_of_parameters(self._phases.seen, self.recorder.parameter_names)
         return model + [entry for _, entry in states]
 
     def _parameters_of(self, shape: torch.Size) -> list[tuple[str, Tensor]]:
         if not self._by_shape and self._walker is not None:
-            for name, parameter in self._walker.parameters():
+            for name, parameter in self._walker.walk("_parameters"):
                 self._by_shape.setdefault(parameter.shape, []).append((name, parameter))
         return self._by_shape.get(shape, [])
 
@@ -249,7 +249,7 @@ class HashMode:
         record_group(self.recorder, "gradients", "gradient", entries)
 
     def _name_parameters(self) -> None:
-        parameters = [] if self._walker is None else self._walker.parameters()
+        parameters = [] if self._walker is None else self._walker.walk("_parameters")
         self._by_shape.clear()
         recorder = self.recorder
         recorder.parameter_names.clear()

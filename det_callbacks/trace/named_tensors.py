@@ -4,6 +4,7 @@ Losses, gradients, parameters, buffers, optimizer state, generators and outputs 
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -252,7 +253,7 @@ class ModuleOutputs:
             inner = unwrapped(tensor)
             self._record_output(phase, module, name, inner)
             if is_followed and inner is tensor and tensor.requires_grad and not has_parts(tensor):
-                tensor.register_hook(self._hook(self._step, module, f"grad of {name}"))
+                tensor.register_hook(partial(self._record_gradient, self._step, module, f"grad of {name}"))
 
     def _record_output(self, phase: str, module: str, name: str, tensor: Tensor) -> None:
         """Record an output of a module, or the gradient of one, in memory order like the outputs of ops."""
@@ -267,14 +268,11 @@ class ModuleOutputs:
             recorder.append_output(tensor, reads)
             recorder.deferred.end_group()
 
-    def _hook(self, step: object, module: str, name: str) -> Callable[[Tensor | None], None]:
-        def record_gradient(gradient: Tensor | None) -> None:
-            # undefined: autograd runs the hooks of a node with zeros that it does not make
-            if gradient is not None and step is self._step:
-                with self._recorder.lock:
-                    self._record_output("backward", module, name, gradient)
-
-        return record_gradient
+    def _record_gradient(self, step: object, module: str, name: str, gradient: Tensor | None) -> None:
+        # undefined: autograd runs the hooks of a node with zeros that it does not make
+        if gradient is not None and step is self._step:
+            with self._recorder.lock:
+                self._record_output("backward", module, name, gradient)
 
 
 class StateWalker:
@@ -287,17 +285,8 @@ class StateWalker:
         self._root = root
         self._modules: list[tuple[str, nn.Module, tuple[int, ...]]] = []
 
-    def parameters(self) -> list[tuple[str, Tensor]]:
-        """Return (name, parameter); 0.3 microseconds a module and parameter."""
-        self._refresh()
-        return self._walk("_parameters")
-
-    def state(self) -> list[Entry]:
-        """Return (name, tensor): parameters first, then buffers; 0.3 microseconds a module and tensor."""
-        self._refresh()
-        return [*self._walk("_parameters"), *self._walk("_buffers")]
-
-    def _refresh(self) -> None:
+    def walk(self, *kinds: str) -> list[tuple[str, Tensor]]:
+        """Return (name, tensor) of what modules have in these attributes, "_parameters" and "_buffers", in turn."""
         if not self._modules or any(
             children != tuple(map(id, module._modules.values())) for _, module, children in self._modules
         ):
@@ -305,15 +294,14 @@ class StateWalker:
                 (f"{name}." if name else "", module, tuple(map(id, module._modules.values())))
                 for name, module in self._root.named_modules()
             ]
-
-    def _walk(self, kind: str) -> list[tuple[str, Tensor]]:
         known = set()
         entries: list[tuple[str, Tensor]] = []
-        for prefix, module, _ in self._modules:
-            for name, value in getattr(module, kind).items():
-                if value is not None and id(value) not in known:
-                    known.add(id(value))
-                    entries.append((prefix + name, value))
+        for kind in kinds:
+            for prefix, module, _ in self._modules:
+                for name, value in getattr(module, kind).items():
+                    if value is not None and id(value) not in known:
+                        known.add(id(value))
+                        entries.append((prefix + name, value))
         return entries
 
 
@@ -323,15 +311,11 @@ def states_of_parameters(
     """Return the optimizers' tensors and numbers: (parameter, ("exp_avg of net.head.weight", tensor))."""
     entries: list[tuple[Tensor, Entry]] = []
     for index, optimizer in enumerate(optimizers):
-        known = optimizer.state
         for group_index, group in enumerate(optimizer.param_groups):
             for number, parameter in enumerate(group["params"]):
-                state = known.get(parameter)
                 owner = parameter_names.get(id(parameter)) or f"optimizer {index} group {group_index} [{number}]"
-                for key, value in (state or {}).items():
-                    if isinstance(value, Tensor | bool | int | float):
-                        entries.append((parameter, (f"{key} of {owner}", value)))
-                    else:
-                        found = flatten(value, str(key))
-                        entries.extend((parameter, (f"{path} of {owner}", item)) for path, item in found if path != key)
+                for key, value in (optimizer.state.get(parameter) or {}).items():
+                    is_one = isinstance(value, Tensor | bool | int | float)
+                    for path, item in ((key, value),) if is_one else flatten(value, str(key)):
+                        entries.append((parameter, (f"{path} of {owner}", item)))
     return entries
