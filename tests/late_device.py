@@ -46,11 +46,16 @@ class LateDevice:
         self.num_unheld = 0
         self.num_collected = 0
         self.waits: list[str] = []  # where something waited for the device within a step: must stay empty
+        self.current: Hashable = None  # stream
+        self.orders: list[tuple[Hashable, Hashable]] = []  # one stream waits for another
         self.num_steps = 0
         self.num_watched = 0  # steps that came to their end within ``in_every_step``
 
     def stream(self) -> Hashable:
-        return None
+        return self.current
+
+    def wait_for(self, stream: Hashable) -> None:
+        self.orders.append((self.current, stream))
 
     def launch(self, spans: Sequence[Span], stream: Hashable, unheld: Set[int] = frozenset()) -> list[torch.Tensor]:
         self.num_launched.append(len(spans))

@@ -6,16 +6,15 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Hashable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import device_cases
-import late_device
 import pytest
 import torch
+from late_device import LateDevice, late_device
 from test_digest import CountingDispatch
 from test_triton_digest import late_kernels
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -27,21 +26,6 @@ from det_callbacks.digest.device.triton_digest import Choice, device_choice, dis
 from det_callbacks.errors import DetCallbacksError
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")  # torch's, of a dtype
-
-
-class LateDevice(late_device.LateDevice):
-    """One with streams."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.current: Hashable = None
-        self.waits: list[tuple[Hashable, Hashable]] = []  # of one stream for another
-
-    def stream(self) -> Hashable:
-        return self.current
-
-    def wait_for(self, stream: Hashable) -> None:
-        self.waits.append((self.current, stream))
 
 
 def add(queue: DigestQueue, value: torch.Tensor) -> int:
@@ -88,17 +72,17 @@ def test_a_write_on_another_stream_comes_after_the_reading() -> None:
         add(queue, value)
     device.current = "main"
     queue.before_write(early.untyped_storage())  # launched long ago
-    assert (len(device.num_launched), device.waits) == (2, [("main", "side")])
+    assert (len(device.num_launched), device.orders) == (2, [("main", "side")])
     queue.before_write(late.untyped_storage())  # launched now
-    assert (len(device.num_launched), device.waits) == (3, [("main", "side")] * 2)
+    assert (len(device.num_launched), device.orders) == (3, [("main", "side")] * 2)
     queue.before_write(late.untyped_storage())  # ordered already
     device.current = "side"
     queue.before_write(other.untyped_storage())  # in the same order anyway
-    assert len(device.waits) == 2
+    assert len(device.orders) == 2
     assert queue.finish() == digests(1, 3, 2)
     device.current = "main"
     queue.before_write(other.untyped_storage())  # it has been fetched
-    assert len(device.waits) == 2
+    assert len(device.orders) == 2
 
 
 def test_a_write_that_may_go_anywhere_comes_after_all_reading() -> None:
@@ -108,7 +92,7 @@ def test_a_write_that_may_go_anywhere_comes_after_all_reading() -> None:
         device.current = stream
         add(queue, filled(number))
     queue.before_any_write()
-    assert (len(device.num_launched), device.waits) == (3, [("main", "side"), ("main", "other")])
+    assert (len(device.num_launched), device.orders) == (3, [("main", "side"), ("main", "other")])
     assert queue.finish() == digests(1, 2, 3)
 
 
@@ -174,7 +158,7 @@ def run_python(*arguments: str, **variables: str) -> str:
 )
 def test_triton_in_its_interpreter_gives_the_bits_of_the_host(num_cases: int) -> None:
     pytest.importorskip("triton", reason=NEEDS_TRITON)
-    folder = str(Path(late_device.__file__).parent)
+    folder = str(Path(__file__).parents[1])
     output = run_python(str(Path(device_cases.__file__)), str(num_cases), TRITON_INTERPRET="1", PYTHONPATH=folder)
     assert f"{num_cases} cases agree" in output
 
@@ -310,6 +294,6 @@ def test_a_device_is_given_no_dtype_to_copy_that_it_has_no_op_for(monkeypatch: p
     parts = [value, value.t(), value[:, ::2], value[:1].expand(3, 6)]
     expected, copied, real = [digest_tensor(part) for part in parts], [], torch.Tensor.cpu
     monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: copied.append(tensor.dtype) or real(tensor))
-    with late_device.late_device():
+    with late_device():
         assert [digest_tensor(part) for part in parts] == expected
     assert copied == [torch.uint8] * 4
