@@ -4,7 +4,6 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Self
 
@@ -58,28 +57,22 @@ _Difference = tuple[int, Any, Any]
 """Number of an output, and what the two runs wrote there."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckPlan:
-    """How calls of one overload are checked."""
-
-    plan: OpPlan
-    left_out: str  # why it is never run twice, "" when it is
-    is_foreign: bool  # other code than torch's own may draw from any generator of the process
-
-
-def make_check_plan(func: Any) -> CheckPlan:
-    """Return how calls of an op are checked."""
-    plan = make_plan(func)
-    namespace = plan.base.partition(".")[0]
+def why_left_out(func: Any, plan: OpPlan) -> str:
+    """Return why an op is never run twice, "" when it is."""
     kind = (plan.whole or plan).kind
-    left_out = "" if kind is OpKind.DIGEST else kind.value
-    if not left_out and isinstance(func, OpOverload):
-        schema = func._schema
-        if not schema.returns and not plan.writes:
-            left_out = "side_effect"
-        elif namespace not in _OWN_NAMESPACES and any("__torch__" in str(item.type) for item in schema.arguments):
-            left_out = "hidden_state"
-    return CheckPlan(plan=plan, left_out=left_out, is_foreign=namespace not in _OWN_NAMESPACES)
+    if kind is not OpKind.DIGEST:
+        return str(kind.value)
+    if isinstance(func, OpOverload):
+        if not func._schema.returns and not plan.writes:
+            return "side_effect"
+        if _is_foreign(plan) and any("__torch__" in str(item.type) for item in func._schema.arguments):
+            return "hidden_state"
+    return ""
+
+
+def _is_foreign(plan: OpPlan) -> bool:
+    """Return whether other code than torch's own runs, which may draw from any generator of the process."""
+    return plan.base.partition(".")[0] not in _OWN_NAMESPACES
 
 
 class BitwiseEquivalenceMode:
@@ -146,7 +139,8 @@ class BitwiseEquivalenceMode:
         self._phases = OptimizerPhases(self.places, base_phase)
         self._mode: DispatchMode | None = None
         self._mismatches: list[OpMismatch] = []
-        self._plans: dict[int, CheckPlan] = {}  # by id: hashing an OpOverload runs Python code; a plan keeps it alive
+        # by id: hashing an OpOverload runs Python code; a plan keeps it alive
+        self._plans: dict[int, tuple[OpPlan, str]] = {}
         self._calls: Counter[tuple[str, str, int]] = Counter()
 
     def __enter__(self) -> Self:
@@ -202,15 +196,15 @@ class BitwiseEquivalenceMode:
 
     def _op(self, func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op and return what it returned, the first time."""
-        check = self._plans.get(id(func))
-        if check is None:
-            check = self._plans[id(func)] = make_check_plan(func)
-        plan = check.plan
+        if id(func) not in self._plans:
+            plan = make_plan(func)
+            self._plans[id(func)] = plan, why_left_out(func, plan)
+        plan, reason = self._plans[id(func)]
         if comes_apart(plan, args, kwargs):
             return TAKE_APART
         self.num_ops += 1
         if plan.kind is OpKind.OPAQUE:
-            self.skipped[check.left_out] += 1
+            self.skipped[reason] += 1
             self.places.backward.note_unseen()
             return func(*args, **kwargs)
         if graph_task_id() == -1:
@@ -220,7 +214,6 @@ class BitwiseEquivalenceMode:
             phase = "backward"
             context = self.places.backward.scope()
         self.places.note(func, plan, phase, context)
-        reason = check.left_out
         if types:
             standin = [kind for kind in types if kind not in PLAIN]
             if any(issubclass(kind, FakeTensor | FunctionalTensor) for kind in standin):
@@ -241,7 +234,7 @@ class BitwiseEquivalenceMode:
         module = context.module
         occurrence = self._calls[phase, module, id(func)]
         self._calls[phase, module, id(func)] += 1
-        out, reason, differing, is_transient = _run_twice(check, args, kwargs, self.skipped)
+        out, reason, differing, is_transient = _run_twice(plan, args, kwargs, self.skipped)
         if reason:
             self.skipped[reason] += 1
         else:
@@ -274,13 +267,12 @@ class BitwiseEquivalenceMode:
 
 
 def _run_twice(
-    check: CheckPlan, args: tuple[Any, ...], kwargs: dict[str, Any], skipped: Counter[str]
+    plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], skipped: Counter[str]
 ) -> tuple[Any, str, list[_Difference], bool]:
     """Run an op twice, and a third time where these differ.
 
     Return what the first returned, why it was not compared, what differed, and whether the third agreed with one.
     """
-    plan = check.plan
     calls: list[Call] = [(args, kwargs)] * 2
     if plan.writes:
         try:
@@ -291,10 +283,10 @@ def _run_twice(
     passed = [value for value in (*args, *kwargs.values()) if isinstance(value, Generator)]
 
     def generators() -> RewindPoint | None:
-        if not (plan.draws_random or check.is_foreign):
+        if not (plan.draws_random or _is_foreign(plan)):
             return None
         with _no_modes_below():
-            return RewindPoint(passed, with_python=check.is_foreign)
+            return RewindPoint(passed, with_python=_is_foreign(plan))
 
     before = generators()
     try:

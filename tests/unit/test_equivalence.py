@@ -22,8 +22,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # looked at i
 from torch.utils.flop_counter import FlopCounterMode
 
 from det_callbacks import BitwiseEquivalenceMode, EquivalenceError, HashMode, OpMismatch, TraceError, equivalence
-from det_callbacks.equivalence import difference_of, has_same_bits, make_check_plan
+from det_callbacks.equivalence import difference_of, has_same_bits, why_left_out
 from det_callbacks.errors import CoverageWarning
+from det_callbacks.trace.overloads import make_plan
 
 # torch's, of hooks on inputs without gradients
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
@@ -304,7 +305,7 @@ def test_what_may_not_run_twice():
         (aten._local_scalar_dense.default, ""),
         (torch.ops.quantized.linear.default, ""),
     ):
-        assert make_check_plan(op).left_out == reason
+        assert why_left_out(op, make_plan(op)) == reason
 
 
 @pytest.mark.filterwarnings("ignore")  # of kinds of tensors that torch calls beta or deprecated

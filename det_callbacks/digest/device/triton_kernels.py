@@ -250,17 +250,7 @@ def _launcher(kernel: triton.JITFunction, *, num_warps: int) -> Callable[..., No
     # A compiled kernel that is launched by itself, as Triton's tutorials do, costs a few microseconds; the kernel's own
     # launch looks at each argument, the options and the globals first, some 20 to 30.
     # Looked at in Triton 3.7.1: CompiledKernel.__getitem__ takes the stream, and integers for what is an int64.
-    compiled: Any = None
-    if hasattr(kernel, "warmup") and isinstance(kernel, triton.JITFunction):
-        compiled = kernel.warmup(*[0] * len(kernel.arg_names), grid=(1,), num_warps=num_warps)
-    if not hasattr(compiled, "__getitem__"):  # the interpreter, or another Triton
-
-        def launch_anew(num_programs: int, stream: int, *arguments: int) -> None:
-            kernel[(num_programs,)](*arguments, num_warps=num_warps)
-
-        return launch_anew
-
-    def launch(num_programs: int, stream: int, *arguments: int) -> None:
-        compiled[(num_programs, 1, 1)](*arguments, stream=stream)
-
-    return launch
+    if IS_INTERPRETED:
+        return lambda num_programs, _stream, *arguments: kernel[(num_programs,)](*arguments, num_warps=num_warps)
+    compiled: Any = kernel.warmup(*[0] * len(kernel.arg_names), grid=(1,), num_warps=num_warps)
+    return lambda num_programs, stream, *arguments: compiled[(num_programs, 1, 1)](*arguments, stream=stream)
