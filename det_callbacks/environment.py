@@ -199,10 +199,7 @@ def _first(pattern: str, text: str | Path) -> str | None:
 
 
 def code_state() -> dict[str, Any]:
-    """Return the commit of the git repository that the program lies in, and the digest of each file that differs.
-
-    That is the repository of the main script, else of the working directory; None where there is none, or no git.
-    """
+    """Return the commit of the git repository of the main script, or of the working directory, and what differs."""
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     folder = Path.cwd() if script is None else Path(script).absolute().parent
     where = _ask_git(folder, "rev-parse", "HEAD", "--show-toplevel")
@@ -218,8 +215,7 @@ def code_state() -> dict[str, Any]:
 
 
 def _ask_git(folder: Path, *arguments: str) -> str | None:
-    # --no-optional-locks: a question must not write to the repository of somebody else
-    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
+    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]  # a question does not write
     try:
         done = subprocess.run(command, capture_output=True, check=False, stdin=subprocess.DEVNULL, timeout=5)
     except (OSError, subprocess.TimeoutExpired):
@@ -234,10 +230,7 @@ _NAME = re.compile(r"([\w.\-/@]+)\s*[=:]")
 
 
 def script_words(start: str | Path | None = None) -> list[str]:
-    """Return the script that runs, as it would be written after ``python`` in ``start``; [] in an interpreter.
-
-    A script that is not below there is shown by its name alone.
-    """
+    """Return the script as it would be written after ``python`` in ``start``, or its name; [] in an interpreter."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     if spec is not None:
         return ["-m", str(spec.name).removesuffix(".__main__")]
@@ -252,12 +245,8 @@ def script_words(start: str | Path | None = None) -> list[str]:
 def command_choice(overrides: Sequence[str] | None = None, *, start: str | Path | None = None) -> dict[str, Any]:
     """Return what started this run, as a choice for ``capture_environment``: the script, and the overrides of Hydra.
 
-    Our own overrides say nothing of the training, and differ between recording and verifying. Arguments of other
-    programs are not recorded: nothing tells which of their words is a secret.
-
-    Example:
-        >>> command_choice(["lr=0.1", "logger.api_key=abc", "determinism.level=op"])["process"]["argv"][1:]
-        ['lr=0.1', 'logger.api_key=<withheld>']
+    Our own overrides say nothing of the training. Arguments of other programs are not recorded: nothing tells which of
+    their words is a secret.
     """
     words = [_shown(word) for word in overrides or () if not _OURS.match(word)]
     return {"process": {"argv": [*script_words(start), *words]}}

@@ -4,7 +4,7 @@ import ast
 import inspect
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -82,7 +82,14 @@ def read_op_facts() -> tuple[OpFact, ...]:
 
 def parse_docstring(docstring: str, registered: Collection[str]) -> list[OpFact]:
     """Return what the two lists in ``torch.use_deterministic_algorithms.__doc__`` say of registered aten ops."""
-    facts = [_fact(behaviour, bullet, registered) for behaviour, bullet in _bullets(inspect.cleandoc(docstring))]
+    facts = []
+    # a list stands indented below a paragraph that ends in "``mode=True``:", and a bullet may hold a list itself
+    lists = re.findall(r"((?:^\S.*\n)+)\n((?:[ \t].*\n|\n)+)", f"{inspect.cleandoc(docstring)}\n", re.MULTILINE)
+    for paragraph, block in lists:
+        text = " ".join(paragraph.split())
+        for behaviour in (one for words, one in _SECTIONS.items() if text.endswith("``mode=True``:") and words in text):
+            bullets = re.split(r"^\s*\* ", block, flags=re.MULTILINE)[1:]
+            facts += [_fact(behaviour, bullet, registered) for bullet in bullets]
     missing = set(_SECTIONS.values()) - {fact.behaviour for fact in facts}
     if missing:
         raise DetCallbacksError(
@@ -113,14 +120,6 @@ def may_apply(fact: OpFact, *, op: str, phase: str, arguments: Mapping[str, Any]
         if name not in unknown and isinstance(given, type(values[0])) and given not in values:
             return False
     return True
-
-
-def _bullets(docstring: str) -> Iterator[tuple[Behaviour, str]]:
-    # a list stands indented below a paragraph that ends in "``mode=True``:", and a bullet may hold a list itself
-    for paragraph, block in re.findall(r"((?:^\S.*\n)+)\n((?:[ \t].*\n|\n)+)", f"{docstring}\n", re.MULTILINE):
-        for words, behaviour in _SECTIONS.items():
-            if " ".join(paragraph.split()).endswith("``mode=True``:") and words in " ".join(paragraph.split()):
-                yield from ((behaviour, bullet) for bullet in re.split(r"^\s*\* ", block, flags=re.MULTILINE)[1:])
 
 
 def _fact(behaviour: Behaviour, bullet: str, registered: Collection[str]) -> OpFact:

@@ -22,12 +22,10 @@ from det_callbacks.host_digest import digest_bytes, digest_memory
 
 KINDS = ("cuda", "xpu", "mps")
 
-Homes = dict[str, int]
-"""Kind of device -> index of the one that is the process's own."""
+Homes = dict[str, int]  # kind of device -> index of the one that is the process's own
 
 Held = Generator | np.random.Generator | np.random.BitGenerator | np.random.RandomState | random.Random
 """A generator that some object holds; ``np.random.Generator`` and ``RandomState`` share their bit generator's state."""
-
 HELD_TYPES = get_args(Held)
 
 TORCH_CPU = "torch.cpu"

@@ -46,10 +46,16 @@ class Recording(TracedSession):
         self._is_resuming = is_resumed and self.arguments.selection.is_every_step
         if self.run is None:
             goes_on = is_resumed and not overwrite
+            options: dict[str, Any] = {"manifest": self.manifest, "peers": self.peers}
             if goes_on and self.peers.broadcast((self.path / "run.json").exists, task=f"looking for {self.path}"):
-                self._resume()
+                self.run = RunWriter.resume(self.path, **options)
+                assert self.run.earlier is not None, "it is resumed"
+                # its folder holds the steps that disagree, for the judge, until the attempt is taken back
+                self.detector = Verification(self.run.earlier, self.path / ".disagreement", steps="common", **options)
+                for segment in range(self.run.segment + 1):
+                    self.detector.begin_fit(segment, is_resumed=True, is_every_step=self._is_resuming)
             else:
-                self.run = RunWriter.create(self.path, manifest=self.manifest, peers=self.peers, overwrite=overwrite)
+                self.run = RunWriter.create(self.path, overwrite=overwrite, **options)
         elif call is None:
             self.detector = None
             if has_fit:
@@ -59,15 +65,6 @@ class Recording(TracedSession):
         if call is None:
             self.may_stop = self.detector is not None
             self._begin_saving(self.run.stream, self.run.segment, self.run.manifest, is_recording=True)
-
-    def _resume(self) -> None:
-        options: dict[str, Any] = {"manifest": self.manifest, "peers": self.peers}
-        self.run = RunWriter.resume(self.path, **options)
-        assert self.run.earlier is not None, "it is resumed"
-        # its folder holds the steps that disagree, for the judge, until the attempt is taken back
-        self.detector = Verification(self.run.earlier, self.path / ".disagreement", steps="common", **options)
-        for segment in range(self.run.segment + 1):
-            self.detector.begin_fit(segment, is_resumed=True, is_every_step=self._is_resuming)
 
     @override
     def _add(self, trace: StepTrace, *, step: int, epoch: int) -> bool:

@@ -15,8 +15,7 @@ import torch
 from det_callbacks.errors import SettingsError
 from det_callbacks.patterns import OpPattern, as_names
 
-Timing = Literal["any", "before_cuda", "before_nccl", "start"]
-"""Until when a setting can be made: a CUDA context or an NCCL communicator exists, or the process has started."""
+Timing = Literal["any", "before_cuda", "before_nccl", "start"]  # when a setting can be made
 
 MAX_SEED = 2**32 - 1  # the bound of NumPy's legacy generator, and so of Lightning's seed_everything
 _POSITIVE = range(1, 2**31)
@@ -25,7 +24,6 @@ _BOOLS = (True, False)
 # Intel oneMKL, developer guide, "Specifying Code Branches".
 _BRANCHES = ("AUTO", "COMPATIBLE", "SSE4_2", "AVX", "AVX2", "AVX512", "AVX512_E1")
 SDPA_BACKENDS = ("math", "flash", "mem_efficient", "cudnn")
-
 _INDUCTOR = "torch._inductor.config"
 
 
@@ -84,12 +82,14 @@ class Setting:
             return f"{self.variable} is read when the process starts, and {in_force!r} was in force then"
         if self.when == "before_cuda" and torch.cuda.is_initialized():
             return f"a CUDA context exists, and cuBLAS may have read {self.variable}={in_force} already"
-        if self.when == "before_nccl" and _has_nccl_communicator():
+        group = torch.distributed
+        is_in_use = self.when == "before_nccl" and group.is_available() and group.is_initialized()
+        if is_in_use and "nccl" in str(group.get_backend()).lower():
             return f"an NCCL process group exists, and NCCL has read {self.variable}={in_force} already"
         return None
 
     def as_text(self, value: Any) -> str:
-        """Return a value as the text of the variable."""
+        """Return a value as the variable has it."""
         return str(int(value)) if isinstance(value, bool) else str(value)
 
     def how(self, value: Any) -> str:
@@ -141,11 +141,6 @@ def _precision_in_force() -> str:
         return torch.get_float32_matmul_precision()
     except RuntimeError:  # torch refuses to answer when the newer fp32_precision attributes say something else
         return "mixed"
-
-
-def _has_nccl_communicator() -> bool:
-    group = torch.distributed
-    return group.is_available() and group.is_initialized() and "nccl" in str(group.get_backend()).lower()
 
 
 def _set_precision(value: str) -> None:

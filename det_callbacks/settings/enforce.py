@@ -115,7 +115,10 @@ def _enforce(settings: DeterminismSettings, *, with_generators: bool = True) -> 
             if (wanted := getattr(settings, setting.name)) is not None:
                 setting.apply(wanted)
         if settings.seed is not None:  # what Lightning's seed_everything(seed, workers=True) does
-            _seeded_after["parameters"] = _find_parameters()
+            # all parameters that there are, not kept alive; some 30 milliseconds
+            is_parameter: Callable[[type], bool] = cache(lambda kind: issubclass(kind, nn.Parameter))
+            found = (one for one in gc.get_objects() if is_parameter(type(one)) and not is_lazy(one))
+            _seeded_after["parameters"] = {id(one): weakref.ref(one) for one in found}
             os.environ.update(_seed_variables(settings.seed))
             random.seed(settings.seed)
             np.random.seed(settings.seed)
@@ -138,13 +141,6 @@ def _refuse_late(settings: DeterminismSettings) -> None:
             f"{'; '.join(late)}. Nothing was changed. Start the program with {' and '.join(variables)} set:\n"
             f"    {' '.join(map(shlex.quote, variables))} {shlex.join(sys.orig_argv)}"
         )
-
-
-def _find_parameters() -> Mapping[int, weakref.ref[nn.Parameter]]:
-    """Return all parameters among what the garbage collector follows, not kept alive; some 30 milliseconds."""
-    is_parameter: Callable[[type], bool] = cache(lambda kind: issubclass(kind, nn.Parameter))
-    found = (one for one in gc.get_objects() if is_parameter(type(one)) and not is_lazy(one))
-    return {id(one): weakref.ref(one) for one in found}
 
 
 def _require_seed(seed: int, model: nn.Module) -> None:
