@@ -97,10 +97,10 @@ TEMPLATE = {
         from torchmetrics import MeanMetric
 
         class MNISTLitModule(LightningModule):
-            def __init__(self, net, optimizer, scheduler):
+            def __init__(self, net, optimizer):
                 super().__init__()
                 # the template saves its arguments; Lightning 2.6 loads no checkpoint with pickled modules any more
-                self.net, self.make_optimizer, self.make_scheduler = net, optimizer, scheduler
+                self.net, self.make_optimizer = net, optimizer
                 self.val_loss = MeanMetric()
             def training_step(self, batch, batch_idx):
                 return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
@@ -110,9 +110,7 @@ TEMPLATE = {
             def test_step(self, batch, batch_idx):
                 self.log("test/loss", self.training_step(batch, batch_idx), on_epoch=True)
             def configure_optimizers(self):
-                optimizer = self.make_optimizer(params=self.trainer.model.parameters())
-                scheduler = {"scheduler": self.make_scheduler(optimizer=optimizer), "monitor": "val/loss"}
-                return {"optimizer": optimizer, "lr_scheduler": scheduler}
+                return self.make_optimizer(params=self.trainer.model.parameters())
 
         class MNISTDataModule(LightningDataModule):
             def setup(self, stage=None):
@@ -134,7 +132,6 @@ TEMPLATE = {
     "configs/model/mnist.yaml": """
         _target_: module.MNISTLitModule
         optimizer: {_target_: torch.optim.Adam, _partial_: true, lr: 0.001, weight_decay: 0.0}
-        scheduler: {_target_: torch.optim.lr_scheduler.ReduceLROnPlateau, _partial_: true, mode: min, factor: 0.1}
         net: {_target_: torch.nn.Linear, in_features: 6, out_features: 3}
         """,
     "configs/callbacks/default.yaml": """

@@ -138,9 +138,8 @@ def test_metrics_of_validations_and_epochs_are_recorded_and_verified(
     places = [("validation", 2, 0), ("epoch", 2, 0), ("validation", 5, 1), ("epoch", 5, 1)]
     assert [(reading.where, reading.step, reading.epoch) for reading in readings] == places
     computed = session.model.trainer.callback_metrics
-    for reading, names in zip(
-        readings[2:], ({"val/loss", "val/largest"}, {"train/loss", "train/loss_epoch"}), strict=True
-    ):
+    last = {"val/loss", "val/largest"}, {"train/loss", "train/loss_epoch"}
+    for reading, names in zip(readings[2:], last, strict=True):
         assert {reading.metrics[name].value for name in names} == {repr(computed[name].item()) for name in names}
     num_metrics = sum(len(reading.metrics) for reading in readings)
     verdict = Session("verify", whole).fit().verdict
@@ -185,14 +184,11 @@ def test_a_metric_that_differs_alone_is_explained(
     assert (verdict.explanation.partition(": ")[0].removeprefix("trainer.") in fitted) == (cause == "settings")
 
 
-def test_metrics_of_which_one_run_has_more(whole: Path, tmp_path: Path) -> None:
+def test_what_only_one_run_has_and_lacking_steps_before_the_metrics_that_they_move(whole: Path, tmp_path: Path) -> None:
     more = Session("verify", whole, current=tmp_path / "more", also="late")
     assert diverges(more, "Metric late of epoch 1 is only in the current run").first_divergence.kind == "extra"
     common = Session("verify", whole, steps="common").fit(check_val_every_n_epoch=2)
     assert common.verdict.verdict == "match"
-
-
-def test_lacking_steps_are_told_before_the_metrics_that_they_move(tmp_path: Path) -> None:
     for kind, recorded, now in (("missing", 3, 2), ("extra", 2, 3)):
         Session("record", tmp_path / kind).fit(max_epochs=1, limit_train_batches=recorded)
         session = Session("verify", tmp_path / kind, current=tmp_path / f"{kind}-now")
@@ -326,9 +322,8 @@ def test_damaged_metrics_are_an_error(whole: Path, tmp_path: Path) -> None:
 @pytest.mark.ddp
 def test_ranks_stop_together_where_a_metric_differs(tmp_path: Path) -> None:
     def fit_and_test(mode: str) -> None:
-        session = Session(
-            mode, tmp_path / "run", current=tmp_path / "current", also="another batch" * (mode == "verify")
-        )
+        also = "another batch" if mode == "verify" else ""
+        session = Session(mode, tmp_path / "run", current=tmp_path / "current", also=also)
         session.fit(devices=2, strategy="ddp").test(devices=2, strategy="ddp")
 
     ended = run_ranks(lambda _: fit_and_test("record"), tmp_path / "recording", status=0)

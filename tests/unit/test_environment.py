@@ -39,7 +39,7 @@ def chosen(reference: dict[str, Any], current: dict[str, Any]) -> dict[str, tupl
 
 
 def test_another_optimizer_and_the_option_of_a_group_are_named() -> None:
-    def options(kind: type[torch.optim.Optimizer], *rates: float) -> dict[str, Any]:
+    def options(kind: Any, *rates: float) -> dict[str, Any]:
         return optimizer_choices([kind([{"params": torch.ones(1), "lr": rate} for rate in rates])])
 
     sgd, adam = torch.optim.SGD, torch.optim.Adam
@@ -202,9 +202,7 @@ def git(folder: Path, *arguments: str) -> str:
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
-def test_the_commit_that_the_program_is_of_and_the_files_that_differ(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_commit_of_the_program_and_the_files_that_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, nothing = tmp_path / "repository", {"code.git_commit": None, "code.is_dirty": None}
     program, other = folder / "tools" / "train.py", folder / "größe.py"
     monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__file__=str(program)))
@@ -239,14 +237,6 @@ def test_the_commit_that_the_program_is_of_and_the_files_that_differ(
     assert found.pop("code.git_commit")
     files = {f"code.file.{name}": (AS_COMMITTED, value) for name, value in changed.items()}
     assert found == {"code.is_dirty": (False, True), **files}
-    # the index is not written: another time than it says makes a plain `git status` refresh it
-    index = folder / ".git" / "index"
-    os.utime(program, (1, 1))
-    before = index.read_bytes()
-    assert changes()
-    assert index.read_bytes() == before
-    git(folder, "status")
-    assert index.read_bytes() != before, "the test could not have failed"
     monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
     assert code_state() == nothing, "without a script it is the working directory"
     monkeypatch.chdir(folder)
