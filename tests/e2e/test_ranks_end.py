@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import lightning.pytorch as pl
 import pytest
@@ -23,7 +24,6 @@ from det_callbacks import (
     DivergenceError,
     ReferenceFormatError,
     SettingsError,
-    Verdict,
     compare_runs,
     verification,
 )
@@ -124,11 +124,9 @@ def test_a_rank_with_fewer_batches_ends_all_and_nothing_matches(
 
 
 def test_a_judge_that_fails_is_no_match(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def judge(*paths: Path) -> Verdict:
-        raise ReferenceFormatError("a file was damaged meanwhile", str(paths[0]))
-
     run_training("record", tmp_path)
-    monkeypatch.setattr(verification, "compare_runs", judge)
+    error = ReferenceFormatError("a file was damaged meanwhile", str(tmp_path))
+    monkeypatch.setattr(verification, "compare_runs", Mock(side_effect=error))
     _, other = run_training("verify", tmp_path, status=2)
     assert "No verdict: Rank 0 failed in judging the two runs" in other.output
     assert f"det-callbacks diff {tmp_path / 'run'} {tmp_path / 'current'}" in other.output
@@ -166,27 +164,21 @@ def one_fit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_all_ranks_go_on_to_the_end(one_fit: Path, tmp_path: Path) -> None:
-    ended = run_training("verify", linked(one_fit, tmp_path), "data", batches=8, on_divergence="collect", status=1)
-    verdict = verdict_in(tmp_path)
-    assert (verdict["verdict"], verdict["counts"]["steps_compared"]) == ("diverged", 16)
-    assert (verdict["first_divergence"]["rank"], verdict["first_divergence"]["step"]) == (1, 2)
-    assert all("the verdict: diverged" in one.output for one in ended)
-    assert ended[0].output.count("det_callbacks: ") == 1
-    assert "det_callbacks: diverged: verified 16 steps of 2 ranks, " in ended[0].output
-    assert "det_callbacks: " not in ended[1].output
-
-
 # after other weights only rank 1 differs by then
-@pytest.mark.parametrize(("every", "last", "fault"), [(2, 3, "data"), (3, 2, "weights")])
-def test_all_ranks_stop_at_the_same_sync(
-    every: int, last: int, fault: str, one_fit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("every", "last", "fault", "how"), [(2, 3, "data", "raise"), (3, 2, "weights", "raise"), (2, 7, "data", "collect")]
+)
+def test_all_ranks_stop_at_the_same_sync_or_go_on_to_the_end(
+    every: int, last: int, fault: str, how: str, one_fit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(group, "SYNC_EVERY_N_STEPS", every)
-    ended = run_training("verify", linked(one_fit, tmp_path), fault, batches=8, status=1)
+    ended = run_training("verify", linked(one_fit, tmp_path), fault, batches=8, on_divergence=how, status=1)
     assert all("the verdict: diverged" in one.output for one in ended)
+    said = f"det_callbacks: diverged: verified {2 * (last + 1)} steps of 2 ranks, "
+    assert [one.output.count(said) for one in ended] == [1, 0]
     verdict = verdict_in(tmp_path)
     assert (verdict["counts"]["steps_compared"], verdict["coverage"]["steps"]) == (2 * (last + 1), [0, last])
+    assert (verdict["first_divergence"]["rank"], verdict["first_divergence"]["step"]) == (1, 2)
     assert not [row for row in verdict["origins"] if row["kind"] == "missing"]
     run = Run.open(tmp_path / "current")
     stored = [run.rank(rank).steps(0).tolist() for rank in (0, 1)]
