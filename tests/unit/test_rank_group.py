@@ -73,28 +73,22 @@ def test_what_ranks_hear_of_each_other(body: Any, said: tuple[str, str], tmp_pat
         assert str(heard).startswith(begin)
 
 
-def test_who_starts_otherwise_is_named() -> None:
-    def compare(told: list[dict[str, Any]]) -> None:
-        group = Mock(world_size=len(told), gather=lambda *_, **__: told)
-        require_same_start(group, {"environment": {}, "selection": {}}, None)
+FACTS = {"torch.version": "2.13", "weights": "00ff", "other": 0}
+OLD, MANY = {**FACTS, "torch.version": "2.12"}, {f"entry {number}": number for number in range(9)}
 
-    facts = {"torch.version": "2.13", "weights": "00ff", "other": 0}
-    compare([facts] * 3)
-    many, old = {f"entry {number}": number for number in range(9)}, {**facts, "torch.version": "2.12"}
-    for told, said in (
-        (
-            [facts, facts, old, facts],
-            'torch.version is "2.12" on rank 2, and "2.13" on ranks 0, 1, 3. Nothing was',
-        ),
-        (
-            [facts, {**facts, "weights": None}],
-            'weights is null on rank 1, and "00ff" on rank 0. Nothing was',
-        ),
-        ([many, {}], "; and 4 more"),
-    ):
-        with pytest.raises(SettingsError) as caught:
-            compare(told)
-        assert said in str(caught.value)
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ([FACTS, FACTS, OLD, FACTS], 'version is "2.12" on rank 2, and "2.13" on ranks 0, 1, 3. Nothing was'),
+        ([FACTS, {**FACTS, "weights": None}], 'weights is null on rank 1, and "00ff" on rank 0. Nothing was'),
+        ([MANY, {}], "; and 4 more"),
+    ],
+)
+def test_who_starts_otherwise_is_named(told: list[dict[str, Any]], said: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        require_same_start(Mock(world_size=2, gather=lambda *_, **__: told), {"environment": {}, "selection": {}}, None)
+    assert said in str(caught.value)
 
 
 def test_facts_hold_versions_and_settings_and_no_seed() -> None:
@@ -139,13 +133,9 @@ def test_only_what_a_mesh_replicates_is_compared_among_those_who_hold_it(tmp_pat
     said = run(lambda group, rank: on_mesh(group, rank, planted), tmp_path, 4)
     for rank, (report, holders) in enumerate(said):
         assert report.left_out == {"sharded": 2, "partial sum": 1}
-        assert holders == {
-            "hybrid": ((0, 2), (1, 3))[rank % 2],
-            "across": ((0, 1), (2, 3))[rank // 2],
-            "everywhere": (0, 1, 2, 3),
-            "plain": (0, 1, 2, 3),
-            "step of hybrid": ((0, 2), (1, 3))[rank % 2],
-        }
+        row, column = ((0, 1), (2, 3))[rank // 2], ((0, 2), (1, 3))[rank % 2]
+        by_all = dict.fromkeys(("everywhere", "plain"), (0, 1, 2, 3))
+        assert holders == {"hybrid": column, "step of hybrid": column, "across": row, **by_all}
         assert {one.name: [value.ranks for value in one.values] for one in report.differences} == {
             "hybrid": [(1,), (3,)],
             "across": [(2,), (3,)],
