@@ -9,16 +9,16 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from det_callbacks.cli.parser import INTERRUPTED, SCRIPT_OPTIONS
+from det_callbacks.cli.parser import SCRIPT_OPTIONS
 from det_callbacks.compare.evidence import read_window
 from det_callbacks.compare.record import REPORT_FILE, VERDICT_FILE
-from det_callbacks.errors import CheckError, ReferenceFormatError
+from det_callbacks.errors import CheckError
 from det_callbacks.patterns import as_patterns
 from det_callbacks.report.console import Section, Table, make_console, print_line, print_report
 from det_callbacks.report.verdict import verdict_report
@@ -32,7 +32,7 @@ RECORDING, PLAIN = "recording", "plain"
 FACTORS = ("workers", "threads", "hash-seed")
 """What can be varied, in this order."""
 GRACE_SECONDS = 20.0
-"""For an interrupted script to end by itself; a second Ctrl-C ends the wait."""
+"""For an interrupted script to end by itself."""
 
 _HASH_SEED = "PYTHONHASHSEED"
 _STARTUP = Path(__file__).parents[1] / "startup"
@@ -86,9 +86,11 @@ class Script:
     def record(self, run: Path, *, overwrite: bool = False, output: Path | None = None) -> CheckedRun:
         """Run the script, and record it into a folder; what it prints goes to ``output``, or is printed."""
         before = _manifest(run)
-        reason, _ = self._start("record", output, mode="record", reference=str(run), overwrite=overwrite)
-        if not reason:
-            reason = _NOTHING.format("recorded") if _manifest(run) == before else _unfinished(run)
+        reason = self._start("record", output, mode="record", reference=str(run), overwrite=overwrite)
+        if not reason and _manifest(run) == before:
+            reason = _NOTHING.format("recorded")
+        elif not reason and (incomplete := Run.open(run).incomplete_reason):
+            reason = f"the script ended well, and its recording is incomplete: {incomplete}"
         return CheckedRun(name=RECORDING, outcome="failed" if reason else "recorded", reason=reason, output=output)
 
     def verify(
@@ -106,10 +108,8 @@ class Script:
         ``entry`` is what has to be other in run.json, so that what was to be varied has been.
         """
         title = "verify" if name == PLAIN else f"verify, {name}, {change}"
-        reason, is_one_run = self._start(title, output, mode="verify", reference=str(reference), current=str(current))
+        reason = self._start(title, output, mode="verify", reference=str(reference), current=str(current))
         done = CheckedRun(name=name, change=change, outcome="failed", reason=reason, output=output)
-        if not is_one_run:
-            return done
         try:
             verdict = Verdict.from_dict(json.loads((current / VERDICT_FILE).read_text(encoding="utf-8")))
         except FileNotFoundError:
@@ -123,8 +123,8 @@ class Script:
             return replace(done, reason=f"it could not be varied: {entry} is what it was, by the script itself")
         return replace(done, outcome=verdict.verdict, reason="")
 
-    def _start(self, title: str, output: Path | None, **arguments: Any) -> tuple[str, bool]:
-        """Run a process to its end; return what was wrong with that, "" for nothing, and whether it was one run."""
+    def _start(self, title: str, output: Path | None, **arguments: Any) -> str:
+        """Run a process to its end, and return what was wrong with that, "" for nothing."""
         print_line(make_console(), f"det-callbacks: {title}: {shlex.join(self.words)}", "bold")
         sys.stdout.flush()  # before the process writes to the same place
         variables = {**os.environ, **self.variables}
@@ -140,25 +140,16 @@ class Script:
             except OSError as error:
                 raise CheckError(f"{self.words[0]} cannot be started: {error}") from error
             if claim.exists() and (text := claim.read_text(encoding="utf-8")):
-                return text, False
+                raise CheckError(f"{text}. Start det-callbacks for each of them.")
         if status < 0:
-            return f"the process was killed by signal {-status} ({signal.strsignal(-status)})", True
-        return f"the script failed with status {status}: see what it printed" if status else "", True
+            return f"the process was killed by signal {-status} ({signal.strsignal(-status)})"
+        return f"the script failed with status {status}: see what it printed" if status else ""
 
 
 def _manifest(run: Path) -> bytes:
     """Return what a recording always changes; nothing where there is no run."""
     path = run / MANIFEST
     return path.read_bytes() if path.is_file() else b""
-
-
-def _unfinished(path: Path) -> str:
-    """Return why a recording is none that can be used; "" where it is one."""
-    try:
-        run = Run.open(path)
-    except ReferenceFormatError as error:
-        return str(error)
-    return "" if run.is_complete else f"the script ended well, and its recording is incomplete: {run.incomplete_reason}"
 
 
 def check_script(script: Script, home: Path, *, vary: Sequence[str] = ()) -> list[CheckedRun]:
@@ -212,11 +203,7 @@ def _vary(script: Script, name: str, run: Run, seed: str) -> tuple[Script, str, 
 def record(options: argparse.Namespace) -> int:
     """Run a script and record it."""
     script, run = _script(options), Path(options.run_folder).absolute()
-    try:
-        done = script.record(run, overwrite=options.overwrite)
-    except KeyboardInterrupt:
-        print_line(make_console(), f"det-callbacks record: interrupted; what there is: det-callbacks show {run}")
-        return INTERRUPTED
+    done = script.record(run, overwrite=options.overwrite)
     return _end("record", [done], "" if done.exit_code else f"; the run: {run}")
 
 
@@ -301,38 +288,19 @@ def new_folder(to: str | Path | None, kind: str) -> Path:
 def run_process(words: Sequence[str], *, variables: Mapping[str, str], output: IO[bytes] | None = None) -> int:
     """Run a program to its end and return its status, negative for the signal that ended it.
 
-    It has a session of its own, so that what it started ends with it. Where this process is interrupted, asked to end
-    or hung up on, the program is interrupted, and killed when it does not end. What it prints, errors included, goes to
-    ``output``, and to where this process prints where that is None.
+    What it prints, errors included, goes to ``output``, and to where this process prints where that is None. Ctrl-C
+    reaches both, as a terminal sends it to the whole group; SIGTERM is passed on, so that no training is left behind.
     """
     both: dict[str, Any] = {} if output is None else {"stdout": output, "stderr": subprocess.STDOUT}
-    with _signals_as_exceptions():
-        process = subprocess.Popen(words, env=dict(variables), stdin=subprocess.DEVNULL, start_new_session=True, **both)
-        try:
-            return process.wait()
-        except BaseException:
-            _signal_group(process, signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(GRACE_SECONDS)
-            raise
-        finally:
-            if process.returncode != 0:
-                _signal_group(process, signal.SIGKILL)
-                process.wait()
-
-
-@contextlib.contextmanager
-def _signals_as_exceptions() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP, where nobody ignores them (nohup), end this process as an exception does."""
-    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, lambda number, frame: sys.exit(128 + number)) for number in numbers}
+    process = subprocess.Popen(words, env=dict(variables), stdin=subprocess.DEVNULL, **both)
+    before = signal.signal(signal.SIGTERM, lambda number, frame: process.terminate())
     try:
-        yield
+        return process.wait()
+    except KeyboardInterrupt:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_SECONDS)
+        raise
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _signal_group(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left, or (macOS) only zombies
-        os.killpg(process.pid, number)
+        process.kill()
+        process.wait()
+        signal.signal(signal.SIGTERM, before)

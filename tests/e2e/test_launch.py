@@ -12,7 +12,6 @@ from checking import Run, run_command, write_app
 from trainers import LIGHTNING_ADVICE
 
 from det_callbacks import compare_runs
-from det_callbacks.cli import check as checks
 from det_callbacks.launch import callbacks
 from det_callbacks.runs.store import Run as StoredRun
 from det_callbacks.variables import LAUNCH
@@ -48,18 +47,13 @@ def test_a_script_is_recorded_and_verified_as_it_is(run_command: Run) -> None:
 def test_what_goes_wrong_has_a_status_and_is_said_once(run_command: Run) -> None:
     """Of several processes the last one would replace the verdict of the first."""
     assert run_command("record", "run", "--level", "state").status == 0
-    failed, several = (
-        "the script failed with status 1",
-        "The command trains in several processes that are no ranks of one",
-    )
+    failed = "the script failed with status 1"
     for command, faults, status, says in (
         ("record run", ["no fit"], 2, "no Trainer had a fit"),
         ("verify run", ["no fit"], 2, "no Trainer had a fit"),
         ("verify run", ["own", "twice"], 2, "the script has a DeterminismCallback of its own, which is used"),
         ("verify run", ["broken"], 2, failed),
         ("check", ["broken"], 2, failed),
-        ("verify run", ["planted", "processes"], 2, several),
-        ("verify run", ["processes"], 2, several),
         ("record run", [], 2, failed),
     ):
         done = run_command(*command.split(), "--level", "state", faults=faults)
@@ -68,6 +62,10 @@ def test_what_goes_wrong_has_a_status_and_is_said_once(run_command: Run) -> None
         assert ("ZeroDivisionError: the script's own error" in shown) is ("broken" in faults)
         assert ("Traceback" in shown) is ("broken" in faults)
     assert "RunExistsError: " in done.errors
+    for faults in (["planted", "processes"], ["processes"]):
+        done = run_command("verify", "run", "--level", "state", faults=faults)
+        assert (done.status, "MATCH" in done.text, "DIVERGED" in done.text) == (2, False, False)
+        assert "det-callbacks: The command trains in several processes that are no ranks of one" in done.errors
     for words, says in (
         (("record", "run", "--level", "ops"), "--level: invalid choice: 'ops'"),
         (("record", "run", "--every-n-steps", "x"), "--every-n-steps: must be a whole number"),
@@ -111,15 +109,6 @@ def test_augmentation_in_the_main_process_depends_on_the_workers(run_command: Ru
     row = r"^workers +2 instead of 0 +diverged +step 0, data: batch\[0\] +data_content$"
     assert re.search(row, done.text, re.MULTILINE)
     assert "bit for bit; its bits depend on workers; kept in" in done.last
-
-
-def test_an_interruption_says_where_the_run_is(run_command: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object, **__: object) -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(checks, "run_process", interrupt)
-    done = run_command("record", "run", "--level", "state")
-    assert (done.status, done.last.split("; ")[0]) == (130, "det-callbacks record: interrupted")
 
 
 # real processes
