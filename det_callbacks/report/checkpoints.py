@@ -13,54 +13,50 @@ MAX_ENTRIES = 20
 
 def checkpoint_report(report: "CheckpointReport") -> list[Section]:
     """Return what a check found."""
-    style, num_entries = "green" if report.equal else "bold red", count(sum(report.sections.values()), "entry")
-    if report.other is not None and report.equal:
-        also = "" if report.has_same_bytes else "; the files' bytes differ"
-        return [Section(title=f"{report.path} and {report.other} hold the same: {num_entries}{also}", style=style)]
-    if report.other is not None:
-        title = f"{report.path} and {report.other} differ in {count(len(report.entries), 'entry')}"
-        rows = [(one.section, one.name.removeprefix(f"{one.section}: "), _how(one)) for one in report.entries]
-        return [Section(title=title, style=style, table=Table(columns=["section", "entry", "difference"], rows=rows))]
+    num_entries, two = count(sum(report.sections.values()), "entry"), f"{report.path} and {report.other}"
     if not report.equal:
-        return [Section(title=mismatch_text(report), style=style)]
-    where = "the bytes of every file" if set(report.sections) == {"files"} else "all its bytes"
+        title = mismatch_text(report)
+        if report.other is not None:
+            title = "\n  ".join([f"{two} differ in {count(len(report.entries), 'entry')}", *map(_difference, report.entries)])
+        return [Section(title=title, style="bold red")]
+    if report.other is not None:
+        also = "" if report.has_same_bytes else "; the files' bytes differ"
+        return [Section(title=f"{two} hold the same: {num_entries}{also}", style="green")]
     items = [f"{count(report.num_tensors, 'tensor')}, {size(report.num_bytes)}"]
     if report.sidecar is not None:
         saved, run = report.sidecar, report.sidecar.run or {}
         when = "before the first step" if saved.step is None else f"after step {saved.step} in epoch {saved.epoch}"
         items.insert(0, f"saved {when}, run {run.get('id')}")
     table = Table(columns=["section", "entries"], rows=[*report.sections.items()])
-    return [Section(title=f"{report.path} is what was saved, in {where}", style=style, items=items, table=table)]
+    return [
+        Section(title=f"{report.path} is what was saved, in all its bytes", style="green", items=items, table=table)
+    ]
 
 
 def mismatch_text(report: "CheckpointReport") -> str:
     """Return what is wrong with a checkpoint, what was still right, and what to do."""
     num_compared = sum(report.sections.values())
     lines = [f"{report.path} is not what was saved."]
-    lines += [f"  {line}" for line in at_most(MAX_ENTRIES, [f"{one.name} {_how(one)}" for one in report.entries])]
+    lines += [f"  {line}" for line in at_most(MAX_ENTRIES, [*map(_difference, report.entries)])]
     lines += [f"  resume: {name} is missing beside it, or of another save" for name in report.missing_files]
+    right = num_compared - sum(entry.kind != "extra" for entry in report.entries)
+    lines.append(f"{right:,} of {count(num_compared, 'entry')} are what was saved.")
     if not report.entries and not report.has_same_bytes:
-        lines.append(
-            f"  The file's bytes differ, and yet all {count(num_compared, 'entry')} in it have the bits that were "
-            "saved: the change is in what is no entry, or in padding."
-        )
-    else:
-        right = num_compared - sum(entry.kind != "extra" for entry in report.entries)
-        lines.append(f"{right:,} of {count(num_compared, 'entry')} are what was saved.")
+        lines.append("The file's bytes differ, and yet no entry does: the change is in what is none, or in padding.")
     lines.append("Use another checkpoint, or restore this one and the file of its digests from a copy.")
     return "\n".join(lines)
 
 
-def _how(entry: "EntryDifference") -> str:
-    """Return how an entry differs, to follow its name."""
-    if entry.kind in ("missing", "extra"):
-        return "is missing" if entry.kind == "missing" else "is there, and was not before"
+def _difference(entry: "EntryDifference") -> str:
     if entry.kind == "structure":
-        return f"was {entry.reference}, and is {entry.current}"
+        return f"{entry.name} was {entry.reference}, and is {entry.current}"
+    if entry.kind != "content":
+        return f"{entry.name} {'is missing' if entry.kind == 'missing' else 'is there, and was not before'}"
     if entry.num_differing is None:
-        return "differs" + ("" if entry.reference is None else f" (it was {entry.reference}, and is {entry.current})")
+        values = "" if entry.reference is None else f" (it was {entry.reference}, and is {entry.current})"
+        return f"{entry.name} differs{values}"
     ulps = "" if entry.max_ulps is None else f", by up to {entry.max_ulps:,} ULPs"
-    return f"differs: {entry.num_differing:,} of {entry.num_elements:,} elements{ulps}"
+    return f"{entry.name} differs: {entry.num_differing:,} of {entry.num_elements:,} elements{ulps}"
 
 
 def unrestored_line(path: str) -> str:

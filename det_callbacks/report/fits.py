@@ -53,11 +53,7 @@ def recorded_line(
     kept: KeptCounts | None,
     num_metrics: int,
 ) -> str:
-    """Return the closing line of a recording; the numbers are those of all ranks.
-
-    ``num_agreed`` are steps of a resumed attempt that were there already and agree; None when it is no such attempt.
-    ``saved`` is what was saved for replay, as in ``Coverage.replayed``; ``level`` is as ``level_words`` has it.
-    """
+    """Return the closing line of a recording, with the numbers of all ranks; ``num_agreed`` is None of a first one."""
     agreed = f"{count(num_agreed, 'step')} there already, and equal; " if num_agreed else ""
     parts = [
         f"{agreed}recorded {count(num_steps, 'step' if num_agreed is None else 'new step')}{_of_ranks(num_ranks)}",
@@ -66,17 +62,14 @@ def recorded_line(
         f"{size(num_bytes)} of digests{_replayed(saved, 'saved for replay')}",
         f"in {path}",
     ]
-    text = f"det_callbacks: {', '.join(parts)}"
-    if kept is None:
-        return text
-    text += f"; kept {count(kept.num_tensors, 'tensor')} ({size(kept.num_bytes)})"
-    return f"{text}, and NOT those of {count(kept.num_missing, 'call')} {kept.reason}" if kept.num_missing else text
+    if kept is not None:
+        parts[-1] += f"; kept {count(kept.num_tensors, 'tensor')} ({size(kept.num_bytes)})"
+        parts += [f"and NOT those of {count(kept.num_missing, 'call')} {kept.reason}"] if kept.num_missing else []
+    return f"det_callbacks: {', '.join(parts)}"
 
 
 def recorded_call_line(call: str, *, path: str, num_metrics: int) -> str:
-    """Return the closing line of what was recorded of ``trainer.test`` or the like; none where it logs nothing."""
-    if not num_metrics:
-        return f"det_callbacks: recorded nothing of {call}, in {path}: the module logs no metric there"
+    """Return the closing line of what was recorded of ``trainer.test`` or the like."""
     return f"det_callbacks: recorded {count(num_metrics, 'metric')} of {call}, in {path}"
 
 

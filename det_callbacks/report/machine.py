@@ -1,7 +1,7 @@
 """What this machine says: the settings that are in force, and the ops that torch names, which a run may use."""
 
 import json
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
@@ -19,20 +19,11 @@ from det_callbacks.runs.store import Run
 if TYPE_CHECKING:
     from det_callbacks.doctor import Diagnosis
 
-_MEANINGS = (
-    "  alternate algorithm: takes another algorithm under torch.use_deterministic_algorithms(True)",
-    "  error: raises RuntimeError under torch.use_deterministic_algorithms(True)",
-    "  random: draws from a random generator",
-    "  devices and conditions are torch's words; that they are met is not checked",
-)
-
 
 def ops_to_dict(facts: Sequence[OpFact], run: Run | None = None) -> dict[str, Any]:
-    """Return all that torch says of its ops, or what it says of those that a run uses: overloads, and sites in a step.
+    """Return all that torch says of its ops, or what it says of those that a run uses, by module.
 
-    Sites are tensors and values that an op wrote; where the run's programs differ, the most in any. An op that leaves
-    no site is not found: what the selection excludes, views, ``resize_``, compiled regions. Raises SelectionError where
-    the run holds no ops, so that it cannot say.
+    Of the run's programs the one counts that has most sites. What leaves no site is not found (views, ``resize_``).
     """
     counts = {behaviour: sum(fact.behaviour == behaviour for fact in facts) for behaviour in BEHAVIOURS}
     head = {"schema": 1, "torch": version("torch"), "counts": counts}
@@ -40,60 +31,57 @@ def ops_to_dict(facts: Sequence[OpFact], run: Run | None = None) -> dict[str, An
         return {**head, "run": None, "entries": [asdict(fact) for fact in facts]}
     records = ((rank, record) for rank in run.ranks for record in run.rank(rank).iterate())
     views = {record.program_id: (rank, record.segment, record.step) for rank, record in records}
-    most: dict[OpFact, Counter[str]] = defaultdict(Counter)
-    overloads: dict[OpFact, set[str]] = defaultdict(set)
-    ops = set[str]()
+    ops, most = set[str](), Counter[tuple[int, str, str]]()
     for view in (run.view(*place) for place in views.values()):
-        here: dict[OpFact, Counter[str]] = defaultdict(Counter)
+        here = Counter[tuple[int, str, str]]()
         for position, site in enumerate(view.program.sites):
             if site.op and site.role in ("output", "value"):
                 ops.add(site.op)
-                for fact in _facts_about(facts, view, position):
-                    here[fact][site.module] += 1
-                    overloads[fact].add(site.op)
-        for fact, modules in here.items():
-            most[fact] |= modules  # the larger count of each
+                here.update((number, site.module, site.op) for number in _facts_about(facts, view, position))
+        most |= here  # the larger count of each
     if not ops:
         raise SelectionError(
             f"{run.path} holds no ops (level {run.manifest.selection.level}, "
             f"{count(run.rank(0).num_steps, 'step')} of rank 0), so it cannot say which it uses. Record a run of at "
             'least one step with level="op".'
         )
-    about = {"path": str(run.path), "run_id": run.manifest.run_id, "complete": run.is_complete}
-    about |= {"selection": run.manifest.selection.to_dict(), "num_ops": len(ops), "num_programs": len(views)}
-    entries = []
-    for fact in filter(overloads.__contains__, facts):
-        found = [{"module": module, "sites": number} for module, number in sorted(most[fact].items())]
-        entries.append({**asdict(fact), "used": sorted(overloads[fact]), "modules": found})
+    about = {"path": str(run.path), "run_id": run.manifest.run_id, "num_ops": len(ops), "num_programs": len(views)}
+    entries = [
+        {**asdict(facts[number]), "module": module, "op": op, "sites": sites}
+        for (number, module, op), sites in sorted(most.items())
+    ]
     return {**head, "run": about, "entries": entries}
 
 
-def _facts_about(facts: Sequence[OpFact], view: StepView, position: int) -> list[OpFact]:
-    """Return the facts that may be about a site of a step."""
+def _facts_about(facts: Sequence[OpFact], view: StepView, position: int) -> list[int]:
+    """Return the numbers of the facts that may be about a site of a step."""
     site = view.program.sites[position]
-    found = [fact for fact in facts if site.op.rpartition(".")[0] in fact.ops]
+    found = [number for number, fact in enumerate(facts) if site.op.rpartition(".")[0] in fact.ops]
     known = read_arguments(view, position) if found else None
     if known is None:
         return []
     arguments = {name: json.loads(text) for name, text in known.values.items()}
     call: dict[str, Any] = {"op": site.op, "phase": site.phase, "arguments": arguments, "unknown": known.digested}
-    return [fact for fact in found if may_apply(fact, **call)]
+    return [number for number in found if may_apply(facts[number], **call)]
 
 
 def op_report(content: Mapping[str, Any], run: Run | None = None) -> list[Section]:
-    """Return the table of what ``ops_to_dict`` found, of a run with a row for each module."""
+    """Return the table of what ``ops_to_dict`` found."""
     numbers = ", ".join(f"{number} {behaviour}" for behaviour, number in content["counts"].items())
-    lines = [f"torch {content['torch']}: {sum(content['counts'].values())} entries ({numbers})"]
-    columns, rows, entries = ["name", "behaviour", "device", "ops", "condition"], [], content["entries"]
+    lines, entries = (
+        [f"torch {content['torch']}: {sum(content['counts'].values())} entries ({numbers})"],
+        content["entries"],
+    )
+    places: tuple[str, ...] = ("ops",)
     if run is not None:
-        about, columns[3:3] = content["run"], ["module", "sites in a step"]
+        about, places = content["run"], ("module", "op", "sites")
         used = f"{count(about['num_ops'], 'op')} in {count(about['num_programs'], 'program')}"
-        lines = [*head_lines(run), f"{used}; {lines[0]}; {len(entries)} may be about this run"]
-    for one in entries:
-        ends = " ".join(one["ops" if run is None else "used"]) or "(none found)", one["condition"] or "-"
-        places = [()] if run is None else [(place["module"] or "-", place["sites"]) for place in one["modules"]]
-        rows += [(one["name"], one["behaviour"], one["device"], *place, *ends) for place in places]
-    return [Section(code=[*lines, *_MEANINGS], table=Table(columns=columns, rows=rows, is_wide=True))]
+        lines = [*head_lines(run), f"{used}; {lines[0]}; {len({one['name'] for one in entries})} may be about this run"]
+    columns = ("name", "behaviour", "device", *places, "condition")
+    cells = ((" ".join(one[name]) if name == "ops" else one[name] for name in columns) for one in entries)
+    rows = [[cell or "-" for cell in row] for row in cells]
+    lines.append("devices and conditions are torch's words; that they are met is not checked")
+    return [Section(code=lines, table=Table(columns=columns, rows=rows, is_wide=True))]
 
 
 def doctor_report(diagnosis: "Diagnosis") -> list[Section]:

@@ -2,10 +2,9 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from importlib.metadata import version
 from itertools import compress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -27,8 +26,8 @@ MAX_MAPS, MAX_COLUMNS, MAX_ROWS = 8, 100, 60
 """Heat maps (one for each rank and fit), and the columns and rows of each."""
 NUM_BEFORE = 10
 """Columns before the first step that is not equal, where a fit has more steps than columns are shown."""
-MAX_STEPS, FIRST_SITES, MAX_SITES = 10, 100, 20
-"""Steps of each map whose sites are listed, sites of the first of them, and of any other."""
+MAX_STEPS, MAX_SITES = 10, 25
+"""Steps of each map whose sites are listed, and sites of each."""
 
 _COLUMNS = ("site", "state", "phase", "module", "op or name", "tensor", "reference", "current", "kind", "source")
 _STATES = np.array([*".mco"])
@@ -36,24 +35,20 @@ _STATES = np.array([*".mco"])
 
 
 def write_report(path: str | Path, verdict: Verdict, *, reference: str | Path, current: str | Path) -> Path:
-    """Write the HTML report on two runs, atomically; an existing file is replaced.
-
-    Raises DetCallbacksError where the file cannot be written, ReferenceFormatError where one of a run is damaged.
-    """
-    path = Path(path)
-    maps, num_left_out = _build_maps(verdict, *(Run.open(run, check_steps=False) for run in (reference, current)))
-    folder = FileSystemLoader(Path(__file__).parent)
+    """Write the HTML report on two runs, atomically; an existing file is replaced."""
+    path, runs = Path(path), [Run.open(run, check_steps=False) for run in (reference, current)]
+    maps, num_left_out = _build_maps(verdict, *runs)
+    loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(
-        loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters.update(count=count, number="{:,}".format, path=_path)
+    environment.filters.update(count=count, number="{:,}".format)
     content = environment.get_template("report.html.j2").render(
         verdict=verdict,
         head=head_report(verdict)[1:],
         sections=details_report(verdict),
         maps=maps,
         num_left_out=num_left_out,
-        version=version("det_callbacks"),
     )
     try:
         replace_atomically(path, content.encode(errors="backslashreplace"))
@@ -66,39 +61,8 @@ def write_report(path: str | Path, verdict: Verdict, *, reference: str | Path, c
     return path
 
 
-def _path(states: str, state: str, top: int, drawn: str) -> str:
-    """Return what is drawn in each cell of a column that is in a state, as one path: a tenth of as many rectangles."""
-    return "".join(f"M0 {row * 16 + top}{drawn}" for row, letter in enumerate(states) if letter == state)
-
-
-@dataclass(slots=True, kw_only=True)
-class _Column:
-    """One step: in words, as a state for each row, and the first sites that differ in it, where they are listed."""
-
-    step: int
-    text: str
-    states: str
-    sites: Table | None = None
-    num_left_out: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _HeatMap:
-    """What became of each module in the steps of one fit of one rank, from shortly before the first difference on."""
-
-    name: str
-    place: str  # rank and fit in addresses
-    text: str  # how many steps agree, differ and so on
-    num_differing: int  # that could be listed
-    labels: Sequence[str]  # of the rows: modules in the order in which they run
-    columns: Sequence[_Column]
-
-
-def _build_maps(verdict: Verdict, reference: Run, current: Run) -> tuple[list[_HeatMap], int]:
-    """Return the heat maps of two runs, and how many there would be more; none of other numbers of processes.
-
-    Of too many, those of ranks where a difference starts are shown.
-    """
+def _build_maps(verdict: Verdict, reference: Run, current: Run) -> tuple[list[dict[str, Any]], int]:
+    """Return the heat maps of two runs, those of ranks where a difference starts first, and how many are left out."""
     if reference.manifest.world_size != current.manifest.world_size:
         return [], 0
     common = {*reference.ranks} & {*current.ranks}
@@ -110,8 +74,8 @@ def _build_maps(verdict: Verdict, reference: Run, current: Run) -> tuple[list[_H
     return [_build_map(verdict, (reference, current), *fit, begun) for fit in shown], len(fits) - len(shown)
 
 
-def _build_map(verdict: Verdict, runs: tuple[Run, Run], rank: int, segment: int, begun: set[int]) -> _HeatMap:
-    """Return the heat map of one fit; ``begun`` has the ranks that differ already, and this one from then on."""
+def _build_map(verdict: Verdict, runs: tuple[Run, Run], rank: int, segment: int, begun: set[int]) -> dict[str, Any]:
+    """Return the heat map of one fit for the template; ``begun`` has the ranks that differ already, and gets this."""
     programs = {
         int(identity): run.program(int(identity)).sites
         for run in runs
@@ -123,38 +87,44 @@ def _build_map(verdict: Verdict, runs: tuple[Run, Run], rank: int, segment: int,
         return np.bincount([row_of[site.module] for site in sites], minlength=len(labels))
 
     totals = {identity: cells(sites) for identity, sites in programs.items()}
-    columns, outcomes, num_listed = list[_Column](), list[str](), 0
+    columns, outcomes, num_listed = list[dict[str, Any]](), list[str](), 0
     for step, program_id, outcome, found in _outcomes(*runs, rank, segment):
-        outcomes.append(outcome)
-        column, total = _Column(step=step, text=outcome, states="." * len(labels)), totals[program_id]
-        columns.append(column)
+        total = totals[program_id]
+        column: dict[str, Any] = {
+            "step": step,
+            "text": outcome,
+            "states": "." * len(labels),
+            "sites": None,
+            "num_left_out": 0,
+        }
         if outcome == "agree":
-            column.states = "".join(_STATES[np.minimum(total, 1)])
+            column["states"] = "".join(_STATES[np.minimum(total, 1)])
         elif found is not None:
             sites = [found.site(row) for row in found.rows.tolist()]
             starts = _starting(verdict, found, sites, is_first=rank not in begun)
             begun.add(rank)
             starting = list(compress(sites, starts))
             worst = np.maximum.reduce([total > 0, 2 * (cells(sites) > 0), 3 * (cells(starting) > 0)])
-            column.states = "".join(_STATES[worst])
-            column.text = f"{len(sites):,} of {count(int(total.sum()), 'site')} differ"
-            column.text += f", starting at {len(starting):,} of them" if starting else ""
+            column["states"] = "".join(_STATES[worst])
+            column["text"] = f"{len(sites):,} of {count(int(total.sum()), 'site')} differ"
+            column["text"] += f", starting at {len(starting):,} of them" if starting else ""
             if num_listed < MAX_STEPS:
-                limit = MAX_SITES if num_listed else FIRST_SITES
-                listed = sorted(np.argsort(~starts, kind="stable")[:limit].tolist())  # where it starts comes first
+                listed = sorted(np.argsort(~starts, kind="stable")[:MAX_SITES].tolist())  # where it starts comes first
                 rows = [_site_row(found, int(found.rows[one]), starts=starts[one]) for one in listed]
-                column.sites, column.num_left_out = Table(columns=_COLUMNS, rows=rows), len(sites) - len(listed)
+                column |= {"sites": Table(columns=_COLUMNS, rows=rows), "num_left_out": len(sites) - len(listed)}
                 num_listed += 1
+        columns.append(column)
+        outcomes.append(outcome)
     began = next((place for place, outcome in enumerate(outcomes) if outcome != "agree"), 0)
     since, numbers = max(0, min(began - NUM_BEFORE, len(columns) - MAX_COLUMNS)), Counter(outcomes)
-    return _HeatMap(
-        name=f"Rank {rank}{f', segment {segment}' if segment else ''}",
-        place=f"s{rank}-{segment}",
-        text=", ".join(f"{number:,} {outcome}" for outcome, number in numbers.items()),
-        num_differing=numbers["differ"],
-        labels=labels,
-        columns=columns[since : since + MAX_COLUMNS],
-    )
+    return {
+        "name": f"Rank {rank}{f', segment {segment}' if segment else ''}",
+        "place": f"s{rank}-{segment}",  # in addresses
+        "text": ", ".join(f"{number:,} {outcome}" for outcome, number in numbers.items()),
+        "num_differing": numbers["differ"],
+        "labels": labels,
+        "columns": columns[since : since + MAX_COLUMNS],
+    }
 
 
 def _outcomes(
@@ -162,8 +132,7 @@ def _outcomes(
 ) -> Iterator[tuple[int, int, str, StepDifference | None]]:
     """Yield each step of a fit in order, with the program of the side that has it, in words what became of it, and how.
 
-    A step is read if its chains do not agree. A verification keeps diverging steps only: its record says what it
-    compared of the others.
+    A verification keeps diverging steps only: its record says what it compared of the others.
     """
     ours, theirs, is_whole = reference.rank(rank).fit(segment), current.rank(rank).fit(segment), current.keeps == "all"
     num_equal = num_equal_steps(ours, theirs) if is_whole else 0
@@ -210,7 +179,6 @@ def _place(site: Site | Divergence) -> tuple[str, str, str, int, int]:
 
 
 def _site_row(step: StepDifference, row: int, *, starts: bool) -> tuple[object, ...]:
-    """Return a row of the table of a step's sites."""
     shown, kind, (left, right) = step.describe(row), step.kinds[row], step.pairs[row]
     sides = (step.reference, left), (step.current, right)
     tensors = [describe_tensor(view.layout.entries[place]) for view, place in sides if place >= 0]
@@ -225,10 +193,7 @@ def _site_row(step: StepDifference, row: int, *, starts: bool) -> tuple[object, 
 
 
 def _rows_of_modules(programs: Iterable[Sequence[Site]]) -> tuple[dict[str, int], list[str]]:
-    """Return the row of each module, in the order in which they run, and the labels of the rows.
-
-    A label is the module's name, or goes as deep into it as makes no more rows than there may be.
-    """
+    """Return the row of each module, in the order in which they run, and labels, as deep as the rows suffice for."""
     sites = sorted((site for known in programs for site in known), key=lambda site: not site.op)  # state comes first
     modules = sorted(dict.fromkeys(site.module for site in sites), key=lambda name: {"": 0, "?": 2}.get(name, 1))
     parts, labels, rows = {name: name.split(".") for name in modules}, dict[str, str](), list[str]()

@@ -151,23 +151,21 @@ def test_ops_lists_what_torch_says_and_what_a_run_uses(command: Command) -> None
     counts = Counter(fact.behaviour for fact in facts)
     listed = ", ".join(f"{counts[kind]} {kind}" for kind in ("alternate algorithm", "error", "random"))
     assert lines[0] == f"torch {torch.__version__}: {len(facts)} entries ({listed})"
-    assert [line.split()[0] for line in lines[6:]] == [fact.name for fact in facts]
+    assert [line.split()[0] for line in lines[3:]] == [fact.name for fact in facts]
     (row,) = [line.split() for line in lines if line.startswith("torch.histc ")]
     assert row == ["torch.histc", "error", "cuda", "aten.histc", "when", "called", "on", "a", "CUDA", "tensor"]
     content = json.loads(command("ops --json")[1])
     assert (content["schema"], content["torch"], content["run"]) == (1, torch.__version__, None)
     assert (content["counts"], len(content["entries"])) == (counts, len(facts))
 
-    used = {entry["name"]: entry for entry in json.loads(command("ops --used-by ops --json")[1])["entries"]}
-    modules = {name: {row["module"]: row["sites"] for row in entry["modules"]} for name, entry in used.items()}
-    assert modules == {
-        "torch.nn.ReflectionPad1d": {"middle": 1},
-        "aten.bernoulli_": {f"net.{block}.drop": 1 for block in range(BLOCKS)},
-    }
+    used = json.loads(command("ops --used-by ops --json")[1])["entries"]
+    drawing = {("aten.bernoulli_", f"net.{block}.drop", 1) for block in range(BLOCKS)}
+    expected = {("torch.nn.ReflectionPad1d", "middle", 1), *drawing}
+    assert {(entry["name"], entry["module"], entry["sites"]) for entry in used} == expected
     lines = command("ops --used-by ops")[1].splitlines()
     assert lines[2].endswith("; 2 may be about this run")
     (row,) = [line.split()[1:6] for line in lines if line.startswith("torch.nn.ReflectionPad1d")]
-    assert row == ["error", "cuda", "middle", "1", "aten.reflection_pad1d_backward.default"]
+    assert row == ["error", "cuda", "middle", "aten.reflection_pad1d_backward.default", "1"]
 
 
 @pytest.mark.parametrize(
@@ -202,7 +200,7 @@ def test_a_checkpoint_is_compared_with_its_digests_or_with_another_one(runs: Pat
         return json.loads(command(f"check-checkpoint {words} --json")[1] or "{}")
 
     saved = f"{path} is what was saved, in all its bytes"
-    content = check(str(path), 0, saved, "saved after step 3 in epoch 1, run ", "state_dict")
+    content = check(str(path), 0, saved, "saved after step 3 in epoch 1, run ")
     assert (content["equal"], content["entries"], content["save"]["step"]) == (True, [], 3)
 
     checkpoint = torch.load(path, weights_only=True)

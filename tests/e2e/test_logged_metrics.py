@@ -228,7 +228,7 @@ def test_a_call_alone_is_recorded_and_verified_unless_nothing_is_logged(
         Session("record", tmp_path / "none", also="nothing").test()
     assert not (tmp_path / "none" / "run.json").exists()
     Session("record", tmp_path / "fit", also="nothing").fit().test()
-    assert "recorded nothing of trainer.test" in capsys.readouterr().out.splitlines()[-1]
+    assert "recorded 0 metrics of trainer.test" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_a_run_with_steps_outlives_metrics_alone_and_a_test_that_breaks_off(
