@@ -68,16 +68,15 @@ class CheckedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """A program that trains, started as it is; Lightning gives its Trainers a DeterminismCallback.
-
-    ``arguments`` are those of ``DeterminismCallback``, but for the mode and the folders; ``settings`` is what is set
-    before the script's first line: "seed", and "deterministic" for the defaults of ``DeterminismSettings``.
-    """
+    """A program that trains, started as it is; Lightning gives its Trainers a DeterminismCallback."""
 
     words: Sequence[str]
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of DeterminismCallback, but for mode and folders
+    settings: Mapping[str, Any] = field(default_factory=dict)  # set before the first line: "seed", "deterministic"
     variables: Mapping[str, str] = field(default_factory=dict)
+    name: str = PLAIN  # or what is varied
+    change: str = "nothing"  # what that is now ("2 instead of 0")
+    entry: str = ""  # of run.json, which is another one where it has been varied
 
     def __post_init__(self) -> None:
         if not self.words:
@@ -93,23 +92,11 @@ class Script:
             reason = f"the script ended well, and its recording is incomplete: {incomplete}"
         return CheckedRun(name=RECORDING, outcome="failed" if reason else "recorded", reason=reason, output=output)
 
-    def verify(
-        self,
-        reference: Path,
-        current: Path,
-        *,
-        name: str = PLAIN,
-        change: str = "nothing",
-        entry: str = "",
-        output: Path | None = None,
-    ) -> CheckedRun:
-        """Run the script, and verify it against a run, into a folder that is empty or not there.
-
-        ``entry`` is what has to be other in run.json, so that what was to be varied has been.
-        """
-        title = "verify" if name == PLAIN else f"verify, {name}, {change}"
+    def verify(self, reference: Path, current: Path, output: Path | None = None) -> CheckedRun:
+        """Run the script, and verify it against a run, into a folder that is empty or not there."""
+        title = "verify" if self.name == PLAIN else f"verify, {self.name}, {self.change}"
         reason = self._start(title, output, mode="verify", reference=str(reference), current=str(current))
-        done = CheckedRun(name=name, change=change, outcome="failed", reason=reason, output=output)
+        done = CheckedRun(name=self.name, change=self.change, outcome="failed", reason=reason, output=output)
         try:
             verdict = Verdict.from_dict(json.loads((current / VERDICT_FILE).read_text(encoding="utf-8")))
         except FileNotFoundError:
@@ -119,8 +106,8 @@ class Script:
         done = replace(done, verdict=verdict)
         if verdict.verdict == "match" and reason:
             return replace(done, reason=f"{reason}. What was compared before agrees")
-        if verdict.verdict == "match" and entry not in {"", *(one.name for one in verdict.environment)}:
-            return replace(done, reason=f"it could not be varied: {entry} is what it was, by the script itself")
+        if verdict.verdict == "match" and self.entry not in {"", *(one.name for one in verdict.environment)}:
+            return replace(done, reason=f"it could not be varied: {self.entry} is what it was, by the script itself")
         return replace(done, outcome=verdict.verdict, reason="")
 
     def _start(self, title: str, output: Path | None, **arguments: Any) -> str:
@@ -152,11 +139,10 @@ def _manifest(run: Path) -> bytes:
     return path.read_bytes() if path.is_file() else b""
 
 
-def check_script(script: Script, home: Path, *, vary: Sequence[str] = ()) -> list[CheckedRun]:
-    """Run a script twice in fresh processes, the second verified against the first, bit for bit.
+def check_script(script: Script, home: Path, vary: Sequence[str]) -> list[CheckedRun]:
+    """Run a script twice, the second run verified against the first, and where it matches once more for each factor.
 
-    Where that is a match, it is verified again in a further process for each of what is to be varied. The runs, and
-    beside them what the scripts print, go to the folder ``home``.
+    The runs, and beside them what the scripts print, go to the folder ``home``.
     """
     seed = os.environ.get(_HASH_SEED, "")
     if "hash-seed" in vary and seed in ("", "random"):
@@ -165,20 +151,19 @@ def check_script(script: Script, home: Path, *, vary: Sequence[str] = ()) -> lis
     reference = home / "reference"
     runs = [script.record(reference, output=home / f"{RECORDING}.txt")]
     if runs[0].outcome == "recorded":
-        runs.append(script.verify(reference, home / PLAIN, output=home / f"{PLAIN}.txt"))
+        runs.append(script.verify(reference, home / PLAIN, home / f"{PLAIN}.txt"))
+    is_repeated = runs[-1].outcome == "match"
     for name in (factor for factor in FACTORS if factor in vary):
-        if runs[1:2] and runs[1].outcome == "match":
-            varied, change, entry = _vary(script, name, Run.open(reference), seed)
-            output = home / f"{name}.txt"
-            runs.append(varied.verify(reference, home / name, name=name, change=change, entry=entry, output=output))
-        else:
-            runs.append(CheckedRun(name=name, change="-", outcome="not_run"))
+        done = CheckedRun(name=name, change="-", outcome="not_run")
+        if is_repeated:
+            done = _varied(script, name, Run.open(reference), seed).verify(reference, home / name, home / f"{name}.txt")
+        runs.append(done)
     return runs
 
 
-def _vary(script: Script, name: str, run: Run, seed: str) -> tuple[Script, str, str]:
-    """Return a script with one thing changed, that in words, and the entry of run.json that shows it, "" for none."""
-    variables, settings = dict(script.variables), dict(script.settings)
+def _varied(script: Script, name: str, run: Run, seed: str) -> Script:
+    """Return a script with one thing changed."""
+    variables, settings, entry = dict(script.variables), dict(script.settings), ""
     if name == "workers":
         steps = run.rank(0).steps(0)
         window = read_window(run, 0, 0, int(steps[0])) if len(steps) else None
@@ -186,7 +171,7 @@ def _vary(script: Script, name: str, run: Run, seed: str) -> tuple[Script, str, 
         before = sorted({text for name, text in noted.items() if name.startswith("num_workers of ")})
         # a training without a torch DataLoader refuses it
         variables[NUM_WORKERS] = now = "0" if before and before != ["0"] else "2"
-        change, entry = f"{now} instead of {' and '.join(before) or 'none'}", ""
+        change = f"{now} instead of {' and '.join(before) or 'none'}"
     elif name == "threads":
         entry = "torch.num_threads"
         threads = run.manifest.environment.get(entry)
@@ -195,9 +180,10 @@ def _vary(script: Script, name: str, run: Run, seed: str) -> tuple[Script, str, 
         variables["OMP_NUM_THREADS"] = str(number)  # what NumPy's libraries ask
         change = f"{number} instead of {had}"
     else:
+        entry = f"env.{_HASH_SEED}"
         variables[_HASH_SEED] = other = "1" if seed == "0" else "0"
-        change, entry = f"{_HASH_SEED} {other} instead of {seed}", f"env.{_HASH_SEED}"
-    return replace(script, variables=variables, settings=settings), change, entry
+        change = f"{_HASH_SEED} {other} instead of {seed}"
+    return replace(script, variables=variables, settings=settings, name=name, change=change, entry=entry)
 
 
 def record(options: argparse.Namespace) -> int:
@@ -225,7 +211,7 @@ def check(options: argparse.Namespace) -> int:
     if unknown := [factor for factor in vary if factor not in FACTORS]:
         raise CheckError(f"There is no {unknown[0]!r} to vary; there are {', '.join(FACTORS)}.")
     home = new_folder(options.to, "determinism-check")
-    runs = check_script(script, home, vary=vary)
+    runs = check_script(script, home, vary)
     is_varied, sections = len(runs) > 2, [Section()]
     for run in runs:
         if run.output is not None and (options.verbose or run.outcome == "failed"):
