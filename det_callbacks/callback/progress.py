@@ -12,7 +12,8 @@ from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, W
 
 from det_callbacks.callback.session import Progress
 from det_callbacks.compare.record import REPORT_FILE, VERDICT_FILE
-from det_callbacks.report.fits import print_closing_line, progress_word
+from det_callbacks.report.console import print_closing_line
+from det_callbacks.report.fits import progress_word
 from det_callbacks.rng import RewindPoint
 from det_callbacks.verdict import Verdict
 

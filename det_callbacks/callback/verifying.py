@@ -15,7 +15,7 @@ from det_callbacks.callback.session import FIT, TracedSession
 from det_callbacks.compare.record import REPORT_FILE
 from det_callbacks.errors import DivergenceError, DivergenceWarning, NotComparableError, NothingComparedError
 from det_callbacks.report import fits as closing
-from det_callbacks.report.console import count
+from det_callbacks.report.console import count, print_closing_line
 from det_callbacks.report.page import write_report
 from det_callbacks.report.verdict import verdict_of_rank
 from det_callbacks.runs.files import stream_path
@@ -152,5 +152,5 @@ class Verifying(TracedSession):
         try:
             return write_report(self.run.current / REPORT_FILE, verdict, reference=self.path, current=self.run.current)
         except Exception as error:  # noqa: BLE001  # no fault of a page may come before the divergence
-            closing.print_closing_line(f"det_callbacks: no report was written ({type(error).__name__}: {error})")
+            print_closing_line(f"det_callbacks: no report was written ({type(error).__name__}: {error})")
             return None

@@ -20,7 +20,7 @@ from det_callbacks.compare.evidence import read_window
 from det_callbacks.compare.record import REPORT_FILE, VERDICT_FILE
 from det_callbacks.errors import CheckError
 from det_callbacks.patterns import as_patterns
-from det_callbacks.report.console import Section, Table, make_console, print_line, print_report
+from det_callbacks.report.console import STYLES, Section, Table, make_console, print_line, print_report
 from det_callbacks.report.verdict import verdict_report
 from det_callbacks.runs.files import MANIFEST
 from det_callbacks.runs.selection import Selection
@@ -29,10 +29,8 @@ from det_callbacks.variables import LAUNCH, NUM_WORKERS
 from det_callbacks.verdict import EXIT_CODES, Verdict
 
 RECORDING, PLAIN = "recording", "plain"
-FACTORS = ("workers", "threads", "hash-seed")
-"""What can be varied, in this order."""
-GRACE_SECONDS = 20.0
-"""For an interrupted script to end by itself."""
+FACTORS = ("workers", "threads", "hash-seed")  # are varied in this order
+GRACE_SECONDS = 20.0  # for an interrupted script to end by itself
 
 _HASH_SEED = "PYTHONHASHSEED"
 _STARTUP = Path(__file__).parents[1] / "startup"
@@ -40,7 +38,6 @@ _NOTHING = (
     "the script ended well, and nothing was {}: no Trainer had a fit, or each had a DeterminismCallback of the "
     "script's own, or the Python that trains has no det_callbacks installed"
 )
-_STYLES = {0: "bold green", 1: "bold red", 2: "bold red", 3: "bold yellow"}
 _OF_SCRIPT = {
     "match": "the script repeats itself, bit for bit",
     "diverged": "the script does not repeat itself",
@@ -242,7 +239,9 @@ def _end(command: str, runs: Sequence[CheckedRun], facts: str) -> int:
         if run.reason:
             print_line(console, f"{run.name}: {run.reason}." if len(runs) > 1 else f"{run.reason}.")
     word = f"{worst.outcome.replace('_', ' ')} (exit status {worst.exit_code})"
-    print_line(console, f"det-callbacks {command}: {word}{facts}", _STYLES[worst.exit_code])
+    print_line(
+        console, f"det-callbacks {command}: {word}{facts}", {**STYLES, "failed": "bold red"}.get(worst.outcome, "bold")
+    )
     return worst.exit_code
 
 

@@ -1,13 +1,11 @@
-"""The command line: what each command is given, and how one is started and ends; what it needs is loaded when it runs.
-
-Exit status: 0 match or fine, 1 diverged, 2 could not do it (usage, unreadable), 3 not comparable.
-"""
+"""The command line: what each command is given, and how one starts and ends; what it needs is loaded when it runs."""
 
 import argparse
 import shlex
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -16,9 +14,7 @@ from typing import Any
 from det_callbacks.errors import CheckError, DetCallbacksError
 from det_callbacks.report.console import print_error
 
-INTERRUPTED = 130
-SCRIPT_COMMANDS = ("record", "verify", "check")
-"""Those that start a script; they stand in ``check.py``, the others in ``commands.py``."""
+SCRIPT_COMMANDS = ("record", "verify", "check")  # they stand in ``check.py``, the others in ``commands.py``
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_error(error, name="det-callbacks")
         return error.exit_code
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return 130
 
 
 def _project_words() -> list[str]:
@@ -45,26 +41,22 @@ def _project_words() -> list[str]:
     folders, words = [Path.cwd(), *Path.cwd().parents], []
     file = next((path for folder in folders if (path := folder / "pyproject.toml").is_file()), None)
     try:
-        table = {} if file is None else tomllib.loads(file.read_text(encoding="utf-8")).get("tool", {})
-    except ValueError as error:
-        raise CheckError(f"{file} cannot be read: {error}") from error
-    table = table.get("det_callbacks", {}) if isinstance(table, dict) else table
-    if not isinstance(table, dict):
-        raise CheckError(f"[tool.det_callbacks] of {file} must be a table of options; got {table!r}.")
-    for key, value in table.items():
+        tables = {} if file is None else tomllib.loads(file.read_text(encoding="utf-8"))
+        options = tables.get("tool", {}).get("det_callbacks", {}).items()
+    except (ValueError, AttributeError) as error:
+        raise CheckError(f"{file} cannot be read, or [tool.det_callbacks] is no table of options: {error}") from error
+    for key, value in options:
         option = f"--{key.replace('_', '-')}"
         if option not in SCRIPT_OPTIONS:
-            raise CheckError(
-                f"[tool.det_callbacks] of {file} has no option {key}; there are {', '.join(SCRIPT_OPTIONS)}."
-            )
+            known = ", ".join(SCRIPT_OPTIONS)
+            raise CheckError(f"[tool.det_callbacks] of {file} has no option {key}; there are {known}.")
         text = ",".join(map(str, value)) if isinstance(value, list) else value
         flag = option if value else f"--no-{option.removeprefix('--')}"
         words.append(flag if isinstance(value, bool) else f"{option}={text}")
     return words
 
 
-def _names(text: str) -> list[str]:
-    return text.split(",")
+_names = partial(str.split, sep=",")
 
 
 def _number(text: str) -> int:
@@ -74,7 +66,7 @@ def _number(text: str) -> int:
 
 
 def _numbers(text: str) -> list[int]:
-    return [_number(number) for number in text.split(",")]
+    return [*map(_number, _names(text))]
 
 
 def _ops(text: str) -> str | list[str]:
@@ -112,10 +104,7 @@ _ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
     "--seed": {"type": _number, "metavar": "N", "help": "seed of all generators, set before the script's first line"},
     "--deterministic": {"action": argparse.BooleanOptionalAction, "help": "likewise, the default settings"},
 }
-SCRIPT_OPTIONS = (
-    *("--level", "--modules", "--every-n-steps", "--only-steps", "--replay", "--keep", "--steps", "--on-divergence"),
-    *("--seed", "--deterministic"),
-)
+SCRIPT_OPTIONS = [*_ARGUMENTS][[*_ARGUMENTS].index("--level") :]
 """Of commands that start a script, and of pyproject.toml: arguments of ``DeterminismCallback``, and settings."""
 _COMMANDS: Mapping[str, tuple[str, str]] = {
     # name -> what it does, and its arguments
@@ -124,16 +113,10 @@ _COMMANDS: Mapping[str, tuple[str, str]] = {
     "record": ("Run a script that trains with a Lightning Trainer, and record its training.", "run_folder --overwrite"),
     "verify": ("Run a script, and verify its training against a recorded one.", "run_folder --current"),
     "check": ("Run a script twice, recording and then verifying, and say what differs.", "--vary --to -v/--verbose"),
-    "doctor": (
-        "Show which determinism settings are in force here; exit 1 when one asked for is not.",
-        "--json --against",
-    ),
+    "doctor": ("Show which determinism settings are in force; exit 1 when one asked for is not.", "--json --against"),
     "ops": ("Show what the installed torch says of ops that are not deterministic, or draw.", "--json --used-by"),
     "export": ("Write a run as a Parquet data set, which DuckDB, Polars and Spark query as it is.", "run_folder --to"),
-    "check-checkpoint": (
-        "Compare a checkpoint with the digests beside it, or with another.",
-        "checkpoint other --json",
-    ),
+    "check-checkpoint": ("Compare a checkpoint with its digests, or with another.", "checkpoint other --json"),
 }
 
 _OF_SCRIPTS = (

@@ -10,8 +10,7 @@ from det_callbacks.report.sentences import show_differences, source_name
 from det_callbacks.runs.evidence import AFTER, BEFORE
 from det_callbacks.verdict import EnvironmentDifference
 
-MAX_LINES = 20
-"""Lines of evidence."""
+MAX_LINES = 20  # of evidence
 
 
 def advise(facts: Facts, rule: str) -> str:
@@ -25,10 +24,8 @@ def _advise_initial(facts: Facts) -> str:
         return "Build the same model: some of its tensors have another shape or dtype"
     initial = facts.initial_sources
     if 2 * len(initial) <= facts.num_random or facts.num_random < 2:
-        return (
-            f"Look at how {initial[0]} is initialised or loaded: the code, the weights that were loaded, or what was "
-            "drawn before the model was built (seed first) is not the same"
-        )
+        text = "the code, the weights that were loaded, or what was drawn before (seed first) is not the same"
+        return f"Look at how {initial[0]} is initialised or loaded: {text}"
     seeded = (one for one in facts.evidence.generators if one.equal_at is None and one.is_reseeded)
     known = [show_change(one, facts.evidence) for one in seeded]
     return f"Set the same seed before the model is built{f': {known[0]}' if known else ', or load the same weights'}"
@@ -63,10 +60,12 @@ def _because(todo: str, facts: Facts) -> str:
 
 def _advise_generator(facts: Facts) -> str:
     change, changes = facts.consumed, facts.evidence.generators
+    if change is None and not changes:
+        return ""
     if change is None:
-        text = ". ".join(show_change(one, facts.evidence) for one in changes[:1])
-        is_unseeded = text and changes[0].equal_at is None and changes[0].seeds is None
-        return f"{text}: seed Python, NumPy and torch alike before the model is built" if is_unseeded else text
+        is_unseeded = changes[0].equal_at is None and changes[0].seeds is None
+        todo = ": seed Python, NumPy and torch alike before the model is built" if is_unseeded else ""
+        return f"{show_change(changes[0], facts.evidence)}{todo}"
     ran = _what_ran(change, facts.evidence)
     return f"Keep {ran} from drawing from {change.name}: give it a generator of its own, or put the state back after it"
 
@@ -92,9 +91,8 @@ def _advise_lost_value(facts: Facts) -> str:
     if not is_lost or not facts.is_resumed or facts.choices:
         return ""
     return (
-        "All that a checkpoint restores agrees: look for a Python value that the checkpoint does not hold (an "
-        "attribute, a counter, the state of an environment), and keep it there with on_save_checkpoint and "
-        "on_load_checkpoint, or in a buffer"
+        "All that a checkpoint restores agrees: look for a Python value that the checkpoint does not hold, and keep it "
+        "there with on_save_checkpoint and on_load_checkpoint, or in a buffer"
     )
 
 
@@ -110,8 +108,7 @@ ADVICE: Mapping[str, str | Callable[[Facts], str]] = {
     # every rule of compare/cause.py -> what to do; "" where the explanation begins with the choice
     "dtype": "",
     "restored state": "Compare the checkpoint with the one that was saved there, and look at what changes this state "
-    "between loading it and the step. A buffer with persistent=False is in no checkpoint: register it with "
-    "persistent=True, or keep it with on_save_checkpoint",
+    "before the step. A buffer with persistent=False is in no checkpoint: keep it there with on_save_checkpoint",
     "initial state": _advise_initial,
     "another epoch": lambda facts: _because(_OTHER_EPOCHS, facts),
     "generator before the data": lambda facts: _advise_generator(facts) if facts.consumed else _UNRESTORED,
@@ -122,9 +119,8 @@ ADVICE: Mapping[str, str | Callable[[Facts], str]] = {
     "input from outside": _advise_lost_value,
     "choice": "",
     "compiled graph": "torch.compile compiled another graph here. Start both runs in fresh processes, since what was "
-    "compiled before decides as well (a resumed run knows no earlier batch sizes: drop_last or dynamic=True keep to "
-    "one graph); see why with TORCH_LOGS=recompiles,graph_breaks; or record step {step} of both with "
-    'compiled="eager" (only_steps=[{step}]) to see which op is another',
+    "compiled before decides as well (drop_last or dynamic=True keep to one graph); see why with "
+    'TORCH_LOGS=recompiles,graph_breaks; or record step {step} of both with compiled="eager" (only_steps=[{step}])',
     "structure": _advise_lost_value,
     "origin": _advise_lost_value,
     "first difference": _advise_lost_value,
@@ -145,15 +141,14 @@ def advise_metric(metric: MetricDifference) -> str:
         return f"{todo}: the {found} differs"
     if metric.is_after_gap:
         return _begun_before("It may have begun", reading.step + 1, metric.choices)
-    return (
-        "Look at how it is computed, and from what: all that is known of generators and data agrees. What can never "
-        f'repeat, such as a wall clock, is left out by modules=["*", "!metric/{metric.name}"]'
-    )
+    left_out = f'What can never repeat, such as a wall clock, is left out by modules=["*", "!metric/{metric.name}"]'
+    return f"Look at how it is computed: all that is known of generators and data agrees. {left_out}"
 
 
 _VALIDATION = "on_validation_epoch_start on_validation_batch_start on_validation_batch_end on_validation_epoch_end"
 _AFTER: Mapping[str, tuple[str, str, str]] = {
-    # point -> the hook in which it is read, what runs after it, and the hooks that are called there
+    # point -> our hook in which it is read (callbacks that stand after ours are called after it, the others before),
+    # what runs after it, and the hooks that are called there
     "fit start": ("", "the set-up of the data", "on_train_start"),
     "before the sanity check": ("on_sanity_check_start", "the sanity check", f"on_validation_start {_VALIDATION}"),
     "after the sanity check": ("on_sanity_check_end", "", "on_train_start"),
@@ -228,10 +223,7 @@ def show_change(change: GeneratorChange, evidence: Evidence) -> str:
 
 
 def _what_ran(change: GeneratorChange, evidence: Evidence) -> str:
-    """Return what ran between the last point where a generator was equal and the first where it was not.
-
-    A point is read in a hook of ours: callbacks that stand after ours are called after it, the others before it.
-    """
+    """Return what ran between the last point where a generator was equal and the first where it was not."""
     ran: list[str] = []
 
     def add(hook: str, *orders: str) -> None:

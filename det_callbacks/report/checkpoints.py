@@ -7,8 +7,7 @@ from det_callbacks.report.console import Section, Table, at_most, count, size
 if TYPE_CHECKING:
     from det_callbacks.checkpoint.check import CheckpointReport, EntryDifference
 
-MAX_ENTRIES = 20
-"""Entries that a message names; all of them stand in the JSON."""
+MAX_ENTRIES = 20  # that a message names
 
 
 def checkpoint_report(report: "CheckpointReport") -> list[Section]:

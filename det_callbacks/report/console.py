@@ -13,10 +13,9 @@ from typing import NoReturn
 from rich.console import Console
 from rich.text import Text
 
-MAX_NAMED, MAX_RANKS = 3, 8
-"""Things, and ranks, that a sentence names; the others are counted."""
-MAX_WIDTH = 119
-"""Columns of a line and of a folded table where there is no terminal."""
+MAX_NAMED, MAX_RANKS = 3, 8  # that a sentence names; the others are counted
+STYLES = {"match": "bold green", "diverged": "bold red", "not_comparable": "bold yellow"}
+MAX_WIDTH = 119  # of a line and of a folded table where there is no terminal
 
 
 def count(number: int, noun: str) -> str:
@@ -58,16 +57,12 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Rows below their headings; columns of numbers are aligned to the right.
-
-    Of more rows than ``limit`` the first ones are printed, and the others counted. ``is_wide`` keeps each row in one
-    line, however long, where there is no terminal: other programs can read it.
-    """
+    """Rows below their headings; columns of numbers are aligned to the right."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[object]]
-    limit: int = sys.maxsize
-    is_wide: bool = False
+    limit: int = sys.maxsize  # the rows that are printed; the others are counted
+    is_wide: bool = False  # keeps each row in one line, for other programs, where there is no terminal
 
     def is_number(self, column: int) -> bool:
         """Return whether a column holds numbers."""
@@ -76,18 +71,14 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """One part of a report, as it is printed and as a page has it; each of what it is made of may be missing.
-
-    ``title`` is one line, printed in ``style``. ``lines`` are sentences, ``items`` entries of a list, ``facts`` what is
-    known, each with its name, and ``code`` lines that are not wrapped, since they are copied, or align by themselves.
-    """
+    """One part of a report, as it is printed and as a page has it."""
 
     title: str = ""
-    style: str = "bold"
-    lines: Sequence[str] = ()
-    items: Sequence[str] = ()
-    facts: Sequence[tuple[str, str]] = ()
-    code: Sequence[str] = ()
+    style: str = "bold"  # of the title
+    lines: Sequence[str] = ()  # sentences
+    items: Sequence[str] = ()  # of a list
+    facts: Sequence[tuple[str, str]] = ()  # each with its name first
+    code: Sequence[str] = ()  # lines that are not wrapped, since they are copied, or align by themselves
     table: Table | None = None
 
 
@@ -133,6 +124,12 @@ def print_line(console: Console, text: str = "", style: str = "") -> None:
     console.print(Text(text, style=style), soft_wrap=True)
 
 
+def print_closing_line(text: str, console: Console | None = None) -> None:
+    """Print a closing line to standard output, coloured by its verdict on a terminal; ``console`` may draw there."""
+    style = next((style for word, style in STYLES.items() if f" {word}:" in text), "")
+    print_line(console or Console(highlight=False), text, style)
+
+
 def _print_table(console: Console, table: Table) -> None:
     """Print a table; the widest columns are folded until it fits, between words as long as that is enough."""
     rows = [[str(cell) for cell in row] for row in (table.columns, *table.rows[: table.limit])]
@@ -161,10 +158,7 @@ def print_error(error: Exception, *, name: str = "") -> None:
 
 
 def end_process(status: int) -> NoReturn:
-    """End the process with this status, from one of its exit handlers or from another thread than the main one.
-
-    Nothing raised by an exit handler changes the status, so the process ends here; earlier exit handlers do not run.
-    """
+    """End the process with this status from an exit handler, where nothing that is raised changes the status."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -4,26 +4,15 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from det_callbacks.audit import AuditReport
-from det_callbacks.report.console import Section, Table, at_most, count, listed, print_line, ranks_text, size, to_text
+from det_callbacks.report.console import Section, Table, at_most, count, listed, ranks_text, size, to_text
 from det_callbacks.tensors.files import KeptCounts
 from det_callbacks.verdict import Verdict
 
 if TYPE_CHECKING:
     from det_callbacks.ranks.replicas import ReplicaDifference, ReplicaReport
 
-MAX_FINDINGS, MAX_DIFFERENCES = 30, 10
-"""Rows of the table of an audit of ops, and lines on replicas; the reports have all."""
-
-_STYLES = {"match": "green", "diverged": "bold red", "not_comparable": "yellow"}
-
-
-def print_closing_line(text: str, console: Console | None = None) -> None:
-    """Print a closing line to standard output, coloured by its verdict on a terminal; ``console`` may draw there."""
-    style = next((style for word, style in _STYLES.items() if f" {word}:" in text), "")
-    print_line(console or Console(highlight=False), text, style)
+MAX_FINDINGS, MAX_DIFFERENCES = 30, 10  # rows of an audit of ops, and lines on replicas
 
 
 def progress_word(*, num_steps: int, num_differing: int, is_recording: bool) -> str:

@@ -91,25 +91,18 @@ def doctor_report(diagnosis: "Diagnosis") -> list[Section]:
     versions = ", ".join(f"{name} {facts[f'{name}.version']}" for name in ("python", "torch", "lightning"))
     head = [f"{versions}; {count(facts['torch.num_threads'], 'thread')} on {place}"]
     head += [f"Digests of tensors on {facts['digest']}"] if "digest" in facts else []
-    asked = list[tuple[str, str]]()
-    for one in diagnosis.settings:
-        if one.state != "left alone":
-            here = "" if one.state == "in force" else f", here {one.in_force!r}: {one.effect}"
-            asked.append((one.state, f"{one.name} = {one.wanted!r}{here}"))
-            asked += [("", one.to_do)] if one.to_do else []
-    others = [f"{one.name} {one.in_force!r}" for one in diagnosis.settings if one.state == "left alone"]
+    rows = [(one.state, one.name, f"{one.wanted}", f"{one.in_force}", one.to_do or "-") for one in diagnosis.settings]
+    table = Table(columns=("state", "setting", "asked for", "here", "what to do"), rows=rows, is_wide=True)
     asker = "the defaults of DeterminismSettings" if against is None else f"in force in {against}"
-    report = [Section(lines=head), Section(title=f"Asked for ({asker})", facts=asked)]
-    report += [Section(title="Left as they are", items=[", ".join(others)])] if others else []
+    report = [Section(lines=head), Section(title=f"Asked for ({asker})", table=table)]
     if against is not None:
         found = environment_table([difference for difference, _ in diagnosis.differences])
-        columns = (*found.columns[:2], "here", *found.columns[3:], "to make it the reference's")
-        rows = [(*row, to_do or "-") for row, (_, to_do) in zip(found.rows, diagnosis.differences, strict=True)]
-        title = f"{'D' if rows else 'Nothing is d'}ifferent from {against}"
-        report.append(Section(title=title, table=Table(columns=columns, rows=rows) if rows else None))
+        differing = [(*row, to_do or "-") for row, (_, to_do) in zip(found.rows, diagnosis.differences, strict=True)]
+        title = f"{'D' if differing else 'Nothing is d'}ifferent from {against}"
+        others = Table(columns=(*found.columns, "what to do"), rows=differing) if differing else None
+        report.append(Section(title=title, table=others))
     if not missing:
         return [*report, Section(title="all in force", style="bold green")]
     title = f"{count(len(missing), 'setting')} not in force: {', '.join(missing)}"
-    call = "det_callbacks.enforce_determinism(det_callbacks.DeterminismSettings(...))"
-    advice = f"One call sets them all, before the model is built, as the Hydra presets do: {call}"
+    advice = "One call sets them all, before the model is built: enforce_determinism(DeterminismSettings(...))"
     return [*report, Section(title=title, style="bold red", lines=[advice])]

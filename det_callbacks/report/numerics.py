@@ -26,10 +26,10 @@ def numerics_text(report: "NumericsReport") -> str:
     deciding = [found for found in report.comparisons if found.decides]
     differing, beyond = sum(not found.equal for found in deciding), sum(not found.close for found in deciding)
     sides = f"{report.control} against {report.base}, {count(report.num_iterations, 'iteration')}"
-    other = f"{differing:,} {'has' if differing == 1 else 'have'} other bits"
-    outside = f"{beyond or 'none'} {'are' if beyond > 1 else 'is'} beyond the tolerance"
-    outcome = f"{other}, {outside}." if differing else "all bits agree."
-    lines = [f"{sides}: {count(len(deciding), 'tensor')} compared, {outcome}"]
+    outcome = (
+        f"{differing:,} with other bits, {beyond or 'none'} beyond the tolerance" if differing else "all bits agree"
+    )
+    lines = [f"{sides}: {count(len(deciding), 'tensor')} compared, {outcome}."]
     named = {f"The first {'with other bits' if report.close else 'beyond its tolerance'}": report.first}
     named["The largest, submodule outputs aside"] = report.worst
     for what, found in named.items():

@@ -22,16 +22,12 @@ from det_callbacks.runs.program import Site
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import MAX_ORIGINS, Divergence, Verdict
 
-MAX_MAPS, MAX_COLUMNS, MAX_ROWS = 8, 100, 60
-"""Heat maps (one for each rank and fit), and the columns and rows of each."""
-NUM_BEFORE = 10
-"""Columns before the first step that is not equal, where a fit has more steps than columns are shown."""
-MAX_STEPS, MAX_SITES = 10, 25
-"""Steps of each map whose sites are listed, and sites of each."""
+MAX_MAPS, MAX_COLUMNS, MAX_ROWS = 8, 100, 60  # heat maps (one for each rank and fit), and columns and rows of each
+NUM_BEFORE = 10  # columns before the first step that is not equal, of more steps than columns
+MAX_STEPS, MAX_SITES = 10, 25  # steps of each map whose sites are listed, and sites of each
 
 _COLUMNS = ("site", "state", "phase", "module", "op or name", "tensor", "reference", "current", "kind", "source")
-_STATES = np.array([*".mco"])
-"""Of a cell, each worse than the one before: not compared, match, carried on, origin."""
+_STATES = np.array([*".mco"])  # each worse than the one before: not compared, match, carried on, origin
 
 
 def write_report(path: str | Path, verdict: Verdict, *, reference: str | Path, current: str | Path) -> Path:
@@ -157,14 +153,11 @@ def _outcomes(
 
 
 def _starting(verdict: Verdict, step: StepDifference, sites: Sequence[Site], *, is_first: bool) -> np.ndarray:
-    """Return at which of the differing sites a difference starts.
-
-    In the first step of a rank that differs the verdict says which ops those are: it knows of other ranks, and of
-    writers that nobody saw. What enters a later step was carried on to there.
-    """
+    """Return at which of the differing sites a difference starts."""
     starting = np.isin(step.rows, step.starting("here"))
     if not is_first:
-        return starting
+        return starting  # what enters a later step was carried on to there
+    # in the first one the verdict knows better which ops those are: it has seen the other ranks
     rank, number, first = step.rank, step.step, verdict.first_divergence
     if len(verdict.origins) < MAX_ORIGINS:
         origins = {_place(one) for one in verdict.origins if (one.rank, one.step) == (rank, number)}

@@ -9,8 +9,7 @@ from det_callbacks.runs.metrics import read_metrics
 from det_callbacks.runs.program import READS, Site, StepRecord, StepView, TensorLayout
 from det_callbacks.runs.store import RankRun, Run
 
-HEAD = 10
-"""Rows shown from either end of a long table; the JSON has all."""
+HEAD = 10  # rows shown from either end of a long table
 
 
 def run_to_dict(run: Run, rank: RankRun) -> dict[str, Any]:

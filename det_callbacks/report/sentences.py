@@ -13,10 +13,7 @@ from det_callbacks.report.run import describe_tensor
 from det_callbacks.runs.program import READS, REGION, TensorLayout
 from det_callbacks.verdict import Divergence, EnvironmentDifference
 
-MAX_RANGES = 4
-"""Ranges of steps that a sentence names; the others are counted."""
-
-# a site
+MAX_RANGES = 4  # of steps that a sentence names; the others are counted
 
 
 def _describe(finding: Finding) -> str:
@@ -117,8 +114,6 @@ def _side(only: Divergence | WholeSteps) -> str:
     return "reference" if only.kind == "missing" else "current run"
 
 
-# a step
-
 _SOURCES = {
     "restored": "the state after the checkpoint was loaded,",
     "state": "the initial state",
@@ -145,8 +140,7 @@ def explain_step(facts: Facts, rule: str, *, show_rank: bool) -> str:
         text = explain_choice(choice, text)
     if origin is not None and origin.row != first.row:
         text += f"; {'besides,' if is_outside else 'an origin is'} {_describe(origin)}"
-    alike = [one for one in difference.origins[1:] if first.divergence.is_origin and one.op == first.divergence.op]
-    return f"{text} (so do {count(len(alike), 'more call')} of it)" if alike else text
+    return text
 
 
 def _who_wrote(facts: Facts) -> str:
@@ -159,16 +153,15 @@ def _who_wrote(facts: Facts) -> str:
 def _explain_sources(facts: Facts, sources: Sequence[Finding], phase: str) -> str:
     """Return how what entered a step differs, of which one phase is named, and what else does."""
     alike = [one for one in sources if phase in ("restored", one.divergence.phase) and one.role != "samples"]
-    alike = alike or [*sources[:1]]
-    named_first = sorted(alike, key=lambda one: one.divergence.name is None)
-    names = list(dict.fromkeys(map(source_name, named_first))) or facts.unrestored
+    alike = sorted(alike or sources[:1], key=lambda one: one.divergence.name is None)
+    names = list(dict.fromkeys(map(source_name, alike))) or facts.unrestored
     kinds, layouts = {one.divergence.kind for one in alike}, [one.layouts for one in alike if one.layouts is not None]
     what = "differs"
     if phase == "data" and facts.has_equal_samples:
         what = "holds the same samples in another order"
     elif "structure" in kinds and layouts:
         what = _structure(layouts[0], verbs=("has another structure", "was read in another part"))
-    elif len(kinds) == 1 and not kinds.isdisjoint(("missing", "extra")):
+    elif kinds in ({"missing"}, {"extra"}):
         what = f"is only in the {_side(alike[0].divergence)}"
     elif not sources:
         what = f"is not what the reference ended step {facts.difference.step - 1} with"
@@ -178,9 +171,6 @@ def _explain_sources(facts: Facts, sources: Sequence[Finding], phase: str) -> st
     others = [one for one in dict.fromkeys(one.divergence.phase for one in facts.sources) if one not in hidden]
     also = f" ({' and '.join(_SOURCES[one] for one in others)} differs too)" if others else ""
     return f"{_SOURCES[phase]} {listed(names)} {what}{also}"
-
-
-# ranks, whole steps, metrics, environments
 
 
 def explain_choice(choice: EnvironmentDifference, text: str) -> str:
@@ -204,14 +194,12 @@ def explain_ranks(ranks: Classification) -> str:
         texts.append(f"{ranks_text(receivers)} received the difference")
     if unknown:
         texts.append(f"whether {ranks_text(unknown)} started a difference or received it cannot be told")
-    since: dict[tuple[int, int], list[int]] = {}
-    for rank, moment in enumerate(ranks.since):
-        if moment is not None:
-            since.setdefault(moment, []).append(rank)
-    moments = [f"{ranks_text(since[at])} from step {at[1]}{_in_segment(at[0])} on" for at in sorted(since)]
-    if moments:
+    moments = sorted({at for at in ranks.since if at is not None})
+    since = {at: [rank for rank, moment in enumerate(ranks.since) if moment == at] for at in moments}
+    shown = [f"{ranks_text(since[at])} from step {at[1]}{_in_segment(at[0])} on" for at in moments]
+    if shown:
         number = sum(map(len, since.values()))
-        texts.append(f"{number} of {len(ranks.since)} ranks differ ({listed(moments, limit=MAX_RANGES)})")
+        texts.append(f"{number} of {len(ranks.since)} ranks differ ({listed(shown, limit=MAX_RANGES)})")
     return "; ".join(texts)
 
 

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError
-from det_callbacks.report.console import Section, Table, count, listed, to_text
+from det_callbacks.report.console import STYLES, Section, Table, count, listed, to_text
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import MAX_ORIGINS, Divergence, EnvironmentDifference, TensorNumbers, Verdict
 
 PRINTED_ORIGINS = 20
 
-_STYLES = {"match": "bold green", "diverged": "bold red", "not_comparable": "bold yellow"}
 _KINDS = {
     "content": "other bits",
     "argument": "called with other arguments",
@@ -42,10 +41,7 @@ def verdict_of_rank(verdict: Verdict, *, rank: int, world_size: int) -> str:
 
 
 def disagreement_text(verdict: Verdict, *, path: Path, num_agreed: int, num_dropped: int, rank: int = 0) -> str:
-    """Return what is wrong with a resumed recording whose steps are not those that the run holds.
-
-    ``num_agreed`` steps agreed before; ``num_dropped`` new ones are taken back. All but rank 0 say it in short.
-    """
+    """Return what is wrong with a resumed recording whose steps are not those that the run holds."""
     said = f" (said on rank {rank}; rank 0 prints the whole verdict)" if rank else ""
     return (
         f"The resumed run is not the run in {path}: a step that is there already came out otherwise "
@@ -64,7 +60,7 @@ def verdict_report(verdict: Verdict) -> list[Section]:
 def head_report(verdict: Verdict) -> list[Section]:
     """Return the word with the sentence, the runs and the cause, and what led to it."""
     named = [(name, getattr(verdict, name)) for name in ("reference", "current", "cause")]
-    head = Section(title=_word(verdict), style=_STYLES[verdict.verdict], lines=[verdict.explanation])
+    head = Section(title=_word(verdict), style=STYLES[verdict.verdict], lines=[verdict.explanation])
     report = [head, Section(facts=[(name, fact) for name, fact in named if fact is not None])]
     return [*report, Section(title="Evidence", items=verdict.evidence)] if verdict.evidence else report
 

@@ -78,10 +78,10 @@ def test_what_goes_wrong_has_a_status_and_is_said_once(run_command: Run) -> None
         assert (done.status, done.text) == (2, "")
         assert says in done.errors
     for table, says in (
-        ("[[tool.det_callbacks]]", "must be a table of options; got [{}]"),
+        ("[[tool.det_callbacks]]", "is no table of options"),
         ("levels = 1", "has no option levels; there are --level, --modules, "),
         ("only_steps = [1, true]", "[tool.det_callbacks] of pyproject.toml adds --only-steps=1,True"),
-        ("level = ", "pyproject.toml cannot be read: "),
+        ("level = ", "pyproject.toml cannot be read"),
     ):
         Path("pyproject.toml").write_text(table if table.startswith("[") else f"[tool.det_callbacks]\n{table}\n")
         done = run_command("record", "other")
