@@ -13,11 +13,11 @@ MAX_ENTRIES = 20  # that a message names
 def checkpoint_report(report: "CheckpointReport") -> list[Section]:
     """Return what a check found."""
     num_entries, two = count(sum(report.sections.values()), "entry"), f"{report.path} and {report.other}"
+    if report.entries and report.other is not None:
+        title = f"{two} differ in {count(len(report.entries), 'entry')}"
+        return [Section(title=title, style="bold red", code=[*map(_difference, report.entries)])]
     if not report.equal:
-        title = mismatch_text(report)
-        if report.other is not None:
-            title = "\n  ".join([f"{two} differ in {count(len(report.entries), 'entry')}", *map(_difference, report.entries)])
-        return [Section(title=title, style="bold red")]
+        return [Section(title=mismatch_text(report), style="bold red")]
     if report.other is not None:
         also = "" if report.has_same_bytes else "; the files' bytes differ"
         return [Section(title=f"{two} hold the same: {num_entries}{also}", style="green")]
