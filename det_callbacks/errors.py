@@ -1,8 +1,6 @@
-"""Every exception and warning of det_callbacks.
+"""Every exception and warning of det_callbacks, with the exit code of a program that ends with it.
 
-Each exception carries its data as positional arguments equal to ``args`` (so it survives pickling, which
-``ddp_spawn`` and DataLoader workers do to it) and an ``exit_code``, which the command line, the Hydra job callback
-and the recipes exit with: 1 diverged or failed, 2 could not do it, 3 not comparable.
+1 is diverged or failed, 2 could not do it, 3 not comparable.
 """
 
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,8 +15,8 @@ if TYPE_CHECKING:
 class DetCallbacksError(Exception):
     """Root of everything det_callbacks raises on purpose.
 
-    Its first argument is the text shown to the user, which says three things: what is wrong, what was still right, and
-    what to do next. Further arguments are its data, the attributes that ``_data`` names.
+    Its first argument is the text shown to the user: what is wrong, what was still right, and what to do next. Further
+    arguments are its data, the attributes that ``_data`` names, so that it survives pickling.
     """
 
     exit_code = 2

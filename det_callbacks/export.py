@@ -34,7 +34,7 @@ GROUP_ROWS = 250_000  # of a row group: what is held in memory, some 25 MB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Export:
-    """What was exported, a file for each rank that has steps; ``incomplete_reason`` is the run's."""
+    """What was exported, a file for each rank that has steps."""
 
     path: Path
     num_rows: int
@@ -43,11 +43,7 @@ class Export:
 
 
 def export_run(run_folder: str | Path, to: str | Path) -> Export:
-    """Write a run into a new folder, or an empty one; of a step recorded twice the attempt that counts.
-
-    Each step is read once and checked against its chain. The data set appears when it is whole: it is written beside
-    its place and moved there. An ``ExportError`` says why it cannot be written.
-    """
+    """Write a run into a new folder, or an empty one, where it appears when it is whole."""
     to = Path(os.path.abspath(to))  # "." has no name to put a temporary folder beside
     if to.exists() and not (to.is_dir() and not any(to.iterdir())):
         what = "is no empty folder" if to.is_dir() else "is a file; a data set is a folder"

@@ -12,14 +12,7 @@ PHASES = ("forward", "backward", "gradient", "optimizer", "other")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpPattern:
-    """Ops by phase, module and name, each an fnmatch pattern: "backward/decoder.*:aten.index_put_.*".
-
-    A phase or a module that is not given is "*".
-
-    Example:
-        >>> OpPattern.parse("decoder.*:aten.index_put_.*").matches("forward", "decoder.0", "aten.index_put_.default")
-        True
-    """
+    """Ops by phase, module and name, each an fnmatch pattern ("*" where it is not given)."""
 
     phase: str
     module: str

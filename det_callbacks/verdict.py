@@ -9,8 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 VERDICT_SCHEMA = 1
-MAX_ORIGINS = 100
-"""Origins that a verdict lists, those of the first ranks; one with as many may have left some out."""
+MAX_ORIGINS = 100  # that a verdict lists, those of the first ranks
 
 VerdictName = Literal["match", "diverged", "not_comparable"]
 Kind = Literal["content", "argument", "structure", "missing", "extra"]
@@ -34,17 +33,14 @@ EXIT_CODES: Mapping[str, int] = {"match": 0, "diverged": 1, "not_comparable": 3}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorNumbers:
-    """By how much one tensor differs from the reference's, where both runs kept it.
-
-    A distance in ULPs (units in the last place) is how many numbers of the dtype lie between two: 1 for neighbours.
-    """
+    """By how much one tensor differs from the reference's, where both runs kept it."""
 
     tensor: str  # what it is: "output 0"
     shape: tuple[int, ...] = ()
     dtype: str = ""
     num_differing: int = 0
-    # elements by distance: 0 ULPs (equal, or zeros of the other sign), 1, 2 to 3, 4 to 7 and so on, up to ``max_ulps``;
-    # () for dtypes without a distance. Of a complex number the larger one of its parts
+    # elements by distance: 0 ULPs (equal, or zeros of the other sign), 1 for neighbours among the numbers of the dtype,
+    # 2 to 3, 4 to 7 and so on, up to ``max_ulps``; () for dtypes without a distance
     ulps: tuple[int, ...] = ()
     num_nan: int = 0  # elements that differ and of which one or both are NaN; in no bin of ``ulps``
     num_inf: int = 0  # likewise, of which one or both are infinite and none is NaN

@@ -29,10 +29,9 @@ class StepCounter:
             if not differs[current.program.arguments].any():
                 return len(differs), int(np.count_nonzero(differs))
         key = ours.program_id, ours.layout_id, theirs.program_id, theirs.layout_id
-        alignment = self._known.pop(key, None) or align(reference, current)
-        self._known[key] = alignment
-        if len(self._known) > _MAX_ALIGNMENTS:
-            del self._known[next(iter(self._known))]
+        alignment = self._known.get(key) or align(reference, current)
+        if len(self._known) < _MAX_ALIGNMENTS:
+            self._known[key] = alignment
         found = StepDifference(reference, current, alignment)
         return found.num_compared, found.num_differing
 

@@ -16,37 +16,21 @@ import numpy as np
 
 from det_callbacks.host_digest import digest_bytes
 
+# What the 8 bytes at a site are; most are the digest of a tensor.
 Role = Literal[
-    "output",
-    "value",
-    "argument",
-    "input",
-    "generator",
-    "named",
-    "samples",
-    "sent",
-    "delivered",
-    "graph",
-    "region_input",
-    "graph_output",
+    "output",  # that an op wrote (returned, or mutated in place)
+    "value",  # no tensor: a Python scalar that an op returned (``_local_scalar_dense``), as float64, int64 or bool
+    "argument",  # no tensor: the numbers among the arguments of the following op (see ``Site.varying``)
+    "input",  # that an op read and no recorded site of this step wrote
+    "generator",  # no tensor: the state of a random generator
+    "named",  # batch, loss, gradient, parameter, buffer, optimizer state, module output
+    "samples",  # order-free over the samples (dimension 0) of a batch tensor
+    "sent",  # that this rank puts into a collective, before the call; 0 without a layout where it puts none
+    "delivered",  # that a collective wrote, at its first read; 0 and IN_FLIGHT where it was read before it was done
+    "graph",  # no tensor: a compiled region that is about to run; also in the detail, where another one is structure
+    "region_input",  # that goes into a compiled region, or the bits of a number that does
+    "graph_output",  # memory that a replay of a CUDA graph may have written, at its first read after it
 ]
-"""What the 8 bytes at a site are.
-
-output: digest of a tensor that an op wrote (returned, or mutated in place).
-value: the bits of a Python scalar that an op returned (``_local_scalar_dense``), as float64, int64 or bool.
-argument: the numbers among the arguments of the following op (see ``Site.varying``).
-input: digest of a tensor that an op read and that no recorded site of this step wrote.
-generator: digest of a random generator's state.
-named: digest of a named tensor (batch, loss, gradient, parameter, buffer, optimizer state, module output).
-samples: order-free digest over the samples (dimension 0) of a batch tensor.
-sent: digest of a tensor that this rank puts into a collective, before the call; 0 without a layout where it puts none.
-delivered: digest of a tensor that a collective wrote, at its first read; 0 with the layout detail "in flight" where it
-    was read before the collective was done.
-graph: fingerprint of the graph of a compiled region, which is about to run; it is in the layout's detail, too, so that
-    another graph is a difference in structure.
-region_input: digest of a tensor, or the bits of a number, that goes into a compiled region.
-graph_output: digest of memory that a replay of a CUDA graph may have written, at its first read after it.
-"""
 
 # Layout details of sites.
 UNWRITTEN = "written by nothing seen"  # an input without bits: allocated memory which no recorded op has written
@@ -64,36 +48,25 @@ _to_json = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """One place in a step where 64 bits are recorded.
-
-    Attributes:
-        module: qualified name in the LightningModule; "" outside any module, "?" when unknown.
-        occurrence: how many such sites came before it in the step; a label, never the key of an alignment.
-        name: "net.weight", "grad of net.weight", "exp_avg of net.weight", "batch[0]", "torch.cpu"; None for an
-            ordinary activation.
-        arguments: JSON object of the op's arguments by name, without tensors and ``varying``.
-        varying: names of the arguments that belong to the step and not to its program: numbers, and lists of numbers.
-            Their values are the preceding site of role argument, see ``argument_bits``.
-        inputs: positions of the sites whose bytes this one read, ascending.
-        recomputed: whether it ran again under activation checkpointing.
-        source: the user's lines, innermost first ("train.py:41 in forward"); not part of the identity.
-    """
+    """One place in a step where 64 bits are recorded."""
 
     phase: str
-    module: str
+    module: str  # qualified name in the LightningModule; "" outside any module, "?" when unknown
     op: str = ""
-    occurrence: int = 0
+    occurrence: int = 0  # how many such sites came before it in the step; a label, never the key of an alignment
     output: int = 0
     role: Role
-    name: str | None = None
-    arguments: str = "{}"
+    name: str | None = None  # "net.weight", "grad of net.weight", "exp_avg of net.weight", "batch[0]", "torch.cpu"
+    arguments: str = "{}"  # JSON object of the op's arguments by name, without tensors and ``varying``
+    # names of the arguments that belong to the step and not to its program: numbers, and lists of numbers, whose values
+    # are the preceding site of role argument, see ``argument_bits``
     varying: tuple[str, ...] = ()
-    inputs: tuple[int, ...] = ()
-    recomputed: bool = False
-    source: tuple[str, ...] = field(default=(), compare=False)
+    inputs: tuple[int, ...] = ()  # positions of the sites whose bytes this one read, ascending
+    recomputed: bool = False  # it ran again under activation checkpointing
+    source: tuple[str, ...] = field(default=(), compare=False)  # the user's lines, innermost first
 
     def identity(self) -> list[object]:
-        """Return what distinguishes this site, JSON-able: everything but its source lines."""
+        """Return what distinguishes this site: everything but its source lines."""
         place = [self.phase, self.module, self.op, self.occurrence, self.output, self.role, self.name]
         return [*place, self.arguments, list(self.varying), list(self.inputs), self.recomputed]
 

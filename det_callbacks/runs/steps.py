@@ -9,8 +9,7 @@ import numpy as np
 from det_callbacks.errors import TraceError
 from det_callbacks.runs.program import Layout, Program, StepRecord, StepView
 
-# Ops per step whose inputs are digested again because their output differs: the first ones are the origins.
-MAX_INPUT_CHECKS = 32
+MAX_INPUT_CHECKS = 32  # ops a step whose inputs are digested again as their output differs: the first are the origins
 
 
 @dataclass(frozen=True, slots=True, eq=False)
