@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from functools import lru_cache, partial
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType
@@ -111,11 +112,11 @@ class Verification:
         self._ranks = reference.rank(peers.rank)
         self._writer = RunWriter.create(current, manifest=manifest, peers=peers, purpose="verify")
         self._environment = compare_environments(reference.manifest.environment, self._writer.manifest.environment)
-        self._metrics = MetricComparison(is_common=steps == "common")
-        self._metrics.begin(0, self._readings(0))
+        self.metrics = MetricComparison(is_common=steps == "common")
+        self.metrics.begin(0, self._readings(0))
         self._fits: list[FitRecord] = []
         self._known: frozenset[int] = frozenset()
-        self._view: StepView | None = None
+        self._reference_step = lru_cache(1)(partial(reference.view, peers.rank))
         self._rows: list[Row] = []
         self._lasting: dict[str, Row] = {}
         self._is_explained = self._lacks_steps = self._is_within = False
@@ -140,17 +141,12 @@ class Verification:
     @property
     def num_differing(self) -> int:
         """Sites, metrics and whole steps that differ so far on this rank."""
-        return self.tally.num_differing + self._metrics.num_differing
+        return self.tally.num_differing + self.metrics.num_differing
 
     @property
     def has_divergence(self) -> bool:
         """Whether anything differed so far."""
         return self._lacks_steps or self.num_differing > 0
-
-    @property
-    def has_steps(self) -> bool:
-        """Whether this fit had a step so far."""
-        return bool(self.fit.compared or self.fit.extra)
 
     def put_nondeterministic_ops(self, ops: Sequence[NondeterministicOp]) -> None:
         """Keep the list of ops without a deterministic implementation that were called so far."""
@@ -180,13 +176,13 @@ class Verification:
         self._rows.clear()
         self._lasting.clear()
         if segment:
-            self._metrics.begin(segment, self._readings(segment))
+            self.metrics.begin(segment, self._readings(segment))
             self._writer.start_segment()
 
     def end_fit(self) -> None:
         """Note which steps and metrics the fit ought to have had."""
         self._lacks_steps |= self._steps == "all" and bool(self.fit.missing(self._known))
-        self._metrics.end(with_calls=False)
+        self.metrics.end(with_calls=False)
 
     # steps
 
@@ -196,7 +192,7 @@ class Verification:
 
     def expectation(self, step: int) -> Expectation | None:
         """Return what the reference had in a step, None when it has no such step."""
-        return Expectation.of(self._reference_step(step).record.digests) if step in self._known else None
+        return Expectation.of(self._reference_step(self.segment, step).record.digests) if step in self._known else None
 
     def chain(self, step: int) -> int | None:
         """Return the chain at a step, which is the reference's as long as nothing differs; None after that."""
@@ -246,7 +242,7 @@ class Verification:
             self._store(trace, step, epoch)
             return True
         fit.compared.add(step)
-        record = self._reference_step(step).record
+        record = self._reference_step(self.segment, step).record
         is_same = record.program_id == trace.program.id and record.layout_id == trace.layout_id
         if is_same and np.array_equal(record.digests, trace.digests):
             num_compared, num_differing = len(trace.digests), 0
@@ -266,14 +262,8 @@ class Verification:
 
     def _views(self, trace: StepTrace, step: int, *, is_whole: bool) -> tuple[StepView, StepView]:
         current = trace.view(rank=self.rank, step=step, segment=self.segment)
-        reference = self._reference_step(step)
+        reference = self._reference_step(self.segment, step)
         return (reference if is_whole else reached_part(reference, current)), current
-
-    def _reference_step(self, step: int) -> StepView:
-        known = self._view
-        if known is None or (known.record.segment, known.record.step) != (self.segment, step):
-            known = self._view = self.reference.view(self.rank, self.segment, step)
-        return known
 
     def _store(self, trace: StepTrace, step: int, epoch: int, *, is_first: bool = False) -> None:
         """Store one of the first steps that differ or are extra; never without the first that differs, and why."""
@@ -294,19 +284,14 @@ class Verification:
     def add_metrics(self, reading: Reading) -> bool:
         """Compare what the module logged, on rank 0; return whether it differs."""
         self._writer.put_reading(reading)
-        return self._metrics.add(reading)
+        return self.metrics.add(reading)
 
     def resume_metrics(self, reading: Reading, *, is_first: bool) -> None:
         """Leave out what a resumed fit may lack; ``is_first``: it begins after that, and had nothing before."""
         self._writer.put_reading(reading)
-        self._metrics.resume(reading.step, is_first=is_first)
+        self.metrics.resume(reading.step, is_first=is_first)
         if is_first:
             self.fit.metrics_since = reading.step
-
-    @property
-    def pending_calls(self) -> tuple[str, ...]:
-        """The tests and validations outside of a fit that are still to come, as rank 0 knows."""
-        return self._metrics.pending_calls
 
     # the end
 

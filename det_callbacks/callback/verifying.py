@@ -94,7 +94,7 @@ class Verifying(TracedSession):
         run, selection = self.run, self.arguments.selection
         run.tally.replayed = self.replay.to_dict()
         if self.call is None and not is_early:
-            if self.is_resumed and not run.has_steps:
+            if self.is_resumed and not (run.fit.compared or run.fit.extra):
                 run.close(complete=False)
                 raise NothingComparedError(
                     "The checkpoint is of a training that was finished: no step was left, so nothing was compared with "
@@ -102,7 +102,7 @@ class Verifying(TracedSession):
                 )
             run.end_fit()
         missing = [FIT] * (run.num_segments - self.stages.count(FIT))
-        missing += self.peers.gather(lambda: [*run.pending_calls], task=END_OF_FIT)[0]
+        missing += self.peers.gather(lambda: [*run.metrics.pending_calls], task=END_OF_FIT)[0]
         is_pending = bool(missing) and not is_early and self.arguments.steps == "all"
         verdict = run.finish(is_pending=is_pending, is_early=is_early)
         level = closing.level_words(selection.level, selection.compiled, verdict.coverage.opaque_regions)

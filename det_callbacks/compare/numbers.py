@@ -57,16 +57,13 @@ def _numbers(divergence: Divergence, sides: Sequence[SavedStep]) -> Numbers:
         if kept is None:
             return Numbers(problem=f"{name} did not keep it" + (f": {reason}" if reason else ""))
         found.append(kept)
-    return Numbers(output=(_compare(f"output {divergence.output}", *found),))
-
-
-def _compare(name: str, reference: SavedTensor, current: SavedTensor) -> TensorNumbers:
-    label = TensorNumbers(tensor=name)
-    if (reference.shape, reference.dtype) != (current.shape, current.dtype):
-        shapes = [f"{one.dtype} {list(one.shape)}" for one in (reference, current)]
-        problem = f"{shapes[0]} in the reference and {shapes[1]} now, so that no element has a partner"
-        return replace(label, problem=problem)
-    return tensor_numbers(replace(label, shape=reference.shape, dtype=reference.dtype), reference.bits, current.bits)
+    one, other = found
+    label = TensorNumbers(tensor=f"output {divergence.output}", shape=one.shape, dtype=one.dtype)
+    if (one.shape, one.dtype) == (other.shape, other.dtype):
+        return Numbers(output=(tensor_numbers(label, one.bits, other.bits),))
+    shapes = [f"{side.dtype} {list(side.shape)}" for side in found]
+    problem = f"{shapes[0]} in the reference and {shapes[1]} now, so that no element has a partner"
+    return Numbers(output=(TensorNumbers(tensor=label.tensor, problem=problem),))
 
 
 # what to record again
