@@ -51,12 +51,7 @@ CHAINS_NOTE = (
 )
 
 
-def compare_runs(
-    reference: str | Path,
-    current: str | Path,
-    *,
-    steps: Literal["all", "common"] = "all",
-) -> Verdict:
+def compare_runs(reference: str | Path, current: str | Path, *, steps: Literal["all", "common"] = "all") -> Verdict:
     """Compare a run with its reference, bit for bit.
 
     Steps up to the first difference of a rank are compared by their chains, later ones one at a time, in 200
@@ -302,7 +297,7 @@ class _Judge:
         lacking = min(whole, key=lambda one: one.order, default=None)
         if metric is not None and lacking is not None and metric.follows_from(lacking.segment):
             metric = None
-        if metric is not None and earliest is not None and metric.shows_in(*earliest.order[:2]):
+        if metric is not None and earliest is not None and metric.follows_from(*earliest.moment):
             metric = None
         order = min((one.order for one in (earliest, lacking, metric) if one is not None), default=None)
         shown_whole = explain_whole_steps(whole, show_rank=self.show_rank)
@@ -351,7 +346,7 @@ class _Judge:
             evidence = Evidence(unread=str(error))
         return Facts(
             difference=difference,
-            environment=self.environment,
+            choices=choices_of_steps(self.environment),
             is_first_seen=step == first_step,
             is_after_unrecorded=step > 0 and not is_recorded,
             is_resumed=is_resumed,

@@ -45,11 +45,7 @@ STORED_STEPS = 100
 
 
 def open_reference(
-    path: Path,
-    asked: Mapping[str, Any] = MappingProxyType({}),
-    *,
-    steps: str,
-    peers: Peers = ALONE,
+    path: Path, asked: Mapping[str, Any] = MappingProxyType({}), *, steps: str, peers: Peers = ALONE
 ) -> Run:
     """Open the reference of a verification, or raise where it is no reference for what this run asks for.
 
@@ -89,8 +85,7 @@ def _shown(values: Mapping[str, Any], names: Sequence[str]) -> str:
 class Verification:
     """Compares the steps of this process with an opened reference while it trains, and lets the judge say what differs.
 
-    The diverging steps and ``verdict.json`` go to ``current``, where those of an earlier verification are replaced; a
-    recording there is a ``RunExistsError``. An equal step of the same program costs one comparison of two arrays.
+    The diverging steps and ``verdict.json`` go to ``current``, where those of an earlier verification are replaced.
     """
 
     def __init__(

@@ -38,10 +38,10 @@ MAX_CELLS = 1_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Alignment:
-    """The rows of two steps side by side: by row, the position in either step, -1 where it does not have the row.
+    """By row, the position in either step, -1 where it does not have the row.
 
-    Two kinds of rows are not aligned: a row of varying arguments that the other side keeps as constants, and the input
-    rows of an op that only one side has.
+    A row of varying arguments that the other side keeps as constants, and input rows of an op that only one side has,
+    are not aligned.
     """
 
     reference: np.ndarray
@@ -68,17 +68,13 @@ def align(reference: StepView, current: StepView) -> Alignment:
 
 
 class _Unit(NamedTuple):
-    """A unit of one side: its input rows, its output rows or its named row, and the names of these.
+    """A unit of one side."""
 
-    ``argument`` is its row of varying arguments, -1 where there is none; that of a call without outputs is in ``rows``.
-    ``keys`` has a number by level; equal numbers are equal keys, on both sides.
-    """
-
-    leads: range
-    rows: range
-    argument: int
-    names: tuple[str | None, ...]
-    keys: tuple[int, int, int, int]
+    leads: range  # its input rows
+    rows: range  # its output rows or its named row, or the row of arguments of a call without outputs
+    argument: int  # the row of varying arguments of another call, -1 where there is none
+    names: tuple[str | None, ...]  # of ``rows``
+    keys: tuple[int, int, int, int]  # by level; equal numbers are equal keys, on both sides
 
 
 def _group(view: StepView, numbers: dict[Hashable, int]) -> list[_Unit]:
@@ -211,10 +207,9 @@ def _join(views: tuple[StepView, StepView], units: tuple[list[_Unit], list[_Unit
 def _pair_inputs(
     views: tuple[StepView, StepView], units: tuple[list[_Unit], list[_Unit]], matches: Pairs
 ) -> dict[int, int]:
-    """Return the input rows of the current step with theirs in the reference.
+    """Return the input rows of the current step with theirs in the reference: those of matched calls that read alike.
 
-    Matched calls that read alike have their rows in the same order. All other rows are paired by what they are: a row
-    belongs to the op that reads the tensor first, so an op that is inserted before it gets the row.
+    Others are paired by what they are, since an op that is inserted gets the rows of tensors that it reads first.
     """
     partners: dict[int, int] = {}
     for left, right in matches:
@@ -223,13 +218,12 @@ def _pair_inputs(
         is_alike = [one.role for one in ours] == [one.role for one in theirs]
         if is_alike and _have_compatible_names([one.name for one in ours], [one.name for one in theirs]):
             partners.update(zip(leads[1], leads[0], strict=True))
-    ours_all, theirs_all = ([place for unit in known for place in unit.leads] for known in units)
     for key_of in (_exact_key, _name_key):
-        taken = {*partners.values()}
-        pairs = _pair_by_key(
-            [(key_of(views[0], place), place) for place in ours_all if place not in taken],
-            [(key_of(views[1], place), place) for place in theirs_all if place not in partners],
+        ours_left, theirs_left = (
+            [(key_of(view, place), place) for unit in known for place in unit.leads if place not in paired]
+            for view, known, paired in zip(views, units, ({*partners.values()}, partners), strict=True)
         )
+        pairs = _pair_by_key(ours_left, theirs_left)
         partners.update((place, partner) for partner, place in pairs if partner >= 0)
     return partners
 

@@ -55,7 +55,7 @@ class Facts:
     """What is known of the first step that differs."""
 
     difference: StepDifference
-    environment: Sequence[EnvironmentDifference]
+    choices: Sequence[EnvironmentDifference]  # that differ and can change the bits of a step
     is_first_seen: bool  # it is the first recorded step of its fit
     is_after_unrecorded: bool  # the step before it was not recorded
     is_resumed: bool  # one of the runs had just been resumed from a checkpoint
@@ -111,16 +111,11 @@ class Facts:
         is_listed = site.role == "named" and site.phase == "state" and bool(self.difference.is_leading[row])
         return not site.op and site.name is not None and (site.role == "input" or is_listed)
 
-    @cached_property
-    def choices(self) -> list[EnvironmentDifference]:
-        """The choices that differ and can change the bits of a step."""
-        return choices_of_steps(self.environment)
-
     # the state that a run starts with
 
     @property
     def initial_sources(self) -> list[str]:
-        """Names of the tensors of the initial state that differ; of one without a name, where it is."""
+        """Names of the tensors of the initial state that differ, or where they are."""
         found = (finding.divergence for finding in self.sources if finding.divergence.phase == "state")
         return list(dict.fromkeys(one.name or one.module for one in found))
 

@@ -100,10 +100,7 @@ class FirstDifference:
 
 
 def classify(per_rank: Sequence[FirstDifference | None]) -> Classification:
-    """Return which ranks started a difference and which received it, from the first difference of every rank.
-
-    It is None where nothing differs; what is not known of a rank would count as agreeing.
-    """
+    """Return which ranks started a difference and which received it, from the first difference of each, if any."""
     differing = [known for known in per_rank if known is not None]
     first = min((known.moment for known in differing), default=None)
     earliest = [known for known in differing if known.moment == first]

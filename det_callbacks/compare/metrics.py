@@ -49,14 +49,12 @@ class MetricDifference:
         """Whether one run reads no metric at all there: a shorter epoch is read at another step."""
         return not all(reading.metrics for reading in self.readings)
 
-    def follows_from(self, segment: int) -> bool:
-        """Whether steps of a fit that only one run has explain it."""
-        return self.segment == segment and self.readings[1].step >= 0 and self.is_read_in_one
-
-    def shows_in(self, segment: int, step: int) -> bool:
-        """Whether a step that differs says more of it: the first one in which an epoch had ended in one run only."""
-        is_near = self.segment == segment and step <= 1 + self.readings[1].step
-        return is_near and self.is_read_in_one and self.explaining_choice is None
+    def follows_from(self, segment: int, step: int | None = None) -> bool:
+        """Whether steps of a fit that only one run has explain it, or a step just after an epoch ended in one run."""
+        if self.segment != segment or not self.is_read_in_one:
+            return False
+        at = self.readings[1].step
+        return at >= 0 if step is None else step <= 1 + at and self.explaining_choice is None
 
     @property
     def evidence(self) -> list[tuple[str, str, str]]:
@@ -105,10 +103,9 @@ class MetricDifference:
 
 
 class MetricComparison:
-    """Compares the readings of a run, of its fits and of the calls after each, with the reference's as they come.
+    """Compares the readings of a run with those of the same ``Reading.key`` in the reference, as they come.
 
-    Readings with the same ``Reading.key`` are a pair, and in a pair metrics with the same name. With ``is_common``,
-    readings that only one run has are no differences. ``num_compared`` metrics are in both runs.
+    With ``is_common``, readings that only one run has are no differences. ``num_compared`` metrics are in both runs.
     """
 
     def __init__(self, *, is_common: bool) -> None:
@@ -132,10 +129,7 @@ class MetricComparison:
         return tuple(where for where, *_ in self._left if where in CALLS and not self._is_common)
 
     def resume(self, step: int, *, is_first: bool) -> None:
-        """Leave out what may lack because the current run was resumed after a step: see ``RESUMED``.
-
-        ``is_first``: it had nothing before, so that nothing of the reference before it is missing.
-        """
+        """Leave out what may lack because the run was resumed after a step, and what comes before where it begins."""
         self._resumed.add(step)
         if is_first:
             self._left = {key: reading for key, reading in self._left.items() if reading.step >= step}
@@ -143,7 +137,7 @@ class MetricComparison:
     def add(self, reading: Reading) -> bool:
         """Compare a reading, and count the reference's before it as missing; return whether any of that differs.
 
-        The answer leaves out a reading that only this run has, though it is counted: lacking steps may explain it.
+        A reading that only this run has is counted and not part of the answer, as lacking steps may explain it.
         """
         before = self.num_differing
         self._miss([one for one in self._left.values() if one.where not in CALLS and one.order < reading.order])

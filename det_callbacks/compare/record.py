@@ -1,7 +1,6 @@
-"""``rank-00000/record.json``: what one rank of a verification compared. Only this tells of steps that agree.
+"""``rank-00000/record.json``: what one rank of a verification compared; only this tells of steps that agree.
 
-A rank writes it when a fit ends, after its streams are closed, and removes it when another fit begins. One that is
-missing or damaged is an error, never a match.
+A rank writes it when a fit ends, and removes it when another fit begins.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -12,10 +12,7 @@ _MAX_ALIGNMENTS = 16
 
 
 class StepCounter:
-    """Counts what differs in step after step: steps of the same two programs are aligned once, where they first occur.
-
-    There most digests agree that tell which sites belong together; in later steps of a difference none does.
-    """
+    """Counts what differs in steps; those of two programs are aligned once, where these first occur."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, ...], Alignment] = {}

@@ -188,17 +188,14 @@ def chain_digest(previous: int, step: int, epoch: int, program_id: int, layout_i
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepView:
-    """One step opened for comparison; ``read_values`` returns the JSON text of arguments by their digest.
-
-    No site of ``unseen_writes`` is called an origin: a writer that the trace did not see had changed its inputs.
-    """
+    """One step opened for comparison."""
 
     rank: int
     record: StepRecord
     program: Program
     layout: Layout
-    unseen_writes: frozenset[int] = frozenset()
-    read_values: Callable[[], Mapping[int, str]] = dict
+    unseen_writes: frozenset[int] = frozenset()  # no origins: a writer that the trace did not see changed their inputs
+    read_values: Callable[[], Mapping[int, str]] = dict  # the JSON text of arguments by their digest
 
 
 # Types of torch whose values are arguments of ops; told by name, so that a run is read without torch.

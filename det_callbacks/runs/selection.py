@@ -99,5 +99,5 @@ class Selection:
                 )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form kept in run.json."""
+        """Return the JSON form."""
         return as_json(self)

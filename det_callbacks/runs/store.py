@@ -106,8 +106,7 @@ class RankRun:
 class Run:
     """A recorded run, opened for reading; a damaged, missing or foreign file is a ReferenceFormatError that names it.
 
-    ``incomplete_reason`` is None where the last fit of every process ended as it should; otherwise it says what is
-    missing, with the file and the last whole step. ``program`` and ``layout`` return one by its id.
+    ``incomplete_reason`` is None where the last fit of every process ended as it should.
     """
 
     def __init__(self, path: Path, manifest: Manifest, ranks: Sequence[int] | None = None) -> None:
