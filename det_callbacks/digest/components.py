@@ -79,16 +79,10 @@ def digest_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return ``digest_tensor`` of each: those of a device fetched together, large ones of the host in two threads."""
     deferred = DeferredDigests()
     with unobserved():
-        spans = [_span(tensor, False) for tensor in tensors]
-        others = [
-            _digest(tensor, deferred, memory_order=False)
-            for tensor, span in zip(tensors, spans, strict=True)
-            if span is None
-        ]
-    in_place = iter(digest_spans([span for span in spans if span is not None]))
+        found = [_span(tensor, False) or _digest(tensor, deferred, memory_order=False) for tensor in tensors]
+    in_place = iter(digest_spans([span for span in found if isinstance(span, tuple)]))
     known = deferred.finish()
-    copied = iter([value_of(bits, known) for bits in others])
-    return [next(copied if span is None else in_place) for span in spans]
+    return [next(in_place) if isinstance(bits, tuple) else value_of(bits, known) for bits in found]
 
 
 def _span(tensor: torch.Tensor, memory_order: bool) -> tuple[int, int] | None:
