@@ -25,7 +25,7 @@ from det_callbacks.compare.record import (
     record_path,
     write_record,
 )
-from det_callbacks.compare.step import StepCounter, compare_steps, reached_part
+from det_callbacks.compare.step import StepCounter, compare_steps
 from det_callbacks.errors import NotComparableError, RankError, SelectionError
 from det_callbacks.judge import compare_runs, other_world_size, require_reference
 from det_callbacks.runs.environment import compare_environments
@@ -114,7 +114,7 @@ class Verification:
         self._reference_step = lru_cache(1)(partial(reference.view, peers.rank))
         self._rows: list[Row] = []
         self._lasting: dict[str, Row] = {}
-        self._is_explained = self._lacks_steps = self._is_within = False
+        self._is_explained = self._lacks_steps = False
         self._num_stored = 0
         self._counter = StepCounter()
 
@@ -218,17 +218,15 @@ class Verification:
         if not self._is_explained:
             self._rows.extend(rows)
 
-    def so_far(self, trace: StepTrace, *, step: int, is_whole: bool = False) -> tuple[Divergence, ...]:
-        """Return how a step differs, without counting it; of one that has not ended, in what it has reached."""
-        if step not in self._known:
-            return ()
-        return compare_steps(*self._views(trace, step, is_whole=is_whole)).divergences
+    def differences(self, trace: StepTrace, *, step: int) -> tuple[Divergence, ...]:
+        """Return how a step differs, without counting it."""
+        return compare_steps(*self._views(trace, step)).divergences if step in self._known else ()
 
-    def add(self, trace: StepTrace, *, step: int, epoch: int, is_whole: bool = True) -> bool:
-        """Compare a step, of one that was stopped only what it had reached; return whether it differs."""
+    def add(self, trace: StepTrace, *, step: int, epoch: int) -> bool:
+        """Compare a step; return whether it differs."""
         if self.is_resuming:
             self._writer.note_resumed(step)
-        fit, self.is_resuming, self._is_within = self.fit, False, not is_whole
+        fit, self.is_resuming = self.fit, False
         if step not in self._known:
             if self._steps == "common":
                 return False
@@ -242,7 +240,7 @@ class Verification:
         if is_same and np.array_equal(record.digests, trace.digests):
             num_compared, num_differing = len(trace.digests), 0
         else:
-            num_compared, num_differing = self._counter.count(*self._views(trace, step, is_whole=is_whole))
+            num_compared, num_differing = self._counter.count(*self._views(trace, step))
         self.tally.count([step], trace.program, num_compared)
         if not num_differing:
             # settings of loaders and hooks of callbacks hold until they are noted again
@@ -255,10 +253,9 @@ class Verification:
         self._is_explained = True
         return True
 
-    def _views(self, trace: StepTrace, step: int, *, is_whole: bool) -> tuple[StepView, StepView]:
+    def _views(self, trace: StepTrace, step: int) -> tuple[StepView, StepView]:
         current = trace.view(rank=self.rank, step=step, segment=self.segment)
-        reference = self._reference_step(self.segment, step)
-        return (reference if is_whole else reached_part(reference, current)), current
+        return self._reference_step(self.segment, step), current
 
     def _store(self, trace: StepTrace, step: int, epoch: int, *, is_first: bool = False) -> None:
         """Store one of the first steps that differ or are extra; never without the first that differs, and why."""
@@ -331,7 +328,7 @@ class Verification:
         """Close the files of this rank, and write what it compared, and what stopped it; return whether it differs."""
         self._writer.close(complete=complete)
         last = max(self.fit.compared | self.fit.extra, default=-1)
-        stop = Stop(segment=self.segment, step=last, reason=reason, is_within=self._is_within) if reason else None
+        stop = Stop(segment=self.segment, step=last, reason=reason) if reason else None
         record = RankRecord(
             run_id=self.manifest.run_id,
             reference_id=self.reference.manifest.run_id,

@@ -10,7 +10,7 @@ import numpy as np
 
 from det_callbacks.compare.collectives import FirstDifference, Order, describe_first
 from det_callbacks.compare.record import FitRecord, RankRecord, Tally, record_path
-from det_callbacks.compare.step import StepCounter, compare_steps, reached_part
+from det_callbacks.compare.step import StepCounter, compare_steps
 from det_callbacks.runs.files import damaged
 from det_callbacks.runs.program import StepView
 from det_callbacks.runs.store import Run
@@ -124,12 +124,8 @@ class RankWalk:
         return found
 
     def views(self, rank: int, segment: int, step: int) -> tuple[StepView, StepView]:
-        """Return a step of both runs; of one that a verification was stopped in, what it had reached."""
-        reference, current = self.reference.view(rank, segment, step), self.current.view(rank, segment, step)
-        stop = self.records[rank].stopped if rank in self.records else None
-        if stop is not None and stop.is_within and (stop.segment, stop.step) == (segment, step):
-            reference = reached_part(reference, current)
-        return reference, current
+        """Return a step of both runs."""
+        return self.reference.view(rank, segment, step), self.current.view(rank, segment, step)
 
     def _count_equal(self, tally: Tally, rank: int, segment: int, fit: Fit, num_equal: int) -> None:
         """Count the first steps of a fit; each kind of step is opened once, and the last one of all."""

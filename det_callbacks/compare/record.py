@@ -95,7 +95,6 @@ class Stop:
     segment: int
     step: int  # the last one that was compared; -1 before the first
     reason: str  # TOGETHER, or the name of an exception
-    is_within: bool = False  # the step had not ended: only what it had reached was compared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

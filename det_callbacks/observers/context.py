@@ -2,7 +2,6 @@
 
 import os
 import warnings
-from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -19,7 +18,6 @@ from det_callbacks.errors import (
 )
 from det_callbacks.observers.observations import REGISTRY, Observations
 from det_callbacks.runs.selection import Selection
-from det_callbacks.runs.steps import Expectation
 from det_callbacks.runs.writer import RunWriter
 from det_callbacks.settings import settings_in_force
 from det_callbacks.tensors.copies import TENSOR_BUDGET_MIB, TensorBudget, check_budget
@@ -43,8 +41,8 @@ class ObserverContext:
         dump_dir: folder in which runs are stored.
         name: of this run, and of its folder in ``dump_dir``.
         reference: folder of the run to compare with; None records a run, which can later be a reference.
-        raise_on_mismatch: raise at the first observation that differs, at the latest at the end. Otherwise the block
-            ends with a ``DivergenceWarning``.
+        raise_on_mismatch: raise at the end of the first step that differs. Otherwise the block ends with a
+            ``DivergenceWarning``.
         overwrite: recording: replace a run that is there. The folder of an earlier comparison is replaced anyway.
         tensor_budget_mib: recording: MiB that ``observe_non_deterministic`` may save in one step.
 
@@ -145,7 +143,7 @@ class ObserverContext:
             return
         self._end_step(is_last=False)
         if self.raise_on_mismatch and self._verification is not None and self._verification.has_divergence:
-            self._finish()
+            self._finish(is_early=True)
         self._step += 1
         self._begin_step()
 
@@ -180,11 +178,8 @@ class ObserverContext:
         self._recorder.begin(expected)
         self._replay.begin(saved)
         self._observations.begin(self._replay)
-        if verification is not None and self.raise_on_mismatch:
-            self._observations.on_observed = partial(self._check, verification, expected)
 
     def _end_step(self, *, is_last: bool) -> None:
-        self._observations.on_observed = None  # the rest is compared with the whole step below
         self._observations.end()
         num_sites = self._recorder.num_sites
         if is_last and not num_sites and self._step:
@@ -201,22 +196,7 @@ class ObserverContext:
         differs = verification.add(trace, step=self._step, epoch=0)
         self._replay.end_step(differs=differs)
         if differs and len(self.mismatches) < MAX_MISMATCHES:
-            found = verification.so_far(trace, step=self._step, is_whole=True)
-            self.mismatches = (*self.mismatches, *found)[:MAX_MISMATCHES]
-
-    def _check(self, verification: Verification, expected: Expectation | None) -> None:
-        """Raise as soon as the step under way is known to differ.
-
-        While the digests agree nothing else is compared; a difference in names alone is found at the step's end.
-        """
-        if self._recorder.deferred.bits:
-            return  # known at the step's end; to ask for them now would wait for the device
-        if expected is None or self._recorder.digests != expected.digests[: self._recorder.num_sites]:
-            trace = self._recorder.trace_so_far()
-            if found := verification.so_far(trace, step=self._step):
-                self.mismatches += found
-                verification.add(trace, step=self._step, epoch=0, is_whole=False)
-                self._finish(is_early=True)
+            self.mismatches = (*self.mismatches, *verification.differences(trace, step=self._step))[:MAX_MISMATCHES]
 
     def _finish(self, *, is_early: bool = False) -> None:
         """Close the files and, when comparing, judge."""

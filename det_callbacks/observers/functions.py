@@ -35,7 +35,6 @@ def observe(name: str, tree: _Tree) -> _Tree:
 
     Raises:
         TypeError, ValueError: the name is no such text, or something in the structure is no tensor and no plain value.
-        DivergenceError: it is not what the reference has, where the observer raises on mismatches.
 
     Example:
         >>> import torch

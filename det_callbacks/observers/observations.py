@@ -4,7 +4,7 @@ import itertools
 import os
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -43,13 +43,11 @@ class Observations:
 
     ``begin`` and ``end`` enclose a step, inside the recorder's own. An observation is a site with the phase and module
     it was made in, no op, and its name; that of a gradient is "grad of <name>", with the module that asked for it.
-    ``on_observed`` is called after each observation, when it has become a site.
     """
 
     def __init__(self, recorder: Recorder, *, owner: str, level: str | None = None) -> None:
         self.owner = owner
         self.region = OpRegion(recorder, level=level)
-        self.on_observed: Callable[[], None] | None = None
         self._recorder, self._level = recorder, level
         self._occurrences: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
         self._gradients: list[_Gradient] = []
@@ -189,9 +187,6 @@ class Observations:
 
     def _record(self, phase: str, module: str, entries: list[tuple[str, Any]], *, is_source: bool) -> None:
         record_group(self._recorder, "observation", phase, entries, owner=module, is_source=is_source)
-        # not within an op of a compiled graph: an observer that ends there could not take its mode from the stack
-        if self.on_observed is not None and not self.region.is_dispatching:
-            self.on_observed()
 
     def _report(self, text: str) -> None:
         if text not in self._reported:

@@ -151,11 +151,6 @@ class Interceptor(DispatchMode):
         return out if out is not TAKE_APART else self.take_apart(func, args, kwargs or {})
 
 
-def open_modes() -> list[object]:
-    """Return the dispatch modes that are open, outermost first."""
-    return list(_get_current_dispatch_mode_stack())
-
-
 def runs_uncompiled(function: _Function) -> _Function:
     """Mark a function that runs between the parts of a compiled one as it is; one graph may hold it all the same."""
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))

@@ -17,7 +17,7 @@ from det_callbacks.runs.selection import PHASES, Selection
 from det_callbacks.runs.steps import Expectation, StepTrace
 from det_callbacks.trace.batches import Samples, record_batch
 from det_callbacks.trace.components import holds_data
-from det_callbacks.trace.dispatch import Interceptor, open_modes
+from det_callbacks.trace.dispatch import Interceptor
 from det_callbacks.trace.leaves import flatten
 from det_callbacks.trace.named_tensors import (
     Entry,
@@ -304,11 +304,6 @@ class OpRegion:
         self._listener = Listener(recorder, OptimizerPhases(recorder, "forward") if level is None else None)
         self._is_counted_only = level in ("op", "state")
         self.depth = 0
-
-    @property
-    def is_dispatching(self) -> bool:
-        """Whether its mode is handling an op right now, for which torch has taken it from the stack."""
-        return self._listener.mode is not None and self._listener.mode not in open_modes()
 
     def enter(self) -> None:
         """Open a region; inside another one it changes nothing."""

@@ -39,7 +39,7 @@ from det_callbacks.trace.overloads import (
     written_arguments,
     written_by_call,
 )
-from det_callbacks.trace.program_trie import OpScope, ProgramTrie, StepCounts, with_occurrences
+from det_callbacks.trace.program_trie import OpScope, ProgramTrie, StepCounts
 from det_callbacks.trace.reads import Reads
 from det_callbacks.trace.replaced import REPLACED
 from det_callbacks.trace.sites import InputName, build_op
@@ -146,12 +146,6 @@ class Recorder:
         trace = self._trace(program, digests, self.layout_indices, unseen)
         self.abandon()
         return trace
-
-    def trace_so_far(self) -> StepTrace:
-        """Return a copy of what the step under way did up to here, without counts; waits for devices that digest."""
-        self.deferred.settle(self.digests)
-        program = Program(with_occurrences(self.trie.rows()))
-        return self._trace(program, np.array(self.digests, dtype=np.uint64), [*self.layout_indices], frozenset())
 
     def abandon(self) -> None:
         """Drop the step under way and every weak reference it holds; may be called more than once."""
