@@ -15,7 +15,6 @@ from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import (  # looked at in torch 2.13
     TorchDispatchMode,
     _get_current_dispatch_mode,
-    _get_current_dispatch_mode_stack,
     _pop_mode,
     _push_mode,
 )
