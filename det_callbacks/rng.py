@@ -16,7 +16,7 @@ from typing import Any, get_args
 
 import numpy as np
 import torch
-from torch import Generator, Tensor
+from torch import Generator
 
 from det_callbacks.host_digest import digest_bytes, digest_memory
 
@@ -142,7 +142,7 @@ def _read(generator: Any) -> Any:
 def _write(generator: Any, state: Any) -> None:
     """Put a state back that ``_read`` gave; NumPy takes lists for the arrays that it gave."""
     if isinstance(generator, Generator):
-        generator.set_state(_tensor(state))
+        generator.set_state(torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8))
     elif _is_python(generator):
         version, words, held_back = state
         generator.setstate((version, tuple(words), held_back))
@@ -162,10 +162,6 @@ def _is_legacy(generator: Any) -> bool:
 
 def _bits(generator: Any) -> Any:
     return generator.bit_generator if isinstance(generator, np.random.Generator) else generator
-
-
-def _tensor(text: str) -> Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,20 +190,14 @@ class GeneratorStates:
         return missing
 
     def _restore_device(self, kind: str, index: str, state: str) -> bool:
-        """Set the state of a device's default generator, now or once the process uses it; return whether it could."""
-        if kind not in KINDS:
+        """Set the state of a device's default generator; return whether there is one that the process uses."""
+        generators = default_generators(kind)
+        place = int(index) if index else current_index(kind) if generators else 0
+        if place >= len(generators) or is_capturing():
             return False
-        if generators := default_generators(kind):
-            place = int(index) if index else current_index(kind)
-            is_taken = bool(index) and place == current_index(kind)  # by the state of the device that was current
-            if is_taken or place >= len(generators) or is_capturing():
-                return False
-            _write(generators[place], state)
-            return True
-        devices: Any = torch.get_device_module(kind)
-        if int(index or 0) >= devices.device_count():
+        if index and place == current_index(kind):  # that has the state of the device that was current
             return False
-        devices.set_rng_state(_tensor(state), int(index) if index else kind)
+        _write(generators[place], state)
         return True
 
 
