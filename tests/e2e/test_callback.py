@@ -300,34 +300,20 @@ def test_no_step_is_an_error_and_never_a_match(reference: Path, tmp_path: Path) 
         Fit(DeterminismCallback(reference, current=tmp_path / "current"), limit_train_batches=0).run()
 
 
-class CountingFlops(Plain):
-    """Within a mode in each step, which it may leave open."""
-
-    def __init__(self, *, leaves_open: bool = False) -> None:
-        super().__init__()
-        self.leaves_open = leaves_open
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.flops = FlopCounterMode(display=False)
-        self.flops.__enter__()
-        loss = super().training_step(batch, batch_idx)
-        if not self.leaves_open:
-            self.flops.__exit__(None, None, None)
-        return loss
-
-
 def test_modes_below_and_above_change_nothing_and_one_left_open_is_no_match(tmp_path: Path) -> None:
+    above = FlopCounterMode(display=False)
+    opening = LambdaCallback(on_train_batch_start=lambda *_: above.__enter__())
+    closing = LambdaCallback(on_before_zero_grad=lambda *_: above.__exit__(None, None, None))
     with FlopCounterMode(display=False) as alone:
         Fit(model=Plain).run()
     callback = DeterminismCallback(record(tmp_path / "run", model=Plain), current=tmp_path / "current")
     with FlopCounterMode(display=False) as below:
-        fit = Fit(callback, model=CountingFlops).run()
+        Fit(callback, opening, closing, model=Plain).run()
     assert callback.verdict.verdict == "match"
-    assert below.get_total_flops() == alone.get_total_flops() > 0
-    assert fit.model.flops.get_total_flops() > 0
+    assert below.get_total_flops() == alone.get_total_flops() > above.get_total_flops() > 0
 
     callback = DeterminismCallback(tmp_path / "run", current=tmp_path / "current")
-    fit = Fit(callback, model=partial(CountingFlops, leaves_open=True))
+    fit = Fit(callback, opening, model=Plain)
     with (
         pytest.warns(CoverageWarning, match="FlopCounterMode|_FlopCounterMode"),
         pytest.raises(TraceError, match=r"Step 0 could not be traced.*Close that mode") as caught,
@@ -335,7 +321,7 @@ def test_modes_below_and_above_change_nothing_and_one_left_open_is_no_match(tmp_
         fit.run()
     assert (caught.value.exit_code, callback.verdict) == (2, None)
     # it is not ours to close; ours lies below it, turned off, until it is
-    fit.model.flops.__exit__(None, None, None)
+    above.__exit__(None, None, None)
     for left in reversed(_get_current_dispatch_mode_stack()):
         assert left.recorder is None
         left.__exit__(None, None, None)
