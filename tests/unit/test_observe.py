@@ -38,8 +38,6 @@ from det_callbacks import (
 from det_callbacks.runs.manifest import read_manifest, write_manifest
 from det_callbacks.runs.program import Site
 from det_callbacks.runs.store import Run
-from det_callbacks.runs.writer import RunWriter
-from det_callbacks.tensors.files import REPLAY, tensor_path
 
 
 def sites(folder: Path, step: int = 0) -> tuple[Site, ...]:
@@ -386,20 +384,3 @@ def test_what_was_put_back_is_what_later_ops_read(tmp_path: Path) -> None:
         "put back": (1,),
         "aten.cos.default": (4,),
     }
-
-
-def test_what_a_step_saved_is_there_before_the_step_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a kill leaves no step without it."""
-    append, saved = RunWriter.append, []
-
-    def note(writer: RunWriter, step: int, *content: Any) -> int:
-        saved.append(tensor_path(writer.stream, REPLAY, step).exists())
-        return append(writer, step, *content)
-
-    monkeypatch.setattr(RunWriter, "append", note)
-    with ObserverContext(tmp_path, "run") as observer:
-        for step in range(2):
-            observe_non_deterministic("x", torch.full((2,), float(step)))
-            observer.next_step()
-            assert Run.open(observer.path).rank(0).steps(0).tolist() == [*range(step + 1)]
-    assert saved == [True, True]

@@ -23,9 +23,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from verdicts import DIVERGED, DIVERGENCE
+from verdicts import DIVERGENCE
 
-from det_callbacks.compare.numbers import to_keep, with_numbers
+from det_callbacks.compare.numbers import with_numbers
 from det_callbacks.digest.components import digest_tensor
 from det_callbacks.errors import DetCallbacksError, ReferenceFormatError, ReplayError
 from det_callbacks.host_digest import format_digest
@@ -37,7 +37,7 @@ from det_callbacks.tensors.keep import Keeper
 from det_callbacks.tensors.replay import Replay
 from det_callbacks.trace.deferred_sites import DeferredSites
 from det_callbacks.trace.hash_mode import HashMode
-from det_callbacks.verdict import Divergence, Numbers
+from det_callbacks.verdict import Divergence
 
 PLACE = StepPlace(run_id="run", rank=0, segment=0, step=12)
 KEY = "forward/net:aten.mm.default#0.0"
@@ -352,16 +352,6 @@ def test_an_op_inside_a_compiled_region_is_kept_too(tmp_path: Path) -> None:
         compiled(torch.ones(2, 4))  # compiled before what is kept
     trace(keeper(tmp_path / "run", "det_tests.twice.default"), lambda: compiled(torch.ones(2, 4)))
     assert_kept(tmp_path / "run", replace(ADD, op="det_tests.twice.default"), torch.full((2, 4), 2.0))
-
-
-def test_only_what_can_be_kept_is_advised() -> None:
-    unknown = Numbers(problem="the reference did not keep it")
-    cases = [(ADD, True), (replace(ADD, numbers=unknown), True), (replace(ADD, numbers=Numbers()), False)]
-    # the end of a compiled region is no output of an op
-    cases += [(replace(ADD, op=op), False) for op in ("compiled.Net_forward.outputs", "c10d.allreduce_.default", "")]
-    for found, is_advised in cases:
-        wanted = to_keep(replace(DIVERGED, first_divergence=found, origins=(found,)))
-        assert (wanted and wanted[1]) == ("forward/:aten.add.Tensor" if is_advised else None)
 
 
 def test_patterns_that_nobody_could_have_asked_for_are_damage(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ WHOLE = replace(STATE, kind="missing", shape=None, dtype=None, name=None, phase=
 REGION = replace(DIVERGENCE, op="compiled.forward.0")
 OF_STATE, OF_STEP = (replace(DIVERGED, first_divergence=one, origins=()) for one in (STATE, WHOLE))
 OF_REGION = replace(DIVERGED, first_divergence=REGION, origins=(REGION,))
+OF_COLLECTIVE = replace(DIVERGED, origins=(replace(DIVERGENCE, op="c10d.allreduce_.default"),))
 KEEP = {"level": "op", "only_steps": [3], "keep_tensors": ["forward/net.head:aten.addmm.default"]}
 
 
@@ -54,7 +55,7 @@ KEEP = {"level": "op", "only_steps": [3], "keep_tensors": ["forward/net.head:ate
         (DIVERGED, {"every_n_steps": 20}, KEEP),  # an origin needs no step before it
         (OF_REGION, {}, {"level": "op", "only_steps": [3], "compiled": "eager"}),
         (OF_STATE, {"modules": ("net*",)}, {"level": "op", "only_steps": [40]}),
-        *((OF_STATE, {}, None), (OF_STEP, {"level": "state"}, None), (MATCH, {}, None)),
+        *((OF_COLLECTIVE, {}, None), (OF_STATE, {}, None), (OF_STEP, {"level": "state"}, None), (MATCH, {}, None)),
     ],
 )
 def test_what_more_can_be_recorded(verdict: Verdict, selection: dict[str, Any], expected: dict[str, Any]) -> None:
