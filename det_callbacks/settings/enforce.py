@@ -32,12 +32,13 @@ _seeded_after: dict[str, Mapping[int, weakref.ref[nn.Parameter]]] = {"parameters
 
 
 class EnforcedDeterminism(ExitStack):
-    """The way back from settings that were applied; made by :func:`enforce_determinism`.
+    """Settings that are applied, and the way back; made by :func:`enforce_determinism`.
 
     As a context manager it restores on every exit path. Nested uses must end in the reverse order of their beginnings.
     """
 
     def __init__(self, settings: DeterminismSettings, *, with_generators: bool = True) -> None:
+        _refuse_late(settings)
         super().__init__()
         self.callback(_enforced.remove, settings)
         _enforced.append(settings)
@@ -53,6 +54,15 @@ class EnforcedDeterminism(ExitStack):
             if setting.when != "start":
                 self.callback(setting.way_back())
         self.callback(_seeded_after.update, dict(_seeded_after))
+        try:
+            for setting in SETTINGS.values():
+                if (wanted := getattr(settings, setting.name)) is not None:
+                    setting.apply(wanted)
+            if settings.seed is not None:
+                _seed_all(settings.seed)
+        except BaseException:  # Ctrl-C too: nobody has anything to restore by
+            self.close()
+            raise
 
     def restore(self) -> None:
         """Put back generators, flags, threads and environment variables as they were; a second call does nothing.
@@ -91,7 +101,7 @@ def enforce_determinism(settings: DeterminismSettings | Mapping[str, Any]) -> En
     """
     if not isinstance(settings, DeterminismSettings):
         settings = DeterminismSettings.from_mapping(settings)
-    return _enforce(settings)
+    return EnforcedDeterminism(settings)
 
 
 def enforce_around_training(settings: DeterminismSettings, model: nn.Module) -> EnforcedDeterminism:
@@ -104,29 +114,7 @@ def enforce_around_training(settings: DeterminismSettings, model: nn.Module) -> 
     if settings.seed is not None:
         _require_seed(settings.seed, model)
         settings = replace(settings, seed=None)
-    return _enforce(settings, with_generators=False)
-
-
-def _enforce(settings: DeterminismSettings, *, with_generators: bool = True) -> EnforcedDeterminism:
-    _refuse_late(settings)
-    enforced = EnforcedDeterminism(settings, with_generators=with_generators)
-    try:
-        for setting in SETTINGS.values():
-            if (wanted := getattr(settings, setting.name)) is not None:
-                setting.apply(wanted)
-        if settings.seed is not None:  # what Lightning's seed_everything(seed, workers=True) does
-            # all parameters that there are, not kept alive; some 30 milliseconds
-            is_parameter: Callable[[type], bool] = cache(lambda kind: issubclass(kind, nn.Parameter))
-            found = (one for one in gc.get_objects() if is_parameter(type(one)) and not is_lazy(one))
-            _seeded_after["parameters"] = {id(one): weakref.ref(one) for one in found}
-            os.environ.update(_seed_variables(settings.seed))
-            random.seed(settings.seed)
-            np.random.seed(settings.seed)
-            torch.manual_seed(settings.seed)
-    except BaseException:  # Ctrl-C too: nobody has anything to restore by
-        enforced.restore()
-        raise
-    return enforced
+    return EnforcedDeterminism(settings, with_generators=False)
 
 
 def _refuse_late(settings: DeterminismSettings) -> None:
@@ -141,6 +129,17 @@ def _refuse_late(settings: DeterminismSettings) -> None:
             f"{'; '.join(late)}. Nothing was changed. Start the program with {' and '.join(variables)} set:\n"
             f"    {' '.join(map(shlex.quote, variables))} {shlex.join(sys.orig_argv)}"
         )
+
+
+def _seed_all(seed: int) -> None:
+    """Do what Lightning's ``seed_everything(seed, workers=True)`` does, and note which parameters there are."""
+    is_parameter: Callable[[type], bool] = cache(lambda kind: issubclass(kind, nn.Parameter))
+    found = (one for one in gc.get_objects() if is_parameter(type(one)) and not is_lazy(one))
+    _seeded_after["parameters"] = {id(one): weakref.ref(one) for one in found}  # 30 milliseconds; not kept alive
+    os.environ.update(_seed_variables(seed))
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 def _require_seed(seed: int, model: nn.Module) -> None:
