@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from resumes import RESUMING, Augmented, Manual, Noisy, loader
 from torch.utils.data import DataLoader
 from trainers import quiet_trainer
@@ -31,10 +30,9 @@ def test_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = {f"interrupted.ckpt{end}" for end in ("", ".digests.json", ".resume")}
     assert {path.name for path in folder.iterdir()} == checkpoint | {"reference", "interrupted", "resumed"}
     data = loader(), DataLoader(Augmented(num_samples=4), batch_size=2)
-    options = {"trainer": {"val_check_interval": 2}, "folder": tmp_path / "mine"}
-    verdict = prove(tmp_path, Manual, lambda: data, stop_at=7, level="op", **options)
+    verdict = prove(tmp_path, Manual, lambda: data, stop_at=7, level="op", trainer={"val_check_interval": 2})
     assert (verdict.verdict, verdict.coverage.steps) == ("match", (7, 9))
-    assert (tmp_path / "mine" / "reference").exists()
+    assert (tmp_path / "proof" / "reference").exists()
 
 
 def test_it_can_fail(tmp_path: Path) -> None:
@@ -42,24 +40,6 @@ def test_it_can_fail(tmp_path: Path) -> None:
     assert (verdict.verdict, verdict.cause, verdict.first_divergence.step) == ("diverged", "rng", 10)
     assert "the first after resuming" in verdict.explanation
     assert 'Resume with resume="exact"' in verdict.explanation
-
-
-class Forgetful(Noisy):
-    """Keeps something that it does not save."""
-
-    def setup(self, stage: str) -> None:
-        self.register_buffer("scale", torch.ones(()), persistent=False)
-
-    def training_step(self, batch: Any, index: int) -> torch.Tensor:
-        self.scale += 0.1
-        return super().training_step(batch, index) * self.scale
-
-
-def test_state_that_is_not_saved_is_named(tmp_path: Path) -> None:
-    verdict = prove(tmp_path, Forgetful, level="op")
-    assert (verdict.verdict, verdict.cause) == ("diverged", "checkpoint")
-    assert verdict.first_divergence.name == "scale"
-    assert "A buffer with persistent=False is in no checkpoint" in verdict.explanation
 
 
 def test_a_training_that_is_not_repeatable_is_said_to_be(tmp_path: Path) -> None:

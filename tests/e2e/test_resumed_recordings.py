@@ -92,10 +92,11 @@ def change_momentum(content: dict[str, Any]) -> None:
 
 
 IS_NOT = "is not what the reference ended step 3 with"  # of levels that do not record what is read
+UNSAVED = "A buffer with persistent=False is in no checkpoint"
 CHANGES: list[tuple[Callable[[Any], object], str, str, str, str]] = [
     (change_momentum, "record", "op", MOMENTUM, ""),
     (change_momentum, "verify", "state", MOMENTUM, IS_NOT),
-    (lambda one: one["state_dict"]["last.weight"][1, 2].add_(1e-3), "verify", "op", "last.weight", ""),
+    (lambda one: one["state_dict"]["last.weight"][1, 2].add_(1e-3), "verify", "op", "last.weight", UNSAVED),
     (lambda one: one["optimizer_states"][0]["state"].clear(), "verify", "op", MOMENTUM, LACKS),
 ]
 

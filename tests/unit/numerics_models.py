@@ -17,31 +17,20 @@ def convolutions() -> nn.Module:
 
 
 class Transformer(nn.Module):
-    def __init__(self, width: int = 32, layers: int = 3) -> None:
+    def __init__(self, width: int = 32, layers: int = 3, dropout: float = 0.0, *, is_tied: bool = False) -> None:
         super().__init__()
         self.tokens = nn.Embedding(50, width)
-        options: Any = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
+        options: Any = {"dropout": dropout, "activation": "gelu", "batch_first": True, "norm_first": True}
         self.blocks = nn.Sequential(
             *(nn.TransformerEncoderLayer(width, 4, 2 * width, **options) for _ in range(layers))
         )
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 50, bias=False)
+        if is_tied:
+            self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.norm(self.blocks(self.tokens(tokens))))
-
-
-class TiedWithDropout(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(30, 16)
-        self.drop = nn.Dropout(0.2)
-        self.mix = nn.Linear(16, 16)
-        self.head = nn.Linear(16, 30, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.drop(torch.tanh(self.mix(self.embed(tokens)))))
 
 
 def mlp() -> nn.Module:
@@ -51,7 +40,7 @@ def mlp() -> nn.Module:
 MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "convolutions": lambda: (convolutions(), torch.randn(4, 3, 12, 12)),
     "transformer": lambda: (Transformer(layers=1), torch.randint(50, (4, 12))),
-    "tied with dropout": lambda: (TiedWithDropout(), torch.randint(30, (4, 8))),
+    "tied with dropout": lambda: (Transformer(layers=1, dropout=0.2, is_tied=True), torch.randint(50, (4, 8))),
     # a parametrised weight, and the fast path of a layer that does not train
     "odd": lambda: (
         nn.Sequential(
