@@ -68,13 +68,11 @@ def test_steps_that_agree_are_not_written_twice(recorded: Path, run: Path, capsy
     callback = recording(run)
     fit(callback, SaveAfter(run.parent, 3 * BATCHES, at="train_epoch_end"), ckpt_path=recorded / "6.ckpt", max_epochs=3)
     resumed = Run.open(run)
-    assert resumed.is_complete
+    assert (resumed.is_complete, callback.verdict) == (True, None)
     assert steps_of(run) == list(range(3 * BATCHES))
-    attempt = resumed.rank(0).file_of(0, 2 * BATCHES).path
-    assert attempt.parent == run / "rank-00000"
-    assert resumed.rank(0).file_of(0, 2 * BATCHES - 1).path != attempt
+    earlier, attempt = (resumed.rank(0).file_of(0, step).path for step in (2 * BATCHES - 1, 2 * BATCHES))
+    assert earlier != attempt
     assert f"2 steps there already, and equal; recorded {BATCHES} new steps" in capsys.readouterr().out
-    assert callback.verdict is None
     # the steps before are what they were, and all of it is one training
     assert compare_runs(recorded / "run", run, steps="common").counts.steps_compared == 2 * BATCHES
     fit(recording(run), ckpt_path=run.parent / f"{3 * BATCHES}.ckpt", max_epochs=4)
@@ -92,9 +90,10 @@ def change_momentum(content: dict[str, Any]) -> None:
 
 
 IS_NOT = "is not what the reference ended step 3 with"  # of levels that do not record what is read
+KEPT = "The run keeps its steps and is as it was before"
 UNSAVED = "A buffer with persistent=False is in no checkpoint"
 CHANGES: list[tuple[Callable[[Any], object], str, str, str, str]] = [
-    (change_momentum, "record", "op", MOMENTUM, ""),
+    (change_momentum, "record", "op", MOMENTUM, KEPT),
     (change_momentum, "verify", "state", MOMENTUM, IS_NOT),
     (lambda one: one["state_dict"]["last.weight"][1, 2].add_(1e-3), "verify", "op", "last.weight", UNSAVED),
     (lambda one: one["optimizer_states"][0]["state"].clear(), "verify", "op", MOMENTUM, LACKS),
@@ -119,11 +118,8 @@ def test_what_the_checkpoint_did_not_bring_back_is_named(
     assert callback.verdict.cause == "checkpoint"
     assert callback.verdict.explanation.startswith("Step 4, the first after resuming: ")
     assert name in str(caught.value)
-    assert said in callback.verdict.explanation
-    if mode == "record":
-        assert "The run keeps its steps and is as it was before" in str(caught.value)
-        assert "overwrite=True" in str(caught.value)
-        # nothing of the attempt is left (run.json is written anew, with the same content)
+    assert said in " ".join(str(caught.value).split())
+    if mode == "record":  # nothing of the attempt is left (run.json is written anew, with the same content)
         assert files_of(run) == before
 
 
@@ -165,11 +161,10 @@ class Unseeded(Steady):
 def test_what_was_saved_is_put_back_in_steps_that_are_there(tmp_path: Path) -> None:
     run = tmp_path / "run"
     fit(recording(run, level="module"), SaveAfter(tmp_path, 2), model=Unseeded, max_epochs=1)
-    saved = files_of(run)
+    saved = {name: content for name, content in files_of(run).items() if "replay" in name}
     fit(recording(run, level="module"), model=Unseeded, ckpt_path=tmp_path / "2.ckpt")
     assert steps_of(run) == list(range(2 * BATCHES))
-    now = files_of(run)
-    assert all(now[name] == content for name, content in saved.items() if "replay" in name)
+    assert saved.items() <= files_of(run).items()
     callback = DeterminismCallback(run, current=tmp_path / "current")
     fit(callback, model=Unseeded)
     assert callback.verdict.verdict == "match"
