@@ -20,8 +20,7 @@ def test_aot_eager_is_equal_and_was_compiled() -> None:
     before = state_of(model)
     report = compare_compiled(model, inputs, backend="aot_eager", iterations=2)
     assert report.equal, str(report)
-    assert report.notes[0] == "1 graph compiled by aot_eager"
-    assert report.control == f"compiled {type(model).__name__}"
+    assert (report.control, *report.notes[:1]) == ("compiled Transformer", "1 graph compiled by aot_eager")
     assert "_orig_mod" not in str([found.name for found in report.comparisons])
     assert state_of(model) == before
 
@@ -32,7 +31,6 @@ def test_inductor_is_within_tolerance() -> None:
     report = compare_compiled(model, inputs, iterations=3)
     assert report.close, str(report)
     assert not report.equal, "fused kernels round otherwise; without a difference nothing of this was looked at"
-    assert report.worst.excess < 1
     assert "compiled by inductor" in report.notes[0]
     assert {"output", "gradient"} <= {found.phase for found in report.differing}
 
@@ -71,12 +69,7 @@ def failing(graph: Any, example_inputs: Any) -> Any:
 @pytest.mark.parametrize(
     ("module", "options", "error", "words"),
     [
-        (
-            Apply(torch.compiler.disable(lambda weight, x: weight * x[:, :4])),
-            {},
-            NothingComparedError,
-            "No compiled graph",
-        ),
+        (Apply(torch.compiler.disable(lambda weight, x: weight * x[:, :4])), {}, NothingComparedError, "No compiled"),
         (mlp(), {"backend": failing}, ModuleRunError, r"control[\s\S]*no kernels today"),
         (mlp(), {"mode": "max-autotune"}, ValueError, "takes none"),
         (torch.relu, {}, TypeError, r"torch\.nn\.Module"),
