@@ -1,14 +1,19 @@
 """A resumed training is the training that was interrupted, or it is refused with the reason."""
 
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, GradientAccumulationScheduler, LearningRateFinder
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+)
 from resumes import BATCHES, RESUMING, Augmented, Manual, Noisy, SaveAfter, fit, loader, noisy, record, refused, resume
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
@@ -141,19 +146,8 @@ DRAWING = noisy(training_step=lambda self, dataloader_iter: self(next(dataloader
 PAIRED = noisy(training_step=lambda self, batch, index: self(batch["long"]).pow(2).mean())
 ENDING = noisy(on_train_batch_start=lambda self, batch, index: -1 if index == 3 else None)
 CHANGING = noisy(on_train_epoch_end=lambda self: self.last.bias.data.add_(1))
+STOPPING = partial(EarlyStopping, "epoch", check_on_train_epoch_end=True)
 PLACED = type("Placed", (DataLoader,), {"load_state_dict": lambda self, state: None})
-
-
-class Counting(pl.Callback):
-    """Has a state that its hook at the end of an epoch changes, as EarlyStopping has."""
-
-    epochs = 0
-
-    def on_train_epoch_end(self, *_: Any) -> None:
-        self.epochs += 1
-
-    def state_dict(self) -> dict[str, int]:
-        return {"epochs": self.epochs}
 
 
 TWO = {"long": loader(), "short": DataLoader(Augmented(num_samples=6), batch_size=2)}
@@ -176,7 +170,7 @@ REASONS: dict[str, tuple[dict[str, Any], int, str]] = {  # options, after which 
     "before_validation": ({"validates": True, "val_check_interval": 2, "max_steps": 4}, 4, MISSED),
     "hooks_that_change": ({"model": CHANGING, "max_epochs": 2}, 7, f"{CHANGED} last.bias"),
     "at_the_end": ({}, 7, MISSED),  # a longer training would not begin its next epoch as this one would
-    "callbacks_that_change": ({"others": Counting, "max_epochs": 2}, 7, f"{CHANGED} state of Counting"),
+    "callbacks_that_change": ({"model": Plateau, "max_epochs": 2, "others": STOPPING}, 7, f"{CHANGED} state of Early"),
 }
 
 
