@@ -21,28 +21,19 @@ from det_callbacks.verdict import TensorNumbers
 class EntryDifference:
     """One entry that is not the same in both.
 
-    Attributes:
-        section: key of the checkpoint, or "files" of a folder.
-        path: in the section; "" where the section is one value.
-        kind: "content" (other bits or another value), "structure" (another shape, dtype or type), "missing" (only the
-            reference has it) or "extra".
-        reference: digest, or shape and dtype, or type, in the reference; a value shortened, where both were read.
-        current: the same of the checkpoint that is compared with it.
-        parameter: the parameter that an optimizer's state belongs to, where it is known.
-        num_elements: of the tensor, where both were read.
-        num_differing: of its elements.
-        max_ulps: the largest distance of two of them that are finite.
+    ``kind`` is "content" (other bits or another value), "structure" (another shape, dtype or type), "missing" (only the
+    reference has it) or "extra".
     """
 
-    section: str
-    path: str
+    section: str  # key of the checkpoint, or "files" of a folder
+    path: str  # in the section; "" where the section is one value
     kind: str
-    reference: str | None = None
-    current: str | None = None
-    parameter: str | None = None
-    num_elements: int | None = None
+    reference: str | None = None  # digest, or shape and dtype, or type; a value shortened, where both were read
+    current: str | None = None  # likewise, of the checkpoint that is compared with it
+    parameter: str | None = None  # that an optimizer's state belongs to, where it is known
+    num_elements: int | None = None  # of the tensor, where both were read
     num_differing: int | None = None
-    max_ulps: int | None = None
+    max_ulps: int | None = None  # the largest distance of two elements that are finite
 
     @property
     def name(self) -> str:
@@ -53,29 +44,17 @@ class EntryDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointReport:
-    """What a checkpoint was compared with, and what differs.
+    """What a checkpoint was compared with, and what differs."""
 
-    Attributes:
-        path: the checkpoint; of two, the reference.
-        other: of two, the one compared with it.
-        has_same_bytes: whether the files' bytes are the ones that the sidecar is of; of two, whether they are equal.
-        entries: the entries that differ.
-        missing_files: what ranks kept beside the checkpoint, and is not there any more.
-        sections: section -> number of entries compared.
-        num_tensors: among them.
-        num_bytes: of the file or files.
-        sidecar: what it was compared with; None where two were.
-    """
-
-    path: str
-    other: str | None = None
-    has_same_bytes: bool
-    entries: tuple[EntryDifference, ...]
-    missing_files: tuple[str, ...] = ()
-    sections: Mapping[str, int]
-    num_tensors: int
-    num_bytes: int
-    sidecar: Sidecar | None = None
+    path: str  # the checkpoint; of two, the reference
+    other: str | None = None  # of two, the one compared with it
+    has_same_bytes: bool  # as the file that the sidecar is of, or as the other one
+    entries: tuple[EntryDifference, ...]  # those that differ
+    missing_files: tuple[str, ...] = ()  # what ranks kept beside the checkpoint, and is not there any more
+    sections: Mapping[str, int]  # section -> number of entries compared
+    num_tensors: int  # among them
+    num_bytes: int  # of the file or files
+    sidecar: Sidecar | None = None  # what it was compared with; None where two were
 
     @property
     def equal(self) -> bool:

@@ -254,9 +254,8 @@ class _Side:
 
     @property
     def description(self) -> str:
-        if isinstance(self.module, OptimizedModule):
-            return f"compiled {type(self.module._orig_mod).__name__}"
-        return f"{'partly compiled ' if _is_compiled(self.module) else ''}{type(self.module).__name__}"
+        kind = type(self.module._orig_mod if isinstance(self.module, OptimizedModule) else self.module)
+        return f"{'compiled ' if _is_compiled(self.module) else ''}{kind.__name__}"
 
     def run(self, iteration: int, call: Any) -> Values:
         """Run one iteration, and return what it computed; raise ``ModuleRunError`` where it raises."""

@@ -32,15 +32,10 @@ class ReplicaValue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaDifference:
-    """A tensor that is not the same on all ranks that should hold the same.
+    """A tensor that is not the same on all ranks that should hold the same."""
 
-    Attributes:
-        name: "net.head.weight", "exp_avg of net.head.weight".
-        values: what there is instead of one value: the one that most ranks hold first, then by lowest rank.
-    """
-
-    name: str
-    values: tuple[ReplicaValue, ...]
+    name: str  # "net.head.weight", "exp_avg of net.head.weight"
+    values: tuple[ReplicaValue, ...]  # the one that most ranks hold first, then by lowest rank
 
     @property
     def is_tie(self) -> bool:
@@ -50,23 +45,14 @@ class ReplicaDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaReport:
-    """The outcome of comparing replicas once; the same on all ranks, but for the counts.
+    """The outcome of comparing replicas once; the same on all ranks, but for the counts."""
 
-    Attributes:
-        step: after which they were compared; -1 before the first.
-        last_agreement: the last step after which everything compared was equal; None where there is none.
-        world_size: number of ranks.
-        num_compared: tensors and numbers of this rank that another rank has to hold too.
-        left_out: reason -> number of tensors of this rank that were not compared.
-        differences: parameters first, then buffers, then optimizer state; of sharded tensors one for each shard.
-    """
-
-    step: int
-    last_agreement: int | None
+    step: int  # after which they were compared; -1 before the first
+    last_agreement: int | None  # the last step after which everything compared was equal; None where there is none
     world_size: int
-    num_compared: int
-    left_out: Mapping[str, int]
-    differences: tuple[ReplicaDifference, ...]
+    num_compared: int  # tensors and numbers of this rank that another rank has to hold too
+    left_out: Mapping[str, int]  # reason -> number of tensors of this rank that were not compared
+    differences: tuple[ReplicaDifference, ...]  # of sharded tensors one for each shard
 
     @property
     def equal(self) -> bool:
