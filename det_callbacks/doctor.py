@@ -12,7 +12,6 @@ from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.runs.environment import compare_environments
 from det_callbacks.runs.store import Run
 from det_callbacks.settings import SETTINGS, DeterminismSettings, settings_in_force
-from det_callbacks.settings.catalogue import EFFECTS
 from det_callbacks.verdict import EnvironmentDifference
 
 State = Literal["in force", "not in force", "too late", "no effect here", "left alone"]
@@ -29,7 +28,6 @@ class SettingFinding:
     in_force: Any
     state: State
     to_do: str
-    effect: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +94,7 @@ def _find(name: str, wanted: Any, found: Any) -> SettingFinding:
         late = setting.too_late(wanted)
         state = "not in force" if late is None else "too late"
         to_do = setting.how(wanted) if late is None else f"restart with {setting.how(wanted)} ({late})"
-    return SettingFinding(name=name, wanted=wanted, in_force=found, state=state, to_do=to_do, effect=EFFECTS[name])
+    return SettingFinding(name=name, wanted=wanted, in_force=found, state=state, to_do=to_do)
 
 
 def _settings_of(run: Run) -> DeterminismSettings:

@@ -1,4 +1,4 @@
-"""The one list of settings: what is allowed, how each is read and set, what it changes; and a choice among them."""
+"""The one list of settings, what is allowed, and how each is read and set; and a choice among them."""
 
 import importlib
 import os
@@ -233,35 +233,6 @@ _ALL = (
     _variable("nvte_allow_nondeterministic_algo", _BOOLS, **_OF_CUDA),
 )
 
-EFFECTS = {
-    "seed": "Python, NumPy, torch on every device, DataLoader workers; 0 is a seed. Before the model has parameters",
-    "deterministic_algorithms": "`error`, `warn` or `disabled`: ops without a deterministic implementation raise or "
-    "are listed; some ops get slower, and Inductor does not autotune",
-    "fill_uninitialized_memory": "`torch.empty` is filled under deterministic algorithms; a write per allocation",
-    "cublas_workspace_config": "cuBLAS splits a matrix product in the same way each time; 24 MiB of GPU memory; "
-    "`:16:8` takes less and may be slower. Before the first use of CUDA",
-    "cudnn_benchmark": "cuDNN times its algorithms and keeps the fastest, which may be another one next time",
-    "cudnn_deterministic": "cuDNN uses deterministic algorithms only; can be slower",
-    "cudnn_allow_tf32": "convolutions in TF32: about ten bits less, up to several times faster",
-    "float32_matmul_precision": "`highest` (float32), `high` or `medium` (TF32 or bfloat16 inside: less exact, faster)",
-    "fp16_reduced_precision_reduction": "products of float16 may add up in that type: faster, less exact",
-    "bf16_reduced_precision_reduction": "products of bfloat16 may add up in that type: faster, less exact",
-    "sdpa_backends": "some of `math`, `flash`, `mem_efficient`, `cudnn`, for attention on CUDA; `math` is slowest",
-    "inductor_deterministic": "Inductor chooses nothing by timing; some kernels are slower",
-    "inductor_max_autotune": "Inductor times kernels and keeps the fastest, which may be another one next time",
-    "nccl_algo": "such as `Ring`: the order of sums in collectives, at the cost of bandwidth. Before NCCL's first use",
-    "nccl_proto": "such as `Simple`; likewise",
-    "nccl_min_nchannels": "the least number of channels; likewise",
-    "nccl_max_nchannels": "the largest number of channels; likewise",
-    "num_threads": "sums on the CPU are split among threads",
-    "mkl_cbwr": "the branch of Intel MKL; `COMPATIBLE`: equal bits on every x86 CPU at a third of the speed. At start",
-    "aten_cpu_capability": "`default`, `avx2` or `avx512`: the width of vectors, which is the order of sums. At start",
-    "python_hash_seed": "the order of sets of strings; 0 turns randomisation off. At start",
-    "flash_attention_deterministic": "the backward pass of the flash-attn package adds up in a fixed order; slower",
-    "nvte_allow_nondeterministic_algo": "Transformer Engine's faster kernels, which differ from run to run",
-}
-"""What each setting changes, and what that costs, as ``docs/reference/settings.md`` has it."""
-
 SETTINGS: Mapping[str, Setting] = {setting.name: setting for setting in _ALL}
 """Every setting but ``allow``, which says of ops what ``deterministic_algorithms`` does not hold for."""
 
@@ -277,7 +248,7 @@ class DeterminismSettings:
 
     ``None`` leaves a setting as it is; it is recorded all the same. The defaults enforce what decides between a
     deterministic and a nondeterministic kernel, and choose nothing else: no seed, no precision, no thread count. What
-    each one changes and costs is said by ``det-callbacks doctor``.
+    each one changes and costs is said in ``docs/reference/settings.md``.
 
     Attributes:
         allow: ops that may be nondeterministic under ``deterministic_algorithms="error"`` all the same, as patterns
