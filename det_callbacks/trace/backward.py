@@ -64,13 +64,10 @@ proper; then the other calls that carry the number follow.
 
 
 class BackwardMap:
-    """Sequence number -> the forward call that made the autograd node, for one step.
-
-    The owner keeps ``parameter_names``, from the ``id`` of a parameter to its qualified name, current.
-    """
+    """Sequence number -> the forward call that made the autograd node, for one step."""
 
     def __init__(self, parameter_names: Mapping[int, str], modules: ModuleStack) -> None:
-        self._parameter_names = parameter_names
+        self._parameter_names = parameter_names  # by the ``id`` of the parameter; the owner keeps it current
         self._modules = modules
         modules.on_enter = self._note_region
         self._callers: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # of checkpoints: regions -> modules
@@ -233,8 +230,7 @@ def _find_in(nodes: _Nodes, number: int, name: str, code: CodeType | None) -> Op
 
     An op's own node comes first; then, still before the op, the nodes of what it does first: a clone of what it will
     overwrite, AsStrided for each view among its inputs whose base was written since. So the op may carry a higher
-    number than its node, with no call in between. An autograd Function that begins with the forward of another
-    carries no call either. Right after an op that wrote into a view comes CopySlices.
+    number than its node, with no call in between. Right after an op that wrote into a view comes CopySlices.
     """
     if name == _COPY_SLICES:
         call = nodes.get(number - 1, [_UNSEEN])[0]
@@ -247,12 +243,12 @@ def _find_in(nodes: _Nodes, number: int, name: str, code: CodeType | None) -> Op
         found = _scope_in(call, code)
         if found is not UNKNOWN or num_between:
             return found
-    if _fits(call, name):
+    if _fits(call.op_base, name):
         found = _scope_in(call)
         if code is None and not num_between:
             call.scopes[name] = found  # the common case, looked up first from now on
         return found
-    return next((_scope_in(later) for later in nodes.get(number, [])[1:] if _fits(later, name)), UNKNOWN)
+    return next((_scope_in(later) for later in nodes.get(number, [])[1:] if _fits(later.op_base, name)), UNKNOWN)
 
 
 def _scope_in(call: CallNode, code: CodeType | None = None) -> OpScope:
@@ -266,25 +262,12 @@ def _scope_in(call: CallNode, code: CodeType | None = None) -> OpScope:
     return known
 
 
-def _fits(call: CallNode, name: str) -> bool:
-    """Return whether a node of this name can have been made by the call's op."""
-    base = _node_base(name)
-    op = _op_base(call.op_base)
+@lru_cache(maxsize=4096)
+def _fits(op_base: str, name: str) -> bool:
+    """Return whether an op can have made a node of this name: "aten.nll_loss_forward" makes "NllLossBackward0"."""
+    base = re.sub(r"Backwards?\d*(_copy)?$", r"\1", name.rpartition("::")[2]).replace("_", "").lower()
+    op = op_base.removeprefix("aten.").replace("_", "").replace(".", "").lower().removesuffix("forward")
     return base == op or base.startswith(f"generatedbackwardfor{op}")
-
-
-@lru_cache(maxsize=4096)
-def _node_base(name: str) -> str:
-    """Return "nllloss" for "NllLossBackward0", "expandcopy" for "ExpandBackward0_copy"."""
-    return re.sub(r"Backwards?\d*(_copy)?$", r"\1", name.rpartition("::")[2]).replace("_", "").lower()
-
-
-@lru_cache(maxsize=4096)
-def _op_base(base: str) -> str:
-    """Return "nllloss" for "aten.nll_loss_forward", "mylibscale" for "mylib.scale"."""
-    namespace, _, op = base.partition(".")
-    plain = op.replace("_", "").lower().removesuffix("forward")
-    return plain if namespace == "aten" else namespace.replace("_", "").lower() + plain
 
 
 def compiled_nodes(outputs: Iterable[Tensor], number: int) -> list[Any]:

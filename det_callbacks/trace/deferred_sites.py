@@ -1,8 +1,5 @@
 """Sites whose digests a device computes: asked for in the step, known at its end.
 
-``Recorder.op`` asks ``DeferredSites.digest``, which leaves 0 at the site and keeps the ``DeferredBits``; the device's
-``DigestQueue`` launches many together, and ``Recorder.finish`` calls ``settle``, which puts them in their places.
-
 A tensor's memory must not change between the op that wrote it and the launch that reads it, so whoever is about to
 write, or lets something unseen write, says so first. FSDP frees what it has gathered, which nobody tells: once a
 collective has gathered anything, only what an op returned anew waits.

@@ -1,7 +1,4 @@
-"""Layouts: of a digested tensor, and in the forward pass which parts of tensors its op was given.
-
-They are interned, so that each digested tensor costs one dictionary look-up.
-"""
+"""Interned layouts: of a digested tensor, and in the forward pass which parts of tensors its op was given."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,4 @@
-"""Tensors that have names: which one an op reads or writes, and the sites of those that no op makes.
-
-Losses, gradients, parameters, buffers, optimizer state, generators and outputs of modules are recorded in groups.
-"""
+"""Tensors that have names: which one an op reads or writes, and the sites of those that no op makes."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -211,8 +208,6 @@ def _step_to(
     names: Sequence[str],
     role: Role = "named",
 ) -> None:
-    """Go to the call that stands for a group in the program."""
-
     def build(node: CallNode) -> None:
         modules = [owner_of(name) if owner is None else owner for name in names]
         node.rows = tuple(

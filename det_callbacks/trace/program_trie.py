@@ -3,9 +3,8 @@
 At each call the child taken most recently is tried first, then its siblings (accumulation steps, several optimizers and
 data-dependent branches alternate), and only when none fits a new node is built, with its sites and source lines.
 
-A learning rate or a shape may be another in each step. So each number among the arguments of a call, and each list of
-numbers, is left out of the program, and the step has one digest of all those of a call. What a step's program is
-follows from the step alone, whatever this process has recorded before.
+What a step's program is follows from the step alone. So each number among the arguments of a call (a learning rate, a
+size) is left out of the program, and the step has one digest of all those of a call.
 """
 
 from collections import Counter

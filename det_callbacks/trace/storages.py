@@ -1,8 +1,7 @@
 """Who wrote the bytes of a storage in this step: the edges of a program.
 
-A storage is known by its address. Addresses are reused once a storage is freed, so every storage that enters the
-ledger is pinned by a weak reference until the step ends: its memory is released as always, but not its address.
-Pinning and looking up cost about 0.1 microsecond each (torch 2.13: ``UntypedStorage._weak_ref`` and ``_cdata``).
+A storage is known by its address. Every storage in the ledger is pinned by a weak reference until the step ends: its
+memory is released as always, but its address is not used again (torch 2.13: ``UntypedStorage._weak_ref``, ``_cdata``).
 """
 
 from dataclasses import dataclass, field
@@ -17,10 +16,7 @@ _free_weak_ref = torch.UntypedStorage._free_weak_ref
 MAX_MASK_BYTES = 1 << 24  # of a storage that are looked at one by one
 
 UNKNOWN = -1
-"""In place of a site's position: the writer is not recorded.
-
-Numbers below it are collectives: -2 - n is the n-th delivery of the step, until somebody reads it.
-"""
+"""In place of a site's position: the writer is not recorded. Below it, -2 - n is the n-th delivery of a collective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +116,10 @@ class PartialWrites:
 
 
 class StorageLedger:
-    """Storage address -> who wrote it.
+    """Storage address -> the position of the one site that wrote all of it (the common case), or ``PartialWrites``.
 
-    ``writers`` maps an address to the position of the one site that wrote all of it (the common case), or to
-    ``PartialWrites``. An address that is absent was not written by a recorded site of this step. It and ``pins``, the
-    addresses held, are public because the recorder uses them once per tensor.
+    An address that is absent was not written by a recorded site of this step. ``writers`` and ``pins``, the addresses
+    held, are public because the recorder uses them once per tensor.
     """
 
     def __init__(self) -> None:
