@@ -4,14 +4,13 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from late_device import LateDevice, as_in_a_step, doubles_are_late, late_device, overwrite_unseen
 from op_programs import PROGRAMS
 from torch import library, nn
-from tracing import assert_same, position_of, site_of, step_of, traced
+from tracing import assert_same, position_of, site_of, traced
 
 from det_callbacks import ObserverContext, disable_hash_mode, enable_hash_mode, observe
 from det_callbacks.digest.components import digest_tensor
@@ -119,16 +118,6 @@ def test_memory_that_fsdp_frees_was_read_before(device: LateDevice) -> None:
         assert_same(step(True), step(False))
     finally:
         torch.distributed.destroy_process_group()
-
-
-def test_a_launch_that_fails_is_said_and_the_next_step_is_whole(device: LateDevice) -> None:
-    mode = HashMode()
-    with (
-        mock.patch.object(device, "launch", side_effect=RuntimeError("out of memory")),
-        pytest.raises(RuntimeError, match="out of memory"),
-    ):
-        step_of(mode, lambda: torch.ones(2).exp())
-    assert_same(step_of(mode, lambda: torch.ones(2).exp()), traced(lambda: torch.ones(2).exp()))
 
 
 @pytest.mark.parametrize(
