@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -85,17 +86,22 @@ def test_a_training_step_is_the_same_at_every_level(level: str) -> None:
         assert (sketch, len(sketch)) == (late_sketch, 5)
 
 
-def test_an_op_that_raises_leaves_its_sites_out_and_the_step_goes_on(device: LateDevice) -> None:
-    outside = torch.ones(3, 3)
+@pytest.mark.parametrize("place", [nullcontext, late_device])
+def test_an_op_that_raises_leaves_its_sites_out_and_the_step_goes_on(place: Callable[[], Any]) -> None:
+    outside, rows = torch.ones(3, 3), torch.ones(4, 2)
 
     def body(is_raising: bool) -> None:
         x = torch.ones(2, 2).exp()
-        if is_raising:
-            with pytest.raises(RuntimeError):
-                torch.mm(x, outside)
+        for other in (outside, rows[:3]):
+            if is_raising:
+                with pytest.raises(RuntimeError):
+                    torch.mm(x, other)
         x[0, 0].item()  # a number, at the place that the input of mm had
+        outside.sum()
+        rows[:3].sum()
 
-    assert_same(traced(lambda: body(True)), traced(lambda: body(False)))
+    with place():
+        assert_same(traced(lambda: body(True)), traced(lambda: body(False)))
 
 
 def test_memory_that_fsdp_frees_was_read_before(device: LateDevice) -> None:

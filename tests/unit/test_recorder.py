@@ -147,7 +147,9 @@ def test_a_step_keeps_no_tensor_alive_and_gives_addresses_back():
         x = torch.ones(1000)
         y = x.mul(2).as_subclass(Marked)
         references = [weakref.ref(x), weakref.ref(y)]
+        address = x.untyped_storage()._cdata
         del x, y
+        assert address not in {one.untyped_storage()._cdata for one in [torch.zeros(1000) for _ in range(40)]}
         gc.collect()
         assert [reference() for reference in references] == [None, None]
         assert mode.recorder.ledger.pins

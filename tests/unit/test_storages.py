@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -11,7 +10,6 @@ from tracing import position_of, reads_of, site_of, traced, with_role
 
 from det_callbacks.runs.program import UNWRITTEN, Program
 from det_callbacks.runs.steps import StepTrace
-from det_callbacks.trace.storages import StorageLedger
 
 ROWS = st.tuples(st.just("rows"), st.integers(0, 5), st.integers(1, 6))
 COLUMNS = st.tuples(st.just("columns"), st.integers(0, 3), st.integers(1, 4))
@@ -163,27 +161,3 @@ def test_another_extent_or_storage_keeps_the_writers():
     assert reads_of(trace, "sum.default", 1) == ["ones.default"]
     assert reads_of(trace, "sum.default", 2) == ["ones.default", "copy_.default"]
     assert trace.program.ops_skipped["relayout"] == 3
-
-
-def test_an_op_that_raises_leaves_no_trace():
-    outside, rows = torch.ones(3), torch.ones(4, 2)
-
-    def body():
-        with pytest.raises(RuntimeError, match="cannot be multiplied"):
-            torch.mm(outside.reshape(1, 3), rows[:2])
-        outside.sum()
-        rows[:2].sum()
-
-    sites = traced(body).program.sites
-    assert [site.op or site.role for site in sites if site.phase != "rng"] == ["input", "aten.sum.default"] * 2
-
-
-def test_the_address_of_a_storage_that_is_gone_is_not_used_again() -> None:
-    ledger = StorageLedger()
-    tensor = torch.zeros(5000)
-    ledger.write(tensor, 3)
-    address = tensor.untyped_storage()._cdata
-    del tensor
-    assert address not in {one.untyped_storage()._cdata for one in [torch.zeros(5000) for _ in range(40)]}
-    ledger.close()
-    assert ledger.pins == []
