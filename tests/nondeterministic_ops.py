@@ -3,12 +3,11 @@
 import itertools
 import os
 import random
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, library, nn
+from torch import Tensor, library
 
 _calls = itertools.count(1)
 
@@ -59,34 +58,3 @@ class NoisyGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return noisy_backward(grad)
-
-
-class Planted(nn.Module):
-    """Nondeterministic in a forward, in a backward and in place, each in a module of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = Around(noisy), Around(NoisyGradient.apply), NoisyInPlace()
-        self.head = nn.Linear(4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.third(self.second(self.first(x))))
-
-
-class Around(nn.Module):
-    def __init__(self, op: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.fc, self.op = nn.Linear(4, 4), op
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.op(self.fc(x)).tanh()
-
-
-class NoisyInPlace(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("buffer", torch.zeros(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        noisy_(self.buffer)
-        return x + self.buffer.sign()

@@ -14,6 +14,7 @@ import torch
 from faults import OnGradient
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from nondeterministic_ops import NoisyGradient, noisy, noisy_
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -59,6 +60,19 @@ class Classifier(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return self.make_optimizer(self.parameters())
+
+
+class Noisy(Classifier):
+    """Nondeterministic in its forward, in its backward, in place and in a number that it reads back.
+
+    What a relu saves is an output put back.
+    """
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = NoisyGradient.apply(torch.relu(noisy(self.first(inputs))))
+        scratch = torch.zeros_like(hidden)
+        noisy_(scratch[:, 1:])
+        return self.last(hidden + scratch) * noisy(torch.ones(())).item()
 
 
 class Scheduled(Classifier):

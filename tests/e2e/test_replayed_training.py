@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fits import STYLES, Classifier, train
-from nondeterministic_ops import NoisyGradient, noisy, noisy_
+from fits import STYLES, Classifier, Noisy, train
 from tiers import rest_slow
 from torch import Tensor
 from trainers import LIGHTNING_ADVICE, has_same_weights
@@ -20,19 +19,6 @@ pytestmark = LIGHTNING_ADVICE
 
 
 NUMBERS = "forward/:aten._local_scalar_dense.*"
-
-
-class Noisy(Classifier):
-    """Nondeterministic in its forward, in its backward, in place and in a number that it reads back.
-
-    What a relu saves is an output put back.
-    """
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        hidden = NoisyGradient.apply(torch.relu(noisy(self.first(inputs))))
-        scratch = torch.zeros_like(hidden)
-        noisy_(scratch[:, 1:])
-        return self.last(hidden + scratch) * noisy(torch.ones(())).item()
 
 
 ALL = ("planted.noisy.default", "backward/*:planted.noisy_backward.default", "forward/:planted.noisy_.*", NUMBERS)
