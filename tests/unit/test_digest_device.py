@@ -16,7 +16,7 @@ import pytest
 import torch
 from late_device import LateDevice, late_device
 from test_digest import CountingDispatch
-from test_triton_digest import late_kernels
+from test_triton_digest import StreamedDigest, late_kernels
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from det_callbacks.digest.components import digest_tensor
@@ -113,32 +113,38 @@ def test_lost_digests_are_an_error_until_the_queue_is_emptied() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_programs_give_the_digests_of_their_moment(seed: int) -> None:
-    draw = random.Random(seed)
-    device = LateDevice()
-    queue = DigestQueue(device, max_tensors=draw.choice([1, 5, 1000]), max_bytes=draw.choice([0, 200, 1 << 20]))
-    values = [torch.arange(12.0)]
-    expected = []
-    for _ in range(150):
-        one = draw.choice(values)
-        action = draw.randrange(6)
+def test_random_programs_give_the_digests_of_their_moment(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two queues of one device, with room for so few sums that they are hashed now and then."""
+    monkeypatch.setattr(triton_digest, "MAX_SUM_BYTES", 80 * 1024)
+    draw, method = random.Random(seed), StreamedDigest()
+    limits = {"max_tensors": draw.choice([1, 40, 1000]), "max_bytes": draw.choice([0, 200_000, 1 << 24])}
+    queues = [DigestQueue(method, **limits) for _ in range(2)]
+    expected: tuple[list[int], list[int]] = ([], [])
+    values, num_collected = [torch.arange(200_000.0)], 2
+    for _ in range(600):
+        one, number, action = draw.choice(values), draw.randrange(2), draw.randrange(60)
         if action == 0:
             values.append(one + draw.random())
-        elif action == 1:
-            begin = draw.randrange(one.numel() + 1)
-            values.append(one[begin : begin + draw.randrange(8)])
-        elif action == 2:
-            queue.before_write(one.untyped_storage())
+        elif action < 3:
+            begin = draw.randrange(one.numel())
+            values.append(one[begin : begin + draw.choice([1, 2000, 100_000])])
+        elif action < 5:
+            for queue in queues:
+                queue.before_write(one.untyped_storage())
             one.mul_(draw.random())
-        elif action == 3 and len(values) > 1:
+        elif action == 5 and len(values) > 1:
             values = [value for value in values if value is not one]
-        elif action == 4:
-            device.current = draw.choice(["main", "side"])
+        elif action == 6:
+            method.current = draw.choice(["main", "side"])
+        elif action == 7:
+            assert queues[number].finish() == expected[number]
+            expected[number].clear()
+            num_collected += 1
         else:
-            assert add(queue, one) == len(expected)
-            expected.append(digest_tensor(one))
-    assert queue.finish() == expected
-    assert device.num_collected == 1
+            assert add(queues[number], one) == len(expected[number])
+            expected[number].append(digest_tensor(one))
+    assert [queue.finish() for queue in queues] == [*expected]
+    assert method.names().count("hash_leaves") > 2 * num_collected, "where there is room for no more sums, too"
 
 
 NEEDS_TRITON = "needs Triton, which the dev extra brings on Linux"

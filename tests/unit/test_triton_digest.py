@@ -1,7 +1,6 @@
 """What is launched for spans of a device's memory, when, and on which stream."""
 
 import ctypes
-import random
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from det_callbacks.digest.components import digest_tensor
-from det_callbacks.digest.device import triton_digest
 from det_callbacks.digest.device.triton_digest import TritonDigest
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.host_digest import LEAF_BYTES, digest_bytes
@@ -124,34 +122,6 @@ def test_a_flush_is_one_launch_and_a_step_one_more(method: StreamedDigest) -> No
     assert method.names() == ["hash_leaves"]
     assert method.collect([method.start(values[:1])]) == digests(values[:1])
     assert method.names() == ["sum_blocks", "hash_leaves"]
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_random_launches_give_the_digests_of_their_moment(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two queues on several streams, and with room for so few sums that they are hashed now and then."""
-    monkeypatch.setattr(triton_digest, "MAX_SUM_BYTES", 80 * 1024)
-    method, draw = StreamedDigest(), random.Random(seed)
-    waiting: tuple[list[Any], list[Any]] = ([], [])
-    expected: tuple[list[int], list[int]] = ([], [])
-    base = random_bytes(6 * LEAF_BYTES)[0]
-    for _ in range(60):
-        queue = draw.randrange(2)
-        if waiting[queue] and draw.random() < 0.15:
-            assert method.collect(waiting[queue]) == expected[queue]
-            waiting[queue].clear()
-            expected[queue].clear()
-        parts = []
-        for _ in range(draw.randrange(1, 30)):
-            size = draw.choice([1, draw.randrange(1, 5000), draw.randrange(1, 5000), draw.randrange(1, 100_000)])
-            size = draw.randrange(1, base.nbytes) if draw.random() < 0.04 else size
-            begin = draw.randrange(base.nbytes - size + 1)
-            parts.append((base.untyped_storage(), begin, size))
-            expected[queue].append(digest_tensor(base[begin : begin + size]))
-        waiting[queue].append(method.launch(parts, draw.choice(["main", "main", "a", "b"])))
-        base[draw.randrange(base.nbytes)] += 1
-    assert 25 < method.names().count("hash_leaves") < 50, "where there is room for no more sums, or they are asked for"
-    for queue in (0, 1):
-        assert method.collect(waiting[queue]) == expected[queue]
 
 
 def test_streams_have_their_own_launches_and_the_end_waits_for_those_that_are_asked_for(method: StreamedDigest) -> None:
