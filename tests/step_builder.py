@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -119,13 +118,15 @@ class StepBuilder:
         ]
         return positions[0] if positions else -1
 
-    def view(self, *, step: int = 0, rank: int = 0, segment: int = 0, ops_seen: int = 0) -> StepView:
+    def trace(self, *, ops_seen: int = 3) -> StepTrace:
         skipped = {"view": 1, **self.skipped} if ops_seen else self.skipped
         program = Program(sites=tuple(self.sites), ops_seen=ops_seen, ops_digested=ops_seen, ops_skipped=skipped)
         layout = Layout(entries=tuple(self.entries))
         digests = np.array(self.digests, dtype=np.uint64)
-        trace = StepTrace(program, digests, layout.id, frozenset(self.unseen), self.values, lambda: layout)
-        return trace.view(step=step, rank=rank, segment=segment)
+        return StepTrace(program, digests, layout.id, frozenset(self.unseen), self.values, lambda: layout)
+
+    def view(self, *, ops_seen: int = 0, **place: int) -> StepView:
+        return self.trace(ops_seen=ops_seen).view(**place)
 
 
 def both(fill: Callable[[StepBuilder, bool], object]) -> tuple[StepBuilder, StepBuilder]:
@@ -290,17 +291,6 @@ def judge(
     return compare_runs(*runs)
 
 
-def trace_of(builder: StepBuilder) -> Any:
-    """Return a hand-made step as the trace hands it over."""
-    seen = builder.view(ops_seen=3)
-
-    def view(*, epoch: int = 0, **place: int) -> StepView:
-        return builder.view(**place, ops_seen=3)
-
-    parts = {"program": seen.program, "layout": seen.layout, "layout_id": seen.layout.id}
-    return SimpleNamespace(**parts, digests=seen.record.digests, view=view)
-
-
 def detector(reference: Path, current: Path, **options: Any) -> Verification:
     """Return a verification that has not begun."""
     return Verification(Run.open(reference), current, manifest=manifest_of(), **options)
@@ -313,6 +303,6 @@ def run_fits(verification: Verification, fits: Sequence[Steps], *, ends: bool = 
             verification.close(complete=True)
         verification.begin_fit(number)
         for step, builder in fit.items():
-            verification.add(trace_of(builder), step=step, epoch=0)
+            verification.add(builder.trace(), step=step, epoch=0)
         if ends or number < len(fits) - 1:
             verification.end_fit()

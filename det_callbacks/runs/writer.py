@@ -31,8 +31,7 @@ class RunWriter:
 
     def __init__(self, path: Path, peers: Peers, manifest: Manifest, attempt: int, segment: int) -> None:
         self.path = path
-        self.segment = segment
-        """Fit of the run whose steps are appended now, from 0."""
+        self.segment = segment  # the fit whose steps are appended now
         self._peers = peers
         self.manifest = manifest
         self._attempt = attempt
@@ -183,7 +182,6 @@ class RunWriter:
     def start_segment(self) -> None:
         """Go on with the steps of another fit of this process."""
         finished = self._file
-        self._end_evidence()
         self.segment += 1
         self._last_step = -1
         self._chain = 0
@@ -191,13 +189,12 @@ class RunWriter:
         self._open_stream(is_new=True)
         self._tell_of_files()
         # Last, so that after a kill in between the run is incomplete, and not a whole one with a fit less.
-        _end(finished, complete=True)
+        self._end(finished, complete=True)
 
     def close(self, *, complete: bool) -> None:
         """Close the stream, as incomplete or not; all processes call this where the run is to replace another one."""
         finished, self._file = self._file, None
-        self._end_evidence()
-        _end(finished, complete=complete)
+        self._end(finished, complete=complete)
         if complete and self.path.name == REPLACEMENT:
             self._peers.run_on_all(lambda: None, task=f"closing their streams in {self.path}")
             if self._peers.broadcast(self._replace, task=f"replacing the run {self.path.parent}"):
@@ -253,17 +250,14 @@ class RunWriter:
 
         self._peers.run_on_all(open_it, task=f"opening its stream in {self.path}")
 
-    def _end_evidence(self) -> None:
+    def _end(self, file: BinaryIO | None, *, complete: bool) -> None:
         evidence, self._evidence = self._evidence, None
         self._values.clear()
         if evidence is not None:
             evidence.close()
-
-
-def _end(file: BinaryIO | None, *, complete: bool) -> None:
-    if file is not None:
-        with file:
-            file.write(END_OF_STREAM if complete else b"")
+        if file is not None:
+            with file:
+                file.write(END_OF_STREAM if complete else b"")
 
 
 def _open_resumed(path: Path, manifest: Mapping[str, Any], peers: Peers) -> Run:

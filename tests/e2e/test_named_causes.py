@@ -53,7 +53,6 @@ class Training:
     skips: bool = False
     changes_in_step: int | None = None
     every_n_steps: int = 1
-    dropout_seed: int | None = None
     change_weight: str = ""
     scheduler: bool = False
     trainer: dict[str, Any] = field(default_factory=dict)
@@ -131,8 +130,6 @@ class Module(pl.LightningModule):
         if self.global_step == made_of.changes_in_step:
             with torch.no_grad():
                 self.net[-1].bias += 1e-3
-        if made_of.dropout_seed is not None and batch_idx == 2:
-            torch.manual_seed(made_of.dropout_seed)
         loss = cross_entropy(self.net(batch[0]), batch[1])
         if made_of.logs:
             self.log("loss", loss, on_epoch=True, logger=False)
@@ -235,13 +232,11 @@ FAULTS = {
         callbacks=(DrawsAtEpochEnd,),
     ),
     "callback seeds anew": planted("rng", "seeded with 0 in the reference, 9 now", callbacks=(SeedsAnew,)),
-    "dropout with another seed": planted("rng", "torch.cpu", "equal at the batch start of step 2", dropout_seed=5),
     "a weight changed in a step that was not recorded": planted(
         "unknown", "before step 6, and steps before it were not recorded", base={"every_n_steps": 3}, changes_in_step=4
     ),
     "learning rate scheduler": planted("settings", "none in the reference, StepLR each epoch now", scheduler=True),
     "gradient clipping": planted("settings", "trainer.gradient_clip_val", trainer={"gradient_clip_val": 0.01}),
-    "another precision": planted("settings", "32-true in the reference, 64-true", trainer={"precision": "64-true"}),
     "accumulation": planted("settings", "accumulate_grad_batches: 1", trainer={"accumulate_grad_batches": 2}),
 }
 EVERYDAY = [*FAULTS][:11]

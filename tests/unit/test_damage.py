@@ -1,9 +1,7 @@
 """A run of two ranks that was damaged in any way: an error that names a file, or a verdict that skips nothing."""
 
-import gc
 import json
 import random
-import re
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -133,21 +131,3 @@ def test_a_step_whose_program_has_another_length_is_refused(tmp_path):
     writer.close(complete=True)
     with pytest.raises(ReferenceFormatError, match=r"has 3 sites, its layout has 4, and step 0 has 3 digests"):
         Run.open(path).view(0, 0, 0)
-
-
-def test_memory_does_not_grow_with_what_is_read_or_written(tmp_path):
-    def resident_kib() -> int:
-        gc.collect()
-        return int(re.search(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text())[1])
-
-    path, num_sites, num_steps = tmp_path / "run", 8_000, 400
-    Run.open(record(tmp_path / "small", range(3)))
-    writer = append(create(path), [0], num_sites=num_sites)
-    program, layout, digests = small_program(num_sites), small_layout(num_sites), digests_of(0, num_sites)
-    before = resident_kib()
-    for step in range(1, num_steps):
-        writer.append(step, 0, program.id, layout.id, digests)
-    writer.close(complete=True)
-    assert writer.bytes_written > 25e6
-    assert sum(1 for _ in Run.open(path).rank(0).iterate()) == num_steps
-    assert resident_kib() - before < 8_000
