@@ -62,10 +62,6 @@ def with_an_op_that_draws(step, now):
         step.op("aten.bernoulli_.float", state, arguments={"p": 0.1})
 
 
-def a_generator_without_a_name_of_its_own(step, now):
-    step.row(1 + now, None, phase="rng", name="generator on cpu", role="generator")
-
-
 def of_other_layout(step, now):
     step.op("aten.relu.default", "?x", layout=TensorLayout(dtype="float32", shape=(8, 4), stride=(1 + 3 * now, 1)))
     step.digests[-1] = 1
@@ -158,7 +154,6 @@ CASES = [
     case(of_another_batch_size, "data_content"),
     case(with_another_label, "data_content"),
     case(with_an_op_that_draws, "rng", "is only in the current run"),
-    case(a_generator_without_a_name_of_its_own, "rng", "the state of the generator on cpu differs"),
     case(of_other_tensors, "forward", "reads other tensors than in the reference"),
     case(of_other_arguments, "forward", "digests of other arguments", "cannot be proven"),
     case(reading("net.weight"), "initial_weights", OUTSIDE),
