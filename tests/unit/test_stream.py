@@ -1,4 +1,5 @@
 import re
+import struct
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -93,13 +94,27 @@ def test_no_flipped_bit_gives_other_content(path):
     assert all(error.startswith(str(path)) for error in errors)
 
 
+def resized(message: bytes, more: int, *, at: int) -> bytes:
+    """Return a message with another length at one of the three places that tell it."""
+    (length,) = struct.unpack_from("<q", message, at)
+    return message[:at] + struct.pack("<q", length + more) + message[at + 8 :]
+
+
 def test_what_is_no_run_of_whole_steps_is_damage(path):
     first, second, third = messages([0, 1, 2])
     whole = HEADER + first + END_OF_STREAM
-    of_nulls = pa.record_batch([[None]] * len(STREAM_SCHEMA), schema=STREAM_SCHEMA).serialize().to_pybytes()
+    record = pa.ipc.read_record_batch(pa.ipc.read_message(first), STREAM_SCHEMA)
+    laid_out_otherwise = [
+        pa.record_batch([column.to_pylist() * 2 for column in record.columns], schema=STREAM_SCHEMA),
+        pa.record_batch([[None]] * len(STREAM_SCHEMA), schema=STREAM_SCHEMA),
+        record.set_column(0, STREAM_SCHEMA.field("step"), pa.array([-1], pa.int64())),
+        record.set_column(1, STREAM_SCHEMA.field("epoch"), pa.array([-1], pa.int32())),
+    ]
     cannot_be_read = r"is damaged: what comes at byte \d+ cannot be read"
     cases = {
-        HEADER + of_nulls: cannot_be_read,
+        **{HEADER + batch.serialize().to_pybytes(): cannot_be_read for batch in laid_out_otherwise},
+        **{HEADER + resized(first, more, at=40) + second: cannot_be_read for more in (8, 2**40, -8)},
+        **{HEADER + first + resized(second, 504, at=at) + END_OF_STREAM: cannot_be_read for at in (40, 304, 416)},
         HEADER + b"garbage" * 9: cannot_be_read,
         HEADER + first + bytes(400): cannot_be_read,
         HEADER + b"".join(messages([3, 3])): "follows step 3",
