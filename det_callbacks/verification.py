@@ -290,9 +290,7 @@ class Verification:
     def finish(self, *, is_pending: bool = False, is_early: bool = False) -> Verdict:
         """Close the files, and return the judge's verdict on all ranks; all of them call it, after every fit.
 
-        ``is_pending``: fits or tests of the reference have not run yet, so that the verdict, in which they are missing,
-        is only written where something else differs. ``is_early``: the run was stopped because it differs, so that its
-        later steps are not missing.
+        It is not written while fits or tests are pending and only missing. Steps after an early end are not missing.
         """
         reason = TOGETHER if is_early else ""
         self.differs_anywhere = any(self._peers.gather(lambda: self._seal(reason), task=END_OF_FIT))
@@ -311,10 +309,7 @@ class Verification:
         return verdict
 
     def stop(self, reason: str) -> Verdict | None:
-        """Close the files after an exception, and return the verdict where one process differs.
-
-        The others of several may not be here, so that their verdict is for whoever asks later.
-        """
+        """Close the files after an exception; return the verdict of one process that differs, as others may be gone."""
         if not self._seal(reason, complete=False) or self._peers.world_size > 1:
             return None
         verdict = self._judge()

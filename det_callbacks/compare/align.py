@@ -264,8 +264,7 @@ def _pair_outputs(views: tuple[StepView, StepView], ours: _Unit, theirs: _Unit) 
 def _trim(reference: Sequence[int], current: Sequence[int], gap: Gap, pairs: Pairs, *, suffix_first: bool) -> Gap:
     """Match the common prefix and suffix of a gap into ``pairs``, and return the gap that is left.
 
-    What could belong to both ends is of the one that comes first: ``suffix_first`` puts an insertion at the earliest
-    place.
+    With ``suffix_first`` what could belong to both is suffix, which puts an insertion at the earliest place.
     """
     r_start, r_stop, c_start, c_stop = gap
     for is_suffix in (suffix_first, not suffix_first):

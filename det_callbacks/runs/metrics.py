@@ -34,18 +34,14 @@ class Metric:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """The metrics that were computed at one place, in the order of the module's log; ``evidence`` explains differences.
-
-    ``number`` is the step of a reading in a fit; of a call outside of one, how many of its kind came since the last fit
-    began. ``step`` is the last training step before it, or -1.
-    """
+    """The metrics that were computed at one place, in the order of the module's log."""
 
     where: str
-    number: int
-    step: int
+    number: int  # the step; of a call outside of a fit, how many of its kind came since the last fit began
+    step: int  # the last training step before it, or -1
     epoch: int
     metrics: Mapping[str, Metric]
-    evidence: Mapping[str, str] = field(default_factory=dict)
+    evidence: Mapping[str, str] = field(default_factory=dict)  # explains a difference
 
     @property
     def key(self) -> tuple[str, int, bool]:
