@@ -22,31 +22,21 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 class TensorComparison:
     """One tensor, or one plain value, of both sides.
 
-    Attributes:
-        iteration: counted from 0.
-        phase: "initial" is the state before the first iteration, "module" the output of a submodule, "parameter" and
-            "buffer" those after the optimizer's step.
-        name: qualified name of the module, parameter or buffer; path in the inputs or outputs ("output['logits']").
-        kind: "equal" (the same bits), "content" (other bits), "structure" (another shape, dtype, or kind of value),
-            "missing" (not in the control), "extra" (only in the control).
-        base: what the base has: "float32 [4, 8]", "int 3"; None where it has nothing.
-        control: likewise.
-        numbers: by how much they differ, of two dtypes in float64; None where the elements cannot be matched.
-        rtol: relative tolerance.
-        atol: absolute tolerance.
-        excess: the largest difference as a multiple of what is tolerated there; infinite where it is no finite number.
+    ``phase`` "initial" is the state before the first iteration, "module" the output of a submodule, "parameter" and
+    "buffer" are those after the optimizer's step. ``kind`` is "equal" (the same bits), "content" (other bits),
+    "structure" (another shape or dtype), "missing" (not in the control) or "extra" (only in the control).
     """
 
-    iteration: int
+    iteration: int  # counted from 0
     phase: Phase
-    name: str
+    name: str  # of the module, parameter or buffer; path in the inputs or outputs ("output['logits']")
     kind: Kind
-    base: str | None
-    control: str | None
-    numbers: TensorNumbers | None = None
+    base: str | None  # what the base has: "float32 [4, 8]"; None where it has nothing
+    control: str | None  # likewise
+    numbers: TensorNumbers | None = None  # by how much they differ; None where the elements cannot be matched
     rtol: float = 0.0
     atol: float = 0.0
-    excess: float = 0.0
+    excess: float = 0.0  # the largest difference as a multiple of what is tolerated there; infinite where none is
 
     @property
     def equal(self) -> bool:
