@@ -215,10 +215,10 @@ class RankGroup(Peers):
 
 def by_majority(values: Mapping[int, Value]) -> list[tuple[Value, tuple[int, ...]]]:
     """Return which ranks have which value: that of most ranks first, of equally many that of the lowest rank."""
-    ranks: dict[Value, tuple[int, ...]] = {}
+    ranks: dict[Value, list[int]] = {}
     for rank, value in values.items():
-        ranks[value] = (*ranks.get(value, ()), rank)
-    return sorted(ranks.items(), key=lambda one: (-len(one[1]), one[1]))
+        ranks.setdefault(value, []).append(rank)
+    return sorted(((value, tuple(held)) for value, held in ranks.items()), key=lambda one: (-len(one[1]), one[1]))
 
 
 def require_same_start(group: Peers, manifest: Mapping[str, Any], weights: Mapping[str, Tensor] | None) -> None:
