@@ -1,7 +1,10 @@
 """Digests of tensors: every dtype, layout and kind, what has no data, and that nothing notices that one was taken."""
 
+import copy
+import pickle
 import random
 import struct
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -9,16 +12,18 @@ import pytest
 import torch
 from beta_tensors import BETA_TENSORS
 from device_cases import DTYPES, of_bits
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.two_tensor import TwoTensor  # looked at in torch 2.13
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from det_callbacks import digest_state
+from det_callbacks import host_digest as host
 from det_callbacks.digest import components
 from det_callbacks.digest.components import digest_output, digest_tensor, digest_tensors
 from det_callbacks.errors import DetCallbacksError
-from det_callbacks.host_digest import digest_bytes
+from det_callbacks.host_digest import digest_bytes, format_digest
 
 pytestmark = [
     BETA_TENSORS,
@@ -26,6 +31,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),
 ]
 
+MIB = 1 << 20
 SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
@@ -93,7 +99,7 @@ def test_outputs_are_read_in_memory_order_where_they_are_dense_and_else_in_row_m
 def test_what_lies_in_order_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(components, "_digest", lambda tensor, memory_order: pytest.fail("took the way of copies"))
     tensor = torch.randn(2, 3, 4, 5)
-    for plain in (tensor, tensor[1], torch.nn.Parameter(tensor), torch.tensor(1.0), torch.empty(0, 3)):
+    for plain in (tensor, tensor[1], nn.Parameter(tensor), torch.tensor(1.0), torch.empty(0, 3)):
         digest_every_way(plain)
     for dense in (tensor.permute(3, 0, 2, 1), tensor[1].mT):
         digest_output(dense)
@@ -185,10 +191,10 @@ def hollow() -> Tensor:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: torch.nn.Linear(2, 2, device="meta").weight, "a meta tensor is not data"),
+        (lambda: nn.Linear(2, 2, device="meta").weight, "a meta tensor is not data"),
         (lambda: FakeTensorMode().from_tensor(torch.empty(3)), "a fake tensor is not data"),
         (lambda: torch._to_functional_tensor(torch.randn(3)), "a functional tensor is not data"),
-        (lambda: torch.nn.LazyLinear(3).weight, "a uninitialised tensor is not data"),
+        (lambda: nn.LazyLinear(3).weight, "a uninitialised tensor is not data"),
         (lambda: Silent(torch.randn(3)), "cannot digest a Silent: it has no memory of its own.*__tensor_flatten__"),
         (hollow, "cannot digest a Hollow: its __tensor_flatten__ names no tensor"),
         (lambda: None, "not of a NoneType"),
@@ -292,3 +298,132 @@ def test_no_mode_no_autograd_and_no_generator_notices_anything() -> None:
     leaf, product = tensors["leaf"], tensors["non-leaf"]
     product.sum().backward()
     assert torch.equal(leaf.grad, torch.full_like(leaf, 2))
+
+
+# Memory of the host: at the borders, and in threads.
+
+
+def random_bytes(num_bytes: int, seed: int = 0) -> bytes:
+    return np.random.default_rng(seed).bytes(num_bytes)
+
+
+def test_a_third_level_is_the_digest_of_the_hashes_below_it() -> None:
+    # Three levels need 8 GiB: feed the join with as many leaf hashes as those would have.
+    hashes = [value * 0x9E3779B97F4A7C15 % 2**64 for value in range(32769)]
+    packed = np.asarray(hashes, dtype="<u8").tobytes()
+    assert len(packed) > 256 * 1024
+    assert host._join_leaves(hashes) == digest_bytes(packed)
+
+
+def test_every_contiguous_buffer_is_taken_and_nothing_else() -> None:
+    array = np.array([[1, 2], [3, 4]], dtype=np.uint8)
+    for buffer in (bytearray(b"\1\2\3\4"), memoryview(b"\0\1\2\3\4")[1:], array, array.reshape(-1).view("<u4")):
+        assert digest_bytes(buffer) == digest_bytes(b"\1\2\3\4")
+    for buffer in (np.arange(10)[::2], np.zeros((600, 600))[:, 1:]):
+        with pytest.raises(ValueError, match="C-contiguous"):
+            digest_bytes(buffer)
+    for value in ("text", 5, None):
+        with pytest.raises(TypeError, match="bytes-like"):
+            digest_bytes(value)
+
+
+def test_many_spans_are_hashed_by_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[int] = set()
+    both_started = threading.Barrier(2, timeout=60)
+    leaf_hashes = host._leaf_hashes
+
+    def noted(piece: tuple[int, int]) -> list[int]:
+        if threading.get_ident() not in seen:
+            seen.add(threading.get_ident())
+            both_started.wait()
+        return leaf_hashes(piece)
+
+    sizes = [0, 1, 1024, 5 * MIB + 3, 0, 300_000, 12 * MIB, 17]
+    arrays = [np.frombuffer(random_bytes(size, seed), dtype=np.uint8) for seed, size in enumerate(sizes)]
+    expected, before = [digest_bytes(array.tobytes()) for array in arrays], threading.enumerate()
+    monkeypatch.setattr(host, "_leaf_hashes", noted)
+    assert host.digest_spans([(array.ctypes.data, array.nbytes) for array in arrays]) == expected
+    assert (len(seen), threading.enumerate()) == (2, before), "they have ended"
+
+
+def test_where_no_thread_can_be_started_the_digest_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    data = random_bytes(17 * MIB)
+    expected = digest_bytes(data)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert digest_bytes(data) == expected
+
+
+# digest_state: which weights these are, by name.
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.second = nn.Linear(4, 3)
+        self.norm = nn.BatchNorm1d(4)
+        self.again = nn.Linear(3, 4)
+        self.again.weight = self.first.weight
+        self.register_buffer("mask", torch.ones(3), persistent=False)
+
+
+def test_a_module_has_its_state_dicts_names_and_what_is_not_persistent():
+    net = Net()
+    found = digest_state(net)
+    assert set(found.tensors) == {*net.state_dict(), "mask"}
+    weight = format_digest(digest_tensor(net.first.weight))
+    assert found.tensors["first.weight"] == found.tensors["again.weight"] == weight
+    assert found.layouts["first.weight"] == "float32 [4, 3]"
+    assert found.differing(digest_state(net.state_dict())) == ("mask",)
+    net.mask = None
+    assert digest_state(net) == digest_state(net.state_dict())
+
+
+def test_a_flipped_bit_and_what_one_side_lacks_are_named_and_the_order_is_no_difference():
+    net = Net()
+    other = copy.deepcopy(net)
+    found = digest_state(net)
+    assert pickle.loads(pickle.dumps(found)) == found == digest_state(other) != digest_state({})
+    other.second.weight.data.view(torch.int32)[1, 2] ^= 1
+    changed = digest_state(other)
+    assert found.digest != changed.digest
+    assert found.differing(changed) == changed.differing(found) == ("second.weight",)
+    tensors = {"a": torch.ones(2), "b": torch.zeros(2)}
+    assert digest_state(tensors) == digest_state(dict(reversed(tensors.items())))
+    assert digest_state(tensors).differing(digest_state({"b": tensors["b"], "c": tensors["a"]})) == ("a", "c")
+    zeros = (torch.zeros(4), torch.zeros(2, 2), torch.zeros(4, dtype=torch.int32), 0, 0.0, False, 2, torch.tensor(0))
+    assert len({digest_state({"a": value}) for value in zeros}) == len(zeros)
+
+
+def test_an_optimizers_state_has_names_and_numbers():
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    before = digest_state(optimizer.state_dict())
+    assert {"state.0.exp_avg", "state.1.exp_avg_sq", "param_groups.0.betas.1"} <= before.tensors.keys()
+    optimizer.param_groups[0]["lr"] = 0.2
+    optimizer.state[net.bias]["exp_avg"][0] += 1
+    assert digest_state(optimizer.state_dict()).differing(before) == ("state.1.exp_avg", "param_groups.0.lr")
+
+
+DEEP: dict[str, object] = {"x": torch.ones(1)}
+for _ in range(30):
+    DEEP = {"a": DEEP}
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "message"),
+    [
+        ({"net.weight": torch.empty(2, device="meta")}, TypeError, r"net\.weight: "),
+        (torch.ones(2), TypeError, "takes a module or a mapping such as a state_dict; got Tensor"),
+        ({"a": {"b": 1}, "a.b": 2}, DetCallbacksError, r"'a\.b'"),
+        (DEEP, DetCallbacksError, "more than 20 levels"),
+    ],
+)
+def test_what_cannot_be_digested_is_named(state, error, message):
+    with pytest.raises(error, match=message):
+        digest_state(state)
