@@ -57,11 +57,6 @@ class CheckedRun:
     verdict: Verdict | None = None
     output: Path | None = None  # with what it printed, where that did not go to the terminal
 
-    @property
-    def exit_code(self) -> int:
-        """0 recorded, match or not run, 1 diverged, 2 failed, 3 not comparable."""
-        return {**EXIT_CODES, "recorded": 0, "not_run": 0, "failed": 2}[self.outcome]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
@@ -74,10 +69,6 @@ class Script:
     name: str = PLAIN  # or what is varied
     change: str = "nothing"  # what that is now ("2 instead of 0")
     entry: str = ""  # of run.json, which is another one where it has been varied
-
-    def __post_init__(self) -> None:
-        if not self.words:
-            raise CheckError("No command was given. Name the script after --: det-callbacks check -- python train.py")
 
     def record(self, run: Path, *, overwrite: bool = False, output: Path | None = None) -> CheckedRun:
         """Run the script, and record it into a folder; what it prints goes to ``output``, or is printed."""
@@ -137,10 +128,7 @@ def _manifest(run: Path) -> bytes:
 
 
 def check_script(script: Script, home: Path, vary: Sequence[str]) -> list[CheckedRun]:
-    """Run a script twice, the second run verified against the first, and where it matches once more for each factor.
-
-    The runs, and beside them what the scripts print, go to the folder ``home``.
-    """
+    """Run a script twice, the second run verified against the first, and where it matches once more for each factor."""
     seed = os.environ.get(_HASH_SEED, "")
     if "hash-seed" in vary and seed in ("", "random"):
         seed = "0"  # else each process has another one, also two that are to be the same
@@ -187,7 +175,7 @@ def record(options: argparse.Namespace) -> int:
     """Run a script and record it."""
     script, run = _script(options), Path(options.run_folder).absolute()
     done = script.record(run, overwrite=options.overwrite)
-    return _end("record", [done], "" if done.exit_code else f"; the run: {run}")
+    return _end("record", [done], "" if done.reason else f"; the run: {run}")
 
 
 def verify(options: argparse.Namespace) -> int:
@@ -234,19 +222,22 @@ def _row(run: CheckedRun) -> tuple[str, ...]:
 
 def _end(command: str, runs: Sequence[CheckedRun], facts: str) -> int:
     """Print why runs failed, and the closing line; return the status: diverged before failed before not comparable."""
-    console, worst = make_console(), max(reversed(runs), key=lambda run: [0, 3, 2, 1].index(run.exit_code))
+    console, status = make_console(), {**EXIT_CODES, "recorded": 0, "not_run": 0, "failed": 2}
+    worst = max(reversed(runs), key=lambda run: [0, 3, 2, 1].index(status[run.outcome]))
     for run in runs:
         if run.reason:
             print_line(console, f"{run.name}: {run.reason}." if len(runs) > 1 else f"{run.reason}.")
-    word = f"{worst.outcome.replace('_', ' ')} (exit status {worst.exit_code})"
+    word = f"{worst.outcome.replace('_', ' ')} (exit status {status[worst.outcome]})"
     print_line(
         console, f"det-callbacks {command}: {word}{facts}", {**STYLES, "failed": "bold red"}.get(worst.outcome, "bold")
     )
-    return worst.exit_code
+    return status[worst.outcome]
 
 
 def _script(options: argparse.Namespace) -> Script:
     """Return the script with its arguments; a wrong one is an error now, and not only when the script trains."""
+    if not options.words:
+        raise CheckError("No command was given. Name the script after --: det-callbacks check -- python train.py")
     names = [option.removeprefix("--").replace("-", "_") for option in SCRIPT_OPTIONS]
     given = {name: getattr(options, name) for name in names}
     arguments = {name: value for name, value in given.items() if value is not None and value is not False}

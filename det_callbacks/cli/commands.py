@@ -5,7 +5,6 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 from det_callbacks.errors import SelectionError
@@ -39,7 +38,7 @@ def diff(options: argparse.Namespace) -> int:
     from det_callbacks.judge import compare_runs  # noqa: PLC0415  # takes longer to load than a run to show
 
     console = make_console(stderr=True)
-    with console.status("comparing steps") if console.is_terminal else nullcontext():
+    with console.status("comparing steps"):
         verdict = compare_runs(options.reference, options.current, steps=options.steps or "all")
     _print(options, verdict.to_dict, lambda: verdict_report(verdict))
     if options.html is not None:
@@ -53,8 +52,7 @@ def diff(options: argparse.Namespace) -> int:
 def export(options: argparse.Namespace) -> int:
     """Write a run as a Parquet data set."""
     done = export_run(options.run_folder, options.to)
-    reason = done.incomplete_reason
-    note = "" if reason is None else f"\nThe run is incomplete; its whole steps are there: {reason}"
+    note = f"\nThe run is incomplete: {done.incomplete_reason}" if done.incomplete_reason else ""
     print_line(make_console(), f"{done.path}: {count(done.num_rows, 'row')}, {size(done.num_bytes)}{note}")
     return 0
 

@@ -46,9 +46,7 @@ def _advise_batch(facts: Facts) -> str:
     batch, change = facts.evidence.batch, next(filter(facts.is_before_step, facts.evidence.generators), None)
     if facts.data_change != "drawn" or batch.settings or batch.indices != "other" or change is None:
         return _because(_OF_BATCH[facts.data_change], facts)
-    is_seeded_alike = change.seeds is not None and not change.is_reseeded
-    todo = "Draw the same numbers before the shuffle" if is_seeded_alike else "Give the shuffle the same seed"
-    return f"{todo}: {show_change(change, facts.evidence)}"
+    return f"Give the shuffle the same seed, and draw the same before it: {show_change(change, facts.evidence)}"
 
 
 def _because(todo: str, facts: Facts) -> str:
@@ -60,12 +58,8 @@ def _because(todo: str, facts: Facts) -> str:
 
 def _advise_generator(facts: Facts) -> str:
     change, changes = facts.consumed, facts.evidence.generators
-    if change is None and not changes:
-        return ""
     if change is None:
-        is_unseeded = changes[0].equal_at is None and changes[0].seeds is None
-        todo = ": seed Python, NumPy and torch alike before the model is built" if is_unseeded else ""
-        return f"{show_change(changes[0], facts.evidence)}{todo}"
+        return ". ".join(show_change(one, facts.evidence) for one in changes[:1])
     ran = _what_ran(change, facts.evidence)
     return f"Keep {ran} from drawing from {change.name}: give it a generator of its own, or put the state back after it"
 
@@ -96,13 +90,8 @@ def _advise_lost_value(facts: Facts) -> str:
     )
 
 
-_OTHER_EPOCHS = (
-    "An epoch ended in one run only: look at limit_train_batches, overfit_batches, drop_last and the length of the data"
-)
-_UNRESTORED = (
-    'Resume with resume="exact" from a checkpoint that was saved with the callback: Lightning alone restores no '
-    "generator"
-)
+_OTHER_EPOCHS = "An epoch ended in one run only: look at limit_train_batches, overfit_batches, drop_last and the data"
+_UNRESTORED = 'Resume with resume="exact" from a checkpoint of the callback\'s: Lightning alone restores no generator'
 
 ADVICE: Mapping[str, str | Callable[[Facts], str]] = {
     # every rule of compare/cause.py -> what to do; "" where the explanation begins with the choice
@@ -133,8 +122,7 @@ def advise_metric(metric: MetricDifference) -> str:
     if metric.explaining_choice is not None:
         return ""
     if metric.kind != "content":
-        where = "Look at what decides where epochs end: limit_train_batches, drop_last and the length of the data"
-        return where if metric.is_read_in_one else ""
+        return "Look at where epochs end: limit_train_batches, drop_last, the data" if metric.is_read_in_one else ""
     if found:
         is_drawn = found.startswith(GENERATOR)
         todo = "Seed what it is computed with alike" if is_drawn else "Look at the data that it is computed from"

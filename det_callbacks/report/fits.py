@@ -103,9 +103,9 @@ def unfinished_text(verdict: Verdict, *, stages: Sequence[str], num_ended: int) 
 
 def no_metrics_text(call: str, *, reference: Path | None) -> str:
     """Return what is wrong with ``trainer.test`` or the like alone that logs no metric."""
+    text = "it has no steps, and no metric was logged. That is no match. Log one with self.log"
     return (
-        f"Nothing of {call} was recorded in, or compared with, {reference}: it has no steps, and no metric was logged. "
-        "That is no match. Log one with self.log, and give it a loader with batches."
+        f"Nothing of {call} was recorded in, or compared with, {reference}: {text}, and give it a loader with batches."
     )
 
 
@@ -146,11 +146,8 @@ def audit_lines(report: AuditReport, *, replay: Path) -> str:
         ulps, source = "" if found.max_ulps is None else found.max_ulps, next(iter(found.source), "")
         place = found.judgement, found.phase, found.module, found.op
         rows.append((*place, ", ".join(at_most(4, [*map(str, found.steps)])), found.num_differing, ulps, source))
-    make = (
-        f"Make these ops deterministic (det-callbacks ops says what torch offers), or record and verify with "
-        f"replay={str(replay)!r}, which saves their outputs and puts them back."
-    )
-    advice = [make] if report.replay else []
+    make = f"or record and verify with replay={str(replay)!r}, which saves their outputs and puts them back."
+    advice = [f"Make these ops deterministic (det-callbacks ops), {make}"] if report.replay else []
     if any(found.judgement == "transient" for found in report.findings):
         advice += ["Transient: a single call differed, and two of its three runs agreed; suspect the hardware first."]
     begin = f"Run again on the same inputs, {count(len(report.findings), 'op')} gave other bits."
@@ -160,16 +157,15 @@ def audit_lines(report: AuditReport, *, replay: Path) -> str:
 
 def replicas_text(report: "ReplicaReport") -> str:
     """Return what differs between replicas, where and since when, what was still equal, and what to do next."""
-    num_names = len({found.name for found in report.differences})
-    last = report.last_agreement
+    num_names, last = len({found.name for found in report.differences}), report.last_agreement
     agreed = "They were never compared before." if last is None else f"They last agreed {_when(last)}."
     differences = "\n".join(f"  {line}" for line in at_most(MAX_DIFFERENCES, [*map(_difference, report.differences)]))
     return (
         f"The replicas of this training differ {_when(report.step)}: {count(num_names, 'tensor')} on "
         f"{report.world_size} ranks. {agreed}\n\n{differences}\n\n"
         f"Compared: {count(report.num_compared, 'tensor')} of this rank{_left_out(report.left_out)}.\n"
-        "To find the op, record with DeterminismCallback and verify, which names rank, step and op; audit after "
-        "every step to find the step. What is to differ: ReplicaAuditCallback(ignore=[...])."
+        "To find the op, record with DeterminismCallback and verify. What is to differ: "
+        "ReplicaAuditCallback(ignore=[...])."
     )
 
 
@@ -188,9 +184,8 @@ def _when(step: int) -> str:
 
 def _difference(found: "ReplicaDifference") -> str:
     held = [f"{value.digest or 'not there'} on {ranks_text(value.ranks)}" for value in found.values]
-    if found.is_tie:
-        return f"{found.name}: {', '.join(held)}; neither is a majority"
-    return f"{found.name}: {'; '.join(held[1:])}, and {held[0]}"
+    others = f"{'; '.join(held[1:])}, and {held[0]}"
+    return f"{found.name}: {others}{'; neither is a majority' if found.is_tie else ''}"
 
 
 def _left_out(left_out: Mapping[str, int]) -> str:

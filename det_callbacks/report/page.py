@@ -35,9 +35,7 @@ def write_report(path: str | Path, verdict: Verdict, *, reference: str | Path, c
     path, runs = Path(path), [Run.open(run, check_steps=False) for run in (reference, current)]
     maps, num_left_out = _build_maps(verdict, *runs)
     loader = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
     environment.filters.update(count=count, number="{:,}".format)
     content = environment.get_template("report.html.j2").render(
         verdict=verdict,
@@ -49,11 +47,10 @@ def write_report(path: str | Path, verdict: Verdict, *, reference: str | Path, c
     try:
         replace_atomically(path, content.encode(errors="backslashreplace"))
     except OSError as error:
-        raise DetCallbacksError(
-            f"The report cannot be written to {path} ({error.strerror or error}). The verdict stands all the same; "
-            "name a file in a folder that is there and can be written to.",
-            str(path),
-        ) from error
+        text = (
+            f"The report cannot be written to {path} ({error.strerror or error}); name another file. The verdict stands"
+        )
+        raise DetCallbacksError(f"{text}.", str(path)) from error
     return path
 
 
@@ -83,33 +80,24 @@ def _build_map(verdict: Verdict, runs: tuple[Run, Run], rank: int, segment: int,
         return np.bincount([row_of[site.module] for site in sites], minlength=len(labels))
 
     totals = {identity: cells(sites) for identity, sites in programs.items()}
-    columns, outcomes, num_listed = list[dict[str, Any]](), list[str](), 0
+    columns, outcomes = list[dict[str, Any]](), list[str]()
     for step, program_id, outcome, found in _outcomes(*runs, rank, segment):
-        total = totals[program_id]
-        column: dict[str, Any] = {
-            "step": step,
-            "text": outcome,
-            "states": "." * len(labels),
-            "sites": None,
-            "num_left_out": 0,
-        }
-        if outcome == "agree":
-            column["states"] = "".join(_STATES[np.minimum(total, 1)])
-        elif found is not None:
+        total, text, table, num_left_out = totals[program_id], outcome, None, 0
+        worst = np.minimum(total, int(outcome == "agree"))
+        if found is not None and outcome != "agree":
             sites = [found.site(row) for row in found.rows.tolist()]
             starts = _starting(verdict, found, sites, is_first=rank not in begun)
             begun.add(rank)
             starting = list(compress(sites, starts))
             worst = np.maximum.reduce([total > 0, 2 * (cells(sites) > 0), 3 * (cells(starting) > 0)])
-            column["states"] = "".join(_STATES[worst])
-            column["text"] = f"{len(sites):,} of {count(int(total.sum()), 'site')} differ"
-            column["text"] += f", starting at {len(starting):,} of them" if starting else ""
-            if num_listed < MAX_STEPS:
+            text = f"{len(sites):,} of {count(int(total.sum()), 'site')} differ"
+            text += f", starting at {len(starting):,} of them" if starting else ""
+            if sum(one["sites"] is not None for one in columns) < MAX_STEPS:
                 listed = sorted(np.argsort(~starts, kind="stable")[:MAX_SITES].tolist())  # where it starts comes first
                 rows = [_site_row(found, int(found.rows[one]), starts=starts[one]) for one in listed]
-                column |= {"sites": Table(columns=_COLUMNS, rows=rows), "num_left_out": len(sites) - len(listed)}
-                num_listed += 1
-        columns.append(column)
+                table, num_left_out = Table(columns=_COLUMNS, rows=rows), len(sites) - len(listed)
+        states = "".join(_STATES[worst])
+        columns.append({"step": step, "text": text, "states": states, "sites": table, "num_left_out": num_left_out})
         outcomes.append(outcome)
     began = next((place for place, outcome in enumerate(outcomes) if outcome != "agree"), 0)
     since, numbers = max(0, min(began - NUM_BEFORE, len(columns) - MAX_COLUMNS)), Counter(outcomes)

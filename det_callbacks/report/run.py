@@ -1,5 +1,6 @@
 """A recorded run as JSON-able data and in tables: its steps, and the sites of a step."""
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -38,9 +39,9 @@ def step_to_dict(view: StepView) -> dict[str, Any]:
     """Return one step: its record and a row for each site."""
     program = view.program
     sites = []
-    for position, (site, entry) in enumerate(zip(program.sites, view.layout.entries, strict=True)):
+    for position, (site, entry, bits) in enumerate(_sites(view)):
         layout = {name: getattr(entry, name, None) for name in ("shape", "dtype")}
-        sites.append({"position": position, **asdict(site), **layout, "digest": _digest_at(view, position)})
+        sites.append({"position": position, **asdict(site), **layout, "digest": bits})
     counts: dict[str, Any] = {"ops_seen": program.ops_seen, "ops_digested": program.ops_digested}
     counts["ops_skipped"] = dict(program.ops_skipped)
     return {"schema": 1, "rank": view.rank, **_record_to_dict(view.record), **counts, "sites": sites}
@@ -52,8 +53,8 @@ def _record_to_dict(record: StepRecord) -> dict[str, Any]:
     return {**place, **{name: format_digest(one) for name, one in ids.items()}, "num_sites": len(record.digests)}
 
 
-def _digest_at(view: StepView, position: int) -> str:
-    return format_digest(int(view.record.digests[position]))
+def _sites(view: StepView) -> Iterator[tuple[Site, TensorLayout | None, str]]:
+    return zip(view.program.sites, view.layout.entries, map(format_digest, view.record.digests.tolist()), strict=True)
 
 
 def head_lines(run: Run) -> list[str]:
@@ -99,10 +100,10 @@ def step_report(view: StepView) -> list[Section]:
         f"{count(program.ops_seen, 'op')} seen, {program.ops_digested} digested{skipped}"
     )
     rows = []
-    for position, (site, entry) in enumerate(zip(program.sites, view.layout.entries, strict=True)):
+    for position, (site, entry, bits) in enumerate(_sites(view)):
         reads, source = ",".join(map(str, site.inputs)) or "-", next(iter(site.source), "-")
         what = site.phase, site.module or "-", describe_site(site), describe_tensor(entry)
-        rows.append((position, *what, _digest_at(view, position), reads, source))
+        rows.append((position, *what, bits, reads, source))
     columns = ("site", "phase", "module", "op or name", "tensor", "digest", "reads", "source")
     return [Section(code=[line], table=Table(columns=columns, rows=rows, is_wide=True))]
 

@@ -103,7 +103,6 @@ def _word(verdict: Verdict) -> str:
 
 
 def _facts(divergence: Divergence) -> list[tuple[str, str]]:
-    """Return what is known of a divergence, each with its name."""
     shape = "" if divergence.shape is None else f" {list(divergence.shape)}"
     facts = [
         ("where", f"rank {divergence.rank}, step {divergence.step}, phase {divergence.phase}"),
@@ -140,14 +139,12 @@ def _source_text(verdict: Verdict) -> list[str]:
 
 
 def _origin_table(verdict: Verdict) -> Table:
-    """Return the origins, with ranks where there are several."""
-    start = int(verdict.coverage.ranks == 1)
     columns = ("rank", "step", "phase", "module", "op", "name", "kind", "source")
     rows = []
     for one in verdict.origins:
         op, source = f"{one.op}#{one.occurrence}", next(iter(one.source), "-")
-        rows.append((one.rank, one.step, one.phase, one.module or "-", op, one.name or "-", one.kind, source)[start:])
-    return Table(columns=columns[start:], rows=rows, limit=PRINTED_ORIGINS)
+        rows.append((one.rank, one.step, one.phase, one.module or "-", op, one.name or "-", one.kind, source))
+    return Table(columns=columns, rows=rows, limit=PRINTED_ORIGINS)
 
 
 def _how_much(tensor: TensorNumbers) -> str:
@@ -171,7 +168,6 @@ def _how_much(tensor: TensorNumbers) -> str:
 
 
 def _coverage(verdict: Verdict) -> list[str]:
-    """Return how much was compared, and what was not looked into."""
     counts, coverage = verdict.counts, verdict.coverage
     span = "" if coverage.steps is None else f" ({coverage.steps[0]} to {coverage.steps[1]})"
     skipped = "".join(f", {number:,} skipped ({why})" for why, number in sorted(coverage.ops_skipped.items()))

@@ -167,7 +167,7 @@ FEWER = {"limit_val_batches": 1}
         # metrics are not blamed for steps that were not recorded
         (0, {"also": "another step"}, {}, "unknown", "It may have begun before step 3, and steps before it were not"),
         (2, {"also": "another loss"}, {}, "unknown", "all that is known of generators and data agrees"),
-        (0, {}, {"limit_train_batches": 2}, "structure", "Look at what decides where epochs end: limit_train"),
+        (0, {}, {"limit_train_batches": 2}, "structure", "Look at where epochs end: limit_train"),
     ],
     ids=str,
 )

@@ -145,9 +145,11 @@ def table(lines: Sequence[str]) -> list[list[str]]:
     return [[row[0], row[2]] for row in rows if len(row) == 5]
 
 
-def test_what_cannot_be_started_or_has_no_new_folder_is_refused(check: Check, tmp_path: Path) -> None:
-    with pytest.raises(CheckError, match="No command was given"):
-        Script(words=())
+def test_what_cannot_be_started_or_has_no_new_folder_is_refused(
+    check: Check, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check"]) == 2
+    assert "No command was given" in capsys.readouterr().err
     with pytest.raises(CheckError, match=r"no-such-program cannot be started"):
         Script(words=("no-such-program", "train.py")).record(tmp_path / "run")
     for _ in range(2):
