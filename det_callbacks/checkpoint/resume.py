@@ -24,8 +24,8 @@ from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import NotResumableError
 from det_callbacks.host_digest import digest_bytes, format_digest
 from det_callbacks.replaced_in_lightning import ReplacedInLightning
-from det_callbacks.report.checkpoints import unrestored_line
 from det_callbacks.report.console import print_closing_line
+from det_callbacks.report.tensors import unrestored_line
 from det_callbacks.rng import GeneratorStates, Held
 from det_callbacks.runs.peers import Peers
 from det_callbacks.trace.leaves import leaves

@@ -23,8 +23,8 @@ from det_callbacks.checkpoint.resume import Resume, Resuming
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import CheckpointMismatchError
 from det_callbacks.replaced_in_lightning import ReplacedInLightning
-from det_callbacks.report.checkpoints import mismatch_text, uncovered_save_line
 from det_callbacks.report.console import print_closing_line
+from det_callbacks.report.tensors import mismatch_text, uncovered_save_line
 from det_callbacks.runs.peers import Peers
 
 

@@ -147,7 +147,6 @@ def check_script(script: Script, home: Path, vary: Sequence[str]) -> list[Checke
 
 
 def _varied(script: Script, name: str, run: Run, seed: str) -> Script:
-    """Return a script with one thing changed."""
     variables, settings, entry = dict(script.variables), dict(script.settings), ""
     if name == "workers":
         steps = run.rank(0).steps(0)

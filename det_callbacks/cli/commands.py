@@ -10,10 +10,10 @@ from typing import Any
 from det_callbacks.errors import SelectionError
 from det_callbacks.export import export_run
 from det_callbacks.nondeterminism import read_op_facts
-from det_callbacks.report.checkpoints import checkpoint_report
 from det_callbacks.report.console import Report, count, make_console, print_line, print_report, size
 from det_callbacks.report.machine import doctor_report, op_report, ops_to_dict
 from det_callbacks.report.run import run_report, run_to_dict, step_report, step_to_dict
+from det_callbacks.report.tensors import checkpoint_report
 from det_callbacks.report.verdict import verdict_report
 from det_callbacks.runs.store import Run
 

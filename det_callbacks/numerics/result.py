@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from det_callbacks.errors import NumericsError
-from det_callbacks.report.numerics import numerics_text
+from det_callbacks.report.tensors import numerics_text
 from det_callbacks.runs.files import replace_atomically
 from det_callbacks.verdict import TensorNumbers, as_json
 

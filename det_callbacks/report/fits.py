@@ -66,10 +66,8 @@ def nothing_recorded_text(*, path: Path, selected: str) -> str:
     """Return what is wrong with a fit of which nothing was recorded; ``selected`` is "" for one that was resumed."""
     if selected:
         return f"Nothing was recorded in {path}: the fit had no step that {selected} selects."
-    return (
-        "The checkpoint is of a training that was finished: no step was left, so nothing was added to "
-        f"{path}, which is as it was. Resume from an earlier one, or train for longer (max_epochs, max_steps)."
-    )
+    done = f"The checkpoint is of a training that was finished: no step was left, and {path} is as it was"
+    return f"{done}. Resume from an earlier one, or train for longer (max_epochs, max_steps)."
 
 
 def verified_line(verdict: Verdict, *, level: str, report: Path | None = None) -> str:

@@ -54,7 +54,6 @@ def ops_to_dict(facts: Sequence[OpFact], run: Run | None = None) -> dict[str, An
 
 
 def _facts_about(facts: Sequence[OpFact], view: StepView, position: int) -> list[int]:
-    """Return the numbers of the facts that may be about a site of a step."""
     site = view.program.sites[position]
     found = [number for number, fact in enumerate(facts) if site.op.rpartition(".")[0] in fact.ops]
     known = read_arguments(view, position) if found else None

@@ -17,7 +17,6 @@ MAX_RANGES = 4  # of steps that a sentence names; the others are counted
 
 
 def _describe(finding: Finding) -> str:
-    """Return what differs at a site, and why it starts there or not."""
     return f"{finding.divergence.phase}: {_site(finding.divergence)} {_what_differs(finding)}{_where_from(finding)}"
 
 
