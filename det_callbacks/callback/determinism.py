@@ -40,27 +40,23 @@ class DeterminismCallback(CallbackArguments):
     It changes no bit of the training: weights, losses and generator states are those of a run without it. At level op
     it costs some 10 microseconds an op and a pass over every output at memory speed; see ``recipes/overhead``.
     The arguments from ``level`` to ``compiled``, ``replay`` and ``keep_tensors`` are, while None, those that the
-    reference was recorded with; a verification refuses others.
+    reference was recorded with; a verification refuses others. ``docs/reference/callback.md`` says more of each.
 
     Args:
         reference: folder of the reference: written by record, read by verify; None for an audit.
-        mode: "record" writes the reference, "verify" compares with it, "audit" runs ops again to find which are
-            nondeterministic, "disabled" does nothing.
-        current: verify: folder for the verdict and the diverging steps; audit: for ``audit.json`` and ``replay.yaml``.
-            By default a new one in ``determinism/`` below the Trainer's log directory.
+        mode: "record" writes the reference, "verify" compares with it, "audit" runs ops twice, "disabled" does nothing.
+        current: folder for what verify or audit finds; None is a new one below the Trainer's log directory.
         level: "op" (None) digests every op output of the chosen modules, "module" their outputs and output gradients,
             "state" only batch, loss, gradients, parameters, buffers and optimizer state. Each holds the ones below.
         modules: fnmatch patterns over module names; None is "*", everything; "!metric/NAME" leaves out what is logged.
         phases: among "forward", "backward" and "optimizer"; None is all.
         every_n_steps: steps whose number is a multiple of it are recorded; None is 1.
         only_steps: numbers of the steps that are recorded instead, or audited (None: the first three).
-        compiled: of what torch.compile compiled "run" (None) records the ends of each region and the ops seen inside;
-            "eager" runs the recorded steps under ``torch.compiler.set_stance("force_eager")``, with other kernels.
+        compiled: of compiled regions "run" (None) records the ends and the ops seen inside; "eager" runs eager code.
         steps: verify: "all" demands exactly the reference's steps, "common" compares those that both runs have.
         on_divergence: "raise" stops at the first diverging step, "collect" raises at the end, "warn" warns there.
         settings: set before training and put back after it; what comes too late is refused by name. None sets nothing.
-        replay: ops whose outputs are saved by record and put back by verify: ``[phase/][module:]op`` patterns, or the
-            path of a list of them, such as the ``replay.yaml`` of an audit.
+        replay: ops whose outputs record saves and verify puts back: ``[phase/][module:]op`` patterns, or a YAML file.
         keep_tensors: ops whose outputs are kept, so that a verdict says by how much they differ: such patterns.
         tensor_budget_mib: MiB that one step of a process may save, for replay and to keep together.
         resume: with ``ckpt_path``: "exact" goes on as the uninterrupted run did, or refuses; "plain" is Lightning's.
@@ -77,13 +73,11 @@ class DeterminismCallback(CallbackArguments):
 
     Raises:
         SelectionError, SettingsError: an argument is not one of the allowed ones (at construction), or comes too late.
-        DivergenceError, NotComparableError: the run is not the reference, or not the run that it resumes; the second
-            where the machine differs in a way that can change bits.
         ReferenceNotFoundError, ReferenceFormatError, RunExistsError: the reference is missing or damaged, or is there.
-        ReplayError: more is saved than the budget or the disk allows.
-        ReplicaError, AuditError: replicas differ; an audited op differed from itself.
-        CheckpointMismatchError, CheckpointFormatError, NotResumableError: a checkpoint is not what was saved, or cannot
-            be resumed to the same run.
+        DivergenceError, NotComparableError: the run is not the reference, or not the run that it resumes.
+        ReplayError, ReplicaError, AuditError: too much is saved; replicas differ; an op differs from itself.
+        CheckpointMismatchError, CheckpointFormatError: a checkpoint is not what was saved.
+        NotResumableError: a checkpoint cannot be resumed to the same run.
 
     Example:
         >>> trainer = Trainer(callbacks=[DeterminismCallback("refs/run1", mode="record")])  # doctest: +SKIP

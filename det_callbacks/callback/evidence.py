@@ -37,8 +37,7 @@ MAX_WAITING = 64  # batches drawn and not trained on yet that are known; a fetch
 class Evidence(Ledger):
     """The ledger of one fit: also who has which hook, and how batches are drawn; it costs 40 microseconds a step.
 
-    It follows the loaders of the fit: the batches that wait to be trained on, as they left the loaders, and the indices
-    that the samplers of map-style data sets drew for them, where the loader keeps the order.
+    It follows the batches that wait to be trained on, and the indices that samplers drew for them, if in order.
     """
 
     def __init__(self, trainer: pl.Trainer, own: pl.Callback) -> None:

@@ -97,8 +97,7 @@ class ReplicaAuditCallback(Replicas, Callback):
 
     Args:
         every_n_steps: they are compared before the first step, after every n-th, and at the end of the fit.
-        on_divergence: "raise" stops all ranks at the first difference, "collect" goes on and raises it at the end,
-            "warn" goes on and warns of it.
+        on_divergence: "raise" stops at the first difference, "collect" raises it at the end, "warn" warns of it.
         ignore: fnmatch patterns over names of tensors that may differ, with their optimizer state: "codebook.*".
 
     Attributes:

@@ -77,16 +77,13 @@ class Session:
     def _nothing(self, *_: Any, **__: Any) -> Any:
         """Stand for what a session need not do; its own is called at the hook of the same name, in a fit only."""
 
-    # a step: ``mark`` notes the generators at a point, ``end_step`` returns whether to stop because it differs,
-    # ``drop_step`` forgets one that did not come to its end, ``flush`` hands over the evidence before a step
+    # ``mark`` notes the generators at a point, ``end_step`` and ``put_metrics`` return whether to stop since something
+    # differs, ``drop_step`` forgets a step that was not ended, ``flush`` hands over the evidence before a step
     begin_step = mark = note_loss = begin_gradients = end_step = drop_step = flush = _nothing
-    # a fit: ``follow`` comes before its data is set up, ``attach`` after; ``close`` may be called more than once
-    follow = attach = close = _nothing
-    # metrics of rank 0: ``put_metrics`` returns whether to stop because they differ
-    put_metrics = resume_metrics = _nothing
+    # ``follow`` comes before the data of a fit is set up, ``attach`` after; ``close`` may be called more than once
+    follow = attach = close = put_metrics = resume_metrics = _nothing
     # ``end`` prints the closing line and raises what was found; ``stop`` closes the files, after an exception
-    end = stop = _nothing
-    progress = _nothing  # what was done so far, on this process, as ``Progress``
+    end = stop = progress = _nothing
 
 
 class TracedSession(Session):

@@ -31,8 +31,7 @@ class StandInGenerator(Generator):
         return super().__new__(cls)
 
     def __init__(self, devices: "StandInDevices", index: int) -> None:
-        self.devices = devices
-        self.index = index
+        self.devices, self.index = devices, index
         self.seed, self.offset = 67280421310721, 0
 
     @property
@@ -40,30 +39,16 @@ class StandInGenerator(Generator):
         return torch.device("cuda", self.index)
 
     def get_state(self) -> Tensor:
-        self._assert_not_capturing()
+        assert not self.devices.is_capturing, "CUDA raises"
         return torch.frombuffer(bytearray(struct.pack("<Qq", self.seed, self.offset)), dtype=torch.uint8)
 
     def set_state(self, state: Tensor) -> None:
-        self._assert_not_capturing()
-        assert state.dtype is torch.uint8
+        assert (self.devices.is_capturing, state.dtype) == (False, torch.uint8), "CUDA raises"
         self.seed, self.offset = struct.unpack("<Qq", state.numpy().tobytes())
 
-    def manual_seed(self, seed: int) -> "StandInGenerator":
-        self._assert_not_capturing()
-        self.seed, self.offset = seed, 0
-        return self
-
     def initial_seed(self) -> int:
-        self._assert_not_capturing()
+        assert not self.devices.is_capturing, "CUDA raises"
         return self.seed
-
-    def draw(self) -> None:
-        """Advance as a small kernel does."""
-        self.offset += 4
-
-    def _assert_not_capturing(self) -> None:
-        if self.devices.is_capturing:
-            raise RuntimeError("Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture.")
 
 
 class StandInDevices:
@@ -110,7 +95,7 @@ class StandInDevices:
             self.queued.append(("seed", seed))
             return
         for generator in self.generators:
-            generator.manual_seed(seed)
+            generator.seed, generator.offset = seed, 0
 
     def _refuse(self, *_: object, **__: object) -> None:
         raise AssertionError("CUDA is not to be initialised, nor waited for, on account of a generator")
@@ -244,7 +229,7 @@ def test_rewinding_and_settings_leave_the_generators_as_they_were(cuda: StandInD
         with within:
             cuda.current = 3
             for generator in cuda.generators:
-                generator.manual_seed(3).draw()
+                generator.seed, generator.offset = 3, 4
         after()
         assert [one.offset for one in cuda.generators] == [0, 0, 8, 0]
         cuda.current = 1
