@@ -137,7 +137,8 @@ def configuration_of(config: DictConfig) -> Mapping[str, Any]:
     That is our own part, Hydra's, and what is interpolated of the time or of the job's folders. Where an interpolation
     does not resolve, which the program then does not need or will say, all values are as they are written.
     """
-    written: Any = _without_run(OmegaConf.to_container(config, resolve=False))
+    text = _OF_ONE_RUN.sub("<run>", OmegaConf.to_yaml(config))
+    written: Any = OmegaConf.to_container(OmegaConf.create(text))
     for place in (written, written.get("callbacks")):
         if isinstance(place, dict):
             place.pop("determinism", None)
@@ -148,14 +149,6 @@ def configuration_of(config: DictConfig) -> Mapping[str, Any]:
     except OmegaConfBaseException:
         found = OmegaConf.to_container(written, resolve=False)
     return dict(found)
-
-
-def _without_run(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_run(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_without_run(inner) for inner in value]
-    return _OF_ONE_RUN.sub("<run>", value) if isinstance(value, str) else value
 
 
 def _print_error(error: Exception) -> None:
