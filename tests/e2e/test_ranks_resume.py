@@ -106,12 +106,9 @@ def test_a_recording_that_was_killed_goes_on_and_is_the_uninterrupted_one(tmp_pa
 
     run_ranks(go_on, killed, status=0)
     run = Run.open(killed / "run")
-    assert run.is_complete
-    for rank in (0, 1):
-        assert (killed / "run" / f"rank-{rank:05d}" / "attempt-001.arrows").exists()
-        assert run.rank(rank).steps(0).tolist() == [*range(14)]
+    assert (run.is_complete, len(run.manifest.attempts)) == (True, 2)
     verdict = compare_runs(whole / "run", killed / "run")
-    assert (verdict.verdict, verdict.coverage.ranks) == ("match", 2)
+    assert (verdict.verdict, verdict.coverage.ranks, verdict.counts.steps_compared) == ("match", 2, 28)
 
 
 SHARDED = {"after": (3, 7), "model": Sharded, "accumulate_grad_batches": 2}
@@ -133,8 +130,8 @@ TRAININGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", TRAININGS)
 def test_from_wherever_it_was_saved(name: str, tmp_path: Path) -> None:
     options = TRAININGS[name]
-    world_size = options.get("num_ranks", 2)
-    run_ranks(lambda rank: round_trip(tmp_path, **options), tmp_path / "output", world_size=world_size, status=0)
+    world = options.get("num_ranks", 2)
+    run_ranks(lambda rank: round_trip(tmp_path, **options), tmp_path / "output", world_size=world, status=0)
     for number in options["after"]:
         assert check_checkpoint(tmp_path / f"{number}.ckpt").equal
         assert (tmp_path / f"{number}.ckpt").is_dir() == (name == "sharded_folder")
@@ -154,8 +151,7 @@ def test_a_kill_between_two_ranks_leaves_a_checkpoint_without_digests(
 
     saving = partial(LambdaCallback, on_train_batch_end=save_twice)
     ended = run_ranks(lambda rank: record(tmp_path / "killed", saving(), level="state"), tmp_path / "output")
-    assert ended[killed].exit_code == 9
-    assert ended[1 - killed].exit_code != 0
+    assert (ended[killed].exit_code, ended[1 - killed].exit_code > 0) == (9, True)
     path = tmp_path / "last.ckpt"
     with pytest.raises(CheckpointNotFoundError, match="nothing to compare"):
         check_checkpoint(path)
