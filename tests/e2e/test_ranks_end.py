@@ -82,29 +82,17 @@ def test_a_slow_rank_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert Run.open(tmp_path / "run").is_complete
 
 
-class Unequal(Classifier):
-    """May have fewer batches on rank 1."""
-
-    def __init__(self, num_samples: int) -> None:
-        super().__init__()
-        self.num_samples = num_samples
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(Subset(Samples(), range(self.num_samples if self.global_rank else 32)), batch_size=4)
-
-
-def test_a_rank_with_fewer_batches_ends_all_and_nothing_matches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_with_fewer_batches_ends_all_and_nothing_matches(tmp_path: Path, monkeypatch: Any) -> None:
     """Rank 1 comes to the end of its fit, and rank 0 is in a collective of the training."""
     monkeypatch.setattr(group.RankGroup, "end_seconds", 2.0)  # for the forked processes
 
     def run(mode: Any, num_samples: int) -> list[Ended]:
-        def body(_: int) -> None:
+        def body(rank: int) -> None:
             pl.seed_everything(11)
             callback = DeterminismCallback(tmp_path / "run", mode=mode, current=tmp_path / "current")
             trainer = quiet_trainer(callback, devices=2, strategy="ddp", use_distributed_sampler=False)
-            trainer.fit(Unequal(num_samples))
+            samples = Subset(Samples(), range(num_samples if rank else 32))
+            trainer.fit(Classifier(), DataLoader(samples, batch_size=4))
 
         return run_ranks(body, tmp_path / mode)
 
@@ -112,7 +100,6 @@ def test_a_rank_with_fewer_batches_ends_all_and_nothing_matches(
     other, one = run("verify", 16)
     assert (other.exit_code > 0, one.exit_code) == (True, 2), other.output + one.output
     assert "Rank 1 of 2 has finished its training, and rank 0 is in a training step, for 2 seconds" in one.output
-    assert "one got fewer batches than the others, stopped early, or failed" in one.output
     assert "match" not in other.output + one.output
     assert not (tmp_path / "current" / "verdict.json").exists()
     assert not Run.open(tmp_path / "current").is_complete
