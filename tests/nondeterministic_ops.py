@@ -22,11 +22,6 @@ def noisy(x: Tensor) -> Tensor:
     return x + entropy()
 
 
-@noisy.register_fake
-def _noisy_fake(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
 noisy.register_autograd(lambda ctx, grad: grad)
 
 
@@ -45,9 +40,6 @@ def drawing(x: Tensor) -> Tensor:
     """Draws from every generator that a seed decides."""
     noise = torch.from_numpy(np.random.randn(*x.shape)).to(x.dtype)
     return x + random.gauss(0, 1) + random.random() + noise + torch.rand(x.shape)
-
-
-drawing.register_autograd(lambda ctx, grad: grad)
 
 
 class NoisyGradient(torch.autograd.Function):
