@@ -4,7 +4,6 @@ import itertools
 import json
 import pickle
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +121,7 @@ def test_an_audit_that_stops_leaves_nothing_behind_also_of_an_earlier_one(tmp_pa
 
     audit_once()
     callback = audit(folder)
-    fit = Fit(callback, model=partial(RaiseInside, "backward"))
+    fit = Fit(callback, model=RaiseInside)
     with pytest.raises(StopError):
         fit.run()
     assert_nothing_left(fit, callback)
