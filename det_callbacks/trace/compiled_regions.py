@@ -5,6 +5,7 @@ in, and never is the origin: the region is. Its backward pass follows from the o
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
@@ -30,30 +31,25 @@ _Row = tuple[str, int, Role, str | None]  # op, number, role and name
 _EARLIER = f"{REGION}graph_compiled_earlier"
 
 
+@dataclass(slots=True, eq=False)
 class Region:
-    """The rows of one call of a compiled graph: ``enter`` before it, ``leave`` after it.
+    """The rows of one call of a compiled graph: ``enter`` before it, ``leave`` after it."""
 
-    That of a backward pass reads what its ``forward`` call saved.
-    """
-
-    def __init__(
-        self, recorder: "Recorder", graph: TracedGraph, phase: str, scope: OpScope, forward: "Region | None" = None
-    ) -> None:
-        self._recorder = recorder
-        self.graph = graph
-        self.phase = phase
-        self.scope = scope
-        self.source: tuple[str, ...] = ()
-        self.inner: list[int] = []
-        self._reads_of_inner: list[int] = []
-        self.reads: list[int] = [] if forward is None else [*forward.reads, *forward.inner]
+    recorder: "Recorder"
+    graph: TracedGraph
+    phase: str
+    scope: OpScope
+    reads: list[int] = field(default_factory=list)  # what its outputs follow from
+    reads_of_inner: list[int] = field(default_factory=list)
+    inner: list[int] = field(default_factory=list)  # positions of what was seen inside
+    source: tuple[str, ...] = ()
 
     def enter(self, inputs: Iterable[tuple[str, Any]]) -> list[tuple[str, Tensor, int]]:
         """Record what goes in; return name, tensor and position of what has rows.
 
         Parameters have rows of the state, and at level module are left out.
         """
-        recorder = self._recorder
+        recorder = self.recorder
         is_op_level = recorder.selection.level == "op"
         may_write_parameters = is_op_level and (self.phase == "optimizer" or not torch.is_grad_enabled())
         entering: list[tuple[str, Any, list[int]]] = []
@@ -80,8 +76,8 @@ class Region:
         recorder.append_bits(self.graph.fingerprint, recorder.layouts.special("graph", (), detail))
         for _, value, _ in entering:
             recorder.append_value(value)
-        self._reads_of_inner = [*range(graph_row, recorder.num_sites)]
-        self.reads = [*every, *self._reads_of_inner]
+        self.reads_of_inner = [*range(graph_row, recorder.num_sites)]
+        self.reads = [*every, *self.reads_of_inner]
         positions = enumerate(entering, start=graph_row + 1)
         return [(name, value, at) for at, (name, value, _) in positions if isinstance(value, Tensor)]
 
@@ -91,18 +87,18 @@ class Region:
             (name, index, "output" if isinstance(output, Tensor) else "value", None)
             for index, output in enumerate(outputs)
         ]
-        self._step_to(func, "inner", [self._reads_of_inner for _ in outputs], [], rows)
+        self._step_to(func, "inner", [self.reads_of_inner for _ in outputs], [], rows)
         for output in outputs:
-            self.inner.append(self._recorder.num_sites)
-            self._recorder.append_value(output)
-        self._recorder.deferred.flush()  # the region's kernels, which nobody sees, reuse this memory
+            self.inner.append(self.recorder.num_sites)
+            self.recorder.append_value(output)
+        self.recorder.deferred.flush()  # the region's kernels, which nobody sees, reuse this memory
 
     def leave(self, outputs: Iterable[tuple[str | None, Any]], given: Iterable[tuple[str, Tensor, int]] = ()) -> None:
         """Record what came out, and what of the ``given`` has, or may have, other bits now.
 
         Autograd is told of some writes only: not of those to buffers, nor of any where no gradients are computed.
         """
-        recorder = self._recorder
+        recorder = self.recorder
         values = [(name, value) for name, value in outputs if isinstance(value, Tensor) and holds_data(value)]
         if self.graph.is_graphed:
             # inductor looks at who holds what a CUDA graph of its gave, before it reuses that memory
@@ -132,7 +128,7 @@ class Region:
     ) -> None:
         """Go to the call that has these rows, of which each reads something."""
         arguments: dict[str, Any] = {"backend": self.graph.backend}
-        if self._recorder.selection.level != "op":
+        if self.recorder.selection.level != "op":
             arguments[MISSES_PARAMETERS] = True
 
         def build(node: CallNode) -> None:
@@ -151,11 +147,11 @@ class Region:
                 )
                 for edges, (op, index, role, name) in zip(reads, rows, strict=True)
             )
-            node.rows = (*self._recorder.reads.sites(node), *sites)
+            node.rows = (*self.recorder.reads.sites(node), *sites)
 
         call = (func, self.phase, self.scope, [part], reads, names, len(reads))
-        self.source = self._recorder.trie.step_to(call, build).source
-        self._recorder.reads.row_edges.clear()
+        self.source = self.recorder.trie.step_to(call, build).source
+        self.recorder.reads.row_edges.clear()
 
 
 class CompiledRegions:
@@ -290,22 +286,18 @@ class CompiledRegions:
         ``nn.Module.compile`` compiles the call of a module with its hooks, so that the stack does not show it.
         """
         for known, value in zip(graph.inputs, args, strict=False):
-            name = self._recorder.parameter_names.get(id(value)) if known in graph.members else None
-            if name is None or not name.endswith(known):
-                continue
-            module = name[: -len(known)].rstrip(".")
-            if _unwrapped(module) == _unwrapped(scope.module):
-                return scope
-            return scope_in(module, recomputed=scope.recomputed)
+            name = self._recorder.parameter_names.get(id(value), "")
+            if known in graph.members and name.endswith(known):
+                module = name[: -len(known)].rstrip(".")
+                is_known = _unwrapped(module) == _unwrapped(scope.module)
+                return scope if is_known else scope_in(module, recomputed=scope.recomputed)
         return scope
 
     def _selects(self, phase: str, scope: OpScope) -> bool:
         """Return whether the region's module is selected, or one inside it, which may be a part of the region."""
         recorder = self._recorder
-        if recorder.selects(phase, scope):
-            return True
         inside = (name for name in recorder.modules.names if name.startswith(f"{scope.module}.".lstrip(".")))
-        return any(recorder.selects(phase, OpScope(module=name)) for name in inside)
+        return any(recorder.selects(phase, OpScope(module=name)) for name in (scope.module, *inside))
 
     def _unselected(self, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run a region outside the selection: what it writes is unknown from here on."""
@@ -328,10 +320,8 @@ class CompiledRegions:
         """
         step, recorder = self._step, self._recorder
         scope = OpScope(module=forward.scope.module, source=forward.source)
-        has_parameters = recorder.selection.level == "op"  # below it, they have no rows
-        names = [
-            f"grad of {name}" if has_parameters or not isinstance(value, nn.Parameter) else "" for name, value in inputs
-        ]
+        is_op_level = recorder.selection.level == "op"  # below it, parameters have no rows
+        names = [f"grad of {name}" if is_op_level or not isinstance(one, nn.Parameter) else "" for name, one in inputs]
         running: list[Region] = []
 
         @breaks_graph("det_callbacks: what goes into a compiled region is recorded when it runs")
@@ -339,7 +329,8 @@ class CompiledRegions:
             if step is not self._step or recorder.undigested.is_capturing():
                 return
             with recorder.lock:
-                running.append(Region(recorder, forward.graph, "backward", scope, forward))
+                # what the forward pass saved may be anything that was seen in it
+                running.append(Region(recorder, forward.graph, "backward", scope, [*forward.reads, *forward.inner]))
                 # what is none of the outputs is an input that the region wrote, or what views among them are of
                 given = enumerate(gradients)
                 running[-1].enter((outer.get(index, f"grad of result {index}"), value) for index, value in given)

@@ -1,8 +1,7 @@
 """Ops without a deterministic implementation: who called them, and which of them are let through.
 
-Under "error" such an op raises before it computes anything; one that is allowed is simply made again. Under "warn"
-torch's warning comes only when the outermost call from Python returns, for a backward pass at its end; so the ops that
-may warn are called under "error" first, and again under "warn" where they raise.
+Under "error" such an op raises before it computes anything, and one that is allowed is made again. Under "warn" torch's
+warning comes only when the outermost call from Python returns: so the ops that may warn are called under "error" first.
 """
 
 import re
