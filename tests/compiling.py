@@ -98,10 +98,6 @@ def difference(reference: StepTrace, current: StepTrace) -> StepDifference:
     return compare_steps(reference.view(), current.view())
 
 
-def origins(found: StepDifference) -> list[tuple[str, str | None]]:
-    return [(origin.op, origin.name) for origin in found.origins]
-
-
 def nudged(tensor: Tensor) -> Tensor:
     tensor[1, 2] = torch.nextafter(tensor[1, 2], torch.tensor(9.0))
     return tensor
