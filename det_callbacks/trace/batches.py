@@ -4,7 +4,7 @@ import struct
 from collections.abc import Sequence
 from ctypes import string_at
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from det_callbacks.trace.recorder import Recorder
 MAX_SAMPLES = 1024  # up to which samples are also digested one by one, to tell their order from their content
 MAX_SKETCHED = 8
 
-_WORDS = {1: "<u1", 2: "<u2", 4: "<u4", 8: "<u8"}
+_WORDS = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +53,10 @@ def record_batch(recorder: Recorder, batch: Any) -> list[Samples]:
                 unread.setdefault(f"{type(tensor).__module__}.{type(tensor).__qualname__}", name)
             continue
         record_group(recorder, "batch", "data", [(name, tensor)], owner="", is_source=True)
-        if not isinstance(tensor, Tensor) or not holds_data(tensor) or tensor.is_nested or not tensor.dim():
-            continue  # nested ones of torch's older layout have no sizes to ask for
-        if not 1 <= tensor.shape[0] <= MAX_SAMPLES or has_parts(tensor) or tensor.is_quantized or not tensor.numel():
-            continue
-        bits = _digest_samples(recorder.deferred, tensor, found)
-        if tensor.shape[0] > 1:
-            record_bits(recorder, "samples", "data", name, bits, role="samples")
+        if _has_samples(tensor):
+            bits = _digest_samples(recorder.deferred, tensor, found)
+            if tensor.shape[0] > 1:
+                record_bits(recorder, "samples", "data", name, bits, role="samples")
     for kind, name in unread.items():
         slot = recorder.layouts.special(kind, (), UNREAD)
         record_bits(recorder, "unread", "data", name, 0, role="named", slot=slot)
@@ -68,17 +65,22 @@ def record_batch(recorder: Recorder, batch: Any) -> list[Samples]:
     return found
 
 
+def _has_samples(value: Any) -> TypeGuard[Tensor]:
+    if not isinstance(value, Tensor) or has_parts(value) or not holds_data(value) or value.is_quantized:
+        return False
+    # nested ones of torch's older layout have no sizes to ask for
+    return not value.is_nested and value.numel() > 0 and value.dim() > 0 and value.shape[0] <= MAX_SAMPLES
+
+
 def _digest_samples(deferred: DeferredSites, tensor: Tensor, found: list[Samples]) -> Bits:
     """Return the order-free digest of the samples of a tensor, and have them noted."""
     if not deferred.is_deferred(tensor):
-        samples = samples_of(tensor)
-        found.append(samples)
-        return samples.digest
-    num_samples = tensor.shape[0]
-    size = tensor.numel() // num_samples * tensor.itemsize
+        found.append(samples_of(tensor))
+        return found[-1].digest
+    size = tensor.numel() // tensor.shape[0] * tensor.itemsize
     if size in _WORDS:
         copy = deferred.fetch(tensor)
-        return derived((), lambda _: _sorted_words(copy.data_ptr(), num_samples, size).digest)
+        return derived((), lambda _: samples_of(copy).digest)
     rows = deferred.digest_rows(tensor)
     deferred.ask(rows, lambda digests: found.append(_of_digests(digests, size)))
     return derived(rows, lambda digests: _of_digests(digests, size).digest)
@@ -91,17 +93,12 @@ def samples_of(tensor: Tensor) -> Samples:
     """
     with torch._C._DisableTorchDispatch(), torch.no_grad():
         tensor = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    samples = tensor.shape[0]
-    address = tensor.data_ptr()
-    size = tensor.numel() // samples * tensor.itemsize
-    if size in _WORDS:
-        return _sorted_words(address, samples, size)
-    return _of_digests(digest_rows(address, samples, size), size)
-
-
-def _sorted_words(address: int, num_samples: int, size: int) -> Samples:
-    words = np.frombuffer(string_at(address, num_samples * size), dtype=_WORDS[size])
-    return Samples(digest_bytes(np.sort(words).tobytes()), (), size)
+    num_samples, address = tensor.shape[0], tensor.data_ptr()
+    size = tensor.numel() // num_samples * tensor.itemsize
+    if size not in _WORDS:
+        return _of_digests(digest_rows(address, num_samples, size), size)
+    words = np.sort(np.frombuffer(string_at(address, num_samples * size), dtype=f"<u{size}"))
+    return Samples(digest_bytes(words.tobytes()), (), size)
 
 
 def _of_digests(digests: Sequence[int], size: int) -> Samples:
