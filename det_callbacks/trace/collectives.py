@@ -31,23 +31,13 @@ if TYPE_CHECKING:
 _resolve_process_group = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]  # of torch 2.13
 
 _WAIT = "_c10d_functional.wait_tensor"
-_WITHOUT_DATA = frozenset(
-    {
-        "c10d.barrier",
-        "c10d.monitored_barrier_",
-        "c10d.check_for_nan",
-        "_c10d_functional._wrap_tensor_autograd",  # puts the wrapper that waits around a result
-    }
+_WITHOUT_DATA = (
+    "c10d.barrier",
+    "c10d.monitored_barrier_",
+    "c10d.check_for_nan",
+    "_c10d_functional._wrap_tensor_autograd",
 )
-_UNKNOWN = ("symm_mem.", "_c10d_functional.batch_p2p_ops")
-"""Of which nobody knows what they put in, and where."""
-_ROOTED: dict[str, str] = {
-    "c10d.broadcast_": "root_rank",
-    "c10d.scatter_": "root_rank",
-    "_c10d_functional.broadcast": "src",
-    "_c10d_functional.broadcast_": "src",
-}
-"""Op -> argument with the rank in the group that alone puts something in."""
+_UNKNOWN = ("symm_mem.", "_c10d_functional.batch_p2p_ops")  # of which nobody knows what they put in, and where
 _NOT_SHOWN = frozenset({"async_op", "timeout", "sparse_indices", "process_group", "group_name"})
 
 
@@ -314,9 +304,10 @@ def _is_done(work: Any) -> bool:
 
 def _sent_tensors(base: str, given: dict[str, Any], group: "dist.ProcessGroup | None") -> list[Tensor]:
     """Return the tensors that this rank puts in: those arguments that are not only written."""
-    root = _ROOTED.get(base)
-    is_other_root = root is not None and group is not None and given.get(root) != group.rank()
-    if is_other_root or base.partition(".")[2].startswith(("recv", "irecv")):
+    op = base.partition(".")[2]
+    has_root = op.startswith(("broadcast", "scatter"))  # which alone puts something in
+    is_other = group is not None and given.get("root_rank", given.get("src")) != group.rank()
+    if (has_root and is_other) or op.startswith(("recv", "irecv")):
         return []
     arguments = (value for key, value in given.items() if not key.startswith("out") and key not in _NOT_SHOWN)
     return list(tensors_in(arguments))

@@ -13,6 +13,12 @@ from torch.nn.parameter import is_lazy
 
 PLAIN = frozenset({Tensor, nn.Parameter})  # they compute none of their attributes in Python
 STRIDED = torch.strided
+_BY_ROWS, _BY_COLUMNS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
+_SPARSE_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), _BY_ROWS),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), _BY_COLUMNS),
+}
 address_of: Callable[[Tensor], int] = torch._C.TensorBase.data_ptr  # without the lookup of a subclass's method
 
 
@@ -62,14 +68,7 @@ def parts_of(tensor: Tensor) -> Iterator[Tensor]:
             yield tensor
         return
     with torch._C._DisableTorchDispatch():  # asking for the parts dispatches, which no mode of the user should see
-        if tensor.layout is torch.sparse_coo:
-            parts = [tensor._indices(), tensor._values()]
-        elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-            parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-        elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-            parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-        else:
-            parts = []
+        parts = [getattr(tensor, name)() for name in _SPARSE_PARTS.get(tensor.layout, ())]
     yield from parts
 
 

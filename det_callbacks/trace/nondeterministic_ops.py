@@ -61,24 +61,21 @@ class NondeterministicOps:
         call, may_warn = plan.call, plan.base in self._suspects
 
         def guarded(*args: Any, **kwargs: Any) -> Any:
-            would_only_warn = may_warn and algorithms_in_force() == "warn"
-            if would_only_warn:
+            mode = algorithms_in_force() if may_warn else None
+            if mode == "warn":
                 _set_flags(True, warn_only=False)
             try:
                 return call(*args, **kwargs)
             except RuntimeError as error:
                 if type(error) is not RuntimeError or _MARK not in str(error):
                     raise
-                mode = "warn" if would_only_warn else algorithms_in_force()
+                mode = mode or algorithms_in_force()
                 self._require_allowed(error, plan.name, mode, *place())
                 _set_flags(True, warn_only=True)
-                try:
-                    return call(*args, **kwargs)
-                finally:
-                    _set_flags(True, warn_only=mode == "warn")
+                return call(*args, **kwargs)
             finally:
-                if would_only_warn:
-                    _set_flags(True, warn_only=True)
+                if mode in ("warn", "error"):
+                    _set_flags(True, warn_only=mode == "warn")
 
         return guarded
 

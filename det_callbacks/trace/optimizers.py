@@ -1,8 +1,7 @@
-"""Where an optimizer's own update begins and ends, and the gradients that go into it.
+"""Where an optimizer's own update begins and ends, and the gradients that go into it, by torch's global hooks.
 
-Global optimizer hooks (``torch.optim.optimizer.register_optimizer_step_pre_hook``) see every optimizer without
-touching it. A closure runs before the update proper, so it is wrapped: forward and backward inside it keep their
-phases, and the gradients are handed over when it returns, after unscaling and clipping.
+A closure runs before the update proper: forward and backward inside it keep their phases, and the gradients are handed
+over when it returns, after unscaling and clipping.
 """
 
 from collections.abc import Callable

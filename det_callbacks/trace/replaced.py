@@ -1,12 +1,7 @@
-"""What is replaced in torch at run time, for as long as somebody follows, and who is told of what runs there.
+"""What is replaced in torch at run time, and why: docs/explanation/replaced.md. Looked at in torch 2.13.
 
-Replaced are (looked at in torch 2.13):
-
-* ``OutputGraph.call_user_compiler``, where Dynamo hands a graph to a compiler: the compiled graph is put behind a
-  function of ours, for as long as the compiled code stays; it costs 0.1 microseconds where no step is under way.
-* ``CompiledFxGraph.__call__``, where what inductor compiled before anybody followed is met.
-* ``capture_begin`` and ``replay`` of ``torch.cuda.graphs._CUDAGraph``, the class in C++ that every subclass calls in
-  the end; a graph that C++ code or cuda-python captures or launches tells nobody.
+A compiled graph stays behind a function of ours for as long as the compiled code does, which costs 0.1 microseconds
+where no step is under way. A CUDA graph that C++ code or cuda-python captures or launches tells nobody.
 """
 
 import sys
@@ -39,7 +34,7 @@ class ReplacedInTorch:
         self._replace(torch._dynamo.output_graph.OutputGraph, "call_user_compiler", self._compile)
         self._replace(cuda_graph, "capture_begin", partial(self._tell, "before_capture"))
         self._replace(cuda_graph, "replay", partial(self._tell, "before_replay"))
-        # not by an import: it takes seconds, and without it inductor has compiled nothing
+        # tells of what was compiled before; not by an import, which takes seconds: without it, there is nothing
         inductor = sys.modules.get("torch._inductor.output_code")
         if inductor is not None:
             self._replace(inductor.CompiledFxGraph, "__call__", self._run_earlier)
