@@ -123,7 +123,8 @@ def test_every_collective(name: str) -> None:
 def test_what_is_under_way_when_a_step_ends_follows_from_nothing_in_the_next() -> None:
     mode, x, works = HashMode(), torch.ones(3), []
     # no Mock: it would keep the work, and gloo's threads, which a test that forks cannot have
-    with mock.patch.object(collectives, "_is_done", lambda work: False):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "_is_done", lambda work: False)
         step_of(mode, lambda: works.append(dist.all_reduce(x, async_op=True)))
         trace = step_of(mode, lambda: x * 2)
     ((early, site),) = rows(trace, "delivered")
