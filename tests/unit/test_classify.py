@@ -8,7 +8,6 @@ from step_builder import Pair, StepBuilder, both, judge, reducing_step
 
 from det_callbacks.compare.collectives import Begins, CollectiveCall, FirstDifference, classify, describe_first
 from det_callbacks.compare.step import compare_steps
-from det_callbacks.report.sentences import explain_ranks
 from det_callbacks.runs.program import IN_FLIGHT
 from det_callbacks.verdict import Divergence
 
@@ -59,13 +58,6 @@ def rank(
 def test_who_started_it(ranks: list[FirstDifference | None], sides: str, collective: Any, through: Any) -> None:
     found = classify(ranks)
     assert (" ".join(found.sides), found.collective, found.through) == (sides, collective, through)
-
-
-def test_the_call_is_said_with_its_number() -> None:
-    said = explain_ranks(classify([rank(SECOND), rank(SECOND), None]))
-    assert said.startswith(f"what went into {REDUCE} (number 2 there) in the group of ranks 0-2 at train.py:9 in step ")
-    assert said.endswith("the collective itself is the origin; 2 of 3 ranks differ (ranks 0, 1 from step 3 on)")
-    assert explain_ranks(classify([None, None])) == ""
 
 
 def differing(**changes: Any) -> Pair:

@@ -12,7 +12,6 @@ from step_builder import StepBuilder, manifest_of, record, steps_of, training_st
 from det_callbacks import judge
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.errors import (
-    NotComparableError,
     NothingComparedError,
     ReferenceFormatError,
     ReferenceNotFoundError,
@@ -25,7 +24,7 @@ from det_callbacks.runs.store import Run
 from det_callbacks.runs.stream import StreamFile
 from det_callbacks.runs.writer import RunWriter
 from det_callbacks.verdict import Verdict
-from det_callbacks.verification import open_reference, write_step
+from det_callbacks.verification import write_step
 
 
 @pytest.fixture
@@ -77,16 +76,6 @@ def test_what_has_nothing_in_common_is_no_match(tmp_path, reference):
             compare_runs(*pair)
     with pytest.raises(ValueError, match='"all" or "common"'):
         compare_runs(reference, reference, steps="some")
-
-
-def test_other_world_size_is_not_comparable(tmp_path, reference):
-    two = record(tmp_path / "two", steps_of(range(10)), others=[steps_of(range(10))])
-    verdict = compare_runs(reference, two)
-    assert (verdict.verdict, verdict.exit_code) == ("not_comparable", 3)
-    assert "world size of 1 and this run one of 2" in verdict.explanation
-    with pytest.raises(NotComparableError, match="world size of 2 and this run one of 1") as caught:
-        open_reference(two, steps="all")
-    assert (caught.value.exit_code, caught.value.verdict.verdict) == (3, "not_comparable")
 
 
 # of many ranks

@@ -67,24 +67,6 @@ def test_a_run_is_read_as_it_was_written(tmp_path_factory, fits, gap):
             rank.read(segment, step)
 
 
-def test_every_rank_has_its_own_steps(tmp_path):
-    path = tmp_path / "run"
-    writer = create(path, peers=OneOf(0, 2))
-    with pytest.raises(ReferenceFormatError, match=r"rank-00001.*cannot be read"):
-        Run.open(path)
-    other = join(path, 1)
-    append(writer, [0, 1])
-    append(other, [0, 1, 2], seed=1)
-    writer.close(complete=True)
-    assert "rank-00001" in str(Run.open(path).incomplete_reason)
-    other.close(complete=True)
-    run = Run.open(path)
-    assert (run.is_complete, [run.rank(rank).num_steps for rank in run.ranks]) == (True, [2, 3])
-    assert run.rank(1).read(0, 1).digests.tolist() == digests_of(1, seed=1).tolist()
-    with pytest.raises(ReferenceNotFoundError, match="has no rank 2; it has 2, from 0"):
-        run.rank(2)
-
-
 def test_half_a_write_is_the_last_one(tmp_path):
     writer = append(create(tmp_path / "run"), [0])
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -125,6 +107,10 @@ def test_a_run_is_complete_only_when_every_fit_has_its_end(tmp_path):
     assert Run.open(path).is_complete, "attempts that ended before their first step left it as it was"
     first.write_bytes(first.read_bytes()[:-8])
     assert str(first) in reason(), "a fit in the middle has to have its end too"
+    writers = create(tmp_path / "two", peers=OneOf(0, 2)), join(tmp_path / "two", 1)
+    for writer, is_complete in zip(writers, (True, False), strict=True):
+        append(writer, [0], complete=is_complete)
+    assert "rank-00001" in str(Run.open(tmp_path / "two").incomplete_reason)
 
 
 def test_a_torn_tail_is_no_obstacle_and_what_an_attempt_went_on_from_cannot_get_lost(tmp_path):

@@ -108,18 +108,6 @@ def test_what_is_not_over_is_no_match(reference: Path, tmp_path: Path) -> None:
         compare_runs(reference, tmp_path / "running")
 
 
-def test_fits_that_are_still_to_come_are_missing(tmp_path: Path) -> None:
-    reference = record(tmp_path / "reference", [steps_of(range(3)), steps_of(range(2))])
-    live = detector(reference, tmp_path / "current")
-    run_fits(live, [steps_of(range(3))])
-    live.finish(is_pending=True)
-    assert not live.differs_anywhere
-    assert not (tmp_path / "current" / "verdict.json").exists()
-    verdict = compare_runs(reference, tmp_path / "current")
-    assert verdict.verdict == "diverged"
-    assert "Steps 0 to 1 of segment 1 (2 of them) are only in the reference" in verdict.explanation
-
-
 def of_another_run(path: Path) -> None:
     content = json.loads(path.read_bytes())["content"]
     write_record(path.parent.parent, msgspec.convert({**content, "run_id": "another"}, RankRecord, strict=False))
