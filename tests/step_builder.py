@@ -118,15 +118,15 @@ class StepBuilder:
         ]
         return positions[0] if positions else -1
 
-    def trace(self, *, ops_seen: int = 3) -> StepTrace:
-        skipped = {"view": 1, **self.skipped} if ops_seen else self.skipped
-        program = Program(sites=tuple(self.sites), ops_seen=ops_seen, ops_digested=ops_seen, ops_skipped=skipped)
+    def trace(self) -> StepTrace:
+        skipped = {"view": 1, **self.skipped}
+        program = Program(sites=tuple(self.sites), ops_seen=3, ops_digested=3, ops_skipped=skipped)
         layout = Layout(entries=tuple(self.entries))
         digests = np.array(self.digests, dtype=np.uint64)
         return StepTrace(program, digests, layout.id, frozenset(self.unseen), self.values, lambda: layout)
 
-    def view(self, *, ops_seen: int = 0, **place: int) -> StepView:
-        return self.trace(ops_seen=ops_seen).view(**place)
+    def view(self, **place: int) -> StepView:
+        return self.trace().view(**place)
 
 
 def both(fill: Callable[[StepBuilder, bool], object]) -> tuple[StepBuilder, StepBuilder]:
@@ -243,7 +243,7 @@ def record(
             if number:
                 writer.start_segment()
             for step, builder in fit.items():
-                write_step(writer, builder.view(step=step, rank=rank, ops_seen=3))
+                write_step(writer, builder.view(step=step, rank=rank))
         writer.close(complete=complete)
     return path
 

@@ -99,7 +99,7 @@ def write(path: Path, ranks, *, redone=0) -> Path:
     if redone and len(ranks) == 1:
         writer = RunWriter.resume(path, manifest=manifest_of())
         for number, step in [*made[0][-1].items()][-redone:]:
-            write_step(writer, step.view(step=number, ops_seen=3))
+            write_step(writer, step.view(step=number))
         writer.close(complete=True)
     return path
 
