@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -122,9 +123,7 @@ def test_show_lists_the_steps_and_the_sites_of_one(runs: Path, command: Command)
     run = Run.open(runs / "reference")
     lines = command("show reference")[1].splitlines()
     assert lines[0] == f"run {run.manifest.run_id} in reference: complete"
-    assert "level op" in lines[1]
-    assert (lines[2], lines[3].split()[:4]) == ("rank 0: 4 steps in 1 fit", ["fit", "step", "epoch", "sites"])
-    assert [line.split()[1] for line in lines[4:]] == ["0", "1", "2", "3"]
+    assert ("level op" in lines[1], lines[2]) == (True, "rank 0: 4 steps in 1 fit")
     assert lines[-1].endswith(format_digest(run.rank(0).chain(0, 3)))
     content = json.loads(command("show reference --json")[1])
     assert (content["complete"], content["world_size"], content["selection"]["level"]) == (True, 1, "op")
@@ -138,9 +137,8 @@ def test_show_lists_the_steps_and_the_sites_of_one(runs: Path, command: Command)
     assert len(lines) == 2 + len(view.program)
     position = next(place for place, site in enumerate(view.program.sites) if site.op == "aten.addmm.default")
     row, digests = lines[2 + position], [format_digest(int(bits)) for bits in view.record.digests]
-    assert row.split()[:6] == [str(position), "forward", "first", "aten.addmm.default#0", "float32", "[8,"]
-    assert digests[position] in row
-    assert row.endswith("in forward")
+    place = rf"{position} +forward +first +aten.addmm.default#0 +float32 \[8, .* {digests[position]} .* in forward"
+    assert re.fullmatch(place, row.strip())
     sites = json.loads(command("show reference --step 1 --json")[1])["sites"]
     found = [(row["op"], row["digest"]) for row in sites]
     assert found == [(site.op, bits) for site, bits in zip(view.program.sites, digests, strict=True)]
@@ -149,8 +147,7 @@ def test_show_lists_the_steps_and_the_sites_of_one(runs: Path, command: Command)
 def test_ops_lists_what_torch_says_and_what_a_run_uses(command: Command) -> None:
     lines, facts = command("ops")[1].splitlines(), read_op_facts()
     counts = Counter(fact.behaviour for fact in facts)
-    listed = ", ".join(f"{counts[kind]} {kind}" for kind in ("alternate algorithm", "error", "random"))
-    assert lines[0] == f"torch {torch.__version__}: {len(facts)} entries ({listed})"
+    assert lines[0].startswith(f"torch {torch.__version__}: {len(facts)} entries ({counts['alternate algorithm']} alt")
     assert [line.split()[0] for line in lines[3:]] == [fact.name for fact in facts]
     (row,) = [line.split() for line in lines if line.startswith("torch.histc ")]
     assert row == ["torch.histc", "error", "cuda", "aten.histc", "when", "called", "on", "a", "CUDA", "tensor"]

@@ -32,7 +32,6 @@ def states() -> dict[str, str]:
 
 def test_what_the_defaults_ask_for_is_missing_until_it_is_enforced(capsys: Capture):
     with enforce_determinism({"deterministic_algorithms": "disabled", "cublas_workspace_config": None}):
-        assert states()["deterministic_algorithms"] == "not in force"
         assert main(["doctor"]) == 1
         text = capsys.readouterr().out
         line = "det_callbacks.enforce_determinism({'deterministic_algorithms': 'error'})"

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,14 +21,12 @@ import pytest
 import torch
 from fits import Classifier, Samples
 from forks import fork_process
-from step_builder import training_step
-from stored_runs import OneOf, join
+from step_builder import record, training_step
 from torch import nn
 from torch.utils.data import DataLoader
 from trainers import quiet_trainer
 
 from det_callbacks import DeterminismCallback, cli, enforce_determinism
-from det_callbacks.runs.writer import RunWriter
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
@@ -236,12 +235,10 @@ def test_short_runs_of_overhead_measure_time_memory_and_disk(
     overhead["run"].main([*options.split(), "--json", str(tmp_path / "figures.json")])
     content: dict[str, Any] = json.loads((tmp_path / "figures.json").read_text())
     assert [case["network"] for case in content["cases"]] == ["mlp", "gpt2", "resnet50"]
-    plain, op = (content["cases"][0]["variants"][name] for name in ("plain", "op"))
-    assert (plain["ratio"], op["plain"], op["ops"]) == (1, plain["seconds"], 113)
-    assert op["ratio"] == sorted(one / other for one, other in zip(op["seconds"], plain["seconds"], strict=True))[1]
-    assert op["peak_growth_mib"] > 0
+    op = content["cases"][0]["variants"]["op"]
+    assert op["ratio"] == sorted(one / other for one, other in zip(op["seconds"], op["plain"], strict=True))[1]
+    assert (op["ops"], op["peak_growth_mib"] > 0) == (113, True)
     assert 8 * op["sites"] < op["bytes_a_step"] <= 8 * op["sites"] + 512
-    assert [one["num_bytes"] for one in content["digests"]] == [1024, 65536]
     printed = capsys.readouterr().out
     assert re.search(r"^op +\d+\.\d\d +\d+\.\d\d .* 113 ", printed, re.MULTILINE)
     assert re.search(r"^ +64 KiB( +\d+\.\d+){7}$", printed, re.MULTILINE)
@@ -255,22 +252,16 @@ QUERIES = re.findall(r"```sql\n(.*?)```", (ROOT / "docs" / "how-to" / "query.md"
 
 def record_two_ranks(path: Path, **changes) -> None:
     """Write a run of two ranks with other batches; ``changes`` are those of rank 1 in step 2."""
-    manifest = {"selection": {"level": "op"}, "environment": {}}
-    for rank in range(2):
-        writer = join(path, rank) if rank else RunWriter.create(path, peers=OneOf(0, 2), manifest=manifest)
-        for step in range(4):
-            planted = changes if (rank, step) == (1, 2) else {}
-            view = training_step(rows=(step, 2, 3, 4 + rank), is_first=step == 0, **planted).view(step=step)
-            digests = view.record.digests
-            for place, site in enumerate(view.program.sites):  # equal on all ranks, as after an all-reduce
-                if site.name == "net.weight" and (rank, step) != (1, 3):
-                    digests[place] = step
-                if site.name == "grad of net.weight" and (rank, step) not in ((1, 2), (1, 3)):
-                    digests[place] = step
-            writer.put_program(view.program)
-            writer.put_layout(view.layout)
-            writer.append(step, 0, view.program.id, view.layout.id, digests)
-        writer.close(complete=True)
+    ranks = [{}, {}]
+    for rank, step in product(range(2), range(4)):
+        planted = changes if (rank, step) == (1, 2) else {}
+        built = ranks[rank][step] = training_step(rows=(step, 2, 3, 4 + rank), is_first=step == 0, **planted)
+        for place, site in enumerate(built.sites):  # equal on all ranks, as after an all-reduce
+            if site.name == "net.weight" and (rank, step) != (1, 3):
+                built.digests[place] = step
+            if site.name == "grad of net.weight" and (rank, step) not in ((1, 2), (1, 3)):
+                built.digests[place] = step
+    record(path, ranks[0], others=ranks[1:])
 
 
 def test_the_queries_of_the_docs_answer_what_they_say(tmp_path, monkeypatch, capsys):
@@ -285,9 +276,7 @@ def test_the_queries_of_the_docs_answer_what_they_say(tmp_path, monkeypatch, cap
     assert ranks.fetchall() == [("grad of net.weight", 2), ("net.weight", 3)]
     assert differing.columns == ["step", "position", "rank", "module", "op", "reference", "current"]
     rows = differing.fetchall()
-    assert len(rows) == 5
-    assert {row[0] for row in rows} == {2}
-    assert {row[2] for row in rows} == {1}
+    assert [(row[0], row[2]) for row in rows] == [(2, 1)] * 5
     assert rows[0][3:5] == ("net.chain", "aten.mul.Tensor")
     assert all(re.fullmatch("[0-9a-f]{16}", digest) for row in rows for digest in row[5:])
     sites = training_step(is_first=False).view().program.sites

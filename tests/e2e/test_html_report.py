@@ -5,7 +5,6 @@ import random
 import re
 import shutil
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ import torch
 from faults import Training, below
 from html_page import Page
 from playwright.sync_api import sync_playwright
-from step_builder import StepBuilder
-from stored_runs import SELECTION, OneOf, digests_of, join
+from step_builder import StepBuilder, record
 from trainers import LIGHTNING_ADVICE
 from verdicts import DIVERGED, THREADS, differing
 
@@ -25,7 +23,6 @@ from det_callbacks.callback import verifying
 from det_callbacks.errors import DivergenceError, DivergenceWarning
 from det_callbacks.report.page import write_report
 from det_callbacks.report.verdict import verdict_lines
-from det_callbacks.runs.writer import RunWriter
 
 pytestmark = LIGHTNING_ADVICE
 
@@ -86,40 +83,23 @@ def test_the_heat_map_has_a_state_for_each_module_and_step(runs: Path, tmp_path:
     assert (again.maps, "    return " in again.text) == (page.maps, False), "no text where the run has none"
 
 
-def write_run(
-    path: Path,
-    *,
-    num_steps: int,
-    num_sites: int = 8,
-    num_modules: int = 2,
-    num_ranks: int = 1,
-    num_fits: int = 1,
-    spreads_from: tuple[int, int] = (9, 9),
-    prefix: str = "block",
-) -> None:
-    """Write a run of a chain of ops; from (rank, step) of the last fit on, the second half of each has other bits."""
-    chain = StepBuilder()
+def steps(num_steps: int, spreads_from: int = 999, **shape: Any) -> dict[int, StepBuilder]:
+    """Steps of a chain of ops; from one of them on, the second half of the chain has other bits."""
+    usual, spread = chain(**shape), chain(is_spread=True, **shape)
+    return {step: spread if step >= spreads_from else usual for step in range(num_steps)}
+
+
+def chain(*, num_sites: int = 8, num_modules: int = 2, prefix: str = "block", is_spread: bool = False) -> StepBuilder:
+    step, reads = StepBuilder(), list[int]()
     for place in range(num_sites):
-        module, inputs = f"{prefix}{place * num_modules // num_sites}.proj", (place - 1,) if place else ()
-        chain.row(0, module=module, op="aten.mm.default", inputs=inputs, source=(f"m.py:{place}",))
-    view, manifest = chain.view(), {"selection": SELECTION, "environment": {}}
-    for rank in range(num_ranks):
-        writer = join(path, rank) if rank else RunWriter.create(path, peers=OneOf(0, num_ranks), manifest=manifest)
-        writer.put_program(view.program)
-        writer.put_layout(view.layout)
-        for fit, step in product(range(num_fits), range(num_steps)):
-            if fit and not step:
-                writer.start_segment()
-            digests = digests_of(step, num_sites)
-            if rank == spreads_from[0] and step >= spreads_from[1] and fit == num_fits - 1:
-                digests[num_sites // 2 :] ^= np.uint64(1)
-            writer.append(step, 0, view.program.id, view.layout.id, digests)
-        writer.close(complete=True)
+        module, noise = f"{prefix}{place * num_modules // num_sites}.proj", is_spread and 2 * place == num_sites
+        reads = [step.op("aten.mm.default", *reads, module=module, source=(f"m.py:{place}",), noise=noise)]
+    return step
 
 
 def test_each_rank_and_fit_has_a_map_and_steps_of_one_run_alone_are_counted(tmp_path: Path) -> None:
-    write_run(tmp_path / "reference", num_steps=4, num_ranks=2)
-    write_run(tmp_path / "current", num_steps=6, num_ranks=2, spreads_from=(1, 2))
+    record(tmp_path / "reference", steps(4), others=[steps(4)])
+    record(tmp_path / "current", steps(6), others=[steps(6, 2)])
     page = written(tmp_path)
     found = {heat_map.name: (heat_map.letters(), heat_map.outcomes) for heat_map in page.maps}
     assert found == {
@@ -128,7 +108,7 @@ def test_each_rank_and_fit_has_a_map_and_steps_of_one_run_alone_are_counted(tmp_
     }
     assert "step 2: 4 of 8 sites differ, starting at 1 of them" in page.text
     for name, step in (("fits", 9), ("alone", 1)):
-        write_run(tmp_path / name, num_steps=2, num_fits=2, spreads_from=(0, step))
+        record(tmp_path / name, [steps(2), steps(2, step)])
     page = written(tmp_path, "alone")
     assert (page.maps, "world size" in page.text) == ([], True)
     (tmp_path / "reference").rename(tmp_path / "ranks")
@@ -138,9 +118,8 @@ def test_each_rank_and_fit_has_a_map_and_steps_of_one_run_alone_are_counted(tmp_
 
 
 def test_a_large_report_is_bounded_and_says_what_it_leaves_out(tmp_path: Path) -> None:
-    sizes = {"num_steps": 160, "num_sites": 500, "num_modules": 100}
-    write_run(tmp_path / "reference", **sizes)
-    write_run(tmp_path / "current", spreads_from=(0, 30), **sizes)
+    for name, spreads_from in (("reference", 999), ("current", 30)):
+        record(tmp_path / name, steps(160, spreads_from, num_sites=500, num_modules=100))
     page = written(tmp_path)
     assert (tmp_path / "report.html").stat().st_size < 2_000_000
     assert page.maps[0].letters() == "m" * 10 + "o" * 90
@@ -152,8 +131,8 @@ def test_a_large_report_is_bounded_and_says_what_it_leaves_out(tmp_path: Path) -
 
 
 def test_it_has_no_script_and_no_address_and_no_text_of_a_run_is_markup(tmp_path: Path) -> None:
-    for name, spreads_from in (("reference", (9, 9)), ("current", (0, 1))):
-        write_run(tmp_path / name, num_steps=3, prefix=NASTY, spreads_from=spreads_from)
+    for name, spreads_from in (("reference", 9), ("current", 1)):
+        record(tmp_path / name, steps(3, spreads_from, prefix=NASTY))
     verdict = compare_runs(tmp_path / "reference", tmp_path / "current")
     first = replace(DIVERGED.origins[0], module=NASTY, name=NASTY, phase=NASTY, dtype=NASTY, source=(NASTY,))
     replayed = {NASTY: {"count": 3, "differing": 2, "mib_per_step": 0.5}}
@@ -190,11 +169,11 @@ def test_a_browser_opens_it_light_and_dark_wide_and_narrow(runs: Path) -> None:
         colours = set()
         for scheme, width in (("light", 1400), ("dark", 400)):
             page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-            complaints: list[str] = []
-            page.on("console", lambda message, said=complaints: said.append(message.text))
-            page.on("request", lambda request, said=complaints: said.append(request.url))
+            said: list[str] = []
+            page.on("console", lambda message, said=said: said.append(message.text))
+            page.on("request", lambda request, said=said: said.append(request.url))
             page.goto(address)
-            assert complaints == [address]
+            assert said == [address], "it complains of nothing and loads nothing"
             assert page.evaluate("document.documentElement.scrollWidth") <= width
             style = page.evaluate("(one => [one.color, one.backgroundColor])(getComputedStyle(document.body))")
             colours |= {*style}

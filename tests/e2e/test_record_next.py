@@ -13,7 +13,6 @@ from resumes import RESUMING
 
 from det_callbacks import DeterminismCallback, compare_runs
 from det_callbacks.report.verdict import verdict_lines
-from det_callbacks.runs.store import Run
 
 pytestmark = RESUMING
 
@@ -36,8 +35,7 @@ def test_what_is_to_be_recorded_next_names_the_op_and_then_the_numbers(tmp_path:
     assert (verdict.first_divergence.step, verdict.first_divergence.is_origin) == (FAULT, None)
     assert verdict.record_next == {"level": "op", "only_steps": [FAULT]}
     lines = verdict_lines(verdict).splitlines()
-    sentence = "to see where it starts, record step 14 again on both sides and compare the two recordings"
-    assert [line for line in lines if line.startswith(f"  {sentence}")]
+    assert [line for line in lines if "to see where it starts, record step 14 again on both sides and compare" in line]
     assert '      in Python  level="op", only_steps=[14]' in lines
     (overrides,) = [line.split("in Hydra")[1] for line in lines if "in Hydra" in line]
     with initialize_config_module("det_callbacks.conf", version_base="1.3"):
@@ -46,13 +44,10 @@ def test_what_is_to_be_recorded_next_names_the_op_and_then_the_numbers(tmp_path:
     assert (chosen.level, chosen.only_steps) == ("op", [FAULT])
 
     for folder in ("ops", "numbers"):
-        for name, ckpt_path in (("good", None), ("bad", tmp_path / "kept" / "step=10.ckpt")):
-            place, is_faulty = tmp_path / folder / name, name == "bad"
-            record(place, is_faulty=is_faulty, ckpt_path=ckpt_path, **verdict.record_next)
-            assert Run.open(place).rank(0).steps(0).tolist() == [FAULT]
-        verdict = compare_runs(tmp_path / folder / "good", tmp_path / folder / "bad")
-        assert (verdict.first_divergence.step, verdict.first_divergence.is_origin) == (FAULT, True)
-        assert [origin.op for origin in verdict.origins] == ["aten.addmm.default"]
-        keep = {"level": "op", "only_steps": [FAULT], "keep_tensors": ["forward/first:aten.addmm.default"]}
-        assert verdict.record_next == (keep if folder == "ops" else None)
+        places = tmp_path / folder / "good", tmp_path / folder / "bad"
+        record(places[0], is_faulty=False, **verdict.record_next)
+        record(places[1], is_faulty=True, ckpt_path=tmp_path / "kept" / "step=10.ckpt", **verdict.record_next)
+        verdict = compare_runs(*places)
+        assert [(origin.step, origin.op) for origin in verdict.origins] == [(FAULT, "aten.addmm.default")]
+    assert verdict.record_next is None
     assert [tensor.num_differing for tensor in verdict.origins[0].numbers.output] == [1]

@@ -135,8 +135,7 @@ def test_what_is_known_best_decides_the_status(vary, ends, outcomes, code, check
     status, lines, _ = check(End(), End(verdict=MATCH), *played, options=f"--vary {vary}")
     expected = [[name, one.replace("_", " ")] for name, one in zip(vary.split(","), outcomes.split(), strict=True)]
     assert (status, table(lines)) == (code, [["plain", "match"], *expected])
-    closing = f"the script repeats itself, bit for bit;{' its bits depend on hash-seed;' * (code == 1)} kept in"
-    assert closing in lines[-1]
+    assert f"bit for bit;{' its bits depend on hash-seed;' * (code == 1)} kept in" in lines[-1]
 
 
 def table(lines: Sequence[str]) -> list[list[str]]:
@@ -154,10 +153,9 @@ def test_what_cannot_be_started_or_has_no_new_folder_is_refused(
         Script(words=("no-such-program", "train.py")).record(tmp_path / "run")
     for _ in range(2):
         check(End(status=1))
-    homes = list((tmp_path / "determinism-check").iterdir())
-    assert len(homes) == 2
+    first, _ = (tmp_path / "determinism-check").iterdir()
     with pytest.raises(CheckError, match="is not an empty folder"):
-        new_folder(homes[0], "determinism-check")
+        new_folder(first, "determinism-check")
 
 
 # real processes
