@@ -257,14 +257,6 @@ def steps_of(numbers: Iterable[int], **changes: Any) -> dict[int, StepBuilder]:
     }
 
 
-def environments(entries: Iterable[EnvironmentDifference]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return two environments that differ so."""
-    rows = [(one, {"changes_bits": one.changes_bits, "is_machine": one.is_machine}) for one in entries]
-    return tuple(
-        {one.name: {**row, "value": getattr(one, side)} for one, row in rows} for side in ("reference", "current")
-    )
-
-
 def judge(
     folder: Path,
     *pairs: Pair | None,
@@ -281,7 +273,11 @@ def judge(
     besides. ``is_resumed``: the current run has gone on with the step; ``begins_before``: an equal one comes before it.
     """
     number, before, runs = len(list(folder.iterdir())), {0: training_step()} if begins_before else {}, []
-    for side, entries in enumerate(environments(environment)):
+    for side, word in enumerate(("reference", "current")):
+        entries = {
+            one.name: {"value": getattr(one, word), "changes_bits": one.changes_bits, "is_machine": one.is_machine}
+            for one in environment
+        }
         ranks = [
             {**before, (steps or {}).get(rank, step): reducing_step() if pair is None else pair[side]}
             for rank, pair in enumerate(pairs)
