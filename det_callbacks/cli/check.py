@@ -122,7 +122,6 @@ class Script:
 
 
 def _manifest(run: Path) -> bytes:
-    """Return what a recording always changes; nothing where there is no run."""
     path = run / MANIFEST
     return path.read_bytes() if path.is_file() else b""
 
@@ -205,7 +204,7 @@ def check(options: argparse.Namespace) -> int:
             sections += [Section(title=f"{run.name}: {run.change}")] * is_varied + verdict_report(run.verdict)
     if is_varied:
         columns = ("run", "changed", "outcome", "first divergence", "cause")
-        sections.append(Section(table=Table(columns=columns, rows=[_row(run) for run in runs[1:]])))
+        sections.append(Section(table=Table(columns=columns, rows=[*map(_row, runs[1:])])))
     print_report([*sections, Section()])
     facts = _OF_SCRIPT[{run.name: run.outcome for run in runs}.get(PLAIN, "failed")]
     if names := [run.name for run in runs[2:] if run.outcome == "diverged"]:

@@ -10,7 +10,7 @@ from typing import Any
 from det_callbacks.errors import SelectionError
 from det_callbacks.export import export_run
 from det_callbacks.nondeterminism import read_op_facts
-from det_callbacks.report.console import Report, count, make_console, print_line, print_report, size
+from det_callbacks.report.console import Section, count, make_console, print_line, print_report, size
 from det_callbacks.report.machine import doctor_report, op_report, ops_to_dict
 from det_callbacks.report.run import run_report, run_to_dict, step_report, step_to_dict
 from det_callbacks.report.tensors import checkpoint_report
@@ -81,12 +81,15 @@ def check_checkpoint(options: argparse.Namespace) -> int:
 
 
 def _print(
-    options: argparse.Namespace, to_dict: Callable[[], dict[str, Any]], report: Callable[[], Report], *, status: int = 0
+    options: argparse.Namespace,
+    data: Callable[[], dict[str, Any]],
+    report: Callable[[], list[Section]],
+    status: int = 0,
 ) -> int:
     """Print what was found, in words or as JSON; return the status, which a reader who has gone does not change."""
     try:
         if options.json:
-            sys.stdout.write(json.dumps(to_dict(), indent=1) + "\n")
+            sys.stdout.write(json.dumps(data(), indent=1) + "\n")
         else:
             print_report(report())
         sys.stdout.flush()

@@ -91,7 +91,7 @@ def _advise_lost_value(facts: Facts) -> str:
 
 
 _OTHER_EPOCHS = "An epoch ended in one run only: look at limit_train_batches, overfit_batches, drop_last and the data"
-_UNRESTORED = 'Resume with resume="exact" from a checkpoint of the callback\'s: Lightning alone restores no generator'
+_UNRESTORED = 'Resume with resume="exact" from a checkpoint saved with the callback: Lightning restores no generator'
 
 ADVICE: Mapping[str, str | Callable[[Facts], str]] = {
     # every rule of compare/cause.py -> what to do; "" where the explanation begins with the choice

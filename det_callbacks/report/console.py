@@ -82,23 +82,20 @@ class Section:
     table: Table | None = None
 
 
-Report = Sequence[Section]
-
-
 def make_console(*, stderr: bool = False) -> Console:
     """Return a console for standard output or error; plain when it is not a terminal."""
     console = Console(stderr=stderr, highlight=False)
     return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=MAX_WIDTH, no_color=True)
 
 
-def to_text(report: Report) -> str:
+def to_text(report: Sequence[Section]) -> str:
     """Return a report as plain text."""
     buffer = io.StringIO()
     print_report(report, Console(file=buffer, highlight=False, width=MAX_WIDTH, no_color=True))
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()).strip("\n")
 
 
-def print_report(report: Report, console: Console | None = None) -> None:
+def print_report(report: Sequence[Section], console: Console | None = None) -> None:
     """Print a report with an empty line between its parts; a long sentence goes on below its beginning, in words."""
     console = make_console() if console is None else console
     for index, section in enumerate(report):
@@ -154,7 +151,6 @@ def _print_table(console: Console, table: Table) -> None:
 def print_error(error: Exception, *, name: str = "") -> None:
     """Print an error to standard error in one line or a few, without a traceback."""
     sys.stderr.write(f"{name or type(error).__name__}: {error}\n")
-    sys.stderr.flush()
 
 
 def end_process(status: int) -> NoReturn:

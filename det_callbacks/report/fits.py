@@ -108,7 +108,6 @@ def no_metrics_text(call: str, *, reference: Path | None) -> str:
 
 
 def _compared(verdict: Verdict, level: str) -> str:
-    """Return how much was compared: metrics where there were any, steps unless there were only metrics."""
     counts, coverage = verdict.counts, verdict.coverage
     metrics = [count(coverage.metrics, "metric")] if coverage.metrics else []
     if metrics and not counts.steps_compared:

@@ -159,8 +159,8 @@ def _how_much(tensor: TensorNumbers) -> str:
     sizes = [] if tensor.max_ulps is None else [count(tensor.max_ulps, "ULP")]
     sizes += [f"{value:.3g} {name}" for name, value in figures.items() if value is not None]
     parts += [f"by {'' if tensor.num_differing == 1 else 'up to '}{', '.join(sizes)}"] if sizes else []
-    odd = {"a NaN": tensor.num_nan, "an infinity": tensor.num_inf}
-    parts += [f"{number:,} with {what}" for what, number in odd.items() if number]
+    odd = ("a NaN", tensor.num_nan), ("an infinity", tensor.num_inf)
+    parts += [f"{number:,} with {what}" for what, number in odd if number]
     if tensor.first is not None and tensor.first_values is not None:
         ours, theirs = tensor.first_values
         parts.append(f"first at {list(tensor.first)}: {ours} in the reference, {theirs} now")
@@ -200,7 +200,6 @@ def next_lines(verdict: Verdict) -> Sequence[str]:
 
 
 def _record_next(arguments: Mapping[str, Any]) -> list[str]:
-    """Return how to record what the runs do not hold, as arguments of the callback and as Hydra overrides."""
     steps = arguments.get("only_steps")
     which = f"step {listed(map(str, steps), limit=10)}" if steps else "the training"
     why = "to see by how much it differs" if "keep_tensors" in arguments else "to see where it starts"
