@@ -8,12 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import (
-    EarlyStopping,
-    EMAWeightAveraging,
-    GradientAccumulationScheduler,
-    LearningRateFinder,
-)
+from lightning.pytorch import callbacks
 from resumes import BATCHES, RESUMING, Augmented, Manual, Noisy, SaveAfter, fit, loader, noisy, record, refused, resume
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
@@ -59,7 +54,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "plateau": {"model": Plateau, "max_epochs": 3},
     "generators_of_loader_and_data": {"data": lambda: loader("own", generator=torch.Generator().manual_seed(9))},
     "part_of_a_larger_tensor": {"level": "op", "model": Queue},
-    "averaged": {"others": lambda: [EMAWeightAveraging(decay=0.9)], "validates": True},
+    "averaged": {"others": lambda: [callbacks.EMAWeightAveraging(decay=0.9)], "validates": True},
 }
 
 
@@ -105,7 +100,7 @@ def test_what_a_tuner_saves_and_loads_is_no_resume(order: int, tmp_path: Path, c
     tuned = noisy(configure_optimizers=lambda self: torch.optim.SGD(self.parameters(), lr=self.lr), lr=1e-2)
 
     def train(callback: DeterminismCallback, *others: Any) -> None:
-        finder = LearningRateFinder(num_training_steps=14, early_stop_threshold=None, update_attr=True)
+        finder = callbacks.LearningRateFinder(num_training_steps=14, early_stop_threshold=None, update_attr=True)
         trainer = fit(*[callback, finder][::order], *others, model=tuned, default_root_dir=tmp_path)
         assert trainer.lightning_module.lr != 1e-2
         assert list(tmp_path.glob(".lr_find*")) == []
@@ -146,7 +141,7 @@ DRAWING = noisy(training_step=lambda self, dataloader_iter: self(next(dataloader
 PAIRED = noisy(training_step=lambda self, batch, index: self(batch["long"]).pow(2).mean())
 ENDING = noisy(on_train_batch_start=lambda self, batch, index: -1 if index == 3 else None)
 CHANGING = noisy(on_train_epoch_end=lambda self: self.last.bias.data.add_(1))
-STOPPING = partial(EarlyStopping, "epoch", check_on_train_epoch_end=True)
+STOPPING = partial(callbacks.EarlyStopping, "epoch", check_on_train_epoch_end=True)
 PLACED = type("Placed", (DataLoader,), {"load_state_dict": lambda self, state: None})
 
 
@@ -162,7 +157,7 @@ REASONS: dict[str, tuple[dict[str, Any], int, str]] = {  # options, after which 
     "two_loaders": ({"model": PAIRED, "data": lambda: TWO}, 4, DATA),
     "made_again": ({"reload_dataloaders_every_n_epochs": 2}, 4, DATA),
     "own_place": ({"data": lambda: PLACED(Augmented(), 2)}, 4, DATA),
-    "schedule": ({"others": lambda: GradientAccumulationScheduler({0: 3})}, 4, "use accumulate_grad_batches"),
+    "schedule": ({"others": lambda: callbacks.GradientAccumulationScheduler({0: 3})}, 4, "use accumulate_grad_batches"),
     "ended_epoch": ({"model": ENDING, "max_epochs": 2}, 5, "on_train_batch_start returned -1 before"),
     "within_a_step": ({"at": "before_backward"}, 4, f"in the middle of step 3, {MIDDLE}"),
     "within_a_start": ({"max_epochs": 2, "at": "train_epoch_start"}, 7, MIDDLE),
