@@ -243,11 +243,10 @@ class Collectives:
         op = f"{_WAIT}.default" if is_functional else plan.name
         site = Site(phase=node.phase, module=node.module, op=op, role="delivered", source=node.source)
         for index, tensor in enumerate(_received_tensors(plan.base, given, out)):
-            if tensor.layout is not STRIDED:  # gloo's own thread gives it other indices and values, at any time
-                for part in _parts(tensor):
-                    self._recorder.ledger.forget(part)
-                continue
             for part in _parts(tensor):
+                if tensor.layout is not STRIDED:  # gloo's own thread gives it other indices and values, at any time
+                    self._recorder.ledger.forget(part)
+                    continue
                 delivery = Delivery(
                     site=replace(site, output=index),
                     inputs=positions,

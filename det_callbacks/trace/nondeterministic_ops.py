@@ -130,7 +130,7 @@ class NondeterministicOpWatch:
         self._ops = ops
         self._modules = ModuleStack(model)
         self._calls: dict[int, tuple[OpPlan, Callable[..., Any]]] = {}
-        self._module_of_node: dict[int, str] = {}
+        self._module_of_node: dict[int | None, str] = {}
         self._mode: DispatchMode | None = None
 
     def open(self) -> None:
@@ -164,7 +164,5 @@ class NondeterministicOpWatch:
     def _place(self) -> tuple[str, OpScope]:
         if graph_task_id() == -1:
             return "forward", OpScope(module=self._modules.current.module)
-        node = current_node()
-        number = None if node is None else node._sequence_nr()
-        module = UNKNOWN_MODULE if number is None else self._module_of_node.get(number, UNKNOWN_MODULE)
-        return "backward", OpScope(module=module)
+        number = None if (node := current_node()) is None else node._sequence_nr()
+        return "backward", OpScope(module=self._module_of_node.get(number, UNKNOWN_MODULE))

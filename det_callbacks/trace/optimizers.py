@@ -5,6 +5,7 @@ over when it returns, after unscaling and clipping.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.optim import Optimizer
@@ -14,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from det_callbacks.trace.dispatch import runs_uncompiled
 
 
+@dataclass(slots=True, eq=False)
 class OptimizerPhases:
     """Sets the ``phase`` of its owner around optimizer updates while open, and remembers the optimizers seen.
 
@@ -21,21 +23,13 @@ class OptimizerPhases:
     optimizer is first seen, ``on_update`` before an update proper, with the gradients as they go into it.
     """
 
-    def __init__(
-        self,
-        owner: Any,
-        closure_phase: str,
-        *,
-        on_new: Callable[[], None] = lambda: None,
-        on_update: Callable[[Optimizer], None] = lambda optimizer: None,
-    ) -> None:
-        self._owner = owner
-        self._closure_phase = closure_phase
-        self._on_new = on_new
-        self._on_update = on_update
-        self._handles: list[RemovableHandle] = []
-        self._outer: list[str] = []
-        self.seen: list[Optimizer] = []
+    owner: Any
+    closure_phase: str
+    on_new: Callable[[], None] = lambda: None
+    on_update: Callable[[Optimizer], None] = lambda optimizer: None
+    seen: list[Optimizer] = field(default_factory=list)
+    _outer: list[str] = field(default_factory=list)
+    _handles: list[RemovableHandle] = field(default_factory=list)
 
     def open(self) -> None:
         """Register the hooks."""
@@ -55,19 +49,19 @@ class OptimizerPhases:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if not any(optimizer is known for known in self.seen):
             self.seen.append(optimizer)
-            self._on_new()
-        self._outer.append(self._owner.phase)
+            self.on_new()
+        self._outer.append(self.owner.phase)
         is_outermost = len(self._outer) == 1
-        self._owner.phase = "optimizer"
+        self.owner.phase = "optimizer"
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
             if is_outermost:
-                self._on_update(optimizer)
+                self.on_update(optimizer)
             return None
 
         def wrapped() -> Any:
-            result = in_phase(self._owner, self._closure_phase, closure)()
-            self._on_update(optimizer)
+            result = in_phase(self.owner, self.closure_phase, closure)()
+            self.on_update(optimizer)
             return result
 
         if "closure" in kwargs:
@@ -77,7 +71,7 @@ class OptimizerPhases:
     @runs_uncompiled
     def _after(self, _optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
         if self._outer:
-            self._owner.phase = self._outer.pop()
+            self.owner.phase = self._outer.pop()
 
 
 def in_phase(owner: Any, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
