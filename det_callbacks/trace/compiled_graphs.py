@@ -1,7 +1,7 @@
 """Compiled graphs: what is known of a graph that Dynamo traced, before a compiler gets it."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,8 +85,8 @@ def _name_of(frame: Any) -> str:
 
 def _runs_as_cuda_graph(compiler: Any, backend: str, inputs: Sequence[Any]) -> bool:
     """Return whether inductor, or the backend cudagraphs, captures what it compiles here and replays it."""
-    if not any(isinstance(value, Tensor) and value.is_cuda for value in inputs):
-        return False
-    # of torch.compile's own compiler: all options in force (looked at in torch 2.13)
-    config: Mapping[str, Any] = getattr(compiler, "get_compiler_config", dict)()
-    return backend == "cudagraphs" or bool(config.get("triton.cudagraphs"))
+    config: dict[str, Any] = getattr(
+        compiler, "get_compiler_config", dict
+    )()  # all options in force (looked at in torch 2.13)
+    is_on_gpu = any(isinstance(value, Tensor) and value.is_cuda for value in inputs)
+    return is_on_gpu and (backend == "cudagraphs" or bool(config.get("triton.cudagraphs")))
