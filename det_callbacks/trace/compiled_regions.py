@@ -52,6 +52,7 @@ class Region:
         recorder = self.recorder
         is_op_level = recorder.selection.level == "op"
         may_write_parameters = is_op_level and (self.phase == "optimizer" or not torch.is_grad_enabled())
+        left_out = () if may_write_parameters else nn.Parameter
         entering: list[tuple[str, Any, list[int]]] = []
         read_first: list[InputName] = []
         for name, value in inputs:
@@ -61,9 +62,7 @@ class Region:
             if isinstance(value, Tensor) and is_op_level:
                 recorder.reads.read(value, writers, read_first)
                 self.reads += writers
-            if isinstance(value, Tensor | int | float) and (
-                may_write_parameters or not isinstance(value, nn.Parameter)
-            ):
+            if isinstance(value, Tensor | int | float) and not isinstance(value, left_out):
                 entering.append((name, value, writers))
         every, region = sorted(set(self.reads)), self.graph.region
         reads = [every, *(writers for *_, writers in entering)]

@@ -7,6 +7,7 @@ warning comes only when the outermost call from Python returns: so the ops that 
 import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -90,16 +91,11 @@ class NondeterministicOps:
             source = capture_source()  # a backward written in Python: its own line, not that of its forward
         is_allowed = any(pattern.matches(phase, module, op) for pattern in self._allow)
         message = str(error).split(", but you set")[0]
-        known = self._found.get(key := (op, phase, module, source))
-        self._found[key] = found = NondeterministicOp(
-            op=op,
-            phase=phase,
-            module=module,
-            source=source,
-            message=message,
-            is_allowed=is_allowed,
-            num_calls=1 if known is None else known.num_calls + 1,
+        found = NondeterministicOp(
+            op=op, phase=phase, module=module, source=source, message=message, is_allowed=is_allowed
         )
+        known = self._found.get(key := (op, phase, module, source))
+        self._found[key] = found if known is None else replace(known, num_calls=known.num_calls + 1)
         words = f"{found.place} has no deterministic implementation ({message})."
         if known is None and mode == "warn" and not is_allowed:
             warnings.warn(words, NondeterministicOpWarning, stacklevel=2)

@@ -6,8 +6,9 @@ import re
 import sys
 from collections.abc import Iterable
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
-from types import FrameType
+from traceback import walk_stack
 
 import torch
 
@@ -31,16 +32,12 @@ def capture_source() -> tuple[str, ...]:
     stands in. Costs some 5 microseconds plus 0.2 per frame.
     """
     lines: dict[str, list[str]] = {"user": [], "torch": []}
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(MAX_FRAMES):
-        if frame is None or len(lines["user"]) == MAX_LINES:
-            break
+    for frame, number in islice(walk_stack(sys._getframe(1)), MAX_FRAMES):
         file, function, owner = _describe(frame.f_code.co_filename, frame.f_code.co_name)
-        if owner == "loop":
+        if owner == "loop" or len(lines["user"]) == MAX_LINES:
             break
         if owner in lines:
-            lines[owner].append(f"{file}:{frame.f_lineno} in {function}")
-        frame = frame.f_back
+            lines[owner].append(f"{file}:{number} in {function}")
     return tuple(lines["user"] or lines["torch"][:1])
 
 
