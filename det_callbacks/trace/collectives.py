@@ -49,8 +49,7 @@ class Delivery:
     inputs: tuple[int, ...]  # positions of what went in on this rank
     work: Any  # tells whether the collective is done; None where nobody can ask it
     is_in_stream_order: bool  # ops read it after it has arrived, since the training's own stream waits for it
-    number: int = 0  # of the delivery in its step
-    tensor: Callable[[], Tensor | None] = lambda: None  # a weak reference
+    tensor: Callable[[], Tensor | None]  # a weak reference
 
     def has_arrived(self, *, for_collective: bool = False) -> bool:
         """Return whether its bits are there for whoever reads it now; another collective has a stream of its own."""
@@ -116,7 +115,7 @@ class Collectives:
         has_arrived = all(delivery.has_arrived(for_collective=self._is_sending) for delivery in deliveries)
         position = len(recorder.digests)
         site = deliveries[-1].site
-        key = (site.op, deliveries[-1].number, site.output, has_arrived)
+        key = (site.op, numbers[-1], site.output, has_arrived)
         names.append(SpecialInput("delivered", recorder.names.of(tensor), key))
         sent = (place for delivery in deliveries for place in delivery.inputs)
         recorder.reads.row_edges.append(tuple(sorted({*edges, *sent})))
@@ -250,6 +249,7 @@ class Collectives:
                 delivery = Delivery(
                     site=replace(site, output=index),
                     inputs=positions,
+                    tensor=weakref.ref(part),
                     # on a device a work is not done until long after the training has waited for it, in its stream
                     work=work if part.is_cpu else None,
                     is_in_stream_order=part.is_cpu or is_synchronous or is_functional,
@@ -257,10 +257,8 @@ class Collectives:
                 self._add(part, delivery)
 
     def _add(self, tensor: Tensor, delivery: Delivery) -> None:
-        delivery.number = len(self._deliveries)
-        delivery.tensor = weakref.ref(tensor)
+        self._recorder.ledger.deliver(tensor, len(self._deliveries))
         self._deliveries.append(delivery)
-        self._recorder.ledger.deliver(tensor, delivery.number)
 
     def _numbers(self, tensor: Tensor) -> list[int]:
         """Return the deliveries into a tensor that nobody has read yet."""

@@ -160,7 +160,8 @@ def test_ranks_are_shown_in_short(ranks: tuple[int, ...], shown: str) -> None:
 
 
 def delivery(work: Any, *, is_in_stream_order: bool = True) -> Delivery:
-    return Delivery(site=mock.Mock(), inputs=(0,), work=work, is_in_stream_order=is_in_stream_order)
+    known = {"site": mock.Mock(), "inputs": (0,), "tensor": mock.Mock()}
+    return Delivery(work=work, is_in_stream_order=is_in_stream_order, **known)
 
 
 @pytest.mark.parametrize(
