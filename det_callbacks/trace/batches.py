@@ -29,9 +29,8 @@ _WORDS = (1, 2, 4, 8)
 class Samples:
     """The samples of a batch tensor (dimension 0) without their order.
 
-    The sketch are the 8 smallest digests of samples, ascending; () for samples of 8 bytes or less, which repeat. A
-    sample with a small digest is in the sketch of nearly every batch that it is in (bottom-k sketch, Cohen and Kaplan
-    2007), so that a batch of another order of the same data is found without keeping all of it.
+    The sketch are the 8 smallest digests of samples, ascending; () for samples of 8 bytes or less, which repeat. So a
+    batch of another order of the same data is found without keeping all of it (bottom-k, Cohen and Kaplan 2007).
     """
 
     digest: int
@@ -42,8 +41,7 @@ class Samples:
 def record_batch(recorder: Recorder, batch: Any) -> list[Samples]:
     """Record the tensors of a batch (phase data), each followed by the order-free digest of its samples.
 
-    What cannot be looked into is recorded by its type, once for each. The samples that are returned are those of a
-    device that computes digests only when the step is settled.
+    What cannot be looked into is recorded by its type. The list has the samples of a device when the step is settled.
     """
     found: list[Samples] = []
     unread: dict[str, str] = {}

@@ -1,8 +1,7 @@
 """Collectives in a step: what goes in, before the call; what came out, when it is there and somebody reads it.
 
-Each call makes a row of role "sent" for each tensor that this rank puts in. The storages of its outputs carry the
-number of a ``Delivery``, and the first read of them makes a row of role "delivered" with an edge to the rows of what
-went in; a row without bits while the collective is under way.
+A call makes a row of role "sent" for each tensor that this rank puts in, and the first read of what came out one of
+role "delivered", which follows from these; a row without bits while the collective is under way.
 """
 
 import weakref
@@ -28,7 +27,7 @@ from det_callbacks.trace.storages import PartialWrites, region_of
 if TYPE_CHECKING:
     from det_callbacks.trace.recorder import Recorder
 
-_resolve_process_group = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]  # of torch 2.13
+_resolve_process_group: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]  # of torch 2.13
 
 _WAIT = "_c10d_functional.wait_tensor"
 _WITHOUT_DATA = (
@@ -322,12 +321,10 @@ def _received_tensors(base: str, given: dict[str, Any], out: Any) -> list[Tensor
 
 def _group_of(given: dict[str, Any]) -> "dist.ProcessGroup | None":
     """Return the group of a call, boxed in one argument or named in another; None where it is neither."""
-    boxed, name = given.get("process_group"), given.get("group_name")
-    if boxed is None and not isinstance(name, str):
-        boxed = name
-    if boxed is not None:
-        return dist.ProcessGroup.unbox(boxed) if isinstance(boxed, torch.ScriptObject) else boxed
-    return None if name is None else _resolve_process_group(name)
+    value = given.get("process_group", given.get("group_name"))
+    if isinstance(value, torch.ScriptObject):
+        return dist.ProcessGroup.unbox(value)
+    return _resolve_process_group(value) if isinstance(value, str) else value
 
 
 def _arguments_of(given: dict[str, Any], group: "dist.ProcessGroup | None") -> dict[str, Any]:

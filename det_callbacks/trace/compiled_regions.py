@@ -313,10 +313,7 @@ class CompiledRegions:
     def _follow_backward(
         self, forward: Region, node: Any, outer: dict[int, str], inputs: Sequence[tuple[str, Any]]
     ) -> None:
-        """Record the backward pass of a region, too, when its ``node`` runs within this step.
-
-        ``outer`` names the gradients that go in by output number, and ``inputs`` are what went into the forward pass.
-        """
+        """Record the backward pass when its ``node`` runs in this step; ``outer`` names gradients by output number."""
         step, recorder = self._step, self._recorder
         scope = OpScope(module=forward.scope.module, source=forward.source)
         is_op_level = recorder.selection.level == "op"  # below it, parameters have no rows
