@@ -188,17 +188,13 @@ def test_the_table_of_ddp_audit_tells_the_truth(tmp_path: Path) -> None:
     assert [f'"{fault}"' for fault, _, _ in rows] == faults.split(", ")
     train = "$ python recipes/ddp_audit/train.py determinism.reference=refs/ddp"
     verify = [
-        f"{train} +determinism=verify fault={fault} determinism.current=current-{fault}\n{sentence}\n$ echo $?\n1\n"
-        for fault, _, sentence in rows
+        f"{train} +determinism=verify fault={fault} determinism.current=current-{fault}\n{sentence}\nStep 5\n"
+        # in an order no rank did anything else than before
+        f"cause {cause}\n{'started on rank 1; rank ... received the difference' * (fault != 'order')}\n$ echo $?\n1\n"
+        for fault, cause, sentence in rows
     ]
     (tmp_path / "page.md").write_text(f"```console\n{train} +determinism=record\n{''.join(verify)}```")
     run_page(tmp_path / "page.md", tmp_path)
-    for fault, cause, _ in rows:
-        verdict: dict[str, Any] = json.loads((tmp_path / f"current-{fault}" / "verdict.json").read_text())
-        assert (verdict["cause"], verdict["first_divergence"]["step"]) == (cause, 5)
-        if fault != "order":  # in which no rank did anything else than before
-            assert {one["rank"] for one in (verdict["first_divergence"], *verdict["origins"])} == {1}
-            assert re.search("it started on rank 1; rank.* received the difference", verdict["explanation"])
 
 
 # overhead
