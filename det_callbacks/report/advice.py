@@ -59,7 +59,9 @@ def _because(todo: str, facts: Facts) -> str:
 def _advise_generator(facts: Facts) -> str:
     change, changes = facts.consumed, facts.evidence.generators
     if change is None:
-        return ". ".join(show_change(one, facts.evidence) for one in changes[:1])
+        todo = ": seed Python, NumPy and torch alike before the model is built"
+        known = ((show_change(one, facts.evidence), one.equal_at is None and one.seeds is None) for one in changes[:1])
+        return "".join(f"{text}{todo * is_unseeded}" for text, is_unseeded in known)
     ran = _what_ran(change, facts.evidence)
     return f"Keep {ran} from drawing from {change.name}: give it a generator of its own, or put the state back after it"
 

@@ -92,19 +92,15 @@ def waiting_line(verdict: Verdict, *, stages: Sequence[str], num_ended: int, lev
 
 def unfinished_text(verdict: Verdict, *, stages: Sequence[str], num_ended: int) -> str:
     """Return what is wrong with a process that ended before all fits (and tests) of the reference ran."""
-    return (
-        f"{verdict.verdict}: the reference {verdict.reference} holds {len(stages)} parts ({', '.join(stages)}), and "
-        f"this process ended after {num_ended}. {verdict.explanation} Run the others with the same callback, or "
-        'compare what both have with steps="common".'
-    )
+    held = f"the reference {verdict.reference} holds {len(stages)} parts ({', '.join(stages)})"
+    todo = 'Run the others with the same callback, or compare what both have with steps="common".'
+    return f"{verdict.verdict}: {held}, and this process ended after {num_ended}. {verdict.explanation} {todo}"
 
 
 def no_metrics_text(call: str, *, reference: Path | None) -> str:
     """Return what is wrong with ``trainer.test`` or the like alone that logs no metric."""
-    text = "it has no steps, and no metric was logged. That is no match. Log one with self.log"
-    return (
-        f"Nothing of {call} was recorded in, or compared with, {reference}: {text}, and give it a loader with batches."
-    )
+    text = "it has no steps, and no metric was logged. That is no match. Log one with self.log, and give it batches"
+    return f"Nothing of {call} was recorded in, or compared with, {reference}: {text}."
 
 
 def _compared(verdict: Verdict, level: str) -> str:
