@@ -89,8 +89,9 @@ def samples_of(tensor: Tensor) -> Samples:
 
     The digest is that of the samples' sorted digests, or of the sorted samples where they have 1, 2, 4 or 8 bytes.
     """
-    with torch._C._DisableTorchDispatch(), torch.no_grad():
-        tensor = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        with torch._C._DisableTorchDispatch(), torch.no_grad():
+            tensor = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     num_samples, address = tensor.shape[0], tensor.data_ptr()
     size = tensor.numel() // num_samples * tensor.itemsize
     if size not in _WORDS:

@@ -12,6 +12,7 @@ MAX_DEPTH = 20
 
 _VALUES = (Tensor, float, int)
 _CONSTANTS = (type(None), str, bytes, type, Enum, torch.dtype, torch.device)
+_LEAVES = (*_VALUES, *_CONSTANTS)
 _HEAP_TYPE = 1 << 9
 """Flag of classes that Python made, whose instances hold nothing but attributes (Py_TPFLAGS_HEAPTYPE)."""
 
@@ -51,14 +52,17 @@ def _leaves(tree: Any, name: str, entered: dict[int, Any], *, is_whole: bool, de
     """Yield the leaves; ``entered`` are the objects so far and the sequences around, kept so that no id comes again."""
     if id(tree) in entered:
         return
-    is_leaf = isinstance(tree, (*_VALUES, *_CONSTANTS)) or depth == MAX_DEPTH
+    is_leaf = isinstance(tree, _LEAVES) or depth == MAX_DEPTH
     children = None if is_leaf else _children(tree, name, is_whole=is_whole)
     if children is None:
         yield name, tree
         return
     entered[id(tree)] = tree
     for child_name, child in children:
-        yield from _leaves(child, child_name, entered, is_whole=is_whole, depth=depth + 1)
+        if isinstance(child, _LEAVES):  # sooner than by another call
+            yield child_name, child
+        else:
+            yield from _leaves(child, child_name, entered, is_whole=is_whole, depth=depth + 1)
     if isinstance(tree, (list, tuple, Mapping)):
         del entered[id(tree)]
 
