@@ -26,10 +26,6 @@ def recorded(path: Path, change: Callable[[dict], None] = lambda manifest: None)
     return str(path)
 
 
-def states() -> dict[str, str]:
-    return {finding.name: finding.state for finding in diagnose().settings}
-
-
 def test_what_the_defaults_ask_for_is_missing_until_it_is_enforced(capsys: Capture):
     with enforce_determinism({"deterministic_algorithms": "disabled", "cublas_workspace_config": None}):
         assert main(["doctor"]) == 1
@@ -53,7 +49,7 @@ def test_what_only_cuda_reads_is_no_fault_without_it_and_how_an_accelerator_dige
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("hpu"))
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
     with enforce_determinism({"cublas_workspace_config": None, "cudnn_deterministic": False}):
-        found = states()
+        found = {finding.name: finding.state for finding in diagnose().settings}
         assert found["cublas_workspace_config"] == found["cudnn_deterministic"] == "no effect here"
         assert found["cudnn_benchmark"] == "in force"
         assert main(["doctor"]) == 0
@@ -82,9 +78,7 @@ def test_another_thread_count_and_version_than_in_the_reference(tmp_path: Path, 
         ]
         assert [one["name"] for one in form["settings"] if one["state"] == "not in force"] == ["num_threads"]
         assert main(["doctor", "--against", path]) == 1
-        text = capsys.readouterr().out
-        assert f"Different from {path}" in text
-        assert "can change bits" in text
+        assert f"Different from {path}" in capsys.readouterr().out
         assert main(["doctor", "--against", recorded(tmp_path / "same")]) == 0
         assert f"Nothing is different from {tmp_path / 'same'}" in capsys.readouterr().out
         path = recorded(tmp_path / "without", lambda manifest: manifest.pop("settings"))

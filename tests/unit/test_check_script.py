@@ -38,10 +38,10 @@ class Processes:
     """Plays the processes of a check, in order, and keeps how they were started."""
 
     def __init__(self, ends: Iterator[End]) -> None:
-        self.ends, self.started, self.asked = ends, list[tuple[tuple[str, ...], Mapping[str, str]]](), list[Any]()
+        self.ends, self.variables, self.asked = ends, list[Mapping[str, str]](), list[Any]()
 
     def run(self, words: Sequence[str], *, variables: Mapping[str, str], output: IO[bytes]) -> int:
-        self.started.append((tuple(words), variables))
+        self.variables.append(variables)
         self.asked.append(json.loads(variables[LAUNCH]))
         given, end = self.asked[-1]["arguments"], next(self.ends)
         Path(self.asked[-1].pop("claim")).write_text(end.claim)
@@ -111,12 +111,12 @@ def test_a_factor_is_the_one_thing_that_changes(given, seeds, check, monkeypatch
     if given is not None:
         monkeypatch.setenv("PYTHONHASHSEED", given)
     *_, processes = check(End(), End(verdict=MATCH), End(verdict=HASHING), options="--vary hash-seed,hash-seed")
-    assert [variables["PYTHONHASHSEED"] for _, variables in processes.started] == seeds
+    assert [variables["PYTHONHASHSEED"] for variables in processes.variables] == seeds
     for one in processes.asked:
         one["arguments"].pop("current", None)
     assert processes.asked[2] == processes.asked[1]
     *_, processes = check(End(), End(verdict=MATCH), End(verdict=THREADING), options="--vary threads")
-    assert (processes.asked[-1]["settings"], processes.started[-1][1]["OMP_NUM_THREADS"]) == ({"num_threads": 1}, "1")
+    assert (processes.asked[-1]["settings"], processes.variables[-1]["OMP_NUM_THREADS"]) == ({"num_threads": 1}, "1")
 
 
 @pytest.mark.parametrize(
