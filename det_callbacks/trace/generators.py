@@ -22,8 +22,7 @@ from det_callbacks.rng import (
 )
 from det_callbacks.runs.evidence import SEED, Row
 
-PASSED = "generator on "
-"""Begins the names of generators that are passed to an op."""
+PASSED = "generator on "  # begins the names of generators that are passed to an op
 
 
 class GeneratorTrail:
@@ -87,13 +86,11 @@ class Ledger:
 
     def mark(self, point: str, *, with_seeds: bool = False) -> None:
         """Note the states of all generators; while a graph is captured, not those of devices."""
-        add = self._rows.append
         for name, held in (*PROCESS.items(), *used_generators(), *self.held.items()):
-            if not is_readable(held):
-                continue
-            add((point, name, digest_generator(held), ""))
-            if with_seeds and isinstance(held, Generator):
-                add((point, SEED + name, held.initial_seed() & 0xFFFF_FFFF_FFFF_FFFF, ""))
+            if is_readable(held):
+                self.note(point, name, digest_generator(held))
+                if with_seeds and isinstance(held, Generator):
+                    self.note(point, SEED + name, held.initial_seed() & 0xFFFF_FFFF_FFFF_FFFF)
 
     def note(self, point: str, name: str, value: int = 0, text: str = "") -> None:
         """Note something else at a point."""
