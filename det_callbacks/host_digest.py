@@ -92,7 +92,7 @@ def digest_file(path: Path) -> tuple[int, int]:
 def digest_spans(spans: Sequence[tuple[int, int]]) -> list[int]:
     """Return the digest of each (address, number of bytes); from 16 MiB in all on, in two threads.
 
-    The threads live only as long as the call: unlike a lasting pool they leave nothing behind for a fork or for the
+    The second thread lives only as long as the call: unlike a pool it leaves nothing behind for a fork or for the
     interpreter's end to trip over.
     """
     if sum(nbytes for _, nbytes in spans) < THREADED_BYTES:
@@ -102,12 +102,18 @@ def digest_spans(spans: Sequence[tuple[int, int]]) -> list[int]:
         for address, nbytes in spans
         for first in range(0, max(nbytes, 1), _PIECE_BYTES)
     ]
-    try:
-        with ThreadPoolExecutor(max_workers=2, thread_name_prefix="det_callbacks-digest") as pool:
-            found = [*pool.map(_leaf_hashes, pieces)]
-    except RuntimeError:  # no thread is to be had: the process is at its limit, or the interpreter is ending
-        found = [*map(_leaf_hashes, pieces)]
-    leaves = chain.from_iterable(found)
+    todo = enumerate(pieces)  # its next() is atomic, so each piece is taken once
+
+    def hash_some() -> list[tuple[int, list[int]]]:
+        return [(index, _leaf_hashes(piece)) for index, piece in todo]
+
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="det_callbacks-digest") as pool:
+        try:
+            second = [pool.submit(hash_some)]
+        except RuntimeError:  # no thread is to be had: the process is at its limit, or the interpreter is ending
+            second = []
+        found = dict(chain(hash_some(), *(future.result() for future in second)))
+    leaves = chain.from_iterable(found[index] for index in range(len(pieces)))
     return [_join_leaves([*islice(leaves, max(1, -(-nbytes // LEAF_BYTES)))]) for _, nbytes in spans]
 
 
