@@ -78,6 +78,11 @@ class BackwardMap:
         self._threads.clear()
         self.note_unseen()
 
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that calls are known for."""
+        return sum(map(len, self._threads.values()))
+
     def register(self, call: CallNode) -> None:
         """Note that the running op is this call; the first op after a node was made is the one that made it."""
         nodes = self._threads[get_ident()]
@@ -180,11 +185,10 @@ class OpPlaces:
         self._root = root
         self._parameter_names: dict[int, str] = {}
         self.backward = BackwardMap(self._parameter_names, self.modules)
-        self._num_nodes = 0
 
     def open(self) -> None:
         """Start to follow the modules."""
-        self._forget()
+        self.backward.clear()
         named = [] if self._root is None else [*self._root.named_parameters(remove_duplicate=False)]
         self._parameter_names.clear()
         self._parameter_names.update((id(parameter), name) for name, parameter in reversed(named))
@@ -193,24 +197,19 @@ class OpPlaces:
     def close(self) -> None:
         """Stop; may be called more than once."""
         self.modules.close()
-        self._forget()
+        self.backward.clear()
 
     def note(self, func: object, plan: OpPlan, phase: str, scope: OpScope) -> None:
         """Note the running op, which may own an autograd node."""
         may_own_node = scope.recomputed if phase == "backward" else self.backward.is_unclaimed()
         if phase == "optimizer" or not (_is_grad_enabled() or may_own_node):
             return
-        if self._num_nodes > _MAX_NODES and graph_task_id() == -1:
-            self._forget()
+        if self.backward.num_nodes > _MAX_NODES and graph_task_id() == -1:
+            self.backward.clear()
         call = CallNode(None, func, phase, scope, [], [], [], 0, source=source_of(scope))
         call.op_base, call.is_in_place = plan.base, bool(plan.writes)
         self.backward.note_functions(call)
         self.backward.register(call)
-        self._num_nodes += 1
-
-    def _forget(self) -> None:
-        self.backward.clear()
-        self._num_nodes = 0
 
 
 @lru_cache(maxsize=100_000)
@@ -272,15 +271,12 @@ def _fits(op_base: str, name: str) -> bool:
 
 def compiled_nodes(outputs: Iterable[Tensor], number: int) -> list[Any]:
     """Return the autograd nodes of compiled code among those that were made from a sequence number on."""
-    found: list[Any] = []
-    waiting = [value.grad_fn for value in outputs if value.grad_fn is not None]
+    waiting: list[Any] = [value.grad_fn for value in outputs]
     seen: set[Any] = set()
     while waiting and len(seen) < _MAX_FOLLOWED:
         node = waiting.pop()
-        if node in seen or node.name().endswith("AccumulateGrad") or node._sequence_nr() < number:
-            continue
-        seen.add(node)
-        if node.name() == _COMPILED:
-            found.append(node)
-        waiting.extend(parent for parent, _ in node.next_functions if parent is not None)
+        if node is not None and node not in seen and node.name() != _ACCUMULATE and node._sequence_nr() >= number:
+            seen.add(node)
+            waiting.extend(parent for parent, _ in node.next_functions)
+    found = [node for node in seen if node.name() == _COMPILED]
     return sorted(found, key=lambda node: node._sequence_nr())

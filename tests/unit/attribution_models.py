@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812  # as torch's documentation names it
+from numerics_models import Transformer
 from torch import Tensor, library, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -92,23 +92,6 @@ class Customs(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = Through.apply(self.two(Scale.apply(self.one(x), 2.0)), self.inner)
         return soften(y, 2.0) * self.one(y) * Scale.apply(Turn.apply(y), 0.5)
-
-
-class Gpt(nn.Module):
-    """Tied weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tok, self.pos = nn.Embedding(11, 8), nn.Embedding(6, 8)
-        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(3))
-        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 11, bias=False)
-        self.head.weight = self.tok.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tok(tokens) + self.pos(torch.arange(tokens.shape[1]))
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens.flatten())
 
 
 class Gate(nn.Module):
@@ -244,7 +227,7 @@ def _rows() -> Tensor:
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, Step]]] = {
-    "gpt": lambda: _plain(Gpt(), lambda: torch.randint(0, 11, (2, 6))),
+    "transformer": lambda: _plain(Transformer(width=8, is_tied=True), lambda: torch.randint(50, (2, 6))),
     "views": lambda: _plain(Views([Gate(), Gate(), nn.Linear(6, 2)]), lambda: torch.randn(3, 6)),
     "functions and a custom op": lambda: _plain(Customs(), _rows),
     "nested checkpoints": lambda: _plain(Checkpointing(reentrant=False), lambda: _rows().requires_grad_()),
