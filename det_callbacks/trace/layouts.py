@@ -65,12 +65,12 @@ class LayoutTable:
 
     def trim(self) -> None:
         """Forget everything once it is too large; call between steps."""
-        if len(self._order) > MAX_ENTRIES:
+        if len(self.order) > MAX_ENTRIES:
             self._forget()
 
     def _forget(self) -> None:
         self.slots.clear()
-        self._order: list[LayoutSlot] = []
+        self.order: list[LayoutSlot] = []
         self._digests: list[int] = []
         self._known: list[tuple[list[int], int]] = []
         self.none = self._add(None, None)
@@ -92,14 +92,16 @@ class LayoutTable:
         """Return the slot of a tensor that is not digested, for the reason that ``detail`` names."""
         return self.special(str(tensor.dtype).removeprefix("torch."), tuple(map(int, tensor.shape)), detail)
 
-    def of(self, tensor: Tensor) -> LayoutSlot:
-        """Return the slot of any tensor."""
+    def of(self, tensor: Tensor, offset: int = 0) -> LayoutSlot:
+        """Return the slot of any tensor; of an ordinary one it tells where in a larger one it begins."""
         if tensor.is_nested and tensor.layout is torch.strided:
             with torch._C._DisableTorchDispatch():
                 sizes = tensor._nested_tensor_size().tolist()
             return self.special(str(tensor.dtype).removeprefix("torch."), (), f"nested{sizes}")
         if not has_parts(tensor):
-            key = (tensor.dtype, tensor.shape, tensor.stride())
+            key: tuple[Any, ...] = (tensor.dtype, tensor.shape, tensor.stride())
+            if offset:
+                key = (*key, ((-1, offset, ()),))
             return self.slots.get(key) or self.add_strided(key)
         dtype = str(tensor.dtype).removeprefix("torch.")
         placements = getattr(tensor, "placements", None)
@@ -108,26 +110,17 @@ class LayoutTable:
         shape = tuple(size if isinstance(size, int) else -1 for size in tensor.shape)
         return self.special(dtype, shape, detail)
 
-    def part(self, tensor: Tensor, offset: int) -> LayoutSlot:
-        """Return the slot of an ordinary tensor that begins later than its storage; it tells where."""
-        key = (tensor.dtype, tensor.shape, tensor.stride(), ((-1, offset, ()),))
-        return self.slots.get(key) or self.add_strided(key)
-
     def _add(self, key: Any, entry: TensorLayout | None, dtype: torch.dtype | None = None) -> LayoutSlot:
-        slot = self.slots[key] = LayoutSlot(index=len(self._order), entry=entry)
+        slot = self.slots[key] = LayoutSlot(index=len(self.order), entry=entry)
         if entry is not None and dtype is not None:
             slot.is_dense = is_dense(entry.shape, entry.stride)
             slot.num_bytes = dtype.itemsize * prod(entry.shape)
             slot.is_raw = slot.is_dense and slot.num_bytes > 0 and not dtype.is_complex and dtype not in _QUANTISED
             strides = [stride for stride, length in zip(entry.stride, entry.shape, strict=True) if length != 1]
             slot.is_row_major = slot.is_raw and strides == sorted(strides, reverse=True)
-        self._order.append(slot)
+        self.order.append(slot)
         self._digests.append(entry_digest(entry))
         return slot
-
-    def at(self, index: int) -> LayoutSlot:
-        """Return the slot at an index."""
-        return self._order[index]
 
     def layout_id(self, indices: list[int]) -> int:
         """Return the id of the layout with these slots."""
@@ -140,4 +133,4 @@ class LayoutTable:
 
     def layout(self, indices: list[int]) -> Layout:
         """Return the layout with these slots."""
-        return Layout(entries=tuple(self._order[index].entry for index in indices))
+        return Layout(entries=tuple(self.order[index].entry for index in indices))

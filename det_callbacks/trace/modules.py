@@ -91,10 +91,8 @@ class ModuleStack:
 
     def return_to_stack(self) -> None:
         """Make the innermost running module the current one."""
-        if self.stack:
-            _, self.current, self.backward_pass, self.is_recomputed = self.stack[-1]
-        else:
-            self.current, self.backward_pass, self.is_recomputed = NOWHERE, -1, False
+        innermost = self.stack[-1][1:] if self.stack else (NOWHERE, -1, False)
+        self.current, self.backward_pass, self.is_recomputed = innermost
 
     def _refresh(self, root: nn.Module, prefix: str) -> None:
         for name, module in root.named_modules(prefix=prefix):

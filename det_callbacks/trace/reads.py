@@ -84,7 +84,7 @@ class Reads:
         offset = 0
         if not has_parts(tensor) and not tensor.is_nested and tensor.storage_offset():
             offset = recorder.names.offset_in(tensor) if recorder.place()[0] == "forward" else 0
-        slot = recorder.append(tensor, recorder.layouts.part(tensor, offset) if offset else None)
+        slot = recorder.append(tensor, recorder.layouts.of(tensor, offset))
         if known is None and slot.is_dense and slot.num_bytes == storage.nbytes():
             ledger.writers[ledger.pin(tensor)] = position
         else:

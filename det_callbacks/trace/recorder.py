@@ -376,7 +376,7 @@ class Recorder:
         slot = self.layouts.of(tensor)
         if len(writers) == 1 and slot.is_raw:
             (writer,) = writers
-            written = self.layouts.at(self.layout_indices[writer])
+            written = self.layouts.order[self.layout_indices[writer]]
             is_same = written is slot or (written.is_raw and written.num_bytes == slot.num_bytes)
             if is_same and tensor.untyped_storage().nbytes() == slot.num_bytes:
                 bits = self.deferred.bits.get(writer, self.digests[writer])

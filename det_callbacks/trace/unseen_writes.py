@@ -105,7 +105,7 @@ class UnseenWriteCheck:
         for address, writer in recorder.ledger.writers.items():
             if not isinstance(writer, int) or writer not in wanted:
                 continue
-            left = recorder.layouts.at(recorder.layout_indices[writer])
+            left = recorder.layouts.order[recorder.layout_indices[writer]]
             # the ledger holds a weak reference to it; torch 2.13: None where it is gone
             storage = torch.UntypedStorage._new_with_weak_ptr(address)
             if storage is not None and left.is_raw and storage.nbytes() == left.num_bytes:
@@ -129,7 +129,7 @@ class UnseenWriteCheck:
         end = storage.nbytes()
         left_alone = [(Region(0, end), writer)] if isinstance(writer, int) else writer.untouched(region_of(tensor))
         for region, at in left_alone:
-            left, digest = recorder.layouts.at(recorder.layout_indices[at]), recorder.digests[at]
+            left, digest = recorder.layouts.order[recorder.layout_indices[at]], recorder.digests[at]
             is_known = left.is_raw and left.num_bytes == region.high - region.low and region.high <= end
             is_whole = recorder.layouts.of(tensor).is_raw and tensor.nbytes == left.num_bytes
             if not is_known or at in recorder.deferred.bits or not (tensor.is_cpu or is_whole):

@@ -175,7 +175,7 @@ def test_what_is_kept_from_step_to_step_is_bounded(monkeypatch, is_strange):
     first = step_of(mode, lambda: step(3))
     for number in range(1, 120):
         step_of(mode, lambda number=number: step(number))
-        assert len(mode.recorder.layouts._order) <= 60
+        assert len(mode.recorder.layouts.order) <= 60
         assert mode.recorder.trie.num_nodes <= 200 + 40
     assert_same(step_of(mode, lambda: step(3)), first)
 
