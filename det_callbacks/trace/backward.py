@@ -122,8 +122,10 @@ class BackwardMap:
         name = node.name()
         if (top_hooks(True) is not None or name == _REENTRANT) and (region := repeated_region()) is not None:
             return scope_in(self._caller_of(region), recomputed=True)
-        is_sum = name == _ACCUMULATE
-        found = _of_accumulation(self._parameter_names.get(id(node.variable))) if is_sum else self._of_node(node, name)
+        if name == _ACCUMULATE:
+            found = _of_accumulation(self._parameter_names.get(id(node.variable)))
+        else:
+            found = self._of_node(node, name)
         return found if entry is not Entry.HOOK else scope_in(found.module, recomputed=False)
 
     def note_functions(self, call: CallNode) -> None:
@@ -138,12 +140,11 @@ class BackwardMap:
         task = graph_task_id()
         modules = [scope.module for _, scope, called_in, _ in reversed(self._modules.stack) if called_in == task]
         modules.append("" if task == -1 else self._caller_of(repeated_region()))
-        functions = []
-        for index, (code, outer) in enumerate(pairwise(codes)):
-            if outer is _APPLY:
-                num_calls = codes[:index].count(_CALL_MODULE)
-                functions.append((code, modules[min(num_calls, len(modules) - 1)]))
-        call.functions = tuple(functions)
+        call.functions = tuple(
+            (code, modules[min(codes[:index].count(_CALL_MODULE), len(modules) - 1)])
+            for index, (code, outer) in enumerate(pairwise(codes))
+            if outer is _APPLY
+        )
 
     def _note_region(self) -> None:
         """Note which module called the checkpoint whose region runs, when the first op or module in it does."""

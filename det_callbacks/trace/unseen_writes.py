@@ -76,10 +76,8 @@ class UnseenWriteCheck:
         """
         digests, deferred = self._recorder.digests, self._recorder.deferred.bits
         positions = range(first, len(digests))
-        waiting = [position for position in positions if position in deferred]
-        if expected.checks_left and any(
-            position not in deferred and expected.differs(position, digests[position]) for position in positions
-        ):
+        waiting = [at for at in positions if at in deferred]
+        if expected.checks_left and any(expected.differs(at, digests[at]) for at in positions if at not in deferred):
             expected.checks_left -= 1
             if was_changed or any(map(self._is_changed, _ordinary(tensors_read(plan, args, kwargs)))):
                 expected.unseen_writes.update(positions)
@@ -97,12 +95,10 @@ class UnseenWriteCheck:
         differing = [at for at in sorted(deferred) if sites[at].role == "output" and expected.differs(at, digests[at])]
         differing = differing[: expected.checks_left]
         expected.checks_left -= len(differing)
-        if not differing:
-            return
         recorder, wanted = self._recorder, {writer for at in differing for writer in sites[at].inputs}
         queues = DeferredDigests()
         found: list[tuple[int, Bits]] = []
-        for address, writer in recorder.ledger.writers.items():
+        for address, writer in recorder.ledger.writers.items() if wanted else ():
             if not isinstance(writer, int) or writer not in wanted:
                 continue
             left = recorder.layouts.order[recorder.layout_indices[writer]]
