@@ -15,27 +15,10 @@ from hydra.core.global_hydra import GlobalHydra
 def fork_process(
     words: Sequence[str], *, variables: Mapping[str, str], folder: Path | None = None, output: int | None = None
 ) -> int:
-    """Run ``python SCRIPT ...`` in a fork, as ``run_process`` does in a fresh process.
+    """Run ``python SCRIPT ...`` in a fork, as ``run_process`` does in a fresh process; ``output`` gets what is said."""
 
-    Args:
-        words: Python, the script and its arguments.
-        variables: the environment.
-        folder: working directory; None is this one.
-        output: file that gets what is printed, errors included; None leaves both where they are.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    process = os.fork()
-    if not process:
-        if folder is not None:
-            os.chdir(folder)
-        _run(words, variables, output)
-    _, status = os.waitpid(process, 0)
-    return os.waitstatus_to_exitcode(status)
-
-
-def _run(words: Sequence[str], variables: Mapping[str, str], output: int | None) -> NoReturn:
     def body() -> None:
+        os.chdir(folder or ".")
         for name in set(os.environ) - set(variables):
             del os.environ[name]
         os.environ.update(variables)
@@ -44,7 +27,13 @@ def _run(words: Sequence[str], variables: Mapping[str, str], output: int | None)
         GlobalHydra.instance().clear()
         runpy.run_path(words[1], run_name="__main__")
 
-    end_with(body, output)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    process = os.fork()
+    if not process:
+        end_with(body, output)
+    _, status = os.waitpid(process, 0)
+    return os.waitstatus_to_exitcode(status)
 
 
 def end_with(body: Callable[[], Any], output: int | None = None) -> NoReturn:

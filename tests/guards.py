@@ -150,7 +150,6 @@ def process_state() -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": pickle.dumps(np.random.get_state()),
         "torch": (torch.initial_seed(), torch.get_rng_state().tolist()),
-        "algorithms": (torch.are_deterministic_algorithms_enabled(), torch.get_deterministic_debug_mode()),
         "cudnn.allow_tf32": torch.backends.cudnn.allow_tf32,
         "precision": (cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision),
         "reductions": (

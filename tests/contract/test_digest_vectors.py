@@ -76,11 +76,6 @@ def test_bytes(num_bytes: int, expected: str, tmp_path: Path) -> None:
     assert {format_digest(one) for one in digests} == {expected}
 
 
-def test_the_version_and_the_memory_order_of_an_output() -> None:
-    assert host_digest.DIGEST_VERSION == 1
-    assert format_digest(digest_output(torch.arange(24.0).reshape(4, 6).t())) == TENSORS["float32"][1]
-
-
 @BETA_TENSORS
 @pytest.mark.parametrize(("make", "expected"), TENSORS.values(), ids=TENSORS)
 def test_tensors(make: object, expected: str) -> None:

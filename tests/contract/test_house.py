@@ -1,4 +1,4 @@
-"""House rules that no tool checks: words, banners, and what recipes use."""
+"""House rules that no tool checks: words, banners, lengths and names of files, and what recipes use."""
 
 import ast
 import io
@@ -13,6 +13,8 @@ ROOT = Path(__file__).parents[2]
 BANNED_WORDS = frozenset({"golden", "baseline", "snapshot", "actual", "actuals", "gold"})
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _ANY_BANNED = re.compile("|".join(sorted(BANNED_WORDS)), re.IGNORECASE)
+
+DRAWERS = ("utils", "util", "common", "helpers", "helper", "misc")
 
 # Recipes use public names; who measures or shows the engine itself says so here.
 PRIVATE_IN_RECIPES: Mapping[str, str] = {
@@ -42,6 +44,11 @@ def banners(source: str) -> list[str]:
     return re.findall(r"#.*(?:[-=]{4}|[#*]{4})", source)
 
 
+def misfits(files: Mapping[str, str]) -> list[str]:
+    """Return the files that are longer than the house allows, or whose name says that they hold no concept."""
+    return [at for at, text in files.items() if len(text.splitlines()) > 500 or Path(at).stem.strip("_") in DRAWERS]
+
+
 def private_imports(source: str) -> list[str]:
     """Return the modules of det_callbacks that are imported other than through its public names."""
     nodes = [*ast.walk(ast.parse(source))]
@@ -50,8 +57,10 @@ def private_imports(source: str) -> list[str]:
     return [name for name in names if name.startswith("det_callbacks.")]
 
 
-def test_one_idea_has_one_word_and_no_comment_is_a_banner() -> None:
-    for path, text in sources("det_callbacks", "recipes", "tests").items():
+def test_one_idea_has_one_word_no_comment_is_a_banner_and_no_file_is_too_long_or_a_drawer() -> None:
+    files = sources("det_callbacks", "recipes", "tests")
+    assert misfits(files) == []
+    for path, text in files.items():
         assert banned_words(text) == banners(text) == [], path
 
 
@@ -64,4 +73,8 @@ def test_each_rule_finds_what_it_forbids_and_nothing_else() -> None:
     imports = "from det_callbacks import HashMode\nimport det_callbacks.trace\nfrom det_callbacks.digest import host"
     assert banned_words(words) == ["read_snapshot", "GoldenRun", "num_actual", "XMLBaseline"]
     assert len(banners("? ---- part two ----\n?????\n? x".replace("?", "#"))) == 2
+    assert misfits({"fine.py": "\n" * 500, "tests/long.py": "\n" * 501, "_utils.py": ""}) == [
+        "tests/long.py",
+        "_utils.py",
+    ]
     assert private_imports(imports) == ["det_callbacks.digest", "det_callbacks.trace"]

@@ -99,22 +99,3 @@ def test_the_rule_can_fail_and_pass(module: str, source: str, complaint: str) ->
     found = violations({f"{PACKAGE}.{module}": imports(source)})
     assert bool(found) is bool(complaint)
     assert all(complaint in line for line in found)
-
-
-def misfits(root: Path) -> list[str]:
-    """Return the Python files that are longer than the house allows, or whose name says that they hold no concept."""
-    paths = [path for folder in (PACKAGE, "recipes", "tests") for path in sorted((root / folder).rglob("*.py"))]
-    return [
-        str(path.relative_to(root))
-        for path in paths
-        if len(path.read_text().splitlines()) > 500
-        or path.stem.strip("_") in ("utils", "util", "common", "helpers", "helper", "misc")
-    ]
-
-
-def test_no_file_is_too_long_or_a_drawer(tmp_path: Path) -> None:
-    assert misfits(ROOT) == []
-    (tmp_path / "tests").mkdir()
-    for name, num_lines in (("fine", 500), ("long", 501), ("_utils", 1)):
-        (tmp_path / "tests" / f"{name}.py").write_text("x = 1\n" * num_lines)
-    assert misfits(tmp_path) == ["tests/_utils.py", "tests/long.py"]

@@ -125,15 +125,8 @@ def run(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     """Run the program in a process of its own: CUBLAS_WORKSPACE_CONFIG is read once, by the first context."""
     variables = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
     path = os.pathsep.join(str(folder) for folder in Path(__file__).parents[1:3])
-    return subprocess.run(
-        [sys.executable, __file__, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-        cwd=folder,
-        env={**variables, "PYTHONPATH": path},
-    )
+    words, variables["PYTHONPATH"] = [sys.executable, __file__, *map(str, arguments)], path
+    return subprocess.run(words, cwd=folder, env=variables, timeout=280, capture_output=True, text=True)
 
 
 def test_nothing_waits_for_the_device_inside_a_step_unnoticed(tmp_path: Path) -> None:
@@ -177,6 +170,8 @@ ATTENTION = "aten._scaled_dot_product_efficient_attention_backward.default"
 class Scattered(LightningModule):
     """Long sequences and few heads, so that the attention's backward pass splits the keys; and colliding indices."""
 
+    configure_optimizers = ImageModel.configure_optimizers
+
     def __init__(self) -> None:
         super().__init__()
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
@@ -189,9 +184,6 @@ class Scattered(LightningModule):
             attended = scaled_dot_product_attention(query, key, value).flatten(0, 2)
         pooled = torch.zeros(8, WIDTH, device=inputs.device).index_add_(0, places.flatten(), attended)
         return self.head(pooled).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 def fit_scattered(*callbacks: Callback) -> Scattered:

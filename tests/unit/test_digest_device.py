@@ -158,9 +158,7 @@ def run_python(*arguments: str, **variables: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "num_cases",
-    [pytest.param(24, marks=pytest.mark.slow), pytest.param(300, marks=pytest.mark.soak)],
-    ids=lambda number: f"{number} cases",
+    "num_cases", [pytest.param(24, marks=pytest.mark.slow), pytest.param(300, marks=pytest.mark.soak)]
 )
 def test_triton_in_its_interpreter_gives_the_bits_of_the_host(num_cases: int) -> None:
     pytest.importorskip("triton", reason=NEEDS_TRITON)

@@ -28,10 +28,6 @@ def variable(name: str, text: str) -> Callable[[], bool]:
     return lambda: os.environ.get(name) == text
 
 
-def draw() -> tuple[float, float, float]:
-    return random.random(), float(np.random.random()), float(torch.rand(()))
-
-
 # name, another value that is in force before, a value, and whether torch or the environment says that it is in force
 CASES: list[tuple[str, Any, Any, Callable[[], bool]]] = [
     ("seed", 99, 0, lambda: torch.initial_seed() == 0 and os.environ["PL_GLOBAL_SEED"] == "0"),
@@ -107,7 +103,8 @@ def test_nothing_stays_half_applied(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("seed", [0, 4294967295])
 def test_a_seed_draws_what_lightning_draws(seed: int) -> None:
     def found() -> tuple[object, ...]:
-        return (*draw(), *(os.environ[f"PL_{name}"] for name in ("GLOBAL_SEED", "SEED_WORKERS")))
+        drawn = random.random(), float(np.random.random()), float(torch.rand(()))
+        return (*drawn, os.environ["PL_GLOBAL_SEED"], os.environ["PL_SEED_WORKERS"])
 
     with enforce_determinism({"seed": seed}):
         ours = found()
