@@ -26,7 +26,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # loo
 ROOT = Path(__file__).parents[1]
 
 # Written by pytest, its plugins and the tools, not by a test.
-_FOREIGN_VARIABLES = frozenset({"PYTEST_CURRENT_TEST"})
 _FOREIGN_FILES = frozenset({".git", ".hypothesis", ".pytest_cache", ".mypy_cache", ".ruff_cache", "__pycache__"})
 
 
@@ -115,7 +114,7 @@ def _dictionaries(owner: Any) -> Watched:
 
 
 def _variables() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in _FOREIGN_VARIABLES}
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}  # pytest's own
 
 
 def _put_variables_back(before: dict[str, str]) -> None:

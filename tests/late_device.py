@@ -97,11 +97,8 @@ def late_device(mask: int = 0, dtype: torch.dtype | None = None, method: Any = N
         return known
 
     def settling(sites: DeferredSites, *args: Any) -> Any:
-        before, device.num_steps = device.num_steps, 0
-        try:
+        with mock.patch.object(device, "num_steps", 0):
             return settle(sites, *args)
-        finally:
-            device.num_steps = before
 
     with (
         mock.patch.object(torch.Tensor, "is_cpu", property(is_on_cpu)),
@@ -135,12 +132,9 @@ def as_in_a_step(device: LateDevice) -> Iterator[None]:
 
         return fetch
 
-    device.num_steps += 1
-    try:
-        with mock.patch.multiple(torch.Tensor, **{name: noting(name) for name in _FETCHES}):
-            yield
-    finally:
-        device.num_steps -= 1
+    fetches = {name: noting(name) for name in _FETCHES}
+    with mock.patch.object(device, "num_steps", 1), mock.patch.multiple(torch.Tensor, **fetches):
+        yield
 
 
 def forbid_waiting(is_forbidden: bool) -> None:

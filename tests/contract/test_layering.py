@@ -2,11 +2,10 @@
 
 import ast
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import pytest
+from test_house import sources
 
-ROOT = Path(__file__).parents[2]
 PACKAGE = "det_callbacks"
 
 # Lowest first; a module may import what stands in its own layer or below it. A cycle of modules cannot be imported.
@@ -51,9 +50,8 @@ def imports(source: str) -> list[tuple[str, int]]:
 
 def package_imports() -> dict[str, list[tuple[str, int]]]:
     """Return the imports of each module by dotted name; a package goes by its own name."""
-    paths = {path: path.relative_to(ROOT).with_suffix("").parts for path in sorted((ROOT / PACKAGE).rglob("*.py"))}
-    names = {path: parts[:-1] if parts[-1] == "__init__" and len(parts) > 2 else parts for path, parts in paths.items()}
-    return {".".join(name): imports(path.read_text()) for path, name in names.items()}
+    paths = {path.removesuffix(".py").removesuffix("/__init__"): text for path, text in sources(PACKAGE).items()}
+    return {path.replace("/", "."): imports(text) for path, text in paths.items()}
 
 
 def unit(module: str) -> str:

@@ -5,11 +5,10 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
-from fits import Classifier, Samples
+from fits import Fit
 from resumes import SaveAfter
 from torch import nn
-from torch.utils.data import DataLoader
-from trainers import LIGHTNING_ADVICE, quiet_trainer
+from trainers import LIGHTNING_ADVICE
 
 from det_callbacks import BitwiseEquivalenceMode, DeterminismCallback, DivergenceError
 from det_callbacks.rng import GeneratorStates, RewindPoint, used_generators
@@ -17,7 +16,6 @@ from det_callbacks.trace.generators import Ledger
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     LIGHTNING_ADVICE,
     pytest.mark.filterwarnings("ignore:.*dataloader is not resumable"),  # Lightning's advice: a resume within an epoch
     pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning"),  # torch says it once a process
@@ -25,11 +23,9 @@ pytestmark = [
 
 
 def fit(root: Path, *callbacks: pl.Callback, cuda_seed: int = 1, ckpt_path: Path | None = None) -> None:
-    torch.manual_seed(1)
-    model, data = Classifier(), DataLoader(Samples(), batch_size=8)
+    started = Fit(*callbacks, max_epochs=2, default_root_dir=root, accelerator="gpu", devices=1)
     torch.cuda.manual_seed_all(cuda_seed)
-    trainer = quiet_trainer(*callbacks, max_epochs=2, default_root_dir=root, accelerator="gpu", devices=1)
-    trainer.fit(model, data, ckpt_path=None if ckpt_path is None else str(ckpt_path))
+    started.run(ckpt_path=ckpt_path)
 
 
 @pytest.fixture

@@ -35,12 +35,7 @@ from det_callbacks import (
 )
 from det_callbacks.runs.store import Run
 
-pytestmark = [
-    LIGHTNING_ADVICE,
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
+pytestmark = [LIGHTNING_ADVICE, pytest.mark.gpu]
 
 MIB = 1024 * 1024
 

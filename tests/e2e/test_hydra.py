@@ -112,7 +112,7 @@ def test_how_a_job_ended_is_the_status_and_every_job_starts_where_the_first_did(
     ended, printed = run_app(task, *MULTIRUN, *VERIFY, "determinism.settings.seed=3")
     assert (ended, words in printed) == (status, True)
     assert starts == [starts[0]] * 2
-    assert starts[0]["algorithms"] == (True, 2)
+    assert starts[0]["deterministic algorithms"] == 2
     assert starts[0]["torch"] == (3, torch.Generator().manual_seed(3).get_state().tolist())
     if not isinstance(end, ZeroDivisionError):
         assert printed.count(words) == 1

@@ -8,9 +8,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import pytest
 import stored_runs
@@ -24,8 +24,7 @@ from det_callbacks.variables import LAUNCH
 from det_callbacks.verdict import Verdict
 
 
-@dataclass(frozen=True, kw_only=True)
-class End:
+class End(NamedTuple):
     """How a process ends: what it wrote and its status."""
 
     status: int = 0

@@ -11,7 +11,6 @@ from det_callbacks.digest.device.triton_digest import TritonDigest, device_choic
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     # torch's, of a dtype in the draw
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),
 ]

@@ -1,10 +1,10 @@
 """What is launched for spans of a device's memory, when, and on which stream."""
 
 import ctypes
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -90,11 +90,8 @@ class StreamedDigest(TritonDigest):
     def _tell_allocator(self, tensor: torch.Tensor, stream: Hashable) -> None:
         self.uses.append((stream, tensor.data_ptr()))
 
-    @contextmanager
-    def _on(self, stream: Hashable) -> Iterator[None]:
-        former, self.current = self.current, stream
-        yield
-        self.current = former
+    def _on(self, stream: Hashable) -> Any:
+        return mock.patch.object(self, "current", stream)
 
     def start(self, values: list[torch.Tensor], stream: Hashable = "main") -> Any:
         return self.launch([(value.untyped_storage(), 0, value.nbytes) for value in values], stream)
