@@ -12,6 +12,11 @@ import torch
 from hydra.core.global_hydra import GlobalHydra
 
 
+def outside_ci() -> dict[str, str]:
+    """The variables of this process without what says that it is a job of CI or a session of pytest."""
+    return {name: value for name, value in os.environ.items() if name != "CI" and not name.startswith("PYTEST")}
+
+
 def fork_process(
     words: Sequence[str], *, variables: Mapping[str, str], folder: Path | None = None, output: int | None = None
 ) -> int:

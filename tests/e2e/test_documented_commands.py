@@ -9,30 +9,33 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import duckdb
+import hydra
+import lightning.pytorch as pl
+import polars
 import pytest
 import torch
-from fits import Classifier, Samples
-from forks import fork_process
+from fits import Classifier, Samples, Validated
+from forks import fork_process, outside_ci
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+from omegaconf import OmegaConf
 from step_builder import record, training_step
-from torch import nn
 from torch.utils.data import DataLoader
-from trainers import quiet_trainer
+from trainers import LIGHTNING_ADVICE, quiet_trainer
 
-from det_callbacks import DeterminismCallback, cli, enforce_determinism
+from det_callbacks import DeterminismCallback, DeterminismSettings, cli, enforce_determinism
 
 ROOT = Path(__file__).parents[2]
-RECIPES = ROOT / "recipes"
+README, DOCS, RECIPES = ROOT / "README.md", ROOT / "docs", ROOT / "recipes"
 BLOCK = re.compile(r"```console\n(.*?)```", re.DOTALL)
 OVERHEAD = RECIPES / "overhead" / "README.md"
-QUIET = "enable_progress_bar=False, enable_model_summary=False, logger=False, enable_checkpointing=False"
 
 
 def commands_of(readme: str) -> list[tuple[str, list[str]]]:
@@ -52,18 +55,19 @@ def pattern_of(line: str) -> str:
     return r".*(?:\n.*)?".join(parts)
 
 
-def run_page(page: Path, folder: Path, *, added: str = "") -> int:
-    """Run all commands of a page in a folder, and check what they promise; return how many there are.
+def run_page(page: Path, folder: Path, *, added: str = "") -> list[tuple[str, int]]:
+    """Run all commands of a page in a folder, and check what they promise; return each with its exit status.
 
     Commands that train get the ``added`` arguments as well.
     """
     (folder / "recipes").symlink_to(ROOT / "recipes")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "COLUMNS": "120", "NO_COLOR": "1"}
-    commands, status = commands_of(page.read_text()), 0
-    for command, promised in commands:
+    environment = {**outside_ci(), "PATH": path, "COLUMNS": "120", "NO_COLOR": "1"}
+    ended: list[tuple[str, int]] = []
+    for command, promised in commands_of(page.read_text()):
         if command == "echo $?":
-            assert promised == [str(status)]
+            assert promised == [str(ended[-1][1])]
+            ended.append((command, 0))
             continue
         words = shlex.split(command, comments=True)
         with (folder / "said").open("w+b") as said:
@@ -74,9 +78,11 @@ def run_page(page: Path, folder: Path, *, added: str = "") -> int:
                 options: dict[str, Any] = {"cwd": folder, "env": environment, "check": False, "timeout": 200}
                 status = subprocess.run(words, stdout=said, stderr=subprocess.STDOUT, **options).returncode
         text = (folder / "said").read_text()
+        assert "Traceback" not in text, f"{command}\nsaid:\n{text}"
         for line in promised:
             assert re.search(pattern_of(line), text), f"{command}\npromised: {line}\nsaid:\n{text}"
-    return len(commands)
+        ended.append((command, status))
+    return ended
 
 
 def test_a_promise_can_be_broken() -> None:
@@ -89,78 +95,140 @@ def test_a_promise_can_be_broken() -> None:
 # README and docs
 
 
-def python_of(page: str) -> list[str]:
-    return re.findall(r"(?s)```python\n(.*?)```", (ROOT / page).read_text())
+def python_of(page: Path) -> list[str]:
+    return re.findall(r"(?s)```python\n(.*?)```", page.read_text())
 
 
-def test_the_readmes_lines_record_and_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (example,) = python_of("README.md")
-    (comparison,) = python_of("docs/how-to/elsewhere.md")
+def pages_with(language: str, *, but: Collection[str]) -> list[Any]:
+    """The pages with an example in a language, without those that another test runs."""
+    pages = [page for page in (README, *sorted(DOCS.rglob("*.md"))) if f"```{language}\n" in page.read_text()]
+    return [pytest.param(page, id=page.stem) for page in pages if page.stem not in but]
+
+
+@pytest.fixture
+def as_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment_again: None) -> Iterator[None]:
+    """A folder of one's own, and Trainers that are quiet and train for one epoch unless an example says more."""
     monkeypatch.chdir(tmp_path)
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    monkeypatch.setattr("lightning.pytorch.cli.Trainer", pl.Trainer)  # the CLI asks for its arguments
+    monkeypatch.setattr(pl, "Trainer", partial(pl.Trainer, max_epochs=1, accelerator="cpu", **quiet))
+    with enforce_determinism({}):  # puts back what the examples leave in force
+        yield
+
+
+@pytest.mark.usefixtures("as_a_user")
+def test_the_readmes_lines_record_and_verify() -> None:
+    (example,), (comparison,) = python_of(README), python_of(DOCS / "how-to" / "elsewhere.md")
     names: dict[str, Any] = {"Model": Classifier, "loader": DataLoader(Samples(), batch_size=8)}
-    example = example.replace("max_epochs=2", f"max_epochs=2, {QUIET}")
-    with enforce_determinism({}):  # puts back what the example leaves in force
-        exec(example, names)
-        exec(example.replace('mode="record"', 'mode="verify", current="runs/current"'), names)
-        assert names["callback"].verdict.verdict == "match"
-        exec(example.replace("refs/run1", "refs/run2"), names)
-        exec(comparison.replace("runs/current", "refs/run2"), names)
+    exec(example, names)
+    exec(example.replace('mode="record"', 'mode="verify", current="runs/current"'), names)
+    assert names["callback"].verdict.verdict == "match"
+    exec(comparison, names)
     assert names["verdict"].verdict == "match"
+
+
+class Model(Validated):
+    """Has what the examples speak of."""
+
+    test_step = Validated.validation_step
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = self.first, self.last
+
+
+INSTEAD = {  # of what a user has: more processes, longer runs, recordings of yesterday
+    '"refs/run1")]': '"refs/run1", mode="record")]',
+    "report = compare_compiled": "# ",
+    "report.assert_close()": "report.worst",
+    "    ...\n": "    observe('input', 1)\n",
+    "stop_at=700, steps=1000": "stop_at=2, steps=4",
+    'devices=4, strategy="ddp"': 'devices=2, strategy="ddp_fork"',
+    'devices=8, strategy="ddp"': 'devices=2, strategy="ddp_fork"',
+    "torch.compile(model)": 'torch.compile(model, backend="eager")',
+    "raise_on_mismatch=True": "raise_on_mismatch=False",
+}
+
+
+@LIGHTNING_ADVICE
+@pytest.mark.filterwarnings("ignore:.*dataloader is not resumable", "ignore::det_callbacks.errors.DivergenceWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's and Lightning's own
+@pytest.mark.usefixtures("as_a_user")
+@pytest.mark.parametrize("page", pages_with("python", but=("README", "elsewhere", "pytest", "query")))
+def test_the_examples_of_a_page_run(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["main.py", "fit", "--seed_everything=0", "--trainer.fast_dev_run=1"])
+    model, loader, batch = Model(), DataLoader(Samples(), batch_size=8), torch.randn(4, 12)
+    if page.stem == "resume":
+        trainer = pl.Trainer(callbacks=[DeterminismCallback("refs/earlier", mode="record")])
+        trainer.fit(model, loader)
+        trainer.save_checkpoint("checkpoints/last.ckpt")
+    callbacks = {"determinism": {"_target_": "det_callbacks.DeterminismCallback", "reference": "refs/run1"}}
+    names: dict[str, Any] = {"DeterminismCallback": DeterminismCallback, "DeterminismSettings": DeterminismSettings}
+    names |= {"Model": BoringModel, "Data": BoringDataModule, "make_model": Classifier, "make_data": lambda: loader}
+    names |= {"Trainer": pl.Trainer, "make_trainer": pl.Trainer}
+    names |= {"model": model, "rewritten": Model(), "loader": loader, "val_loader": loader, "test_loader": loader}
+    names |= {"torch": torch, "x": batch, "inputs": batch, "hidden": torch.randn(3, requires_grad=True)}
+    names |= {"racing_pool": torch.relu, "train_on": lambda images, labels: images.mul(2)}
+    names |= {"hydra": hydra, "cfg": OmegaConf.create({"callbacks": callbacks})}
+    names |= {"name": "first", "reference": None}
+    if page.stem == "observe":
+        names["loader"] = [batch]
+    for example in python_of(page):
+        for before, after in INSTEAD.items():
+            example = example.replace(before, after)
+        exec(example, names)
 
 
 @pytest.mark.slow
 def test_the_tutorial_and_the_opening_of_the_readme_tell_the_truth(tmp_path: Path) -> None:
-    assert run_page(ROOT / "docs" / "tutorial.md", tmp_path) == 8
+    assert len(run_page(DOCS / "tutorial.md", tmp_path)) == 8
     opening = tmp_path / "opening"
     opening.mkdir()
-    (opening / "page.md").write_text(re.findall(r"(?s)```console\n.*?```", (ROOT / "README.md").read_text())[0])
-    assert run_page(opening / "page.md", opening) == 2
+    (opening / "page.md").write_text(re.findall(r"(?s)```console\n.*?```", README.read_text())[0])
+    assert len(run_page(opening / "page.md", opening)) == 2
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the pages suppose: two recordings, checkpoints, and programs."""
+    folder = tmp_path_factory.mktemp("project")
+    for number in (1, 2):
+        run, name = folder / "refs" / f"run{number}", ("first.ckpt", "second.ckpt")[number - 1]
+        trainer = quiet_trainer(DeterminismCallback(run, mode="record"))
+        trainer.fit(Classifier(lr=0.1 * number), DataLoader(Samples(), batch_size=8))
+        trainer.save_checkpoint(folder / name)
+        shutil.copytree(run, folder / "refs" / f"run{number}-step-12")
+    shutil.copytree(run, folder / "runs" / "current")
+    shutil.copytree(Path(__file__).with_name("projects"), folder, dirs_exist_ok=True)
+    (folder / "cli.py").rename(folder / "main.py")
+    setup = "from lightning.pytorch.demos.boring_classes import BoringModel as Model\nloader = None\n"
+    (folder / "tests").mkdir()
+    (folder / "tests" / "test_training.py").write_text(setup + python_of(DOCS / "how-to" / "pytest.md")[0])
+    return folder
 
 
 @pytest.mark.slow
-def test_the_docs_are_built(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert "on_divergence" in (tmp_path / "reference" / "api" / "index.html").read_text()
-
-
-EXAMPLES = {  # page -> what its examples have instead of the numbers of a user, and the name of what comes out
-    "compare-models": ({"report = compare_compiled": "# ", "report.assert_close()": "report.worst"}, "report"),
-    "loggers": (
-        {
-            '"refs/run1")': '"refs/run2", mode="record")',
-            "log_every_n_steps=10": f"log_every_n_steps=1, max_epochs=1, {QUIET.replace('logger=False, ', '')}",
-        },
-        "Trainer",
-    ),
-    "observe": ({"    ...\n": "    observe('input', 1)\n"}, "observer"),
-    "replay": ({'DeterminismCallback("refs/run1", mode': "dict(mode"}, "mode"),
-    "resume": ({"max_epochs=10": f"max_epochs=3, {QUIET}", "700, steps=1000": "2, steps=4"}, "verdict"),
-}
-
-
-@pytest.mark.filterwarnings("ignore::det_callbacks.errors.DivergenceWarning", "ignore:.*dataloader is not resumable")
-@pytest.mark.parametrize("page", EXAMPLES)
-def test_examples_of_the_how_to_pages_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    changes, result = EXAMPLES[page]
-    loader, batch = DataLoader(Samples(), batch_size=8), torch.randn(4, 12)
-    models = (nn.Sequential(OrderedDict(encoder=nn.Linear(12, 16), head=nn.Linear(16, 2))) for _ in range(2))
-    names: dict[str, Any] = dict(zip(("model", "rewritten"), models, strict=True))
-    names |= {"inputs": batch, "x": batch, "loader": [batch], "hidden": torch.randn(3, requires_grad=True)}
-    names |= {"torch": torch, "racing_pool": torch.relu, "make_model": Classifier, "make_data": lambda: loader}
-    names["make_trainer"] = lambda: quiet_trainer(max_epochs=1)
-    if page in ("resume", "loggers"):  # these train
-        names |= {"model": Classifier(), "loader": loader}
-        trainer = quiet_trainer(DeterminismCallback("refs/run1", mode="record"), max_epochs=1)
-        trainer.fit(names["model"], loader)
-        trainer.save_checkpoint("checkpoints/last.ckpt")
-    for example in python_of(f"docs/how-to/{page}.md"):
-        for before, after in changes.items():
-            example = example.replace(before, after)
-        exec(example, names)
-    assert getattr(names[result], "verdict", "match") is not None
+@pytest.mark.parametrize("page", pages_with("console", but=("tutorial",)))
+def test_the_commands_of_a_page_run(page: Path, project: Path, tmp_path: Path) -> None:
+    """But for those that install, or copy from another machine."""
+    shutil.copytree(project, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(RECIPES / ("replay" if page.stem == "replay" else "digits"), tmp_path, dirs_exist_ok=True)
+    text = page.read_text().rpartition("## Install")[2]
+    for table in re.findall(r"(?s)```toml\n(.*?)```", text):
+        (tmp_path / "pyproject.toml").write_text(table)
+    for command, instead in (
+        (r"\\\n", ""),
+        (r"\$ (pip|make|scp) .*", ""),
+        ("main.py fit", "main.py fit --config=cli.yaml"),
+        ("checkpoints/last.ckpt", "first.ckpt"),
+        (r"(\$ .*[ =]record\b.*)", r"$ rm -rf refs/run1\n\1"),
+    ):
+        text = re.sub(command, instead, text)
+    if page.stem in ("check", "find-the-op"):  # which show what another project said
+        text = re.sub(r"(?m)^[^$`\n].*$", "", text)
+    (tmp_path / "page.md").write_text(text)
+    for command, status in run_page(tmp_path / "page.md", tmp_path):
+        assert status == 0 or not re.search(r"\b(record|verify)\b", command), command
 
 
 # recipes
@@ -176,7 +244,7 @@ def test_examples_of_the_how_to_pages_run(page: str, tmp_path: Path, monkeypatch
     ],
 )
 def test_the_readme_tells_the_truth(recipe: str, num_commands: int, added: str, tmp_path: Path) -> None:
-    assert run_page(RECIPES / recipe / "README.md", tmp_path, added=added) == num_commands
+    assert len(run_page(RECIPES / recipe / "README.md", tmp_path, added=added)) == num_commands
 
 
 @pytest.mark.ddp
@@ -243,7 +311,7 @@ def test_short_runs_of_overhead_measure_time_memory_and_disk(
 # many ranks: queries in DuckDB, the recipe, and the sizes it promises
 
 SCALE = RECIPES / "scale"
-QUERIES = re.findall(r"```sql\n(.*?)```", (ROOT / "docs" / "how-to" / "query.md").read_text(), re.DOTALL)
+QUERIES = re.findall(r"```sql\n(.*?)```", (DOCS / "how-to" / "query.md").read_text(), re.DOTALL)
 
 
 def record_two_ranks(path: Path, **changes) -> None:
@@ -268,6 +336,7 @@ def test_the_queries_of_the_docs_answer_what_they_say(tmp_path, monkeypatch, cap
         assert cli.main(["export", name, "--to", to]) == 0
     assert capsys.readouterr().out.count(": 314 rows, ") == 2
     assert len(QUERIES) == 3
+    exec(python_of(DOCS / "how-to" / "query.md")[0], {"pl": polars})
     ranks, differing, modules = (duckdb.connect().sql(query) for query in QUERIES)
     assert ranks.fetchall() == [("grad of net.weight", 2), ("net.weight", 3)]
     assert differing.columns == ["step", "position", "rank", "module", "op", "reference", "current"]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from forks import fork_process
+from forks import fork_process, outside_ci
 
 from det_callbacks.pytest_plugin import folder_name
 from det_callbacks.pytest_runs import TrainingRuns  # before the forks, which would each load it
@@ -69,11 +69,6 @@ class Ended(NamedTuple):
 
 
 LEFT_OUT = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "no:timeout")
-
-
-def outside_ci() -> dict[str, str]:
-    """The variables of this process without what says that it is a job of CI or a session of pytest."""
-    return {name: value for name, value in os.environ.items() if name != "CI" and not name.startswith("PYTEST")}
 
 
 def run_in(folder: Path, *arguments: str, **variables: str) -> Ended:
