@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 
 import det_callbacks
-from det_callbacks import DeterminismCallback, errors
+from det_callbacks import DeterminismCallback, cli, errors
 from det_callbacks.compare.cause import RULES
 from det_callbacks.report.advice import ADVICE
 from det_callbacks.verdict import Cause
@@ -53,6 +53,17 @@ def test_arguments_are_listed() -> None:
     arguments = re.findall(r"(?m)^\| `(\w+)` \|", (DOCS / "reference" / "callback.md").read_text())
     parameters = inspect.signature(DeterminismCallback).parameters.values()
     assert arguments == [one.name for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD]
+
+
+def test_the_page_of_the_command_line_is_its_help(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "98")
+    page = (DOCS / "reference" / "cli.md").read_text()
+    for command in ("show", "diff", "record", "verify", "check", "doctor", "ops", "check-checkpoint", "export"):
+        with pytest.raises(SystemExit):
+            cli.main([command, "--help"])
+        assert f"## {command}\n\n```text\n{capsys.readouterr().out}```\n" in page
 
 
 def test_the_api_page_names_everything_public() -> None:
