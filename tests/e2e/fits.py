@@ -205,7 +205,7 @@ class Steady(Classifier):
 
 
 class RaiseAt(pl.Callback):
-    """Raises at the third call of one hook."""
+    """Raises at the third call of one hook, or in the backward pass of the third step ("backward")."""
 
     def __init__(self, hook: str, error: BaseException, *, call: int = 3) -> None:
         self.num_calls = 0
@@ -215,20 +215,10 @@ class RaiseAt(pl.Callback):
             if self.num_calls == call:
                 raise error
 
-        setattr(self, hook, raise_it)
-
-
-class RaiseInside(Classifier):
-    """Raises in the backward pass of the third step."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        def stop(_: Tensor) -> None:
-            raise StopError("backward")
-
-        loss = super().training_step(batch, batch_idx)
-        if batch_idx == 2:
-            loss.register_hook(stop)
-        return loss
+        if hook == "backward":
+            self.on_before_backward = lambda trainer, module, loss: loss.register_hook(raise_it)
+        else:
+            setattr(self, hook, raise_it)
 
 
 class Fit:

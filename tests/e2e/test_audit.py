@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from fits import STYLES, Classifier, Fit, Noisy, RaiseInside, StopError, assert_nothing_left, train
+from fits import STYLES, Classifier, Fit, Noisy, RaiseAt, StopError, assert_nothing_left, train
 from lightning.pytorch.callbacks import LambdaCallback
 from tiers import rest_slow
 from torch import Tensor, library
@@ -121,7 +121,7 @@ def test_an_audit_that_stops_leaves_nothing_behind_also_of_an_earlier_one(tmp_pa
 
     audit_once()
     callback = audit(folder)
-    fit = Fit(callback, model=RaiseInside)
+    fit = Fit(callback, RaiseAt("backward", StopError()))
     with pytest.raises(StopError):
         fit.run()
     assert_nothing_left(fit, callback)
