@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from checking import run_command as run_command  # for scripts
 from compiling import compiles_anew as compiles_anew  # for tests that are marked with COMPILING
 from faults import Deep, Training
 from fits import record

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from checking import Run as RunCommand
-from checking import run_command
 from forks import fork_process
 
 from det_callbacks.runs.store import Run
@@ -21,8 +20,6 @@ from det_callbacks.runs.store import Run
 PROJECTS = Path(__file__).with_name("projects")
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "projects.md"
 ADDED = "# added for det_callbacks"
-
-__all__ = ["run_command"]
 
 
 @pytest.fixture(autouse=True)

@@ -80,11 +80,22 @@ def damageable(reference: Path, tmp_path: Path) -> Path:
         ({"mode": "audit"}, "An audit compares with no reference: write None for 'somewhere'"),
         ({"mode": "audit", "reference": None, "phases": ["backward"]}, "looks at every op .* leave out phases"),
         ({"mode": "audit", "reference": None, "replay": ["*"]}, "looks at every op .* leave out replay"),
+        ({"replay": ["index_add"]}, "names no op"),
+        ({"replay": "aten.add.Tensor"}, r"write \['aten.add.Tensor'\]"),
+        ({"replay": "missing.yaml"}, r"missing\.yaml cannot be read"),
+        ({"replay": ["*"], "level": "module"}, 'replay needs level="op"'),
+        ({"replay": ["*"], "every_n_steps": 2}, "every_n_steps=1"),
+        ({"replay": ["*"], "tensor_budget_mib": float("inf")}, "tensor_budget_mib must be a number of MiB"),
+        ({"keep_tensors": "aten.mm.default"}, "keep_tensors must be a list of strings"),
+        ({"keep_tensors": ["sideways/aten.mm.default"]}, "keep_tensors: .* asks for the phase 'sideways'"),
+        ({"keep_tensors": ["*"], "tensor_budget_mib": "8"}, "tensor_budget_mib must be a number of MiB above 0"),
+        ({"keep_tensors": ["*"], "level": "module"}, 'keep_tensors needs level="op"'),
+        ({"keep_tensors": ["*"], "mode": "audit", "reference": None}, "looks at every op .* and keeps nothing"),
     ],
 )
 def test_a_wrong_argument_is_refused_at_construction(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(SelectionError, match=message) as caught:
-        DeterminismCallback(**{"reference": "somewhere", **arguments})
+        DeterminismCallback(**{"reference": "somewhere", "mode": "record", **arguments})
     assert (caught.value.exit_code, isinstance(caught.value, ValueError)) == (2, True)
 
 

@@ -16,12 +16,7 @@ from trainers import LIGHTNING_ADVICE, quiet_trainer
 
 from det_callbacks import DeterminismCallback, DivergenceError, SelectionError, Verdict
 
-pytestmark = [
-    *COMPILING,
-    LIGHTNING_ADVICE,
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec"),  # Lightning's use of torch's trees
-]
+pytestmark = [*COMPILING, LIGHTNING_ADVICE, pytest.mark.slow]
 
 
 class Training(pl.LightningModule):

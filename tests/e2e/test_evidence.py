@@ -85,17 +85,13 @@ def test_the_first_other_sample_is_named_by_its_index(tmp_path: Path, monkeypatc
     assert said in verdict.evidence
 
 
-class Shifted(Classifier):
-    shift = 0.0
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        inputs, labels = batch
-        return inputs + self.shift, labels
-
-
 def test_what_a_hook_makes_of_a_batch_is_told_from_what_was_loaded(tmp_path: Path) -> None:
-    reference = record(tmp_path / "run", DataLoader(Samples(), 4), Shifted)
-    verdict = verify(reference, DataLoader(Samples(), 4), type("Other", (Shifted,), {"shift": 0.5}))
+    def shifted(by: float) -> type[Classifier]:
+        hook = {"on_after_batch_transfer": lambda self, batch, _: (batch[0] + by, batch[1])}
+        return type("Shifted", (Classifier,), hook)
+
+    reference = record(tmp_path / "run", DataLoader(Samples(), 4), shifted(0.0))
+    verdict = verify(reference, DataLoader(Samples(), 4), shifted(0.5))
     assert verdict.cause == "data_content"
     assert "on_after_batch_transfer" in verdict.explanation
     assert "batch: what left the loader agrees" in verdict.evidence

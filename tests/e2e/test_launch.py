@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from checking import Run, run_command, write_app
+from checking import Run, write_app
 from trainers import LIGHTNING_ADVICE
 
 from det_callbacks import compare_runs
@@ -17,8 +17,6 @@ from det_callbacks.runs.store import Run as StoredRun
 from det_callbacks.variables import LAUNCH
 
 pytestmark = LIGHTNING_ADVICE
-
-__all__ = ["run_command"]
 
 
 def test_a_script_is_recorded_and_verified_as_it_is(run_command: Run) -> None:

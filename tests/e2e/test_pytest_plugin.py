@@ -13,9 +13,7 @@ import pytest
 from forks import fork_process, outside_ci
 
 from det_callbacks.pytest_plugin import folder_name
-from det_callbacks.pytest_runs import TrainingRuns  # before the forks, which would each load it
-
-__all__ = ["TrainingRuns"]
+from det_callbacks.pytest_runs import TrainingRuns as TrainingRuns  # before the forks, which would each load it
 
 TESTS = """
     import os

@@ -105,27 +105,6 @@ def test_the_disk_is_asked_before_anything_is_recorded(tmp_path: Path, monkeypat
     record(tmp_path / "new" / "run", replay=ALL, tensor_budget_mib=16)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"replay": ("index_add",)}, "names no op"),
-        ({"replay": "aten.add.Tensor"}, r"write \['aten.add.Tensor'\]"),
-        ({"replay": "missing.yaml"}, r"missing\.yaml cannot be read"),
-        ({"replay": ALL, "level": "module"}, 'replay needs level="op"'),
-        ({"replay": ALL, "every_n_steps": 2}, "every_n_steps=1"),
-        ({"replay": ALL, "tensor_budget_mib": float("inf")}, "tensor_budget_mib must be a number of MiB"),
-        ({"keep_tensors": "aten.mm.default"}, "keep_tensors must be a list of strings"),
-        ({"keep_tensors": ["sideways/aten.mm.default"]}, "keep_tensors: .* asks for the phase 'sideways'"),
-        ({"keep_tensors": ["*"], "tensor_budget_mib": "8"}, "tensor_budget_mib must be a number of MiB above 0"),
-        ({"keep_tensors": ["*"], "level": "module"}, 'keep_tensors needs level="op"'),
-        ({"keep_tensors": ["*"], "mode": "audit"}, "An audit looks at every op .* and keeps nothing"),
-    ],
-)
-def test_a_wrong_choice_is_refused_at_construction(options: Any, message: str, tmp_path: Path) -> None:
-    with pytest.raises(SelectionError, match=message):
-        DeterminismCallback(tmp_path / "run", **{"mode": "record", **options})
-
-
 def test_what_an_audit_wrote_is_taken_as_it_is_and_other_patterns_than_the_references_are_refused(
     tmp_path: Path,
 ) -> None:
