@@ -3,7 +3,6 @@
 import itertools
 import json
 import pickle
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,9 @@ import pytest
 import torch
 from fits import STYLES, Classifier, Fit, Noisy, RaiseAt, StopError, assert_nothing_left, train
 from lightning.pytorch.callbacks import LambdaCallback
+from nondeterministic_ops import noisy_
 from tiers import rest_slow
-from torch import Tensor, library
+from torch import Tensor
 from trainers import LIGHTNING_ADVICE, has_same_weights
 
 from det_callbacks import AuditError, DeterminismCallback, DivergenceWarning, NothingComparedError
@@ -71,21 +71,10 @@ def test_three_nondeterministic_ops_are_found_and_no_other(tmp_path: Path) -> No
     assert set(report.replay) == {f"{phase}/{module}:{op}" for phase, module, op in PLANTED}
 
 
-FAULTY_RUNS: list[int] = []
-"""Runs of the op, from 1 on, that give other bits; each call of it has two, and a third where these differ."""
-_num_runs = itertools.count(1)
-
-
-@library.custom_op("audited::faulty_", mutates_args={"x"})
-def faulty_(x: Tensor) -> None:
-    run = next(_num_runs)
-    x.add_(float(run) if run in FAULTY_RUNS else 0.0)
-
-
 class Faulty(Classifier):
     def forward(self, inputs: Tensor) -> Tensor:
         scratch = torch.ones_like(inputs)
-        faulty_(scratch)
+        noisy_(scratch)
         return self.last(torch.relu(self.first(inputs * scratch)))
 
 
@@ -101,14 +90,15 @@ class Faulty(Classifier):
 def test_a_fault_that_comes_once_is_transient(
     runs: list[int], judgement: str, steps: tuple[int, ...], tmp_path: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "FAULTY_RUNS", runs)
-    monkeypatch.setattr(sys.modules[__name__], "_num_runs", itertools.count(1))
+    numbers = itertools.count(1)  # of runs; each call of the op has two, and a third where these differ
+    added = (float(number) if number in runs else 0.0 for number in numbers)
+    monkeypatch.setattr("nondeterministic_ops.entropy", lambda: next(added))
     callback = audit(tmp_path / "audit", on_divergence="warn")
     advice = "suspect the hardware" if judgement == "transient" else "Make these ops deterministic"
     with pytest.warns(DivergenceWarning, match=advice):
         train(Faulty, callback, epochs=1)
     (found,) = callback.audit_report.findings
-    assert (found.judgement, found.steps, found.op) == (judgement, steps, "audited.faulty_.default")
+    assert (found.judgement, found.steps, found.op) == (judgement, steps, "planted.noisy_.default")
     assert callback.audit_report.replay == ((found.pattern,) if judgement == "nondeterministic" else ())
 
 
