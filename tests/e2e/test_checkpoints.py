@@ -19,12 +19,7 @@ from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, OnExcep
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from resumes import RESUMING
 
-from det_callbacks import (
-    CheckpointFormatError,
-    CheckpointMismatchError,
-    DeterminismCallback,
-    check_checkpoint,
-)
+from det_callbacks import CheckpointFormatError, CheckpointMismatchError, DeterminismCallback, check_checkpoint
 
 pytestmark = RESUMING
 

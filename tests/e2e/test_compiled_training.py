@@ -8,9 +8,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from compiling import COMPILING, NUDGE, net, opaque_backend
+from fits import Classifier
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 from trainers import LIGHTNING_ADVICE, quiet_trainer
 
@@ -19,16 +19,13 @@ from det_callbacks import DeterminismCallback, DivergenceError, SelectionError, 
 pytestmark = [*COMPILING, LIGHTNING_ADVICE, pytest.mark.slow]
 
 
-class Training(pl.LightningModule):
+class Training(Classifier):
     def __init__(self, network: nn.Module) -> None:
-        super().__init__()
+        super().__init__(lr=1e-3)
         self.network = network
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        return cross_entropy(self.network(batch[0]), batch[1])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.network(inputs)
 
 
 def whole(training: Training, backend: Any) -> Any:

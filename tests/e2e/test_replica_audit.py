@@ -15,15 +15,9 @@ from processes import STRATEGIES, Ended, Faulty, Sharded, require_same_training,
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from trainers import LIGHTNING_ADVICE
 
-from det_callbacks import (
-    DeterminismCallback,
-    DivergenceWarning,
-    NothingComparedError,
-    ReplicaAuditCallback,
-    SelectionError,
-    SettingsError,
-)
+from det_callbacks import DeterminismCallback, ReplicaAuditCallback
 from det_callbacks.callback import fits as fits_of_process
+from det_callbacks.errors import DivergenceWarning, NothingComparedError, SelectionError, SettingsError
 from det_callbacks.runs.store import Run
 
 pytestmark = pytest.mark.ddp

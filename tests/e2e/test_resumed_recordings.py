@@ -11,14 +11,8 @@ import torch
 from fits import Fit, RaiseAt, Steady, StopError
 from resumes import RESUMING, SaveAfter
 
-from det_callbacks import (
-    DeterminismCallback,
-    DivergenceError,
-    ReferenceFormatError,
-    SelectionError,
-    compare_runs,
-    observe_non_deterministic,
-)
+from det_callbacks import DeterminismCallback, compare_runs, observe_non_deterministic
+from det_callbacks.errors import DivergenceError, ReferenceFormatError, SelectionError
 from det_callbacks.runs.store import Run
 
 pytestmark = RESUMING
