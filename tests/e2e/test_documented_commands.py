@@ -269,15 +269,14 @@ def test_the_table_of_ddp_audit_tells_the_truth(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def overhead(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
+def overhead(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     """The modules of the recipe; other recipes use their names too."""
     names = [path.stem for path in OVERHEAD.parent.glob("*.py")]
-    for name in names:
-        monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(OVERHEAD.parent)
-    yield {name: importlib.import_module(name) for name in names}
     for name in names:
+        monkeypatch.setitem(sys.modules, name, None)  # what is imported in its place goes when the test ends
         del sys.modules[name]
+    return {name: importlib.import_module(name) for name in names}
 
 
 def test_the_commands_of_overhead_are_taken_and_its_networks_have_their_sizes(overhead: dict[str, ModuleType]) -> None:

@@ -167,21 +167,19 @@ def test_damage_is_said_and_never_a_number(references: References, tmp_path: Pat
             path.write_bytes(content)
 
 
-def body(folder: Path, mode: Any, rank: int) -> None:
-    """Rank 1 computes otherwise in step 1 of the verification."""
-    options: Any = {"keep_tensors": [f"forward/first:{ADDMM}"]} if mode == "record" else {}
-    callback = DeterminismCallback(folder / "ref", mode=mode, current=folder / "current", **options)
-    model = Classifier()
-    is_faulty = mode == "verify" and rank == 1
-    with below(op="aten.addmm", module="first", step=1)(model) if is_faulty else nullcontext():
-        train_ranks(callback, model=lambda: model)
-
-
 @pytest.mark.slow
 @pytest.mark.ddp
 def test_the_numbers_are_those_of_the_rank_that_differs(tmp_path: Path) -> None:
+    def body(mode: Any, rank: int) -> None:
+        options: Any = {"keep_tensors": [f"forward/first:{ADDMM}"]} if mode == "record" else {}
+        callback = DeterminismCallback(tmp_path / "ref", mode=mode, current=tmp_path / "current", **options)
+        model = Classifier()
+        is_faulty = mode == "verify" and rank == 1
+        with below(op="aten.addmm", module="first", step=1)(model) if is_faulty else nullcontext():
+            train_ranks(callback, model=lambda: model)
+
     for mode, status in (("record", 0), ("verify", 1)):
-        ended = run_ranks(partial(body, tmp_path, mode), tmp_path / mode, status=status)
+        ended = run_ranks(partial(body, mode), tmp_path / mode, status=status)
     assert "1 of 64 elements differ, by 1 ULP" in ended[0].output
     verdict = verdict_in(tmp_path)
     require_one_verdict(verdict, tmp_path / "ref", tmp_path / "current")

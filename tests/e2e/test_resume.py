@@ -1,11 +1,9 @@
 """A resumed training is the training that was interrupted, or it is refused with the reason."""
 
-import random
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch import callbacks
@@ -15,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from det_callbacks import DeterminismCallback, DivergenceError, NothingComparedError
 from det_callbacks.checkpoint.files import read_part, read_sidecar
+from det_callbacks.rng import GeneratorStates
 from det_callbacks.runs.store import Run
 
 pytestmark = RESUMING
@@ -121,8 +120,7 @@ def test_nothing_else_changes(tmp_path: Path) -> None:
         callback = DeterminismCallback(tmp_path / "run", mode=mode)
         fit(callback, SaveAfter(tmp_path, 3, 7, 14), **options)
         saved = [path.read_bytes() for path in sorted(tmp_path.glob("*.ckpt"))]
-        states = torch.get_rng_state().tolist(), random.getstate(), repr(np.random.get_state())
-        after.append((saved, states))
+        after.append((saved, GeneratorStates.capture()))
     assert len(after[0][0]) == 3
     assert after[0] == after[1]
     # saved within a step, whose end comes later for a callback behind
