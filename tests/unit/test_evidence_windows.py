@@ -2,7 +2,7 @@
 
 import pytest
 
-from det_callbacks.compare.evidence import Window, compare_windows, gather_window
+from det_callbacks.compare.evidence import Evidence, compare_windows, gather_window
 from det_callbacks.report.advice import show_change
 from det_callbacks.runs.evidence import Row
 
@@ -25,31 +25,20 @@ def fit(steps: int, *, drawn_at: tuple[int, str] | None = None, validates: bool 
     return rows
 
 
-def windows(ours: list[Row], theirs: list[Row], since: int | None, step: int) -> tuple[Window, Window]:
+def compare(ours: list[Row], theirs: list[Row], step: int) -> Evidence:
+    """Return what is known of a step, the first or one after an equal one."""
+    since = step - 1 if step else None
     found = [gather_window((row for row in rows if row.step <= step), since=since) for rows in (ours, theirs)]
-    assert found[0] is not None
-    assert found[1] is not None
-    return found[0], found[1]
+    return compare_windows(*found, step)
 
 
-@pytest.mark.parametrize(
-    ("drawn_at", "step", "equal_at", "differs_at", "ran"),
-    [
-        ((1, "batch end"), 2, (1, "batch end"), (2, "before validation"), "on_train_batch_end of EMA, Plot"),
-        ((2, "after validation"), 2, (2, "after validation"), (2, "before a batch is drawn"), "something that no"),
-        ((0, "fit start"), 0, None, (0, "fit start"), ""),
-    ],
-)
-def test_who_drew_is_named_and_what_only_one_run_has(drawn_at, step, equal_at, differs_at, ran):
-    ours, theirs = fit(4), fit(4, drawn_at=drawn_at)
-    if drawn_at[1] == "fit start":
-        theirs = [row._replace(value=row.value + 1) if row.name == "torch.cpu" else row for row in theirs]
-    (change,) = compare_windows(*windows(ours, theirs, step - 1 if step else None, step), step).generators
-    assert (change.name, change.equal_at, change.differs_at) == ("torch.cpu", equal_at, differs_at)
-    assert change.seeds in ((5, 5), None)
-    said = f"in between ran: {ran}" if ran else "by another number of draws from the same seed"
-    assert said in show_change(change, compare_windows(*windows(ours, theirs, None, step), step))
-    evidence = compare_windows(*windows(fit(4, validates=False), fit(4, drawn_at=(2, "before validation")), 1, 2), 2)
+def test_who_drew_is_named_and_what_only_one_run_has():
+    evidence = compare(fit(4), fit(4, drawn_at=(2, "after validation")), 2)
+    (change,) = evidence.generators
+    assert (change.name, change.seeds) == ("torch.cpu", (5, 5))
+    assert (change.equal_at, change.differs_at) == ((2, "after validation"), (2, "before a batch is drawn"))
+    assert "in between ran: something that no point encloses" in show_change(change, evidence)
+    evidence = compare(fit(4, validates=False), fit(4, drawn_at=(2, "before validation")), 2)
     (change,) = evidence.generators
     assert change.only_current == ("before validation", "after validation")
     assert "only in the current run: before validation, after validation" in show_change(change, evidence)
@@ -73,6 +62,6 @@ def test_indices_tell_order_from_content_and_the_first_other_one_is_named(theirs
         return [Row(0, "batch", name, value, text) for name, value in zip(names, values or (), strict=False)]
 
     ours, others = fit(1) + batch((1, 1), "[7, 5, 9]"), fit(1) + batch(theirs, text)
-    evidence = compare_windows(*windows(ours, others, None, 0), 0)
+    evidence = compare(ours, others, 0)
     assert (evidence.batch.indices, evidence.generators) == (indices, ())
     assert evidence.batch.first_index == (first and ("train_dataloader", *first))
