@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 from trainers import quiet_trainer
 
-from det_callbacks import DeterminismCallback, Divergence, DivergenceError, Verdict
+from det_callbacks import DeterminismCallback, DivergenceError, Verdict
 from det_callbacks.runs.store import Run
 
 WIDTH = 16
@@ -190,8 +190,3 @@ def verify(reference: Path, training: Training, current: Path, **options: Any) -
     assert verdict.first_divergence is not None
     assert Run.open(current).rank(0).steps(0).tolist() == [verdict.first_divergence.step]
     return verdict
-
-
-def first_of(verdict: Verdict) -> Divergence:
-    assert verdict.first_divergence is not None
-    return verdict.first_divergence

@@ -185,9 +185,7 @@ def test_a_browser_opens_it_light_and_dark_wide_and_narrow(runs: Path) -> None:
     assert len(colours) == 4, "text and ground are others in the dark"
 
 
-def test_diff_writes_it_beside_the_verdict_which_comes_first(
-    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_diff_writes_it_beside_the_verdict_which_comes_first(runs, tmp_path, capsys):
     file = tmp_path / "r.html"
 
     def diff(current: str, *options: str) -> tuple[int, str, str]:
@@ -205,9 +203,7 @@ def test_diff_writes_it_beside_the_verdict_which_comes_first(
     assert ([one.letters() for one in Page(file).maps], "First divergence" in Page(file).text) == (["mmmm"], False)
 
 
-def test_a_match_leaves_none_and_steps_that_were_not_kept_are_not_shown_as_equal(
-    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_match_leaves_none_and_steps_that_were_not_kept_are_not_shown_as_equal(runs, tmp_path, monkeypatch, capsys):
     current = tmp_path / "current"
     monkeypatch.setattr(verification, "STORED_STEPS", 1)
     verify(runs, current, SPREADING, on_divergence="warn")
@@ -220,9 +216,7 @@ def test_a_match_leaves_none_and_steps_that_were_not_kept_are_not_shown_as_equal
     assert "report" not in capsys.readouterr().out
 
 
-def test_what_goes_wrong_with_it_hides_nothing_and_no_frame_of_ours_is_shown(
-    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_goes_wrong_with_it_hides_nothing_and_no_frame_of_ours_is_shown(runs, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(verifying, "write_report", {}.__getitem__)  # a mistake of ours: it takes no such arguments
     callback = DeterminismCallback(runs / "reference", mode="verify", current=tmp_path / "current")
     with pytest.raises(DivergenceError) as caught:

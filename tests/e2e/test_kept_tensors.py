@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from faults import BATCH, WIDTH, Deep, Training, add_ulp, below, first_of, verify
+from faults import BATCH, WIDTH, Deep, Training, add_ulp, below, verify
 from fits import Classifier
 from judged import require_one_verdict
 from processes import run_ranks, verdict_in
@@ -35,7 +35,7 @@ References = Callable[..., Path]
 
 
 def numbers_of(verdict: Verdict) -> Numbers:
-    numbers = first_of(verdict).numbers
+    numbers = verdict.first_divergence.numbers
     assert numbers is not None, "no numbers"
     return numbers
 
@@ -95,7 +95,7 @@ def test_one_tensor_of_a_list_that_the_optimizer_changes(references: References,
     op = "aten._foreach_addcdiv_.ScalarList"
     training = Training(model=model, around=below(op="aten._foreach_addcdiv_", step=2, written=2))
     verdict = verify(references(model, keep_tensors=(f"optimizer/{op}",)), training, tmp_path / "current")
-    first = first_of(verdict)
+    first = verdict.first_divergence
     assert (first.phase, first.op, first.output, first.name) == ("optimizer", op, 2, "net.0.up.weight")
     output = output_of(verdict)
     assert (output.tensor, output.num_differing, output.max_ulps, output.first) == ("output 2", 1, 1, (0, 0))

@@ -62,22 +62,17 @@ class FloatsOnly(Logger):
         ]
 
 
-def training(*callbacks: pl.Callback, factor_at: int | None = None, **options: Any) -> Fit:
-    made = Fit(*callbacks, model=Logging, **{"max_epochs": 2, **options})
+def fit(*callbacks: pl.Callback, factor_at: int | None = None, **options: Any) -> Fit:
+    made = Fit(*callbacks, model=Logging, **{"max_epochs": 2, "log_every_n_steps": 3, **options})
     made.model.factor_at = factor_at
-    return made
-
-
-def fit(callback: DeterminismCallback | None, *loggers: Logger, **options: Any) -> Fit:
-    options = {"log_every_n_steps": 3, "logger": list(loggers), **options}
-    return training(*([] if callback is None else [callback]), **options).run()
+    return made.run()
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("reference") / "run"
     logger = FloatsOnly()
-    trainer = fit(DeterminismCallback(path, mode="record", level="state"), logger).trainer
+    trainer = fit(DeterminismCallback(path, mode="record", level="state"), logger=logger).trainer
     assert [(step, set(row)) for step, row in logger.ours()] == [(at, {*COMMON, "steps_recorded"}) for at in (2, 5, 7)]
     names = {*trainer.callback_metrics, *trainer.logged_metrics, *trainer.progress_bar_metrics}
     assert "loss" in names
@@ -87,8 +82,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("factor_at", [None, 4])
 def test_loggers_get_numbers_that_a_plot_of_32_bit_floats_holds_and_stores_the_verdict(
-    factor_at: int | None, reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    factor_at, reference, tmp_path, monkeypatch
+):
     given: list[tuple[Any, ...]] = []
     note = lambda *args, **options: given.append((*args, *options.values()))  # noqa: E731
     stores = (WandbLogger, MLFlowLogger, TensorBoardLogger)
@@ -103,7 +98,7 @@ def test_loggers_get_numbers_that_a_plot_of_32_bit_floats_holds_and_stores_the_v
     callback = DeterminismCallback(reference, current=current, on_divergence="collect")
     with nullcontext() if factor_at is None else pytest.raises(DivergenceError):
         loggers = [floats, *(cast(Any, kind)() for kind in stores)]
-        fit(callback, *loggers, factor_at=factor_at, default_root_dir=tmp_path)
+        fit(callback, logger=loggers, factor_at=factor_at, default_root_dir=tmp_path)
     verdict: Any = callback.verdict
     files = [current / name for name in ("verdict.json", "report.html")[: 1 if factor_at is None else 2]]
     assert given == [
@@ -134,12 +129,12 @@ def states(trained: Fit) -> dict[str, Any]:
 def test_logging_changes_no_bit_and_is_not_in_the_trace(tmp_path: Path) -> None:
     """With a logger that draws and computes: those draws of its own that the user asked for stay."""
     options: dict[str, Any] = {"log_every_n_steps": 1, "max_epochs": 1}
-    plain = states(fit(None, FloatsOnly(draws=True), **options))
+    plain = states(fit(logger=FloatsOnly(draws=True), **options))
     chains = []
     for name, num_rows in (("with", 4), ("without", 0)):
         logger = FloatsOnly(draws=True)
         callback = DeterminismCallback(tmp_path / name, mode="record", log_metrics=name == "with")
-        assert states(fit(callback, logger, **options)) == plain
+        assert states(fit(callback, logger=logger, **options)) == plain
         assert len(logger.ours()) == num_rows
         chains.append(Run.open(tmp_path / name).rank(0).fit(0).chains.tolist())
     assert chains[0] == chains[1]
@@ -154,7 +149,7 @@ def test_logging_changes_no_bit_and_is_not_in_the_trace(tmp_path: Path) -> None:
 )
 def test_it_is_logged_when_and_where_the_trainer_logs(options: Any, rows: Any, tmp_path: Path) -> None:
     logger = FloatsOnly()
-    fit(DeterminismCallback(tmp_path / "run", mode="record", level="state"), logger, **options)
+    fit(DeterminismCallback(tmp_path / "run", mode="record", level="state"), logger=logger, **options)
     if options["log_every_n_steps"]:
         assert [step for step, row in logger.logged if "loss" in row] == [step for step, _ in rows]
     assert [(step, row["steps_recorded"]) for step, row in logger.ours()] == rows
@@ -165,9 +160,7 @@ CONTROL = r"(?:\x1b\[[^A-Za-z]*[A-Za-z])"
 
 
 @pytest.mark.parametrize("bar", [TQDMProgressBar, pytest.param(RichProgressBar, marks=pytest.mark.slow)])
-def test_our_line_is_whole_and_the_bar_says_how_far_it_is(
-    bar: type[ProgressBar], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_our_line_is_whole_and_the_bar_says_how_far_it_is(bar, tmp_path, monkeypatch, capsys):
     """At a terminal of 60 rows and 600 columns."""
     for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
         monkeypatch.delenv(name, raising=False)
@@ -178,7 +171,7 @@ def test_our_line_is_whole_and_the_bar_says_how_far_it_is(
     def see(*callbacks: pl.Callback, factor_at: int | None = None) -> tuple[str, str]:
         """Return our line, which stands on a line of its own, and the bar as it was last drawn."""
         with suppress(DivergenceError):
-            training(*callbacks, factor_at=factor_at, enable_progress_bar=True).run()
+            fit(*callbacks, factor_at=factor_at, enable_progress_bar=True)
         written = capsys.readouterr().out
         (ours,) = re.findall(rf"[\r\n]{CONTROL}*(det_callbacks: [^\r\n]*)[\r\n]", written)
         bars = re.findall(r"(Epoch \d[^\r\n]*)", re.sub(CONTROL, "", written))
@@ -214,5 +207,5 @@ def test_what_a_user_shows_stays(tmp_path: Path) -> None:
     for bar in (Own(refresh_rate=0), ProgressBar()):  # the second is none of Lightning's, and need not take text
         callback = DeterminismCallback(tmp_path / type(bar).__name__, mode="record", level="state")
         with pytest.raises(StopError):
-            training(bar, callback, stopping, enable_progress_bar=True).run()
+            fit(bar, callback, stopping, enable_progress_bar=True)
     assert shown == [{"mine": "yes", "loss": ANY, "determinism": "2 steps recorded"}, {"loss": ANY}]

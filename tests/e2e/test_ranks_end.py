@@ -150,9 +150,7 @@ def one_fit(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("every", "last", "fault", "how"), [(2, 3, "data", "raise"), (3, 2, "weights", "raise"), (2, 7, "data", "collect")]
 )
-def test_all_ranks_stop_at_the_same_sync_or_go_on_to_the_end(
-    every: int, last: int, fault: str, how: str, one_fit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_ranks_stop_at_the_same_sync_or_go_on_to_the_end(every, last, fault, how, one_fit, tmp_path, monkeypatch):
     monkeypatch.setattr(group, "SYNC_EVERY_N_STEPS", every)
     ended = run_training("verify", linked(one_fit, tmp_path), fault, batches=8, on_divergence=how, status=1)
     assert all("the verdict: diverged" in one.output for one in ended)

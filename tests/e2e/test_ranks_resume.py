@@ -139,9 +139,7 @@ def test_from_wherever_it_was_saved(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
-def test_a_kill_between_two_ranks_leaves_a_checkpoint_without_digests(
-    killed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_between_two_ranks_leaves_a_checkpoint_without_digests(killed, tmp_path, monkeypatch):
     def save_twice(trainer: pl.Trainer, *_: Any) -> None:
         step = trainer.fit_loop.epoch_loop.total_batch_idx
         if step == 4 and trainer.global_rank == killed:  # which has not written its part yet

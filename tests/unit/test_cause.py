@@ -230,9 +230,7 @@ THREADS_SAID = "torch.num_threads: 2 in the reference, 1 now"
         ({}, [THREADS], ("match", None), THREADS_SAID),
     ],
 )
-def test_a_choice_never_excuses_and_a_machine_only_bits_that_it_can_change(
-    change, environment, expected, said, tmp_path
-):
+def test_a_choice_never_excuses_and_a_machine_only_bits_it_can_change(change, environment, expected, said, tmp_path):
     verdict = judge(tmp_path, (training_step(), training_step(**change)), environment=environment)
     assert (verdict.verdict, verdict.cause) == expected
     assert said in verdict.explanation
