@@ -108,26 +108,16 @@ def _first(value: Tensor, _: Any) -> Tensor:
 
 def delayed(rank: int) -> Any:
     """Rank 1 comes late: rank 0 reads before, and after the wait."""
-    model = nn.Linear(2, 2, bias=False)
-    nn.init.ones_(model.weight)
-    works = []
 
     def body() -> None:
         x = torch.ones(4)
-        if rank:
-            time.sleep(0.6)
+        time.sleep(0.6 * rank)
         work = dist.all_reduce(x, async_op=True)
         _ = x + 1
         work.wait()
         _ = x + 2
-        if rank:
-            time.sleep(0.6)
-        works.append(dist.all_reduce(model.weight.data, async_op=True))
 
-    trace = traced(body, model)
-    works[0].wait()
-    last = trace.program.sites[-1].name, trace.layout.entries[-1].detail, int(trace.digests[-1])
-    return {"rows": rows(trace), "last": last, "skipped": dict(trace.program.ops_skipped)}
+    return rows(traced(body))
 
 
 def scenarios(_: RankGroup, rank: int) -> dict[str, Any]:
@@ -171,9 +161,6 @@ def test_digests_are_those_of_what_went_in_and_came_out(said):
 
 
 def test_a_buffer_in_flight_has_no_digest(said):
-    found = said("delayed")[0]
-    early, late = [row for row in found["rows"] if row[0] == "delivered"][:2]
+    early, late = [row for row in said("delayed")[0] if row[0] == "delivered"]
     assert early[2:4] == ["in flight", 0]
     assert late[2:4] == ["", digest_tensor(torch.full((4,), 2.0))]
-    assert found["last"] == ("weight", "in flight", 0)
-    assert found["skipped"]["in_flight"] >= 2

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from torch import Tensor
+from torch import Tensor, nn
 from tracing import position_of, site_of, step_of, traced
 
 from det_callbacks import HashMode, digest_tensor
@@ -121,17 +121,20 @@ def test_every_collective(name: str) -> None:
 
 
 def test_what_is_under_way_when_a_step_ends_follows_from_nothing_in_the_next() -> None:
-    mode, x, works = HashMode(), torch.ones(3), []
+    model, works = nn.Linear(2, 2, bias=False), []
+    mode = HashMode(model)
     # no Mock: it would keep the work, and gloo's threads, which a test that forks cannot have
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "_is_done", lambda work: False)
-        step_of(mode, lambda: works.append(dist.all_reduce(x, async_op=True)))
-        trace = step_of(mode, lambda: x * 2)
-    ((early, site),) = rows(trace, "delivered")
+        trace = step_of(mode, lambda: works.append(dist.all_reduce(model.weight.data, async_op=True)))
+        assert (trace.program.sites[-1].name, trace.layout.entries[-1].detail) == ("weight", "in flight")
+        assert trace.digests[-1] == 0
+        trace = step_of(mode, lambda: model.weight * 2)
+    (early, site), _ = rows(trace, "delivered")  # the op reads it, and so does the end of the step
     assert (site.inputs, int(trace.digests[early]), trace.layout.entries[early].detail) == ((), 0, "in flight")
-    assert trace.program.ops_skipped["in_flight"] == 1
+    assert trace.program.ops_skipped["in_flight"] == 2
     works[0].wait()
-    assert rows(step_of(mode, lambda: x * 2), "delivered") == []
+    assert rows(step_of(mode, lambda: model.weight * 2), "delivered") == []
 
 
 def test_collectives_outside_the_selection_are_counted_only() -> None:
