@@ -7,15 +7,14 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from stored_runs import OneOf
+from stored_runs import OneOf, join
 
 from det_callbacks.judge import compare_runs
-from det_callbacks.runs.manifest import Attempt, read_manifest
 from det_callbacks.runs.program import Layout, Program, Site, StepView, TensorLayout, argument_bits, plain_value
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import StepTrace
@@ -230,15 +229,12 @@ def record(
     **options: Any,
 ) -> Path:
     """Write a run; ``steps`` is {step: builder}, or a list of these, one a fit; ``others`` those of further ranks."""
-    manifest = manifest_of(environment, selection)
-    for rank, known in enumerate((steps, *others)):
-        peers = OneOf(rank, 1 + len(others))
-        if rank:
-            writer = RunWriter(path, peers, replace(read_manifest(path), attempts=(Attempt(),)), attempt=0, segment=0)
-        else:
-            writer = RunWriter.create(path, peers=peers, manifest=manifest, **options)
-        if not rank and resumed is not None:
-            writer.note_resumed(resumed)
+    manifest, world_size = manifest_of(environment, selection), 1 + len(others)
+    writers = [RunWriter.create(path, peers=OneOf(0, world_size), manifest=manifest, **options)]
+    if resumed is not None:
+        writers[0].note_resumed(resumed)
+    writers += [join(path, rank) for rank in range(1, world_size)]
+    for rank, (writer, known) in enumerate(zip(writers, (steps, *others), strict=True)):
         for number, fit in enumerate(known if isinstance(known, list) else [known]):
             if number:
                 writer.start_segment()

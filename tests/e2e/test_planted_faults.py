@@ -1,7 +1,4 @@
-"""Faults planted in a training of more than fifty modules: the culprit is named, and nobody who passes it on.
-
-What Python may have passed on, past every edge, is in tests/unit/test_origin.py.
-"""
+"""Faults planted in a training of more than fifty modules: the culprit is named, and nobody who passes it on."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -155,8 +155,7 @@ def test_a_collective_that_raises_leaves_no_site() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "shown"),
-    [((0,), "0"), ((0, 1), "0-1"), ((1, 3), "1,3"), ((0, 1, 2, 3), "0-3"), ((1, 3, 5), "1,3,5")],
+    ("ranks", "shown"), [((0,), "0"), ((0, 1), "0-1"), ((1, 3), "1,3"), ((0, 1, 2, 3), "0-3"), ((1, 3, 5), "1,3,5")]
 )
 def test_ranks_are_shown_in_short(ranks: tuple[int, ...], shown: str) -> None:
     assert shown_ranks(ranks) == shown

@@ -11,12 +11,7 @@ from step_builder import StepBuilder, manifest_of, record, steps_of, training_st
 
 from det_callbacks import judge
 from det_callbacks.compare.step import compare_steps
-from det_callbacks.errors import (
-    NothingComparedError,
-    ReferenceFormatError,
-    ReferenceNotFoundError,
-    SelectionError,
-)
+from det_callbacks.errors import NothingComparedError, ReferenceFormatError, ReferenceNotFoundError, SelectionError
 from det_callbacks.judge import CHAINS_NOTE, compare_runs
 from det_callbacks.runs.files import stream_path
 from det_callbacks.runs.selection import Selection
@@ -119,10 +114,7 @@ def built(rank: int, number: int, kind: int = 0) -> StepBuilder:
 
 
 def counts_of_every_step(reference: Path, current: Path, *, is_common: bool):
-    """What is found when each step is read and compared, one after the other: what nothing may change.
-
-    Steps, sites, those that differ, and by rank the first step with one.
-    """
+    """Read and compare each step; return the number of steps, of sites, of those that differ, and where ranks start."""
     ours, theirs = Run.open(reference), Run.open(current)
     num_steps = num_sites = num_differing = 0
     first = {}
