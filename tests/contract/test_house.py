@@ -73,8 +73,6 @@ def test_each_rule_finds_what_it_forbids_and_nothing_else() -> None:
     imports = "from det_callbacks import HashMode\nimport det_callbacks.trace\nfrom det_callbacks.digest import host"
     assert banned_words(words) == ["read_snapshot", "GoldenRun", "num_actual", "XMLBaseline"]
     assert len(banners("? ---- part two ----\n?????\n? x".replace("?", "#"))) == 2
-    assert misfits({"fine.py": "\n" * 500, "tests/long.py": "\n" * 501, "_utils.py": ""}) == [
-        "tests/long.py",
-        "_utils.py",
-    ]
+    files = {"fine.py": "\n" * 500, "tests/long.py": "\n" * 501, "_utils.py": ""}
+    assert misfits(files) == ["tests/long.py", "_utils.py"]
     assert private_imports(imports) == ["det_callbacks.digest", "det_callbacks.trace"]

@@ -89,10 +89,7 @@ def fit(model: LightningModule, *callbacks: Callback, batch_size: int = 16, stra
 
 @contextmanager
 def without_waits(*callbacks: Callback) -> Iterator[list[Callback]]:
-    """Give callbacks of a fit in which nothing may wait for the device, after all began a step and before any ends it.
-
-    Not in the first step, in which kernels are compiled, and tried on the device before they are taken.
-    """
+    """Give callbacks of a fit in whose steps nothing may wait for the device, but in the first, which tries kernels."""
     off = LambdaCallback(on_train_batch_end=lambda *_: forbid_waiting(False))
     on = LambdaCallback(on_train_batch_start=lambda *given: forbid_waiting(given[-1] > 0))
     try:
@@ -116,12 +113,14 @@ def peak_of_fit(*callbacks: Callback, width: int, batch_size: int) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def run(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run the program in a process of its own: CUBLAS_WORKSPACE_CONFIG is read once, by the first context."""
+def run(folder: Path, *arguments: object, status: int = 0) -> str:
+    """Return what the program prints in a process of its own: the first context reads CUBLAS_WORKSPACE_CONFIG, once."""
     variables = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
     path = os.pathsep.join(str(folder) for folder in Path(__file__).parents[1:3])
     words, variables["PYTHONPATH"] = [sys.executable, __file__, *map(str, arguments)], path
-    return subprocess.run(words, cwd=folder, env=variables, timeout=280, capture_output=True, text=True)
+    done = subprocess.run(words, cwd=folder, env=variables, timeout=280, capture_output=True, text=True)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout
 
 
 def test_nothing_waits_for_the_device_inside_a_step_unnoticed(tmp_path: Path) -> None:
@@ -144,14 +143,10 @@ def test_recording_takes_little_of_the_devices_memory(tmp_path: Path) -> None:
 def test_a_recording_under_the_default_settings_matches(tmp_path: Path, strategy: str, namespace: str) -> None:
     """With DDP and FSDP2 also collectives and gathered weights on streams of their own."""
     for mode, said in (("record", "record"), ("verify", "match")):
-        done = run(tmp_path, mode, tmp_path / "run", strategy)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert done.stdout.splitlines()[-1] == said
+        assert run(tmp_path, mode, tmp_path / "run", strategy).splitlines()[-1] == said
     sites = Run.open(tmp_path / "run").view(0, 0, 1).program.sites
     assert namespace in {site.op.partition(".")[0] for site in sites}
-    done = run(tmp_path, "verify", tmp_path / "run", strategy, 2)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "Step 2, forward" in done.stdout
+    assert "Step 2, forward" in run(tmp_path, "verify", tmp_path / "run", strategy, 2, status=1)
 
 
 # ops of a GPU that are not deterministic: found by an audit, put back by replay

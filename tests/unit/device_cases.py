@@ -31,10 +31,7 @@ def of_bits(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def tensors(num_cases: int, *, largest: int, seed: int, device: torch.device = HOST) -> list[torch.Tensor]:
-    """Return tensors of random dtype, size, offset in their storage and layout, some with a conjugate bit.
-
-    They come to a device as bytes: no device copies all dtypes in all layouts.
-    """
+    """Return tensors of random dtype, size, offset in their storage and layout, some with a conjugate bit."""
     draw = random.Random(seed)
     found = []
     for _ in range(num_cases):
@@ -47,7 +44,7 @@ def tensors(num_cases: int, *, largest: int, seed: int, device: torch.device = H
         offset = draw.randrange(9)
         numel = rows * columns * 2 + offset + 1
         raw = of_bits(dtype, numel, seed=draw.randrange(1 << 32)).view(torch.uint8)
-        base = raw.to(device).view(dtype)[offset:]
+        base = raw.to(device).view(dtype)[offset:]  # as bytes: no device copies all dtypes in all layouts
         box = base[: rows * columns * 2].reshape(rows, columns, 2)
         transposed, permuted = box.reshape(rows, columns * 2).t(), box.permute(2, 0, 1)
         strided, expanded, zero_d = box[:, :, 1], box[:1].expand(rows, columns, 2), base[0]

@@ -29,10 +29,8 @@ def method() -> TritonDigest:
 
 def test_ten_thousand_random_tensors(method: TritonDigest) -> None:
     for seed in range(10):
-        there, here = (
-            device_cases.tensors(1000, largest=8 * MIB, seed=seed, device=torch.device(device))
-            for device in ("cuda", "cpu")
-        )
+        there = device_cases.tensors(1000, largest=8 * MIB, seed=seed, device=torch.device("cuda"))
+        here = device_cases.tensors(1000, largest=8 * MIB, seed=seed)
         assert digest_tensors(there) == digest_tensors(here)
         for one, other in zip(there[:50], here, strict=False):
             assert (digest_tensor(one), digest_output(one)) == (digest_tensor(other), digest_output(other))
