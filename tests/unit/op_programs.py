@@ -39,11 +39,7 @@ def layers() -> None:
     for layer in (nn.PReLU(), nn.RReLU(), nn.Dropout(0.5), nn.BatchNorm1d(6)):
         module(layer, rows)
     for layer in (
-        *(
-            nn.Conv2d(6, 6, 3, padding=1, padding_mode="reflect"),
-            nn.MaxPool2d(2),
-            nn.FractionalMaxPool2d(2, output_size=3),
-        ),
+        *(nn.Conv2d(6, 6, 3, padding=1, padding_mode="reflect"), nn.MaxPool2d(2), nn.FractionalMaxPool2d(2, 3)),
         *(nn.BatchNorm2d(6), nn.BatchNorm2d(6, track_running_stats=False), nn.GroupNorm(2, 6), nn.LayerNorm(5)),
         nn.InstanceNorm2d(6, affine=True, track_running_stats=True),
     ):
@@ -152,10 +148,5 @@ def sparse_quantised_and_complex() -> None:
     back(lambda a: (a.real, a.imag, a.angle(), a.abs(), torch.view_as_real(a), a.conj() @ a.mT), x.to(torch.complex64))
 
 
-PROGRAMS: dict[str, Callable[[], None]] = {
-    program.__name__: program
-    for program in (
-        *(layers, in_place, recurrences, attention_and_losses, embeddings, optimizers),
-        sparse_quantised_and_complex,
-    )
-}
+_ALL = (layers, in_place, recurrences, attention_and_losses, embeddings, optimizers, sparse_quantised_and_complex)
+PROGRAMS: dict[str, Callable[[], None]] = {program.__name__: program for program in _ALL}

@@ -8,6 +8,7 @@ node was made; a node that was made by another node (double backward) belongs wh
 import re
 import sys
 from collections.abc import Callable, Iterable
+from traceback import walk_stack
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,7 +22,6 @@ from det_callbacks.runs.program import Site
 from det_callbacks.trace import backward
 from det_callbacks.trace.hash_mode import HashMode
 
-# the inner of two nested reentrant checkpoints: the outer one runs it without gradients first
 # torch's, of hooks on inputs without gradients
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
 
@@ -65,15 +65,13 @@ class OracleMode(TorchDispatchMode):
         in_backward = torch._C._current_graph_task_id() != -1
         recomputed = False
         module: str | None = None
-        frame = sys._getframe(1)
-        while frame is not None:
+        for frame, _ in walk_stack(sys._getframe(1)):
             filename, function = frame.f_code.co_filename, frame.f_code.co_name
             if filename.startswith("<module ") and module is None:
                 module = filename[8:-1]
             if filename.endswith("torch/autograd/graph.py") and function == "_engine_run_backward":
                 break
             recomputed |= in_backward and filename.endswith("torch/utils/checkpoint.py")
-            frame = frame.f_back
         if not in_backward:
             return Truth(module or "", False)
         node = torch._C._current_autograd_node()

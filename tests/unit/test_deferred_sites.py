@@ -13,7 +13,7 @@ from op_programs import PROGRAMS
 from torch import library, nn
 from tracing import assert_same, position_of, site_of, traced
 
-from det_callbacks import ObserverContext, disable_hash_mode, enable_hash_mode, observe
+from det_callbacks import ObserverContext, enable_hash_mode, observe
 from det_callbacks.digest.components import digest_tensor
 from det_callbacks.errors import TraceError
 from det_callbacks.runs.program import IN_FLIGHT
@@ -152,18 +152,12 @@ def test_what_waits_is_launched_before_what_nobody_sees_through(
 # where no dispatch mode sees what writes memory, it is launched at once
 
 
-def of_observation(folder: Path) -> list[int]:
+def of_observation_and_region(folder: Path) -> list[int]:
     with ObserverContext(folder, "run"):
         observe("x", x := torch.ones(4))
         x.add_(1)
-    return Run.open(folder / "run").view(0, 0, 0).record.digests.tolist()
-
-
-def of_region(folder: Path) -> list[int]:
-    with ObserverContext(folder, "run"):
-        enable_hash_mode()
-        x = torch.ones(4)
-        disable_hash_mode()
+        with enable_hash_mode():
+            x = torch.ones(4)
         x.add_(1)
     return Run.open(folder / "run").view(0, 0, 0).record.digests.tolist()
 
@@ -175,7 +169,7 @@ def of_left_out(_: Path) -> list[int]:
     return mode.trace.digests.tolist()
 
 
-@pytest.mark.parametrize("run", [of_observation, of_region, of_left_out])
+@pytest.mark.parametrize("run", [of_observation_and_region, of_left_out])
 def test_what_is_written_unseen_is_read_before(tmp_path: Path, run: Callable[[Path], list[int]]) -> None:
     on_host = run(tmp_path / "host")
     with late_device() as device:

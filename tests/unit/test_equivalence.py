@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from attribution_models import MODELS
+from beta_tensors import BETA_TENSORS
 from nondeterministic_ops import drawing, entropy, noisy
 from test_digest import CountingDispatch, CountingFunction
 from tiers import rest_slow
@@ -22,9 +23,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # looked at i
 from torch.utils.flop_counter import FlopCounterMode
 
 from det_callbacks import BitwiseEquivalenceMode, EquivalenceError, HashMode, OpMismatch, TraceError, equivalence
-from det_callbacks.equivalence import difference_of, has_same_bits, why_left_out
+from det_callbacks.equivalence import difference_of, has_same_bits
 from det_callbacks.errors import CoverageWarning
-from det_callbacks.trace.overloads import make_plan
 
 # torch's, of hooks on inputs without gradients
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
@@ -133,16 +133,21 @@ def test_what_an_op_writes_lies_in_the_second_run_as_in_the_first():
     assert (base[:6].tolist(), base[40].item()) == ([0, 2, 3, 5, 6, 6], 41)
 
 
-def test_what_cannot_be_copied_runs_once() -> None:
+@BETA_TENSORS
+def test_what_cannot_be_copied_or_has_nothing_to_compare_runs_once() -> None:
     holder = bytearray(4096)
     skip = (4 - torch.frombuffer(holder, dtype=torch.uint8).data_ptr()) % 64
     x = torch.sparse_coo_tensor([[0, 2]], [1.0, 2.0], (3,), check_invariants=False)
-    dense = torch.ones(3)
+    dense, quantised = torch.ones(3), torch.ao.nn.quantized.Linear(4, 4)
+    inputs = torch.quantize_per_tensor(torch.randn(2, 4), 0.1, 0, torch.quint8)
     with BitwiseEquivalenceMode() as mode:
         torch.frombuffer(holder, dtype=torch.float32, count=64, offset=skip).add_(1)  # memory from elsewhere
         dense.add_(x)  # beside a sparse tensor
+        torch.cond(torch.tensor(True), torch.sin, torch.cos, (dense,))
+        torch._assert_async(dense.sum())
+        quantised(inputs)
     assert dense.tolist() == [2.0, 1.0, 3.0]
-    assert mode.skipped["not_copied"] == 2
+    assert mode.skipped == {"not_copied": 2, "opaque": 1, "side_effect": 1, "view": 1}
 
 
 # It has no effect on what runs under it, nor on modes beside it, nor on the process.
@@ -255,8 +260,6 @@ def test_what_a_run_raises_is_counted_and_goes_through_where_it_is_the_program_s
 
 # Tensors beside the ordinary: nothing is reported, nothing fails.
 
-aten = torch.ops.aten
-
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 def test_odd_dtypes_and_layouts_give_the_same_bits_twice():
@@ -294,21 +297,6 @@ def test_shards_are_compared_and_collectives_run_once():
     assert mode.skipped["collective"] >= 2
     assert mode.skipped["subclass"] > 5
     assert mode.num_compared > 10
-
-
-def test_what_may_not_run_twice():
-    for op, reason in (
-        (aten.view.default, "view"),
-        (aten.empty.memory_format, "uninitialised"),
-        (aten.set_.source_Tensor, "relayout"),
-        (aten._assert_async.msg, "side_effect"),
-        (torch.ops._c10d_functional.all_reduce.default, "collective"),
-        (torch.ops.higher_order.cond, "opaque"),
-        (aten.add_.Tensor, ""),
-        (aten._local_scalar_dense.default, ""),
-        (torch.ops.quantized.linear.default, ""),
-    ):
-        assert why_left_out(op, make_plan(op)) == reason
 
 
 @pytest.mark.filterwarnings("ignore")  # of kinds of tensors that torch calls beta or deprecated

@@ -120,12 +120,6 @@ def test_numbers_are_shown_and_where_their_text_is_lost_the_op_is_no_origin():
     assert (found.kind, found.is_origin) == ("content", None)
 
 
-def test_occurrences_are_counted_per_place():
-    trace = traced(lambda: [torch.exp(X), torch.sin(X), torch.exp(X), torch.exp(X)])
-    assert [site_of(trace, "exp.default", number).occurrence for number in range(3)] == [0, 1, 2]
-    assert site_of(trace, "sin.default").occurrence == 0
-
-
 # A step has the same program in a process that is new, after other steps, while it verifies, and after a resume
 
 
