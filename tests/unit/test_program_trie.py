@@ -149,11 +149,7 @@ def test_a_program_is_a_function_of_the_step_alone(optimizer):
             for tensor, value in zip(tensors, saved, strict=True):
                 tensor.copy_(value)
         torch.manual_seed(5)
-        mode.begin(expected=expected)
-        train_step(model, update, 5)
-        found = mode.finish()
-        assert found is not None
-        return found
+        return step_of(mode, lambda: train_step(model, update, 5), expected=expected)
 
     fresh = trace_after([])
     assert_same(fresh, trace_after([2, 9, 5, 2]))

@@ -69,9 +69,9 @@ class StandInDevices:
         put(torch.cuda, "is_available", lambda: True)
         put(torch.cuda, "device_count", lambda: len(self.generators))
         put(torch.cuda, "default_generators", self.generators)
-        put(torch.cuda, "current_device", self._current_device)
+        put(torch.cuda, "current_device", lambda: self._is_used() and self.current)
         put(torch.cuda, "is_current_stream_capturing", lambda: self._is_used() and self.is_capturing)
-        put("det_callbacks.rng._has_context", self._has_context)
+        put("det_callbacks.rng._has_context", lambda index: self._is_used() and index in self.contexts)
         put(torch.cuda, "manual_seed_all", self._manual_seed_all)
         choice = Choice(method=None, reason="there is no such device")
         put("det_callbacks.environment.device_choice", lambda device: choice)
@@ -82,13 +82,6 @@ class StandInDevices:
     def _is_used(self) -> bool:
         assert self.is_initialized, "asked before the process has used CUDA"
         return True
-
-    def _has_context(self, index: int) -> bool:
-        return self._is_used() and index in self.contexts
-
-    def _current_device(self) -> int:
-        self._is_used()
-        return self.current
 
     def _manual_seed_all(self, seed: int) -> None:
         if not self.is_initialized:

@@ -9,7 +9,7 @@ import torch
 from late_device import doubles_are_late, late_device, overwrite_unseen
 from torch import library
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
-from tracing import position_of, site_of, traced, verified
+from tracing import position_of, site_of, step_of, traced, verified
 
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.runs.program import UNWRITTEN
@@ -171,9 +171,5 @@ def test_lengths_that_no_recorded_op_writes_make_no_origin(is_sorted: bool):
 @pytest.mark.usefixtures("_everywhere")
 def test_the_number_of_inputs_digested_again_is_bounded():
     expected = Expectation.of(np.zeros(0, dtype=np.uint64))
-    mode = HashMode()
-    mode.begin(expected=expected)
-    for _ in range(100):
-        torch.ones(2).exp()
-    mode.finish()
+    step_of(HashMode(), lambda: [torch.ones(2).exp() for _ in range(100)], expected=expected)
     assert expected.checks_left == 0

@@ -1,6 +1,7 @@
 """Runs a few lines under HashMode, and says in words what each op read."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,11 @@ def traced(body: Callable[[], Any], model: nn.Module | None = None, **selection:
     return step_of(HashMode(model, **selection), body)
 
 
-def step_of(mode: HashMode, body: Callable[[], Any]) -> StepTrace:
+def step_of(mode: HashMode, body: Callable[[], Any], **beginning: Any) -> StepTrace:
     """Return the trace of the next step of a mode."""
-    with mode:
+    mode.begin(**beginning)
+    with ExitStack() as step:
+        step.push(mode)
         body()
     assert mode.trace is not None
     assert len(mode.trace.program) == len(mode.trace.digests) == len(mode.trace.layout)
@@ -27,12 +30,8 @@ def step_of(mode: HashMode, body: Callable[[], Any]) -> StepTrace:
 
 def verified(body: Callable[[bool], Any]) -> StepTrace:
     """Return the trace of a step with a change, where one without it is expected."""
-    mode = HashMode()
-    mode.begin(expected=Expectation.of(traced(lambda: body(False)).digests))
-    body(True)
-    trace = mode.finish()
-    assert trace is not None
-    return trace
+    expected = Expectation.of(traced(lambda: body(False)).digests)
+    return step_of(HashMode(), lambda: body(True), expected=expected)
 
 
 def label(site: Site) -> str:
