@@ -28,8 +28,6 @@ from det_callbacks.trace.overloads import OPAQUE_WRITES, OpKind, OpPlan, make_pl
 
 _M_PERTURB = -6  # glibc, malloc.h: allocated memory is filled with the complement of a byte, freed memory with the byte
 _LIBC = ctypes.CDLL(None)
-_PATTERNS = (0x5A, 0x21)
-_SWEPT_KINDS = (OpKind.DIGEST, OpKind.VIEW)
 
 
 @contextmanager
@@ -83,14 +81,14 @@ class SweepMode(TorchDispatchMode):
         kwargs = kwargs or {}
         plan = make_plan(func)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if plan.kind in _SWEPT_KINDS and all(tensor.device.type == "cpu" for tensor in tensors):
+        if plan.kind in (OpKind.DIGEST, OpKind.VIEW) and all(tensor.device.type == "cpu" for tensor in tensors):
             self._check(func, plan, args, kwargs)
         return func(*args, **kwargs)
 
     def _check(self, func: Any, plan: OpPlan, args: Any, kwargs: Any) -> None:
         generator = torch.get_rng_state()
         runs = []
-        for pattern in _PATTERNS:
+        for pattern in (0x5A, 0x21):
             torch.set_rng_state(generator)
             copied = tree_map_only(Tensor, copy_of, (args, kwargs))
             with dirty_memory(pattern):

@@ -7,8 +7,6 @@ from hypothesis import strategies as st
 from det_callbacks.host_digest import digest_memory, digest_rows
 from det_callbacks.trace.batches import samples_of
 
-NUM_SAMPLES = 6
-
 
 @given(
     nbytes=st.sampled_from([1, 3, 8, 255, 1023, 1024, 1025, 3000]), num_rows=st.integers(1, 5), seed=st.integers(0, 99)
@@ -21,7 +19,7 @@ def test_rows_have_the_digests_of_their_bytes(nbytes, num_rows, seed):
 @pytest.mark.parametrize("shape", [(), (1,), (4,), (3, 5), (300,)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.uint8, torch.bfloat16, torch.complex64], ids=str)
 def test_samples_do_not_depend_on_their_order_and_on_nothing_less(dtype, shape):
-    size = torch.Size((NUM_SAMPLES, *shape))
+    size = torch.Size((6, *shape))
     samples = torch.arange(1, 1 + size.numel()).reshape(size).to(dtype)
     digest = samples_of(samples).digest
     assert samples_of(samples.flip(0)).digest == digest
