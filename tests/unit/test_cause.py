@@ -128,9 +128,7 @@ def case(planted, cause, *said, **options):
     return pytest.param(planted, cause, said, options)
 
 
-OUTSIDE = (
-    "an input from outside the trace, net.weight differs; the difference came in through it, and no op is to blame"
-)
+GIVEN = "an input from outside the trace, net.weight differs; the difference came in through it, and no op is to blame"
 UNRECORDED = ("net.weight differs", "since before step 7, and steps before it were not recorded", "!initial state")
 LOST = "look for a Python value that the checkpoint does not hold"
 PRECISION = choice("trainer.precision")
@@ -156,10 +154,10 @@ CASES = [
     case(with_an_op_that_draws, "rng", "is only in the current run"),
     case(of_other_tensors, "forward", "reads other tensors than in the reference"),
     case(of_other_arguments, "forward", "digests of other arguments", "cannot be proven"),
-    case(reading("net.weight"), "initial_weights", OUTSIDE),
-    case(reading("net.weight"), "forward", OUTSIDE, begins_before=True),
-    case(reading("net.weight", "backward"), "backward", OUTSIDE, begins_before=True),
-    case(reading("net.weight", "optimizer"), "optimizer", OUTSIDE, begins_before=True),
+    case(reading("net.weight"), "initial_weights", GIVEN),
+    case(reading("net.weight"), "forward", GIVEN, begins_before=True),
+    case(reading("net.weight", "backward"), "backward", GIVEN, begins_before=True),
+    case(reading("net.weight", "optimizer"), "optimizer", GIVEN, begins_before=True),
     case(reading("exp_avg of net.weight"), "optimizer", "no op is to blame", begins_before=True),
     case(reading("?number"), "unknown", LOST, is_resumed=True),
     case(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from step_builder import Pair, StepBuilder, both, judge, reducing_step
 
-from det_callbacks.compare.collectives import Begins, CollectiveCall, FirstDifference, classify, describe_first
+from det_callbacks.compare.collectives import CollectiveCall, FirstDifference, classify, describe_first
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.runs.program import IN_FLIGHT
 from det_callbacks.verdict import Divergence
@@ -23,9 +23,7 @@ SEND, RECEIVE = (call(op=f"c10d.{name}.default") for name in ("send", "recv_"))
 WITH = {"op": REDUCE, "rank": 0, "phase": "forward", "kind": "content"}
 
 
-def rank(
-    *received: CollectiveCall, put: tuple[CollectiveCall, ...] = (), begins: Begins = "received", step: int = 3
-) -> FirstDifference:
+def rank(*received, put=(), begins="received", step=3) -> FirstDifference:
     """Return what a rank tells; its number does not matter."""
     delivered = tuple((one, Divergence(step=step, **WITH)) for one in received)
     changed = frozenset(one.key for one in put)
@@ -87,7 +85,7 @@ def gradients() -> Pair:
     return both(fill)
 
 
-REDUCED = reducing_step(), reducing_step(reduce="avg")
+REDUCED, ULP = (reducing_step(), reducing_step(reduce="avg")), differing(noise="ulp")
 LATER = "rank 0 differs a step later"
 MUL = "aten.mul.Tensor"
 RECEIVED = "it started on rank 1; rank 0 received the difference"
@@ -107,14 +105,8 @@ CANNOT_TELL = "started a difference or received it cannot be told"
         # what nobody saw written was received where another rank's batch differed, and so may an argument have been
         ([gradients(), differing(batch=7)], "data_content", {}, False, RECEIVED),
         ([LATER, gradients(), differing(batch=7)], "data_content", {}, False, RECEIVED),
-        (
-            [differing(), differing(noise="ulp")],
-            "forward",
-            {1: MUL},
-            True,
-            "rank 1; rank 0 put in what the reference did",
-        ),
-        ([LATER, REDUCED, differing(noise="ulp")], "forward", {1: MUL}, True, f"rank 1; whether rank 0 {CANNOT_TELL}"),
+        ([differing(), ULP], "forward", {1: MUL}, True, "rank 1; rank 0 put in what the reference did"),
+        ([LATER, REDUCED, ULP], "forward", {1: MUL}, True, f"rank 1; whether rank 0 {CANNOT_TELL}"),
     ],
 )
 def test_the_verdict_on_all_ranks(pairs, cause, origins, is_origin, said, tmp_path):
@@ -163,7 +155,7 @@ def test_what_python_does_with_what_came_from_others_starts_nothing(kind: str, t
     receiver = after_an_exchange(kind, through, changed=False), after_an_exchange(kind, through, changed=True)
     alone = compare_steps(*(made.view() for made in receiver)).origins
     assert bool(alone) == (through == "unseen")  # to this rank alone it looks like an origin
-    verdict = judge(tmp_path, receiver, differing(noise="ulp"))
+    verdict = judge(tmp_path, receiver, ULP)
     assert [origin.rank for origin in verdict.origins] == [1]
     assert "it started on rank 1; rank 0 " in verdict.explanation
     assert " received the difference" in verdict.explanation

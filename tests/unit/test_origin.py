@@ -105,10 +105,10 @@ def outputs_of_the_first_call_of_another_structure(step, now):
     step.op("aten.layer_norm.default", "?x", outputs=3, layout=LAYOUTS[now])
 
 
-@case("content relu 0 True", "content relu 0 True")
-def independent_origins(step, now):
-    for at in range(3):
-        step.op(RELU, f"?{at}", noise=now and at != 1)
+@case("content relu 0 True", "content relu 0 False", "content relu 0 True")
+def an_origin_after_a_receiver_of_another(step, now):
+    step.op(RELU, step.op(RELU, "?x", noise=now))
+    step.op(RELU, "?y", noise=now)
 
 
 @pytest.mark.parametrize(("fill", "expected"), CASES)
