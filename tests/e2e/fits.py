@@ -24,6 +24,7 @@ from trainers import quiet_trainer
 from det_callbacks import DeterminismCallback
 from det_callbacks.callback.session import Session
 from det_callbacks.replaced_in_lightning import PLACES
+from det_callbacks.rng import GeneratorStates
 
 FEATURES = 12
 CLASSES = 3
@@ -167,25 +168,6 @@ STYLES: dict[str, tuple[Callable[[], Classifier], dict[str, Any]]] = {
 }
 
 
-def train(
-    module: Callable[[], pl.LightningModule], *callbacks: pl.Callback, epochs: int = 2, **options: Any
-) -> tuple[pl.LightningModule, list[Any], dict[str, list[int]]]:
-    """Train from fixed seeds; return the module, its losses and the generator states afterwards."""
-    torch.manual_seed(11)
-    np.random.seed(11)
-    model, losses = module(), []
-
-    def note_loss(trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
-        loss = (outputs or {}).get("loss")
-        losses.append(loss if loss is None else loss.item())
-
-    loader = DataLoader(Samples(), batch_size=8, shuffle=True)
-    watching = LambdaCallback(on_train_batch_end=note_loss)
-    quiet_trainer(watching, *callbacks, max_epochs=epochs, **options).fit(model, loader)
-    states = {"torch": torch.get_rng_state().tolist(), "numpy": np.random.get_state()[1].tolist()}
-    return model, losses, states
-
-
 class StopError(Exception):
     """What a test raises."""
 
@@ -239,6 +221,22 @@ class Fit:
     def again(self, *, epochs: int) -> "Fit":
         self.trainer.fit_loop.max_epochs = epochs
         return self.run()
+
+
+def train(
+    model: Callable[[], Any], *callbacks: pl.Callback, epochs: int = 2, **options: Any
+) -> tuple[pl.LightningModule, list[Any], GeneratorStates]:
+    """Train on shuffled samples; return the module, its losses and the generator states afterwards."""
+    losses = []
+
+    def note_loss(trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        loss = (outputs or {}).get("loss")
+        losses.append(loss if loss is None else loss.item())
+
+    watching = LambdaCallback(on_train_batch_end=note_loss)
+    fit = Fit(watching, *callbacks, model=model, max_epochs=epochs, **options)
+    fit.loader = DataLoader(Samples(), batch_size=8, shuffle=True)
+    return fit.run().model, losses, GeneratorStates.capture()
 
 
 def record(folder: Path, **options: Any) -> Path:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from compiling import COMPILING, NUDGE, net, opaque_backend
 from fits import Classifier
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils.data import DataLoader, TensorDataset
@@ -86,24 +87,18 @@ def test_a_compiled_training_is_verified_and_a_fault_inside_is_found(
     assert "compiled region" in inside.explanation
 
 
-class Forced(pl.Callback):
-    """Eager steps without us; the last one compiles the network."""
-
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        torch.compiler.set_stance("force_eager" if trainer.global_step < 3 else "default")
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        torch.compiler.set_stance("default")
-
-
 def test_eager_steps_have_the_bits_of_such_steps_and_are_not_compared_with_compiled_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def force(trainer: pl.Trainer, *_: Any) -> None:
+        """Eager steps without us; the last one compiles the network."""
+        torch.compiler.set_stance("force_eager" if trainer.global_step < 3 else "default")
+
     only = {"only_steps": [0, 1, 2]}
     words = "what is compiled ran as eager code, with other kernels than the compiled ones"
     _, watched = fit(tmp_path, "record", network, "inductor", compiled="eager", **only)
     assert words in capsys.readouterr().out
-    _, alone = fit(tmp_path, "disabled", network, "inductor", beside=[Forced()])
+    _, alone = fit(tmp_path, "disabled", network, "inductor", beside=[LambdaCallback(on_train_batch_start=force)])
     assert all(map(torch.equal, watched, alone))
     verdict, _ = fit(tmp_path, "verify", network, "inductor")
     assert verdict.verdict == "match", "taken from the reference"

@@ -42,12 +42,8 @@ class Calls(Validated):
         super().__init__()
         self.function, self.validated = function, validated
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.batch_idx = batch_idx
-        return super().training_step(batch, batch_idx)
-
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.last(self.function(self.first(inputs), self.batch_idx))
+        return self.last(self.function(self.first(inputs), self.global_step))
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.validated(batch[0])

@@ -17,10 +17,7 @@ from det_callbacks.cli import main
 
 pytestmark = LIGHTNING_ADVICE
 
-
 NUMBERS = "forward/:aten._local_scalar_dense.*"
-
-
 ALL = ("planted.noisy.default", "backward/*:planted.noisy_backward.default", "forward/:planted.noisy_.*", NUMBERS)
 
 
