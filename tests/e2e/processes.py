@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
-from trainers import has_same_weights, quiet_trainer
+from trainers import quiet_trainer
 
 from det_callbacks import DetCallbacksError, DeterminismCallback
 
@@ -107,14 +107,6 @@ def train(
     size = 32 // (batches * world_size)
     trainer.fit(module, DataLoader(Samples(), batch_size=size))
     return trainer, module
-
-
-def require_same_training(*callbacks: pl.Callback, model: Callable[[], Any] = Classifier) -> None:
-    """Fail unless callbacks change neither the weights nor the generator."""
-    found = [(train(None, *some, model=model)[1], torch.get_rng_state()) for some in (callbacks, ())]
-    (seen, seen_state), (alone, state) = found
-    assert has_same_weights(seen, alone)
-    assert torch.equal(seen_state, state)
 
 
 def run_training(

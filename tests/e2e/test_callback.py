@@ -130,9 +130,7 @@ def test_what_cannot_be_had_of_a_training_is_refused(
     assert not (tmp_path / "run" / "run.json").exists()
 
 
-def test_loaders_that_a_scheduler_had_set_up_are_followed_and_get_no_workers(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_loaders_that_a_scheduler_had_set_up_are_followed_and_get_no_workers(monkeypatch: Any, tmp_path: Path) -> None:
     class Asking(Classifier):
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=1 / self.trainer.estimated_stepping_batches)
@@ -178,9 +176,7 @@ def test_what_is_replaced_in_lightning_stands_in_the_registry() -> None:
         ReplacedInLightning().put(nn.Linear(1, 1), "forward", lambda one: one)
 
 
-def test_no_run_is_written_over(
-    reference: Path, damageable: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_run_is_written_over(reference: Path, damageable: Path, tmp_path: Path, monkeypatch: Any) -> None:
     for run, arguments in (
         (damageable, {"reference": damageable, "mode": "record"}),
         (damageable, {"reference": reference, "current": damageable}),

@@ -125,9 +125,7 @@ class OfObjects(Classifier):
 
 
 @pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")  # torch calls them a prototype
-def test_what_is_not_looked_into_is_told_and_may_have_given_an_argument(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_not_looked_into_is_told_and_may_have_given_an_argument(tmp_path: Path, capsys: Any) -> None:
     def loader(unread: Any, shift: float = 0.0) -> DataLoader[Any]:
         def collate(samples: list[Any]) -> Sample:
             x, y = default_collate(samples)

@@ -130,9 +130,7 @@ def test_it_changes_no_bit_and_a_match_keeps_nothing(tmp_path: Path, references:
     assert not list((tmp_path / "current").rglob("kept"))
 
 
-def test_what_was_not_kept_stops_no_run_and_is_said_everywhere(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_was_not_kept_stops_no_run_and_is_said_everywhere(tmp_path: Path, capsys: Any) -> None:
     # the output of a call has 512 bytes
     reference = Training().record(tmp_path / "ref", keep_tensors=[FIRST], tensor_budget_mib=0.0004)
     reason = f"This step would save 0.000488 MiB with {ADDMM}, and tensor_budget_mib is 0.0004."

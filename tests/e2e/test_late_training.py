@@ -123,9 +123,7 @@ def files(folder: Path, kind: str) -> list[tuple[dict[str, Any], dict[str, list[
     return found
 
 
-def test_what_is_written_is_what_the_host_writes_and_nothing_waits_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_written_is_what_the_host_writes_and_nothing_waits_for_it(tmp_path: Path, monkeypatch: Any) -> None:
     names, places = ("host", "late", "masked"), (None, late_device(0), late_device(2**64 - 1))
     for name, place in zip(names, places, strict=True):
         calls = itertools.count(1)

@@ -130,9 +130,7 @@ def diverges(session: Session, words: str, *callbacks: pl.Callback, **options: A
     return verdict
 
 
-def test_metrics_of_validations_and_epochs_are_recorded_and_verified(
-    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_metrics_of_validations_and_epochs_are_recorded_and_verified(whole: Path, tmp_path: Path, capsys: Any) -> None:
     session = Session("record", tmp_path / "other").fit()
     readings = [*read_metrics(Run.open(tmp_path / "other"), 0).by_key.values()]
     places = [("validation", 2, 0), ("epoch", 2, 0), ("validation", 5, 1), ("epoch", 5, 1)]
@@ -209,9 +207,7 @@ def test_a_metric_is_left_out_by_a_pattern(tmp_path: Path) -> None:
         Session("record", tmp_path / "wrong", modules=["*", "metric/val"])
 
 
-def test_a_call_alone_is_recorded_and_verified_unless_nothing_is_logged(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_call_alone_is_recorded_and_verified_unless_nothing_is_logged(tmp_path: Path, capsys: Any) -> None:
     run = tmp_path / "run"
     Session("record", run).test()
     assert f"recorded 2 metrics of trainer.test, in {run}" in capsys.readouterr().out
@@ -231,9 +227,7 @@ def test_a_call_alone_is_recorded_and_verified_unless_nothing_is_logged(
     assert "recorded 0 metrics of trainer.test" in capsys.readouterr().out.splitlines()[-1]
 
 
-def test_a_run_with_steps_outlives_metrics_alone_and_a_test_that_breaks_off(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_with_steps_outlives_metrics_alone_and_a_test_that_breaks_off(tmp_path: Path, capsys: Any) -> None:
     run = tmp_path / "run"
     broken = partial(RaiseAt, "on_test_batch_end", OSError("the disk is gone"), call=1)
     for session in (Session("record", run).fit(), Session("record", tmp_path / "alone")):

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 from fits import Classifier
 from lightning.pytorch.strategies import DDPStrategy
-from processes import STRATEGIES, Ended, Faulty, Sharded, require_same_training, run_ranks, train, verdict_in
+from processes import STRATEGIES, Ended, Faulty, Sharded, run_ranks, train, verdict_in
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
-from trainers import LIGHTNING_ADVICE
+from trainers import LIGHTNING_ADVICE, has_same_weights
 
 from det_callbacks import DeterminismCallback, ReplicaAuditCallback
 from det_callbacks.callback import fits as fits_of_process
 from det_callbacks.errors import DivergenceWarning, NothingComparedError, SelectionError, SettingsError
+from det_callbacks.rng import GeneratorStates
 from det_callbacks.runs.store import Run
 
 pytestmark = pytest.mark.ddp
@@ -31,7 +32,10 @@ def test_equal_replicas_are_said_to_be_and_the_training_is_the_one_without(tmp_p
     audit, before = ReplicaAuditCallback(2), fits_of_process.num_fits
 
     def body(rank: int) -> None:
-        require_same_training(audit, DeterminismCallback(tmp_path / "run", mode="record"), model=Faulty)
+        callbacks = audit, DeterminismCallback(tmp_path / "run", mode="record")
+        watched, states = train(None, *callbacks, model=Faulty)[1], GeneratorStates.capture()
+        assert has_same_weights(watched, train(None, model=Faulty)[1])
+        assert GeneratorStates.capture() == states
         assert audit.replica_report is not None
         assert fits_of_process.num_fits == before + 2  # to a Hydra job, something was compared
 
