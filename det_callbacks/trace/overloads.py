@@ -205,18 +205,15 @@ def make_plan(func: OpOverload | HigherOrderOperator) -> OpPlan:
     conditions = dict.fromkeys(hidden, "training") if has_training else {}
     if base in WRITTEN_IF:
         conditions = dict([WRITTEN_IF[base]])
-    is_view = (
-        not written
-        and bool(schema.returns)
-        and all(returned.alias_info is not None and not returned.alias_info.is_write for returned in schema.returns)
-    )
+    is_declared = schema.returns and all(one.alias_info and not one.alias_info.is_write for one in schema.returns)
+    is_view = not written and bool(is_declared or base in UNDECLARED_VIEWS)
     call: Callable[..., Any] = func._op if type(func) is OpOverload else func
     may_be_in_flight = any(argument.name == "non_blocking" for argument in schema.arguments)
     returns_fresh = all(returned.alias_info is None for returned in schema.returns)
     plan = OpPlan(
         name=f"{base}.{func._overloadname}",
         base=base,
-        kind=_kind_of(func, base, is_view=is_view or base in UNDECLARED_VIEWS),
+        kind=_kind_of(func, base, is_view=is_view),
         call=partial(_call_with_autocast, call) if base in AUTOCASTS_INSIDE else call,
         argument_names=tuple(argument.name for argument in schema.arguments),
         defaults={
