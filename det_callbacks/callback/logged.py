@@ -1,6 +1,5 @@
 """What a module logs, read where Lightning has computed it."""
 
-from collections.abc import Collection
 from typing import Any
 
 import lightning.pytorch as pl
@@ -64,7 +63,7 @@ class LoggedMetrics:
         if epoch is None:
             return False
         if not is_whole:
-            self._fresh(trainer)  # a mean that began anew in the middle of the epoch
+            self._fresh(trainer, "epoch")  # a mean that began anew in the middle of the epoch
             if not self.is_resuming:
                 self._put_resumed(trainer, self.step)
             return False
@@ -75,7 +74,7 @@ class LoggedMetrics:
         session = self._session
         if session is None or not trainer.is_global_zero:
             return False
-        fresh = self._fresh(trainer, only=None if where == "epoch" else _evaluated(trainer))
+        fresh = self._fresh(trainer, where)
         first_batches, self.first_batches = self.first_batches, {}
         with unobserved():
             values = {name: value for name, value in fresh.items() if isinstance(value, Tensor | float | int)}
@@ -95,21 +94,18 @@ class LoggedMetrics:
             place = Reading(where=RESUMED, number=step, step=step, epoch=trainer.current_epoch, metrics={})
             self._session.resume_metrics(place, is_first=is_first)
 
-    def _fresh(self, trainer: pl.Trainer, *, only: Collection[str] | None = None) -> dict[str, Any]:
-        """Return what was computed since it was last returned; a value that was computed again is another object."""
+    def _fresh(self, trainer: pl.Trainer, where: str) -> dict[str, Any]:
+        """Return what was logged there and computed since it was last returned: a value computed again is a new object.
+
+        Other callbacks put values of their own beside it, such as the learning rate of the next epoch.
+        """
+        results: Any = trainer.fit_loop.epoch_loop._results if where == "epoch" else trainer._results
+        logged = {name for one in results.result_metrics for name in results._forked_name(one, on_step=False)}
         # trainer.callback_metrics would compute what is not computed yet, which can be a collective (Lightning 2.6.6)
-        computed: dict[str, Any] = trainer._logger_connector._callback_metrics
-        known = {name: value for name, value in computed.items() if only is None or name in only}
+        known = {name: value for name, value in trainer._logger_connector._callback_metrics.items() if name in logged}
         fresh = {name: value for name, value in known.items() if value is not self._seen.get(name)}
         self._seen |= known
         return fresh
-
-
-def _evaluated(trainer: pl.Trainer) -> set[str]:
-    """Return the names of what the validation or test that has just ended has logged (Lightning 2.6.6)."""
-    results = trainer._results
-    assert results is not None, "an evaluation has ended"
-    return {name for result in results.result_metrics for name in results._forked_name(result, on_step=False)}
 
 
 def _metric(value: Tensor | float) -> Metric:

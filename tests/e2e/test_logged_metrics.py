@@ -130,8 +130,15 @@ def diverges(session: Session, words: str, *callbacks: pl.Callback, **options: A
     return verdict
 
 
+class Beside(pl.Callback):
+    """Puts a value of its own beside what is logged, as LearningRateMonitor does."""
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.callback_metrics["lr"] = torch.tensor(trainer.current_epoch)
+
+
 def test_metrics_of_validations_and_epochs_are_recorded_and_verified(whole: Path, tmp_path: Path, capsys: Any) -> None:
-    session = Session("record", tmp_path / "other").fit()
+    session = Session("record", tmp_path / "other").fit(Beside())
     readings = [*read_metrics(Run.open(tmp_path / "other"), 0).by_key.values()]
     places = [("validation", 2, 0), ("epoch", 2, 0), ("validation", 5, 1), ("epoch", 5, 1)]
     assert [(reading.where, reading.step, reading.epoch) for reading in readings] == places
