@@ -133,13 +133,18 @@ class Facts:
 
     @property
     def has_equal_samples(self) -> bool:
-        """Whether every tensor of the batch that differs holds the same samples in another order."""
+        """Whether every tensor of the batch that differs holds the same samples in another order.
+
+        That some did and others did not where the sampler drew the same indices is no other order: labels were exchanged.
+        """
         difference = self.difference
         tensors = [item for item in self.sources if item.divergence.phase == "data" and item.role != "samples"]
         # the order-free digest of a tensor's samples follows it
         after = [item.row + 1 for item in tensors]
         samples = [row < len(difference.roles) and difference.roles[row] == "samples" for row in after]
         are_content = all(item.divergence.kind == "content" for item in tensors)
+        if self.evidence.batch.indices == "same" and len(tensors) < np.count_nonzero(difference.roles == "samples"):
+            return False
         return bool(tensors) and are_content and all(samples) and difference.kinds.keys().isdisjoint(after)
 
     @property

@@ -37,7 +37,7 @@ _OF_BATCH: Mapping[DataChange, str] = {
     "drawn": "Look at the sampler (its weights, what it sorts by) and at the loader's settings",
     "other data set": "The data set is another one",
     "listed otherwise": "Sort what the data set lists",
-    "made otherwise": "Look at transforms, augmentation, worker seeds and decoding",
+    "made otherwise": "Look at transforms, augmentation, worker seeds, decoding, and the data itself (files, labels)",
     "other": "Look at what the data set holds, and at its transforms",
 }
 

@@ -101,6 +101,7 @@ class Listed(Dataset[tuple[Tensor, Tensor]]):
         if training.listing == "unsorted":
             random.Random(5).shuffle(self.numbers)
         self.augment = training.augment
+        self.exchanges_labels = training.listing == "labels exchanged"
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -114,7 +115,7 @@ class Listed(Dataset[tuple[Tensor, Tensor]]):
                 generator = torch.Generator()
                 generator.seed()
             inputs = inputs + 0.1 * torch.rand(inputs.shape, generator=generator)
-        return inputs, torch.tensor(number % 10)
+        return inputs, torch.tensor(number % 2 ^ self.exchanges_labels)
 
 
 class Module(pl.LightningModule):
@@ -182,6 +183,13 @@ FAULTS = {
         "data_order", "Give the shuffle the same seed", "seeded with 1 in the reference, 2 now", shuffle_seed=2
     ),
     "unsorted listing": planted("data_order", "Sort what the data set lists", "the same indices", listing="unsorted"),
+    "labels exchanged": planted(
+        "data_content",
+        "batch[1] differs",
+        "and the data itself (files, labels): the sampler drew the same indices",
+        base={"batch_size": SAMPLES, "trainer": {"val_check_interval": None}},
+        listing="labels exchanged",
+    ),
     "epochs of another length": planted(
         "data_order",
         "An epoch ended in one run only: look at limit_train_batches",

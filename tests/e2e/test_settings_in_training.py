@@ -48,7 +48,7 @@ def test_a_seed_after_the_model_is_refused_with_names_and_fine_before_it(tmp_pat
     with enforce_determinism(SETTINGS):
         torch.manual_seed(5)
         message = refused(tmp_path / "run", early)
-        assert message.startswith("seed=0 comes too late: the model is there, and the seed should be 0 and is 5.")
+        assert message.startswith("seed=0 is not in force: the seed of torch is 5 and should be 0. Where the program seeds")
         torch.manual_seed(0)
         message = refused(tmp_path / "run", early)
         assert f"{len(names)} of the model's {len(names)} parameters ({', '.join(names[:3])}, ...)" in message
@@ -58,7 +58,7 @@ def test_a_seed_after_the_model_is_refused_with_names_and_fine_before_it(tmp_pat
         assert "(last.weight, last.bias) existed when it was set" in refused(tmp_path / "run", late)
         pl.seed_everything(0, workers=False, verbose=False)
         message = refused(tmp_path / "run", Classifier())
-        assert "should be PL_SEED_WORKERS=1 and is PL_SEED_WORKERS=0" in message
+        assert "not in force: PL_SEED_WORKERS is 0 and should be 1. " in message
         pl.seed_everything(0, workers=True, verbose=False)
         # without a seed in the settings the age of the model does not matter
         fit(tmp_path / "unseeded", early, settings=DeterminismSettings())
