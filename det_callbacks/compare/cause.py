@@ -135,7 +135,7 @@ class Facts:
     def has_equal_samples(self) -> bool:
         """Whether every tensor of the batch that differs holds the same samples in another order.
 
-        That some did and others did not where the sampler drew the same indices is no other order: labels were exchanged.
+        Where the sampler drew the same indices and some did not move, it is no other order: labels were exchanged.
         """
         difference = self.difference
         tensors = [item for item in self.sources if item.divergence.phase == "data" and item.role != "samples"]

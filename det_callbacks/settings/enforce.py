@@ -144,16 +144,16 @@ def _seed_all(seed: int) -> None:
 
 def _require_seed(seed: int, model: nn.Module) -> None:
     how = (
-        "Seed before the model is built: seed_everything of LightningCLI, lightning.seed_everything(seed, workers=True), "
-        "det_callbacks.enforce_determinism(settings), --seed of the command line, or the Hydra preset."
+        "Seed before the model is built: seed_everything of LightningCLI, lightning.seed_everything(seed, "
+        "workers=True), det_callbacks.enforce_determinism(settings), --seed of the command line, or the Hydra preset."
     )
     states = [("the seed of torch", str(seed), str(torch.initial_seed()))]
     states += [(name, value, str(os.environ.get(name))) for name, value in _seed_variables(seed).items()]
     for name, wanted, found in states:
         if wanted != found:
             raise SettingsError(
-                f"seed={seed} is not in force: {name} is {found} and should be {wanted}. Where the program seeds itself, "
-                f"leave the seed out, or give both the same one and workers=True; it would be too late by now. {how}"
+                f"seed={seed} is not in force: {name} is {found} and should be {wanted}. Where the program seeds "
+                f"itself, leave the seed out, or give both the same one and workers=True. {how}"
             )
     parameters, known = dict(model.named_parameters()), _seeded_after["parameters"]
     if early := [name for name, one in parameters.items() if known.get(id(one), lambda: None)() is one]:

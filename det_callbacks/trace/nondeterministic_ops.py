@@ -20,12 +20,11 @@ from det_callbacks.patterns import OpPattern
 from det_callbacks.runs.evidence import NondeterministicOp
 from det_callbacks.settings.catalogue import algorithms_in_force
 from det_callbacks.trace.dispatch import TAKE_APART, DispatchMode
-from det_callbacks.trace.engine import Entry, current_node, engine_entry, graph_task_id, next_sequence_number
+from det_callbacks.trace.engine import current_node, graph_task_id, next_sequence_number
 from det_callbacks.trace.modules import UNKNOWN_MODULE, ModuleStack
 from det_callbacks.trace.overloads import OpPlan, comes_apart, make_plan
 from det_callbacks.trace.program_trie import OpScope
 from det_callbacks.trace.sites import source_of
-from det_callbacks.trace.source import capture_source
 
 # looked at in torch 2.13; see backward.py
 _set_flags = torch._C._set_deterministic_algorithms
@@ -87,8 +86,6 @@ class NondeterministicOps:
 
     def _require_allowed(self, error: RuntimeError, op: str, mode: str, phase: str, scope: OpScope) -> None:
         module, source = scope.module, source_of(scope)
-        if phase == "backward" and engine_entry() is not Entry.ENGINE:
-            source = capture_source()  # a backward written in Python: its own line, not that of its forward
         is_allowed = any(pattern.matches(phase, module, op) for pattern in self._allow)
         message = str(error).split(", but you set")[0]
         found = NondeterministicOp(

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from det_callbacks.runs.program import Role, Site, plain_value
 from det_callbacks.trace.components import has_parts
+from det_callbacks.trace.engine import Entry, engine_entry, frames_above_engine
 from det_callbacks.trace.overloads import OpPlan
 from det_callbacks.trace.program_trie import CallNode, OpScope, is_number
-from det_callbacks.trace.source import capture_source, is_of_torch
+from det_callbacks.trace.source import MAX_LINES, capture_source, is_of_torch
 
 if TYPE_CHECKING:
     from det_callbacks.trace.recorder import Recorder
@@ -92,8 +93,14 @@ def owner_of(name: str) -> str:
 
 
 def source_of(scope: OpScope) -> tuple[str, ...]:
-    """Return the user's lines behind the running op, or behind the forward op whose gradient it computes."""
-    return capture_source() if scope.source is None else scope.source
+    """Return the user's lines behind the running op, or behind the forward op whose gradient it computes.
+
+    A backward that is written in Python has its own lines, and those of its forward after them.
+    """
+    if scope.source is None:
+        return capture_source()
+    own = capture_source(frames_above_engine()) if engine_entry() is Entry.FUNCTION else ()
+    return scope.source if is_of_torch(own) else (*own, *scope.source)[:MAX_LINES]
 
 
 def source_of_call(node: CallNode) -> tuple[str, ...]:

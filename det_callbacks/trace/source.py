@@ -9,6 +9,7 @@ from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from traceback import walk_stack
+from types import FrameType
 
 import torch
 
@@ -25,19 +26,20 @@ _PATHS: dict[str, str] = {}  # of files as they are shown; "" where two are show
 _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 
-def capture_source() -> tuple[str, ...]:
-    """Return up to four lines of user code, innermost first, as "train.py:41 in forward".
+def capture_source(frames: Iterable[FrameType] | None = None) -> tuple[str, ...]:
+    """Return up to four lines of user code, innermost first, as "train.py:41 in forward"; of the stack, or of frames.
 
     Where no user code is on the stack below the training loop (an optimizer's update), the innermost line of torch
     stands in. Costs some 5 microseconds plus 0.2 per frame.
     """
     lines: dict[str, list[str]] = {"user": [], "torch": []}
-    for frame, number in islice(walk_stack(sys._getframe(1)), MAX_FRAMES):
+    stack = (frame for frame, _ in walk_stack(sys._getframe(1))) if frames is None else frames
+    for frame in islice(stack, MAX_FRAMES):
         file, function, owner = _describe(frame.f_code.co_filename, frame.f_code.co_name)
         if owner == "loop" or len(lines["user"]) == MAX_LINES:
             break
         if owner in lines:
-            lines[owner].append(f"{file}:{number} in {function}")
+            lines[owner].append(f"{file}:{frame.f_lineno} in {function}")
     return tuple(lines["user"] or lines["torch"][:1])
 
 

@@ -48,7 +48,7 @@ def test_a_seed_after_the_model_is_refused_with_names_and_fine_before_it(tmp_pat
     with enforce_determinism(SETTINGS):
         torch.manual_seed(5)
         message = refused(tmp_path / "run", early)
-        assert message.startswith("seed=0 is not in force: the seed of torch is 5 and should be 0. Where the program seeds")
+        assert message.startswith("seed=0 is not in force: the seed of torch is 5 and should be 0. Where the program")
         torch.manual_seed(0)
         message = refused(tmp_path / "run", early)
         assert f"{len(names)} of the model's {len(names)} parameters ({', '.join(names[:3])}, ...)" in message
