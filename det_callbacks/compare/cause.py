@@ -23,7 +23,7 @@ DTYPES = ("trainer.precision", "torch.default_dtype")
 CHOSEN = ("dtype", "choice")
 """Rules whose explanation begins with the choice."""
 
-COLLECTIVES = ("c10d.", "_c10d_functional.", "c10d_functional.")
+COLLECTIVES = ("c10d.", "_c10d_functional")
 
 DataChange = Literal[
     "transformed",  # what left the loader agrees

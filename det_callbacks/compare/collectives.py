@@ -16,7 +16,7 @@ CallKey = tuple[str, str, int]
 Order = tuple[int, int, int, int]
 """Segment, step, position in the step, rank: the least comes first."""
 
-_POINT_TO_POINT = ("send", "recv", "isend", "irecv", "batch_p2p")
+_POINT_TO_POINT = ("send", "recv", "isend", "irecv")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

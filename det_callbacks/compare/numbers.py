@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from det_callbacks.compare.cause import COLLECTIVES
 from det_callbacks.compare.collectives import FirstDifference
 from det_callbacks.errors import ReferenceFormatError, SelectionError
 from det_callbacks.numbers import tensor_numbers
@@ -21,8 +22,6 @@ MEASURED_ORIGINS = 5
 """Origins of a rank that are: reading each takes time, and telling the other ranks takes up to 10 KB."""
 MAX_OP_STEPS = 10
 """Steps that are recorded again at level op at once; of more, first all are recorded at level state."""
-
-_COLLECTIVES = ("c10d.", "_c10d_functional", "c10d_functional.", "symm_mem.")
 
 
 def with_numbers(reference: Run, current: Run, first: Mapping[int, FirstDifference]) -> dict[int, FirstDifference]:
@@ -104,6 +103,6 @@ def to_keep(verdict: Verdict) -> tuple[Divergence, str] | None:
         return None
     is_known = first.numbers is not None and not first.numbers.problem
     # what a collective delivers comes later than its call; the ends of a compiled region are no outputs of an op
-    if is_known or not first.op or first.op.startswith((*_COLLECTIVES, REGION)):
+    if is_known or not first.op or first.op.startswith((*COLLECTIVES, REGION)):
         return None
     return first, OpPattern.exactly(first.phase, first.module, first.op)

@@ -106,9 +106,7 @@ RELAYOUTS = frozenset(f"aten.{name}" for name in ("set_", "resize_", "resize_as_
 
 _OWN_KERNELS = ("CPU", "CUDA", "MPS", "XPU", "PrivateUse1", "CompositeExplicitAutograd")
 _IGNORED_NAMESPACES = frozenset({"prim", "prims_internal", "profiler", "debugprims", "inductor", "det_callbacks"})
-_COLLECTIVE_NAMESPACES = frozenset(
-    {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem"}
-)
+_COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"})
 
 
 class OpKind(Enum):
