@@ -69,7 +69,7 @@ class AuditFinding(OpMismatch):
 
     @classmethod
     def of(cls, mismatches: Sequence[tuple[int, OpMismatch]]) -> "AuditFinding":
-        """Return the finding that (step, mismatch) of one op in one module and phase come to."""
+        """Return what the mismatches of one op in one module and phase, each with its step, come to."""
         first = mismatches[0][1]
         calls = {(step, one.occurrence) for step, one in mismatches}
         known = [one.max_ulps for _, one in mismatches if one.max_ulps is not None]

@@ -177,7 +177,7 @@ class GeneratorStates:
         return cls({name: _read(one) if is_readable(one) else None for name, one in generators.items()})
 
     def restore(self, held: Mapping[str, Held] | None = None) -> list[str]:
-        """Put the states back, that of the current device by no index; return the names of those that cannot be."""
+        """Put the states back; no index is the current device. Return the names of those that cannot be restored."""
         generators = {**PROCESS, **(held or {})}
         missing = []
         for name, state in self.states.items():

@@ -194,7 +194,7 @@ class Verification:
         return None if self.has_divergence or step not in self._known else self._ranks.chain(self.segment, step)
 
     def compare_state(self, step: int, digest_state: Callable[[], Mapping[str, int]]) -> None:
-        """Note restored state that differs from what the reference's step before left, or that it lacks.
+        """Note the state that a checkpoint did not bring back as the reference's step before had left it.
 
         Levels below "op" do not record what a step reads, so that only this tells state that came out of a checkpoint
         with other bits from a step that computed something else.

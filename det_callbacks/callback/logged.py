@@ -37,7 +37,7 @@ class LoggedMetrics:
         self._seen: dict[str, Any] = {}
 
     def begin(self, session: Session) -> None:
-        """Belong to a fit, or to a test or a validation outside of one, that begins."""
+        """Follow a fit, or a test or validation outside of one, that begins now."""
         self._session = session
         self.is_resuming, self.is_whole_epoch, self.ended_epoch = session.is_resumed, False, None
 

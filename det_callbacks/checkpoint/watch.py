@@ -52,7 +52,7 @@ class CheckpointWatch:
             self._replaced.put(trainer.strategy, f"{name}_checkpoint", partial(lambda ours, _: ours, ours))
 
     def begin_fit(self, run: Mapping[str, str | None]) -> None:
-        """Know the id, mode and reference of the run of a fit, whose strategy is set up."""
+        """Take id, mode and reference of the run of a fit whose strategy is set up."""
         self._run = run
         self.resuming.begin_fit()
 

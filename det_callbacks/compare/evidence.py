@@ -168,7 +168,7 @@ def from_batch_start(rows: Iterable[Row]) -> Iterator[Row]:
 def _find_samples(
     run: Run, rank: int, segment: int, step: int, *, others: Sequence[int], samples: Sequence[int]
 ) -> tuple[int | None, bool]:
-    """Return the first step of an attempt whose batch has all of these samples, and True; else one with another sample.
+    """Return the first step of an attempt whose batch has all these samples, and True; else with one of ``others``.
 
     None where most of the others are nowhere in the attempt.
     """

@@ -129,7 +129,7 @@ class MetricComparison:
         return tuple(where for where, *_ in self._left if where in CALLS and not self._is_common)
 
     def resume(self, step: int, *, is_first: bool) -> None:
-        """Leave out what may lack because the run was resumed after a step, and what comes before where it begins."""
+        """Ignore what may be missing since the run was resumed after a step; with ``is_first`` also all before that."""
         self._resumed.add(step)
         if is_first:
             self._left = {key: reading for key, reading in self._left.items() if reading.step >= step}
@@ -137,7 +137,7 @@ class MetricComparison:
     def add(self, reading: Reading) -> bool:
         """Compare a reading, and count the reference's before it as missing; return whether any of that differs.
 
-        A reading that only this run has is counted and not part of the answer, as lacking steps may explain it.
+        A reading that only this run has is counted, and does not change the answer: missing steps may explain it.
         """
         before = self.num_differing
         self._miss([one for one in self._left.values() if one.where not in CALLS and one.order < reading.order])

@@ -68,7 +68,7 @@ def _build_maps(verdict: Verdict, reference: Run, current: Run) -> tuple[list[di
 
 
 def _build_map(verdict: Verdict, runs: tuple[Run, Run], rank: int, segment: int, begun: set[int]) -> dict[str, Any]:
-    """Return the heat map of one fit for the template; ``begun`` has the ranks that differ already, and gets this."""
+    """Return the heat map of one fit for the template; ``begun`` are ranks that differ already: this one joins."""
     programs = {
         int(identity): run.program(int(identity)).sites
         for run in runs
@@ -114,7 +114,7 @@ def _build_map(verdict: Verdict, runs: tuple[Run, Run], rank: int, segment: int,
 def _outcomes(
     reference: Run, current: Run, rank: int, segment: int
 ) -> Iterator[tuple[int, int, str, StepDifference | None]]:
-    """Yield each step of a fit in order, with the program of the side that has it, in words what became of it, and how.
+    """Yield the steps of a fit in order: number, id of the program, the outcome in words, and how the two runs differ.
 
     A verification keeps diverging steps only: its record says what it compared of the others.
     """

@@ -26,7 +26,7 @@ CONSTANTS = "constant initial tensors"  # how many parameters and buffers hold o
 CALLBACKS = "callbacks "  # who has a hook; followed by whether it is called before or after ours, and the hook
 BEFORE, AFTER = "before", "after"
 
-# Points of rows that are of no moment.
+# Points of rows that belong to no moment of a step.
 UNSEEN_WRITE = "unseen write"  # of a step that a verification keeps: the values are ``StepView.unseen_writes``
 VALUES = "arguments"  # the digest and the JSON text of numbers among an op's arguments
 

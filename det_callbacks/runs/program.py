@@ -27,19 +27,21 @@ Role = Literal[
     "samples",  # order-free over the samples (dimension 0) of a batch tensor
     "sent",  # that this rank puts into a collective, before the call; 0 without a layout where it puts none
     "delivered",  # that a collective wrote, at its first read; 0 and IN_FLIGHT where it was read before it was done
-    "graph",  # no tensor: a compiled region that is about to run; also in the detail, where another one is structure
+    "graph",  # no tensor: a compiled region that is about to run; its layout tells it too: another one is structure
     "region_input",  # that goes into a compiled region, or the bits of a number that does
     "graph_output",  # memory that a replay of a CUDA graph may have written, at its first read after it
 ]
 
 # Layout details of sites.
 UNWRITTEN = "written by nothing seen"  # an input without bits: allocated memory which no recorded op has written
-READS = "reads "  # begins that of an op of the forward pass, or an input, that is or reads a part: a view makes no site
+READS = "reads "  # begins that of an input, or an op of the forward pass, that reads a part of a tensor
 IN_FLIGHT = "in flight"  # without a digest: the tensor was read before the collective was done
 UNREAD = "not looked into"  # an object in a batch that cannot be looked into; the dtype says its type
 
 REGION = "compiled."  # namespace of the sites of compiled regions: ``compiled.Net_forward.inputs``
-MISSES_PARAMETERS = "reads_parameters_without_digest"  # argument of a region that cannot be told an origin for that
+MISSES_PARAMETERS = (
+    "reads_parameters_without_digest"  # argument of a region that is no proven origin: its parameters have no rows
+)
 GRAPH = "cuda_graph"  # stands for the graphs that were replayed, in the coverage
 
 # Compact JSON in UTF-8; a tenth of json.dumps, which was most of what the reading of a program took.

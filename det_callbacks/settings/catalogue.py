@@ -31,7 +31,7 @@ _INDUCTOR = "torch._inductor.config"
 class Setting:
     """A field of ``DeterminismSettings``, and the attribute of torch, variable, or getter and setter behind it.
 
-    ``allowed`` is a range for integers, ``str`` for any text, and empty where ``DeterminismSettings`` looks.
+    ``allowed`` is a range for integers, ``str`` for any text, and empty where ``DeterminismSettings`` checks.
     """
 
     name: str
@@ -180,7 +180,7 @@ def _variable(name: str, allowed: Any, **options: Any) -> Setting:
 _OF_CUDA: dict[str, Any] = {"is_cuda_only": True}
 _OF_NCCL = {"when": "before_nccl", **_OF_CUDA}
 _ALL = (
-    # put in force by enforce_determinism, which keeps what the seed came too late for
+    # enforce_determinism sets the seed itself, and notes which parameters were there before it
     Setting(name="seed", getter=_seed_in_force, allowed=_SEEDS),
     Setting(
         name="deterministic_algorithms",

@@ -105,7 +105,7 @@ def enforce_determinism(settings: DeterminismSettings | Mapping[str, Any]) -> En
 
 
 def enforce_around_training(settings: DeterminismSettings, model: nn.Module) -> EnforcedDeterminism:
-    """Apply what can still be applied when a model is there, and would act; a SettingsError where the seed was later.
+    """Apply what still has an effect when the model is there; raise a SettingsError where the seed came after it.
 
     The result's ``restore`` leaves the generators alone, which the training has moved.
     """

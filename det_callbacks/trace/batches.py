@@ -41,7 +41,7 @@ class Samples:
 def record_batch(recorder: Recorder, batch: Any) -> list[Samples]:
     """Record the tensors of a batch (phase data), each followed by the order-free digest of its samples.
 
-    What cannot be looked into is recorded by its type. The list has the samples of a device when the step is settled.
+    What cannot be looked into is recorded by its type. Samples on a device are in the list when the step is settled.
     """
     found: list[Samples] = []
     unread: dict[str, str] = {}

@@ -67,7 +67,7 @@ class Collectives:
         self._is_sending = False
 
     def begin(self) -> None:
-        """Start a step; what the one before left under way follows from nothing in this one."""
+        """Start a step; a collective that is still under way from the last one follows from nothing in this one."""
         earlier, self._deliveries = self._deliveries, []
         for delivery in earlier:
             tensor = delivery.tensor()

@@ -40,7 +40,7 @@ class DeferredSites(DeferredDigests):
             self.flush()
 
     def end_read(self) -> None:
-        """Note that a tensor was read, or written, which the running op did not make."""
+        """Note that a tensor was read or written that the running op did not make."""
         if self.is_freed_unseen:
             self.flush()
 

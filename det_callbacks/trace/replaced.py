@@ -1,7 +1,7 @@
 """What is replaced in torch at run time, and why: docs/explanation/replaced.md. Looked at in torch 2.13.
 
-A compiled graph stays behind a function of ours for as long as the compiled code does, which costs 0.1 microseconds
-where no step is under way. A CUDA graph that C++ code or cuda-python captures or launches tells nobody.
+A graph that was compiled meanwhile is called through a function of ours for as long as it exists; where no step is
+under way, that costs 0.1 microseconds. A CUDA graph that C++ code or cuda-python captures or launches tells nobody.
 """
 
 import sys

@@ -28,7 +28,7 @@ class Region:
     holes: tuple[tuple[int, ...], ...] = ()  # strides and lengths of a tensor that leaves some of these bytes out
 
     def inside(self, mask: np.ndarray, low: int) -> np.ndarray:
-        """Return the view of a mask of a storage's bytes, from ``low`` on, that has those of this region."""
+        """Return the bytes of this region as a view of a mask, which has a storage's bytes from ``low`` on."""
         if not self.holes:
             return mask[self.low - low : self.high - low]
         itemsize = (self.high - self.low) // (1 + sum((length - 1) * step for step, length in self.holes))
