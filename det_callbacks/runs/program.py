@@ -39,9 +39,7 @@ IN_FLIGHT = "in flight"  # without a digest: the tensor was read before the coll
 UNREAD = "not looked into"  # an object in a batch that cannot be looked into; the dtype says its type
 
 REGION = "compiled."  # namespace of the sites of compiled regions: ``compiled.Net_forward.inputs``
-MISSES_PARAMETERS = (
-    "reads_parameters_without_digest"  # argument of a region that is no proven origin: its parameters have no rows
-)
+MISSES_PARAMETERS = "reads_parameters_without_digest"  # argument of a region whose parameters have no rows
 GRAPH = "cuda_graph"  # stands for the graphs that were replayed, in the coverage
 
 # Compact JSON in UTF-8; a tenth of json.dumps, which was most of what the reading of a program took.
