@@ -274,10 +274,6 @@ def _is_drawn(facts: Facts) -> bool:
         return True
     if facts.sources:
         return False
-    # a generator that an object holds was another before an op that got other arguments
-    named = [one for one in facts.evidence.generators if not one.name.startswith(("python", "numpy", "torch."))]
-    if first.kind == "argument" and any(map(facts.is_before_step, named)):
-        return True
     within = [one for one in facts.evidence.generators if one.equal_at == (first.step, "batch start")]
     draws = any(site.role == "generator" for site in facts.difference.sites_read(facts.first.row))
     if first.kind == "extra" and first.op and draws:
