@@ -47,8 +47,8 @@ def determinism_callback(
 
     def folder(path: str | None) -> Path | None:
         if path is None or config is None:
-            return None if path is None else Path(path).absolute()
-        return Path(config.runtime.cwd, path, f"job-{config.job.num}" if config.mode == RunMode.MULTIRUN else "")
+            return None if path is None else Path(str(path)).absolute()
+        return Path(config.runtime.cwd, str(path), f"job-{config.job.num}" if config.mode == RunMode.MULTIRUN else "")
 
     place, replay = folder(current), arguments.get("replay")
     if config is not None:
@@ -128,7 +128,18 @@ class DeterminismJobCallback(Callback):
             "the Trainer, and call trainer.fit, with a strategy that trains in this process, too: ddp, not ddp_spawn."
         )
         before = fits.num_fits
-        fits.wait(self, lambda: None if fits.num_fits > before else error)
+        fits.wait(self, lambda: _swallowed() if fits.num_fits > before else error)
+
+
+def _swallowed() -> DetCallbacksError | None:
+    """Return the error that ended the last fit, of which the program has told nobody."""
+    error = fits.last_error
+    if error is None or isinstance(error, DetCallbacksError):
+        return error
+    return NothingComparedError(
+        f"The last fit of this job was ended by {type(error).__name__}, which the program caught, so nothing was "
+        "recorded or compared to its end. Let the error pass, or train again."
+    )
 
 
 def configuration_of(config: DictConfig) -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ from typing_extensions import override
 from det_callbacks.audit import AuditReport
 from det_callbacks.callback.arguments import CallbackArguments, manifest_of, replicated_weights
 from det_callbacks.callback.auditing import Auditing
-from det_callbacks.callback.fits import note_fit
+from det_callbacks.callback.fits import note_error, note_fit
 from det_callbacks.callback.logged import CALLS, LoggedMetrics
 from det_callbacks.callback.progress import ProgressReporter, print_beside_bar
 from det_callbacks.callback.recording import Recording
@@ -339,6 +339,7 @@ class DeterminismCallback(CallbackArguments):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        note_error(exception)
         if isinstance(exception, DivergenceError):
             exception.__traceback__ = None  # the verdict says where; frames of ours and of the loops bury it
         was_open, self._call = self._is_open, None

@@ -10,12 +10,20 @@ _waiting: dict[object, Callable[[], DetCallbacksError | None]] = {}  # by owner:
 
 num_fits = 0
 """How many fits have begun in this process."""
+last_error: BaseException | None = None
+"""By what the last of them was ended, also where the program caught it."""
 
 
 def note_fit() -> None:
     """Count a fit that begins in this process."""
-    global num_fits
-    num_fits += 1
+    global num_fits, last_error
+    num_fits, last_error = num_fits + 1, None
+
+
+def note_error(error: BaseException) -> None:
+    """Keep what ended the fit."""
+    global last_error
+    last_error = error
 
 
 def wait(owner: object, unfinished: Callable[[], DetCallbacksError | None]) -> None:

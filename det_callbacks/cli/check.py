@@ -35,7 +35,7 @@ GRACE_SECONDS = 20.0  # for an interrupted script to end by itself
 _HASH_SEED = "PYTHONHASHSEED"
 _STARTUP = Path(__file__).parents[1] / "startup"
 _NOTHING = (
-    "the script ended well, and nothing was {}: no Trainer had a fit, or each had a DeterminismCallback of the "
+    "the script ended well, and nothing was {}: no Trainer had a fit, or one had a DeterminismCallback of the "
     "script's own, or the Python that trains has no det_callbacks installed"
 )
 _OF_SCRIPT = {

@@ -5,7 +5,6 @@ import shlex
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
-from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -51,12 +50,14 @@ def _project_words() -> list[str]:
             known = ", ".join(SCRIPT_OPTIONS)
             raise CheckError(f"[tool.det_callbacks] of {file} has no option {key}; there are {known}.")
         text = ",".join(map(str, value)) if isinstance(value, list) else value
-        flag = option if value else f"--no-{option.removeprefix('--')}"
-        words.append(flag if isinstance(value, bool) else f"{option}={text}")
+        flag = option if value else "--no-deterministic"
+        is_flag = isinstance(value, bool) and option == "--deterministic"
+        words.append(flag if is_flag else f"{option}={text}")
     return words
 
 
-_names = partial(str.split, sep=",")
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
 
 
 def _number(text: str) -> int:

@@ -311,6 +311,8 @@ class DeterminismSettings:
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> "DeterminismSettings":
         """Return the settings a mapping names, such as a node of a Hydra configuration; the others have defaults."""
+        if not isinstance(mapping, Mapping):
+            raise SettingsError(f"settings must be names with their values, such as seed: 0; got {mapping!r}.")
         known = tuple(field.name for field in fields(cls))
         if unknown := sorted(str(name) for name in mapping if name not in known):
             raise SettingsError(

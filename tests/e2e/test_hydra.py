@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 
 import det_callbacks.hydra as job_callback
 from det_callbacks.callback import ReplicaAuditCallback
-from det_callbacks.callback.fits import note_fit, wait
+from det_callbacks.callback.fits import note_error, note_fit, wait
 from det_callbacks.errors import DivergenceError, NotComparableError
 
 RunApp = Callable[..., tuple[int, str]]
@@ -86,6 +86,7 @@ ENDS: list[tuple[Any, str, int, str]] = [  # what the job of seed 1 raises, if H
     (DivergenceError("it diverged"), "1", 1, "DivergenceError: it diverged"),
     (NotComparableError("another machine"), "0", 3, "NotComparableError: another machine"),
     (ZeroDivisionError("mine"), "0", 1, "ZeroDivisionError: mine"),
+    ("caught", "0", 2, "was ended by ValueError, which the program caught"),
     ("no fit", "0", 2, "no DeterminismCallback ran a fit in this job"),
     (ONE_OF_TWO, "0", 1, "DivergenceError: one fit of two"),
 ]
@@ -106,6 +107,8 @@ def test_how_a_job_ended_is_the_status_and_every_job_starts_where_the_first_did(
             note_fit()
         if end is ONE_OF_TWO and config.seed == 1:
             wait(task, lambda: end)
+        elif end == "caught" and config.seed == 1:
+            note_error(ValueError())
         elif isinstance(end, Exception) and config.seed == 1:
             raise end
 
@@ -131,6 +134,7 @@ def test_a_refused_argument_of_the_callback_is_ours(run_app: RunApp) -> None:
     ("arguments", "words"),
     [
         ((*VERIFY, "determinism.settings.deterministic_algorithms=off"), "algorithms='off' is not allowed"),
+        ((*VERIFY, "determinism.settings=3"), "settings must be names with their values, such as seed: 0; got 3."),
         ((*VERIFY, "+determinism.levle=op"), "DeterminismCallback has no argument levle."),
         ((*MULTIRUN, "+determinism=verify"), "determinism.reference is not set"),
         ((f"+hydra.callbacks.determinism._target_={JOB}",), "determinism.mode is not"),

@@ -80,6 +80,8 @@ def test_what_goes_wrong_has_a_status_and_is_said_once(run_command: Run) -> None
         ("levels = 1", "has no option levels; there are --level, --modules, "),
         ("only_steps = [1, true]", "[tool.det_callbacks] of pyproject.toml adds --only-steps=1,True"),
         ("level = ", "pyproject.toml cannot be read"),
+        ("seed = true", "got 'True'"),
+        ("modules = []", "modules must hold at least one pattern"),
     ):
         Path("pyproject.toml").write_text(table if table.startswith("[") else f"[tool.det_callbacks]\n{table}\n")
         done = run_command("record", "other")
