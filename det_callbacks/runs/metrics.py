@@ -87,12 +87,19 @@ def append_reading(path: Path, reading: Reading, *, run_id: str) -> None:
 
 
 def read_metrics(run: Run, segment: int) -> Readings:
-    """Return the readings of a fit: of what several attempts have, the latest one's; of tests after it, the last's."""
+    """Return the readings of a fit: of what several attempts have, the latest one's; of tests after it, the last's.
+
+    Where an attempt went on beyond a step at which an earlier one had ended, no epoch ends there.
+    """
     by_key: dict[tuple[str, int, bool], Reading] = {}
     resumed: set[int] = set()
     for stream, num_told in run.streams(segment):
-        by_key = {key: reading for key, reading in by_key.items() if not reading.is_after_fit}
-        for reading in _read(metrics_path(stream), run.manifest.run_id, num_told=num_told):
+        attempt = [*_read(metrics_path(stream), run.manifest.run_id, num_told=num_told)]
+        steps = {reading.step for reading in attempt if reading.where in (RESUMED, "epoch")}
+        beyond = range(min(steps, default=0) + 1, max(steps, default=0))
+        cut = {key for key, one in by_key.items() if one.where == "epoch" and one.step in {*beyond} - steps}
+        by_key = {key: one for key, one in by_key.items() if not one.is_after_fit and key not in cut}
+        for reading in attempt:
             if reading.where == RESUMED:
                 resumed.add(reading.step)
             else:

@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -287,11 +288,16 @@ def test_the_parts_of_a_session_are_one_run_and_told_apart(tmp_path: Path, capsy
     assert (verdict.verdict, verdict.environment) == ("match", ())
 
 
-@pytest.mark.parametrize(("after", "at"), [(4, "train_batch_end"), pytest.param(3, "validation_end", marks=SLOW)])
-def test_metrics_of_a_resumed_run(after: int, at: str, whole: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("after", "at", "ends"),
+    [(4, "train_batch_end", 6), (4, "train_batch_end", 5), pytest.param(3, "validation_end", 6, marks=SLOW)],
+)
+def test_metrics_of_a_resumed_run(after: int, at: str, ends: int, whole: Path, tmp_path: Path) -> None:
+    """Of one that was killed, or ended in the middle of an epoch, where it has the metrics of an epoch."""
     stops = RaiseAt("on_train_epoch_end", StopError(), call=2)
-    with pytest.raises(StopError):
-        Session("record", tmp_path / "resumed").fit(SaveAfter(tmp_path, after, at=at), stops)
+    with pytest.raises(StopError) if ends == 6 else nullcontext():
+        callbacks = [SaveAfter(tmp_path, after, at=at), *[stops] * (ends == 6)]
+        Session("record", tmp_path / "resumed").fit(*callbacks, max_steps=ends)
     checkpoint = tmp_path / f"{after}.ckpt"
     Session("record", tmp_path / "resumed").fit(resume=checkpoint)
     for reference, current in itertools.permutations([whole, tmp_path / "resumed"]):
