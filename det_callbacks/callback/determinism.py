@@ -209,7 +209,7 @@ class DeterminismCallback(CallbackArguments):
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._is_fitting:
             self._stop_together(differs=self._logged.read_epoch(trainer))
-            self._logged.is_whole_epoch = True
+            self._logged.whole_epoch = {}
         self._hooks.mark("epoch start")
         if self._checkpoints is not None:
             self._checkpoints.resuming.begin_epoch()

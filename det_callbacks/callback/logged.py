@@ -8,7 +8,7 @@ from torch import Tensor, as_tensor
 
 from det_callbacks.callback.session import Session
 from det_callbacks.checkpoint.fit import local_part
-from det_callbacks.compare.metrics import FIRST_BATCH, GENERATOR, LENGTH
+from det_callbacks.compare.metrics import FIRST_BATCH, GENERATOR, LENGTH, UNHOOKED
 from det_callbacks.digest.components import digest_tensor
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.host_digest import format_digest
@@ -28,7 +28,7 @@ class LoggedMetrics:
 
     step = -1  # the last training batch that began; -1 before the first
     is_resuming = False  # no training batch has begun since a checkpoint was loaded
-    is_whole_epoch = False  # the training epoch under way was begun at its start
+    whole_epoch: dict[str, str] | None = None  # evidence of the epoch under way; None: this process began in its middle
     ended_epoch: int | None = None  # the one whose last hooks run; None once its metrics are read
     _session: Session | None = None
 
@@ -39,13 +39,15 @@ class LoggedMetrics:
     def begin(self, session: Session) -> None:
         """Follow a fit, or a test or validation outside of one, that begins now."""
         self._session = session
-        self.is_resuming, self.is_whole_epoch, self.ended_epoch = session.is_resumed, False, None
+        self.is_resuming, self.whole_epoch, self.ended_epoch = session.is_resumed, None, None
 
     def begin_step(self, trainer: pl.Trainer, step: int) -> None:
         """Note that a training batch begins."""
         self.step = step
         if self.is_resuming:
             self.is_resuming = False
+            if self.whole_epoch is None and not trainer.fit_loop.epoch_loop.batch_idx:  # an epoch's last batch was over
+                self.whole_epoch = {UNHOOKED: "left out"}
             self._put_resumed(trainer, step - 1, is_first=True)
 
     def note_batch(self, trainer: pl.Trainer, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
@@ -59,17 +61,17 @@ class LoggedMetrics:
     def read_epoch(self, trainer: pl.Trainer) -> bool:
         """Read what was computed at the end of the last epoch, if one has ended; return whether it differs."""
         epoch, self.ended_epoch = self.ended_epoch, None
-        is_whole, self.is_whole_epoch = self.is_whole_epoch, False
+        whole, self.whole_epoch = self.whole_epoch, None
         if epoch is None:
             return False
-        if not is_whole:
+        if whole is None:
             self._fresh(trainer, "epoch")  # a mean that began anew in the middle of the epoch
             if not self.is_resuming:
                 self._put_resumed(trainer, self.step)
             return False
-        return self.read(trainer, "epoch", self.step, epoch=epoch)
+        return self.read(trainer, "epoch", self.step, epoch=epoch, **whole)
 
-    def read(self, trainer: pl.Trainer, where: str, number: int, *, epoch: int) -> bool:
+    def read(self, trainer: pl.Trainer, where: str, number: int, *, epoch: int, **evidence: str) -> bool:
         """Read what was computed since the last time; return whether it differs. The place is that of a ``Reading``."""
         session = self._session
         if session is None or not trainer.is_global_zero:
@@ -80,11 +82,11 @@ class LoggedMetrics:
             values = {name: value for name, value in fresh.items() if isinstance(value, Tensor | float | int)}
             selects = session.arguments.selection.selects_metric
             metrics = {name: _metric(value) for name, value in values.items() if selects(name)}
-        if not metrics:
+        if not metrics and not evidence:
             return False
         ledger = Ledger()
         ledger.mark("")
-        evidence = {f"{GENERATOR}{row.name}": format_digest(row.value) for row in ledger.take(0)}
+        evidence |= {f"{GENERATOR}{row.name}": format_digest(row.value) for row in ledger.take(0)}
         evidence |= {} if where == "epoch" else {**_lengths(trainer, where), **first_batches}
         place: dict[str, Any] = {"where": where, "number": number, "step": self.step, "epoch": epoch}
         return bool(session.put_metrics(Reading(**place, metrics=metrics, evidence=evidence)))
