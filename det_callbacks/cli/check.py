@@ -118,7 +118,7 @@ class Script:
                 raise CheckError(f"{text}. Start det-callbacks for each of them.")
         if status < 0:
             return f"the process was killed by signal {-status} ({signal.strsignal(-status)})"
-        return f"the script failed with status {status}: see what it printed" if status else ""
+        return f"the script failed with status {status}: see what it, or det_callbacks, printed" if status else ""
 
 
 def _manifest(run: Path) -> bytes:
@@ -226,9 +226,8 @@ def _end(command: str, runs: Sequence[CheckedRun], facts: str) -> int:
         if run.reason:
             print_line(console, f"{run.name}: {run.reason}." if len(runs) > 1 else f"{run.reason}.")
     word = f"{worst.outcome.replace('_', ' ')} (exit status {status[worst.outcome]})"
-    print_line(
-        console, f"det-callbacks {command}: {word}{facts}", {**STYLES, "failed": "bold red"}.get(worst.outcome, "bold")
-    )
+    style = {**STYLES, "failed": "bold red"}.get(worst.outcome, "bold")
+    print_line(console, f"det-callbacks {command}: {word}{facts}", style)
     return status[worst.outcome]
 
 

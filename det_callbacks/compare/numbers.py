@@ -99,7 +99,7 @@ def _suspects(step: int, selection: Selection) -> range:
 def to_keep(verdict: Verdict) -> tuple[Divergence, str] | None:
     """Return the divergence whose tensors have to be kept to say by how much it differs, and their pattern, or None."""
     first = verdict.origins[0] if verdict.origins else verdict.first_divergence
-    if first is None or first.kind not in ("content", "argument") or first.shape is None:
+    if first is None or first.kind != "content" or first.shape is None:
         return None
     is_known = first.numbers is not None and not first.numbers.problem
     # what a collective delivers comes later than its call; the ends of a compiled region are no outputs of an op

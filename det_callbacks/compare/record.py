@@ -150,8 +150,8 @@ def read_records(reference: Run, current: Run) -> dict[int, RankRecord]:
     if others:
         raise ReferenceFormatError(
             f"{current.path} was verified against another reference ({', '.join(sorted(others))}) than "
-            f"{reference.path} holds now ({reference.manifest.run_id}): it was recorded anew since. Nothing is said "
-            "about them. Verify again.",
+            f"{reference.path} holds now ({reference.manifest.run_id}): it was recorded anew, or is another run. "
+            "Nothing is said about them. Verify again, or name the reference of then.",
             str(reference.path),
         )
     return records

@@ -37,7 +37,8 @@ _OF_BATCH: Mapping[DataChange, str] = {
     "drawn": "Look at the sampler (its weights, what it sorts by) and at the loader's settings",
     "other data set": "The data set is another one",
     "listed otherwise": "Sort what the data set lists",
-    "made otherwise": "Look at transforms, augmentation, worker seeds, decoding, and the data itself (files, labels)",
+    "made otherwise": "Look at transforms, augmentation, worker seeds, decoding, generators of the data set's own "
+    "(numpy.random.default_rng()), and the data itself (files, labels)",
     "other": "Look at what the data set holds, and at its transforms",
 }
 
@@ -131,8 +132,10 @@ def advise_metric(metric: MetricDifference) -> str:
         return f"{todo}: the {found} differs"
     if metric.is_after_gap:
         return _begun_before("It may have begun", reading.step + 1, metric.choices)
-    left_out = f'What can never repeat, such as a wall clock, is left out by modules=["*", "!metric/{metric.name}"]'
-    return f"Look at how it is computed: all that is known of generators and data agrees. {left_out}"
+    later = "" if reading.where == "epoch" else ", and only the first batch of each loader is compared"
+    todo = f"Look at how it is computed: all that is known of generators and data agrees{later}"
+    left_out = f"""modules=["*", "!metric/{metric.name}"] (on the command line: --modules '*,!metric/{metric.name}')"""
+    return f"{todo}. What can never repeat, such as a wall clock, is left out: record the run again with {left_out}"
 
 
 _VALIDATION = "on_validation_epoch_start on_validation_batch_start on_validation_batch_end on_validation_epoch_end"

@@ -67,10 +67,8 @@ def _facts_about(facts: Sequence[OpFact], view: StepView, position: int) -> list
 def op_report(content: Mapping[str, Any], run: Run | None = None) -> list[Section]:
     """Return the table of what ``ops_to_dict`` found."""
     numbers = ", ".join(f"{number} {behaviour}" for behaviour, number in content["counts"].items())
-    lines, entries = (
-        [f"torch {content['torch']}: {sum(content['counts'].values())} entries ({numbers})"],
-        content["entries"],
-    )
+    lines = [f"torch {content['torch']}: {sum(content['counts'].values())} entries ({numbers})"]
+    entries = content["entries"]
     places: tuple[str, ...] = ("ops",)
     if run is not None:
         about, places = content["run"], ("module", "op", "sites")
@@ -97,7 +95,7 @@ def doctor_report(diagnosis: "Diagnosis") -> list[Section]:
     if against is not None:
         found = environment_table([difference for difference, _ in diagnosis.differences])
         differing = [(*row, to_do or "-") for row, (_, to_do) in zip(found.rows, diagnosis.differences, strict=True)]
-        title = f"{'D' if differing else 'Nothing is d'}ifferent from {against}"
+        title = f"Different from {against}" if differing else f"This machine does not differ from {against}"
         others = Table(columns=(*found.columns, "what to do"), rows=differing) if differing else None
         report.append(Section(title=title, table=others))
     if not missing:

@@ -47,10 +47,8 @@ def write_report(path: str | Path, verdict: Verdict, *, reference: str | Path, c
     try:
         replace_atomically(path, content.encode(errors="backslashreplace"))
     except OSError as error:
-        text = (
-            f"The report cannot be written to {path} ({error.strerror or error}); name another file. The verdict stands"
-        )
-        raise DetCallbacksError(f"{text}.", str(path)) from error
+        text = f"The report cannot be written to {path} ({error.strerror or error}); name another file"
+        raise DetCallbacksError(f"{text}. The verdict stands.", str(path)) from error
     return path
 
 

@@ -80,7 +80,7 @@ def _source(lines: Sequence[str]) -> str:
 
 
 def _number(index: int) -> str:
-    return f" (number {index + 1} there)" if index else ""
+    return f" #{index}" if index else ""
 
 
 def _module(module: str) -> str:
@@ -168,7 +168,7 @@ def _explain_sources(facts: Facts, sources: Sequence[Finding], phase: str) -> st
         what += f" ({len(names)} of {num_initial} tensors)"
     hidden = ("state", "input") if phase == "restored" else (phase,)
     others = [one for one in dict.fromkeys(one.divergence.phase for one in facts.sources) if one not in hidden]
-    also = f" ({' and '.join(_SOURCES[one] for one in others)} differs too)" if others else ""
+    also = f" ({' and '.join(_SOURCES[one] for one in others)} differ{'s' * (len(others) == 1)} too)" if others else ""
     return f"{_SOURCES[phase]} {listed(names)} {what}{also}"
 
 

@@ -142,7 +142,8 @@ def _origin_table(verdict: Verdict) -> Table:
     columns = ("rank", "step", "phase", "module", "op", "name", "kind", "source")
     rows = []
     for one in verdict.origins:
-        op, source = f"{one.op}#{one.occurrence}", next(iter(one.source), "-")
+        op = f"{one.op}#{one.occurrence}" + f" output {one.output}" * bool(one.output)
+        source = next(iter(one.source), "-")
         rows.append((one.rank, one.step, one.phase, one.module or "-", op, one.name or "-", one.kind, source))
     return Table(columns=columns, rows=rows, limit=PRINTED_ORIGINS)
 
@@ -205,8 +206,11 @@ def _record_next(arguments: Mapping[str, Any]) -> list[str]:
     why = "to see by how much it differs" if "keep_tensors" in arguments else "to see where it starts"
     python = [f"{name}={json.dumps(value)}" for name, value in arguments.items()]
     compact = {name: json.dumps(value, separators=(",", ":")).strip('"') for name, value in arguments.items()}
+    texts = {name: value if isinstance(value, str) else ",".join(map(str, value)) for name, value in arguments.items()}
+    options = [f"--{name.removesuffix('_tensors').replace('_', '-')}={text}" for name, text in texts.items()]
     return [
         f"{why}, record {which} again on both sides and compare the two recordings (det-callbacks diff):",
         f"    in Python  {', '.join(python)}",
         f"    in Hydra   {shlex.join(f'determinism.{name}={value}' for name, value in compact.items())}",
+        *([] if "compiled" in arguments else [f"    on the command line  {shlex.join(options)}"]),
     ]

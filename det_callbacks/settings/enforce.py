@@ -144,8 +144,8 @@ def _seed_all(seed: int) -> None:
 
 def _require_seed(seed: int, model: nn.Module) -> None:
     how = (
-        "Seed before the model is built: seed_everything of LightningCLI, lightning.seed_everything(seed, "
-        "workers=True), det_callbacks.enforce_determinism(settings), --seed of the command line, or the Hydra preset."
+        "Seed before the model is built: training_snapshot in a test, lightning.seed_everything(seed, workers=True), "
+        "enforce_determinism(settings), seed_everything of LightningCLI, --seed of the command line, the Hydra preset."
     )
     states = [("the seed of torch", str(seed), str(torch.initial_seed()))]
     states += [(name, value, str(os.environ.get(name))) for name, value in _seed_variables(seed).items()]

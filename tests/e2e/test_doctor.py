@@ -80,7 +80,7 @@ def test_another_thread_count_and_version_than_in_the_reference(tmp_path: Path, 
         assert main(["doctor", "--against", path]) == 1
         assert f"Different from {path}" in capsys.readouterr().out
         assert main(["doctor", "--against", recorded(tmp_path / "same")]) == 0
-        assert f"Nothing is different from {tmp_path / 'same'}" in capsys.readouterr().out
+        assert f"This machine does not differ from {tmp_path / 'same'}" in capsys.readouterr().out
         path = recorded(tmp_path / "without", lambda manifest: manifest.pop("settings"))
         assert main(["doctor", "--against", path]) == 2
         assert "does not say which settings were in force" in capsys.readouterr().err

@@ -83,10 +83,9 @@ def test_one_ulp_is_said_alike_live_by_diff_and_in_the_report(
 
 def test_a_nan_on_one_side_is_apart() -> None:
     output = TensorNumbers(tensor="output 0", shape=(4, 6), num_differing=3, max_ulps=6, num_nan=1, num_inf=1)
-    numbers = Numbers(output=(output,))
-    verdict = replace(DIVERGED, first_divergence=replace(DIVERGENCE, numbers=numbers))
-    text = unwrapped(verdict_lines(verdict))
-    for words in ("by up to 6 ULPs", "1 with a NaN, 1 with an infinity"):
+    found = replace(DIVERGENCE, numbers=Numbers(output=(output,)), output=2)
+    text = unwrapped(verdict_lines(replace(DIVERGED, first_divergence=found, origins=(found,))))
+    for words in ("by up to 6 ULPs", "1 with a NaN, 1 with an infinity", "aten.addmm.default#0 output 2 "):
         assert words in text
 
 
@@ -146,7 +145,7 @@ def test_what_was_not_kept_stops_no_run_and_is_said_everywhere(tmp_path: Path, c
     assert numbers_of(verdict).output == ()
     for text in (unwrapped(verdict_lines(verdict)), (tmp_path / "current" / "report.html").read_text()):
         assert f"cannot be told: {problem}" in text
-    assert "keep_tensors=" in verdict_lines(verdict)
+    assert f"--only-steps=2 --keep={FIRST}" in verdict_lines(verdict)
 
 
 def test_damage_is_said_and_never_a_number(references: References, tmp_path: Path) -> None:

@@ -165,14 +165,20 @@ FEWER = {"limit_val_batches": 1}
     [
         (None, {}, {"data": {"other": 0}}, "data_content", "first batch of loader 0: batch[0]"),
         pytest.param(None, {}, {"data": {"num_samples": 8}}, "data_content", "samples of loader 0", marks=SLOW),
-        (None, {"also": "another loss"}, {}, "unknown", '"!metric/val/loss"'),
+        (None, {}, {"data": {"other": 5}}, "unknown", "only the first batch of each loader is compared"),
         (None, {}, FEWER, "settings", "now, and that is what differs first: metric val/loss"),
         (None, {}, {"data": {"other": 0}, **FEWER}, "data_content", "first batch of loader 0"),
         (None, {}, {"check_val_every_n_epoch": 2}, "settings", "step 2 is only in the reference, and 1 more"),
         (None, {}, {"val_check_interval": 2}, "settings", "metric val/loss in the validation after step 1 is only in"),
         # metrics are not blamed for steps that were not recorded
         (0, {"also": "another step"}, {}, "unknown", "It may have begun before step 3, and steps before it were not"),
-        (2, {"also": "another loss"}, {}, "unknown", "all that is known of generators and data agrees"),
+        (
+            2,
+            {"also": "another loss"},
+            {},
+            "unknown",
+            """record the run again with modules=["*", "!metric/val/loss"]""",
+        ),
         (0, {}, {"limit_train_batches": 2}, "structure", "Look at where epochs end: limit_train"),
     ],
     ids=str,

@@ -136,7 +136,7 @@ PRECISION_FIRST = "trainer.precision: a in the reference, b now, and that is wha
 AFTER_RESUME = {"is_resumed": True, "base": {"insert_at": 3}}
 CASES = [
     case({"insert_at": 10, "factor": 3.0}, "forward", "only in the current run", "train.py:50", "starts here"),
-    case({"weight": 3, "rows": (2, 1, 3, 4), "seed": 1}, "initial_weights", "net.weight"),
+    case({"weight": 3, "rows": (2, 1, 3, 4), "seed": 1}, "initial_weights", "the state of the generator differ too"),
     case({"rows": (2, 1, 3, 4), "seed": 1}, "data_order", "batch[0] holds the same samples in another order"),
     case({"weight": 3}, "checkpoint", "loaded, net.weight differs", "no op is to blame", is_resumed=True),
     case({"weight": 3, "rows": (2, 1, 3, 4)}, "checkpoint", "(the batch differs too)", is_resumed=True),
@@ -224,7 +224,7 @@ THREADS_SAID = "torch.num_threads: 2 in the reference, 1 now"
         ({"weight": 3}, [SEED], ("diverged", "initial_weights"), "settings.seed: 1 in the reference, 2 now"),
         ({"noise_at": 3}, [replace(THREADS, is_machine=False)], ("diverged", "settings"), THREADS_SAID),
         ({"noise_at": 3}, [THREADS, SEED], ("not_comparable", "forward"), THREADS_SAID),
-        ({"noise_at": 3}, [CPUS], ("diverged", "forward"), "aten.mul.Tensor"),
+        ({"noise_at": 3}, [CPUS], ("diverged", "forward"), "aten.mul.Tensor #3 in net"),
         ({}, [THREADS], ("match", None), THREADS_SAID),
     ],
 )

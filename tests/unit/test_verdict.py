@@ -37,8 +37,8 @@ def test_another_structure_is_refused() -> None:
 
 STATE = replace(DIVERGENCE, step=40, op="", module="", phase="state", name="net.weight", is_origin=None)
 WHOLE = replace(STATE, kind="missing", shape=None, dtype=None, name=None, phase="other")
-REGION = replace(DIVERGENCE, op="compiled.forward.0")
-OF_STATE, OF_STEP = (replace(DIVERGED, first_divergence=one, origins=()) for one in (STATE, WHOLE))
+REGION, CALL = (replace(DIVERGENCE, **one) for one in ({"op": "compiled.forward.0"}, {"kind": "argument"}))
+OF_STATE, OF_STEP, OF_CALL = (replace(DIVERGED, first_divergence=one, origins=()) for one in (STATE, WHOLE, CALL))
 OF_REGION = replace(DIVERGED, first_divergence=REGION, origins=(REGION,))
 OF_COLLECTIVE = replace(DIVERGED, origins=(replace(DIVERGENCE, op="c10d.allreduce_.default"),))
 KEEP = {"level": "op", "only_steps": [3], "keep_tensors": ["forward/net.head:aten.addmm.default"]}
@@ -55,7 +55,8 @@ KEEP = {"level": "op", "only_steps": [3], "keep_tensors": ["forward/net.head:ate
         (DIVERGED, {"every_n_steps": 20}, KEEP),  # an origin needs no step before it
         (OF_REGION, {}, {"level": "op", "only_steps": [3], "compiled": "eager"}),
         (OF_STATE, {"modules": ("net*",)}, {"level": "op", "only_steps": [40]}),
-        *((OF_COLLECTIVE, {}, None), (OF_STATE, {}, None), (OF_STEP, {"level": "state"}, None), (MATCH, {}, None)),
+        (OF_STEP, {"level": "state"}, None),
+        *((one, {}, None) for one in (OF_COLLECTIVE, OF_STATE, OF_CALL, MATCH)),
     ],
 )
 def test_what_more_can_be_recorded(verdict: Verdict, selection: dict[str, Any], expected: dict[str, Any]) -> None:
