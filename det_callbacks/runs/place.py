@@ -73,7 +73,7 @@ def _remove(children: Iterable[Path], *, ignore_errors: bool = False) -> None:
         if child.is_dir() and not child.is_symlink():
             shutil.rmtree(child, ignore_errors=ignore_errors)
         else:
-            child.unlink()
+            child.unlink(missing_ok=True)  # of the rank that is it, at the same time
 
 
 def _is_of_verification(path: Path) -> bool:

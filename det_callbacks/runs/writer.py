@@ -1,7 +1,9 @@
 """Writing a run: docs/reference/run-folder.md says what its folder looks like."""
 
+import shutil
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -44,6 +46,7 @@ class RunWriter:
         self._evidence: EvidenceWriter | None = None
         self._values: dict[int, str] = {}
         self.earlier: Run | None = None  # as it was before this attempt
+        self._shared_before = self._shared
         self._open_stream(is_new=True)
         self._tell_of_files()
 
@@ -94,6 +97,12 @@ class RunWriter:
     def _streams(self) -> list[Path]:
         numbers = range(self.manifest.attempts[-1].segments)
         return [files.stream_path(self.path, self._peers.rank, self._attempt, number) for number in numbers]
+
+    @property
+    def _shared(self) -> set[Path]:
+        """The files there that all ranks and attempts share."""
+        kinds = (files.PROGRAMS, files.LAYOUTS, files.SOURCES)
+        return {path for kind in kinds for path in (self.path / kind).glob("*")}
 
     def put_program(self, program: Program) -> None:
         """Write a program and the text of its source lines, unless they are there."""
@@ -163,7 +172,8 @@ class RunWriter:
     def put_nondeterministic_ops(self, ops: Sequence[NondeterministicOp]) -> None:
         """Write the list of ops without a deterministic implementation that this process has called so far."""
         path = self.path / files.rank_folder(self._peers.rank) / files.NONDETERMINISTIC_FILE
-        files.replace_atomically(path, msgspec.json.encode(list(ops)))
+        with suppress(FileNotFoundError):  # rank 0 has taken a run without a step back: see discard
+            files.replace_atomically(path, msgspec.json.encode(list(ops)))
 
     def note_resumed(self, step: int) -> None:
         """Say in run.json that the fit under way goes on from a checkpoint, and that this is the first step of it."""
@@ -216,12 +226,15 @@ class RunWriter:
         if not self._attempt:
             if self._peers.rank == 0:
                 remove_run(self.path)
+            elif not (self.path / files.MANIFEST).exists():  # rank 0 may have missed what came while it removed the run
+                shutil.rmtree(self.stream.parent, ignore_errors=True)
             return
         streams = self._streams
         self.manifest = replace(self.manifest, attempts=self.manifest.attempts[:-1])
         # run.json first: what a kill leaves of the files after that is of no attempt, and the next one writes over it
         self._tell_of_files()
-        for path in (place(stream) for stream in streams for place in (Path, evidence_path, metrics_path)):
+        of_streams = (place(stream) for stream in streams for place in (Path, evidence_path, metrics_path))
+        for path in (*of_streams, *self._shared - self._shared_before):
             path.unlink(missing_ok=True)
 
     def _change_attempt(self, **changes: Any) -> None:
