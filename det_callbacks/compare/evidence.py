@@ -23,6 +23,7 @@ from det_callbacks.runs.evidence import (
     evidence_path,
     read_evidence,
 )
+from det_callbacks.runs.program import StepView
 from det_callbacks.runs.store import Run
 
 SKETCHED = 4
@@ -118,11 +119,23 @@ def find_evidence(reference: Run, current: Run, difference: StepDifference) -> E
     evidence = compare_windows(ours, theirs, place[2])
     if not any(difference.site(row).phase == "data" for row in difference.starting("outside")):
         return evidence
+    if _is_handed_alike((ours, difference.reference), (theirs, difference.current)):
+        evidence = replace(evidence, batch=replace(evidence.batch, is_loaded_alike=True))
     known, samples = ours.samples(place[2]), theirs.samples(place[2])
     others = [value for value in samples if value not in known][:SKETCHED]
     found_at, is_whole = _find_samples(reference, *place, others=others, samples=samples) if others else (None, False)
     batch = replace(evidence.batch, was_searched=bool(others), found_at=found_at, is_whole=is_whole)
     return replace(evidence, batch=batch)
+
+
+def _is_handed_alike(*sides: tuple[Window, StepView]) -> bool:
+    """Return whether what left the loaders agrees, where one step at least was given something else."""
+    given, noted = [], []
+    for window, view in sides:
+        rows, sites = window.batch(view.record.step), zip(view.program.sites, view.record.digests.tolist(), strict=True)
+        given.append({f"{it.name} as loaded": bits for it, bits in sites if (it.phase, it.role) == ("data", "named")})
+        noted.append({name: row.value for name, row in rows.items() if name.endswith(" as loaded")})
+    return any(noted) and given[0] | noted[0] == given[1] | noted[1]
 
 
 def read_window(run: Run, rank: int, segment: int, step: int) -> Window | None:

@@ -90,11 +90,11 @@ def test_what_a_hook_makes_of_a_batch_is_told_from_what_was_loaded(tmp_path: Pat
         hook = {"on_after_batch_transfer": lambda self, batch, _: (batch[0] + by, batch[1])}
         return type("Shifted", (Classifier,), hook)
 
-    reference = record(tmp_path / "run", DataLoader(Samples(), 4), shifted(0.0))
-    verdict = verify(reference, DataLoader(Samples(), 4), shifted(0.5))
-    assert verdict.cause == "data_content"
-    assert "on_after_batch_transfer" in verdict.explanation
-    assert "batch: what left the loader agrees" in verdict.evidence
+    for name, before in (("other", shifted(0.0)), ("none", Classifier)):
+        reference = record(tmp_path / name, DataLoader(Samples(), 4), before)
+        verdict = verify(reference, DataLoader(Samples(), 4), shifted(0.5))
+        assert (verdict.cause, "on_after_batch_transfer" in verdict.explanation) == ("data_content", True)
+        assert "batch: what left the loader agrees" in verdict.evidence
 
 
 def test_a_verdict_stands_without_its_evidence(tmp_path: Path) -> None:

@@ -172,13 +172,7 @@ FEWER = {"limit_val_batches": 1}
         (None, {}, {"val_check_interval": 2}, "settings", "metric val/loss in the validation after step 1 is only in"),
         # metrics are not blamed for steps that were not recorded
         (0, {"also": "another step"}, {}, "unknown", "It may have begun before step 3, and steps before it were not"),
-        (
-            2,
-            {"also": "another loss"},
-            {},
-            "unknown",
-            """record the run again with modules=["*", "!metric/val/loss"]""",
-        ),
+        (2, {"also": "another loss"}, {}, "unknown", """again with modules=["*", "!metric/val/loss"]"""),
         (0, {}, {"limit_train_batches": 2}, "structure", "Look at where epochs end: limit_train"),
     ],
     ids=str,
