@@ -152,11 +152,8 @@ def read_window(run: Run, rank: int, segment: int, step: int) -> Window | None:
 
 def gather_window(rows: Iterable[Row], *, since: int | None) -> Window | None:
     """Return what rows say that come after a step that is known to be equal, or all rows; None where there are none."""
-    kept: list[Row] = []
-    last: list[Row] = []
-    settings: dict[str, str] = {}
-    hooks: dict[str, str] = {}
-    num_constant = 0
+    kept, last = list[Row](), list[Row]()
+    settings, hooks, num_constant = dict[str, str](), dict[str, str](), 0
     for row in rows:
         if row.text and row.point == _LOADER:
             settings[row.name] = row.text
