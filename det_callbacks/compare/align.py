@@ -129,9 +129,7 @@ def _skip_leading(sites: tuple[Site, ...], place: int) -> int:
         start += 1
     if start == place or start == len(sites) or not sites[start].op:
         return place
-    reader = sites[start]
-    if reader.role == "argument" and start + 1 < len(sites):
-        reader = sites[start + 1]
+    reader = sites[min(start + (sites[start].role == "argument"), len(sites) - 1)]
     # rows of generators at a step's top belong to no op, even where one follows directly
     return start if {*range(place, start)} <= {*reader.inputs} else place
 

@@ -59,8 +59,7 @@ def read_arguments(view: StepView, output: int) -> Arguments:
     known = view.read_values().get(bits)
     if known is None:
         return Arguments(values=constants, digested=site.varying, bits=bits)
-    numbers = zip(site.varying, map(json.dumps, json.loads(known)), strict=True)
-    return Arguments(values={**constants, **dict(numbers)})
+    return Arguments(values={**constants, **dict(zip(site.varying, map(json.dumps, json.loads(known)), strict=True))})
 
 
 def _differing(reference: Arguments, current: Arguments) -> ArgumentDifference | None:

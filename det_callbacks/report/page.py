@@ -37,12 +37,9 @@ def write_report(path: str | Path, verdict: Verdict, *, reference: str | Path, c
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
     environment.filters.update(count=count, number="{:,}".format)
+    head, sections = head_report(verdict)[1:], details_report(verdict)
     content = environment.get_template("report.html.j2").render(
-        verdict=verdict,
-        head=head_report(verdict)[1:],
-        sections=details_report(verdict),
-        maps=maps,
-        num_left_out=num_left_out,
+        verdict=verdict, head=head, sections=sections, maps=maps, num_left_out=num_left_out
     )
     try:
         replace_atomically(path, content.encode(errors="backslashreplace"))

@@ -88,11 +88,9 @@ def numerics_text(report: "NumericsReport") -> str:
     """Return a report as plain text: the outcome, where to look first, and by how much what differs."""
     title = "EQUAL" if report.equal else "WITHIN TOLERANCE" if report.close else "BEYOND TOLERANCE"
     deciding = [found for found in report.comparisons if found.decides]
-    differing, beyond = sum(not found.equal for found in deciding), sum(not found.close for found in deciding)
+    others, beyond = sum(not found.equal for found in deciding), sum(not found.close for found in deciding)
     sides = f"{report.control} against {report.base}, {count(report.num_iterations, 'iteration')}"
-    outcome = (
-        f"{differing:,} with other bits, {beyond or 'none'} beyond the tolerance" if differing else "all bits agree"
-    )
+    outcome = f"{others:,} with other bits, {beyond or 'none'} beyond the tolerance" if others else "all bits agree"
     lines = [f"{sides}: {count(len(deciding), 'tensor')} compared, {outcome}."]
     named = {f"The first {'with other bits' if report.close else 'beyond its tolerance'}": report.first}
     named["The largest, submodule outputs aside"] = report.worst

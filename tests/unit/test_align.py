@@ -12,9 +12,8 @@ from det_callbacks.compare.align import align
 def one_sided(reference: StepBuilder, current: StepBuilder) -> tuple[list[int], list[int]]:
     """Return the positions that only the reference, and only the current step has."""
     alignment = align(reference.view(), current.view())
-    missing = alignment.reference[alignment.current < 0]
-    extra = alignment.current[alignment.reference < 0]
-    return missing.tolist(), extra.tolist()
+    missing = alignment.reference[alignment.current < 0].tolist()
+    return missing, alignment.current[alignment.reference < 0].tolist()
 
 
 def an_op_like_its_neighbours(step, now):
