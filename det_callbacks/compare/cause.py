@@ -182,6 +182,12 @@ class Facts:
         found = self.origin or self.first
         return found.divergence.op == _STARTS_BACKWARD and self.difference.first_reader(found.row) == "backward"
 
+    @cached_property
+    def gradients(self) -> list[list[str]]:
+        """Names of the gradients that optimizers were given in the reference and now, in their order."""
+        programs = self.difference.reference.program, self.difference.current.program
+        return [[site.name or "" for site in one.sites if site.phase == "gradient" and not site.op] for one in programs]
+
     @property
     def dtype_choice(self) -> EnvironmentDifference | None:
         """The choice that explains that what differs first entered the step with another dtype, and no other shape."""
@@ -286,12 +292,18 @@ def _differs_since_before(facts: Facts) -> bool:
     """Return whether a step that nobody recorded may have changed the state that this one read."""
     if not facts.is_after_gap:
         return False
-    if facts.sources:
-        source = facts.sources[0].divergence
-        return source.phase == "input" and bool(source.name)
     first = facts.first.divergence
+    if facts.sources:
+        return facts.sources[0].divergence.phase == "input" and bool(facts.sources[0].divergence.name)
     # what it was computed from is not recorded
     return facts.origin is None and not first.op and first.kind == "content"
+
+
+def _has_other_gradients(facts: Facts) -> bool:
+    """Return whether what differs first is which gradients optimizers were given, or their order."""
+    first, (ours, theirs) = facts.first.divergence, facts.gradients
+    is_in_one = first.phase == "gradient" and not first.op and first.kind in ("missing", "extra")
+    return is_in_one and ({*ours} != {*theirs} or len(ours) == len(theirs))
 
 
 def _has_other_batch_size(facts: Facts) -> bool:
@@ -318,17 +330,14 @@ def _cause_of_origin(facts: Facts) -> Cause:
 
 def _cause_of_first(facts: Facts) -> Cause:
     """Return the cause of what differs first, where no op is proven to be the origin."""
-    first, difference = facts.first, facts.difference
+    first = facts.first
     if first.role in ("delivered", "graph_output"):
         return "unknown"  # of a collective the other ranks know more: see ``compare/collectives.py``
     if first.role != "named" or first.divergence.phase != "state":
         return _cause_of_origin(facts)
     # state that only differs after the step: an optimizer owns what it has a gradient of
-    sites = (*difference.reference.program.sites, *difference.current.program.sites)
-    gradients = {site.name for site in sites if site.phase == "gradient" and site.role == "named"}
-    name = first.divergence.name or ""
-    is_owned = " of " in name or f"grad of {name}" in gradients
-    return "optimizer" if is_owned or not gradients else "forward"
+    gradients, name = {*facts.gradients[0], *facts.gradients[1]}, first.divergence.name or ""
+    return "optimizer" if " of " in name or f"grad of {name}" in gradients or not gradients else "forward"
 
 
 RULES: tuple[Rule, ...] = (
@@ -351,6 +360,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("input from outside", lambda facts: bool(facts.sources), _cause_of_input),
     Rule("choice", lambda facts: facts.explaining_choice is not None, "settings"),
+    Rule("other gradients", _has_other_gradients, "optimizer"),
     Rule("compiled graph", lambda facts: facts.origin is not None and facts.origin.role == "graph", "structure"),
     Rule("structure", lambda facts: not {"content", "argument"} & {*facts.difference.kinds.values()}, "structure"),
     Rule("origin", lambda facts: facts.origin is not None, _cause_of_origin),

@@ -130,7 +130,7 @@ class StepDifference:
             output=site.output,
             name=site.name or before.name,
             kind=self.kinds[row],
-            source=site.source or before.source,
+            source=site.source or before.source or self._line_of_draw(row),
             shape=None if layout is None else layout.shape,
             dtype=None if layout is None else layout.dtype,
             reference_digest=None if left < 0 else f"{int(ours.record.digests[left]):016x}",
@@ -183,8 +183,13 @@ class StepDifference:
 
     def sites_read(self, row: int) -> list[Site]:
         """Return what a row reads in the current step, else in the reference."""
-        sites = self._side(row)[0].sites
-        return [sites[place] for place in self.site(row).inputs]
+        return [self._side(row)[0].sites[place] for place in self.site(row).inputs]
+
+    def _line_of_draw(self, row: int) -> tuple[str, ...]:
+        """Return the source lines of the first op that a generator was passed to; () of what is none."""
+        program, position = self._side(row)
+        is_passed = (program.sites[position].name or "").startswith("generator ")
+        return next((one.source for one in program.sites if is_passed and position in one.inputs), ())
 
     def first_reader(self, row: int) -> str:
         """Return the phase of the first op that reads what a row wrote; "" where none does."""

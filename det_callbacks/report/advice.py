@@ -20,8 +20,8 @@ def advise(facts: Facts, rule: str) -> str:
 
 
 def _advise_initial(facts: Facts) -> str:
-    if any(one.divergence.kind == "structure" and one.divergence.phase == "state" for one in facts.sources):
-        return "Build the same model: some of its tensors have another shape or dtype"
+    if any(one.divergence.kind != "content" and one.divergence.phase == "state" for one in facts.sources):
+        return "Build the same model: some of its tensors have another name, shape or dtype, or are in one run only"
     initial = facts.initial_sources
     if 2 * len(initial) <= facts.num_random or facts.num_random < 2:
         text = "the code, the weights that were loaded, or what was drawn before (seed first) is not the same"
@@ -59,10 +59,13 @@ def _because(todo: str, facts: Facts) -> str:
 
 def _advise_generator(facts: Facts) -> str:
     change, changes = facts.consumed, facts.evidence.generators
+    is_old = any(one.equal_at is None or "before the loader starts" in one.points for one in changes)
+    if facts.is_resumed and is_old and "rng" in facts.source_phases:
+        return _UNRESTORED
     if change is None:
         todo = ": seed Python, NumPy and torch alike before the model is built"
         known = ((show_change(one, facts.evidence), one.equal_at is None and one.seeds is None) for one in changes[:1])
-        return "".join(f"{text}{todo * is_unseeded}" for text, is_unseeded in known)
+        return "".join(f"{text}{todo * adds}" for text, adds in known) or "Seed it, and let checkpoints keep its state"
     ran = _what_ran(change, facts.evidence)
     return f"Keep {ran} from drawing from {change.name}: give it a generator of its own, or put the state back after it"
 
@@ -73,10 +76,8 @@ def _advise_unrecorded(facts: Facts) -> str:
 
 
 def _begun_before(what: str, step: int, choices: Sequence[EnvironmentDifference]) -> str:
-    choice = earlier_choice(choices)
-    known = "record them too to see where it starts"
-    if choice is not None:
-        known = f"a choice explains it, {show_differences([choice])}"
+    one = earlier_choice(choices)
+    known = f"a choice explains it, {show_differences([one])}" if one else "record them too to see where it starts"
     return f"{what} before step {step}, and steps before it were not recorded: {known}"
 
 
@@ -86,7 +87,7 @@ def _advise_lost_value(facts: Facts) -> str:
     if facts.sources:
         is_lost = all(one.role == "input" and one.divergence.name is None for one in facts.sources)
     if not is_lost or not facts.is_resumed or facts.choices:
-        return ""
+        return _FROM_OUTSIDE if is_lost and facts.sources and not facts.choices else ""
     return (
         "All that a checkpoint restores agrees: look for a Python value that the checkpoint does not hold, and keep it "
         "there with on_save_checkpoint and on_load_checkpoint, or in a buffer"
@@ -94,6 +95,7 @@ def _advise_lost_value(facts: Facts) -> str:
 
 
 _OTHER_EPOCHS = "An epoch ended in one run only: look at limit_train_batches, overfit_batches, drop_last and the data"
+_FROM_OUTSIDE = "Seed what makes it, record it, or name it there: observe_non_deterministic (docs/how-to/replay.md)"
 _UNRESTORED = 'Resume with resume="exact" from a checkpoint saved with the callback: Lightning restores no generator'
 
 ADVICE: Mapping[str, str | Callable[[Facts], str]] = {
@@ -110,6 +112,7 @@ ADVICE: Mapping[str, str | Callable[[Facts], str]] = {
     "steps that were not recorded": _advise_unrecorded,
     "input from outside": _advise_lost_value,
     "choice": "",
+    "other gradients": "Give it the same parameters in the same order: look at configure_optimizers and requires_grad",
     "compiled graph": "torch.compile compiled another graph here. Start both runs in fresh processes, since what was "
     "compiled before decides as well (drop_last or dynamic=True keep to one graph); see why with "
     'TORCH_LOGS=recompiles,graph_breaks; or record step {step} of both with compiled="eager" (only_steps=[{step}])',
@@ -170,8 +173,7 @@ def evidence_lines(facts: Facts) -> tuple[str, ...]:
     if facts.is_first and facts.num_initial:
         which = ", all that hold more than one value" if len(initial) == facts.num_random < facts.num_initial else ""
         lines.append(f"initial state: {len(initial)} of {facts.num_initial} tensors differ{which}")
-    lines += _batch_lines(facts)
-    lines += [show_change(change, facts.evidence) for change in facts.evidence.generators]
+    lines += [*_batch_lines(facts), *(show_change(one, facts.evidence) for one in facts.evidence.generators)]
     lines += [f"choice {show_differences([entry])}" for entry in facts.choices]
     if facts.evidence.unread:
         lines.insert(0, f"the evidence of generators and data could not be used: {facts.evidence.unread}")

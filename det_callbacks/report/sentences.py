@@ -89,11 +89,11 @@ def _module(module: str) -> str:
 
 def source_name(finding: Finding) -> str:
     """Return the name of what entered a step, to follow a word for what it is, or where it was read."""
-    divergence = finding.divergence
+    divergence, line = finding.divergence, _source(finding.divergence.source)
     if divergence.name is not None:
-        return divergence.name.removeprefix("generator ")
+        return divergence.name.removeprefix("generator ") + line * divergence.name.startswith("generator ")
     where = f"in {_module(divergence.module)}" if divergence.module else "outside any module"
-    return f"a tensor read {where}{_source(divergence.source)}"
+    return f"a tensor read {where}{line}"
 
 
 def _structure(layouts: tuple[TensorLayout | None, TensorLayout | None], *, verbs: tuple[str, str]) -> str:
@@ -130,6 +130,10 @@ def explain_step(facts: Facts, rule: str, *, show_rank: bool) -> str:
     place = f"Step {difference.step}{_in_segment(difference.segment)}{of_rank}{resumed}"
     if rule == "restored state":
         return f"{place}: {_explain_sources(facts, facts.restored, 'restored')}; no op is to blame"
+    if rule == "other gradients":
+        ours, theirs = map(set, facts.gradients)
+        what = f"{len(ours)} gradients in the reference, {len(theirs)} now: {listed(sorted(ours ^ theirs))} in one run"
+        return f"{place}: the optimizer was given {what if ours != theirs else 'the same gradients in another order'}"
     is_outside = first.start == "outside"
     text = f"{place}, {_describe(first)}"
     if is_outside:
@@ -160,8 +164,8 @@ def _explain_sources(facts: Facts, sources: Sequence[Finding], phase: str) -> st
         what = "holds the same samples in another order"
     elif "structure" in kinds and layouts:
         what = _structure(layouts[0], verbs=("has another structure", "was read in another part"))
-    elif kinds in ({"missing"}, {"extra"}):
-        what = f"is only in the {_side(alike[0].divergence)}"
+    elif kinds and kinds <= {"missing", "extra"}:
+        what = f"is only in {'one run' if len(kinds) > 1 else 'the ' + _side(alike[0].divergence)}"
     elif not sources:
         what = f"is not what the reference ended step {facts.difference.step - 1} with"
     if phase == "state" and (num_initial := facts.num_initial) > 1:

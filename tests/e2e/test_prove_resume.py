@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fits import Samples, Scripted
 from resumes import RESUMING, Augmented, Manual, Noisy, loader
 from torch.utils.data import DataLoader
 from trainers import quiet_trainer
@@ -35,9 +36,10 @@ def test_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (tmp_path / "proof" / "reference").exists()
 
 
-def test_it_can_fail(tmp_path: Path) -> None:
-    verdict = prove(tmp_path, resume="plain", stop_at=10, steps=12)
-    assert (verdict.verdict, verdict.cause, verdict.first_divergence.step) == ("diverged", "rng", 10)
+@pytest.mark.parametrize(("stop_at", "given"), [(10, ()), (8, (Scripted, lambda: DataLoader(Samples(), 4)))])
+def test_it_can_fail(stop_at: int, given: Any, tmp_path: Path) -> None:
+    verdict = prove(tmp_path, *given, resume="plain", stop_at=stop_at, steps=12)
+    assert (verdict.verdict, verdict.cause, verdict.first_divergence.step) == ("diverged", "rng", stop_at)
     assert "the first after resuming" in verdict.explanation
     assert 'Resume with resume="exact"' in verdict.explanation
 

@@ -46,8 +46,14 @@ def of_other_shape(step, now):
     step.op("aten.mm.default", "net.weight")
 
 
-def of_another_batch_size(step, now):
-    step.named("batch[0]", 3, phase="data") if now else step.batch("batch[0]", [1, 2])
+def with_own_generator(step, now):
+    state = step.row(now, None, phase="rng", name="generator on cpu", role="generator")
+    step.op("aten.randn.generator", state, source=("train.py:5 in forward",))
+
+
+def of_gradients(ours, theirs):
+    names = f"12{ours}", f"12{theirs}"
+    return lambda step, now: [step.named(f"grad of {one}", ord(one), phase="gradient") for one in names[now]]
 
 
 def with_another_label(step, now):
@@ -149,7 +155,7 @@ CASES = [
     case({"factor": 3.0, "rows": (2, 1, 3, 4)}, "data_order", f"!{LOST}", **AFTER_RESUME),
     case({"factor": 3.0, "weight": 3}, "checkpoint", f"!{LOST}", **AFTER_RESUME),
     case(of_other_layout, "structure", "gave another structure"),
-    case(of_another_batch_size, "data_content"),
+    case(lambda step, now: step.batch("x", [1]) if now else step.named("x", 3, phase="data"), "data_content"),
     case(with_another_label, "data_content"),
     case(with_an_op_that_draws, "rng", "is only in the current run"),
     case(of_other_tensors, "forward", "reads other tensors than in the reference"),
@@ -160,12 +166,9 @@ CASES = [
     case(reading("net.weight", "optimizer"), "optimizer", GIVEN, begins_before=True),
     case(reading("exp_avg of net.weight"), "optimizer", "no op is to blame", begins_before=True),
     case(reading("?number"), "unknown", LOST, is_resumed=True),
-    case(
-        after_an_unselected_op,
-        "unknown",
-        "net.weight, a tensor read in net, a tensor read outside any module differs",
-        "an op that is not recorded (modules, phases) may have written it",
-    ),
+    case(reading("?number"), "unknown", "observe_non_deterministic", f"!{LOST}"),
+    case(with_own_generator, "rng", "generator on cpu at train.py:5 in forward differs", "Seed it, and"),
+    case(after_an_unselected_op, "unknown", "net.weight, a tensor read in net, a tensor read", "(modules, phases) may"),
     *(
         case(reading("net.weight"), cause, *UNRECORDED, said, environment=known, **options)
         for known, cause, said in (((), "unknown", "record them"), ((LR,), "settings", LR.name))
@@ -177,15 +180,10 @@ CASES = [
     case(left_behind("net.bn.running_mean"), "forward", selection=STATE),
     case(left_behind("net.weight"), "optimizer", selection=STATE),
     case(left_behind("exp_avg of net.weight"), "optimizer", selection=STATE),
-    *(
-        case(from_row(at), cause, "cannot be proven")
-        for at, cause in enumerate(("forward", "backward", "optimizer"), 1)
-    ),
+    *(case(from_row(at), how, "cannot be proven") for at, how in enumerate(("forward", "backward", "optimizer"), 1)),
     case(from_row(1), "settings", "settings.seed: 1 in the reference, 2 now", environment=[SEED]),
     # what nothing else explains is a seed's only where both runs know theirs
-    case(
-        from_row(1), "forward", "settings.seed: None", environment=[choice("settings.seed", None, 0)], selection=STATE
-    ),
+    case(from_row(1), "forward", "seed: None", environment=[choice("settings.seed", None, 0)], selection=STATE),
     case({"dtype": "float64"}, "settings", f"{PRECISION_FIRST}step 7", environment=[PRECISION]),
     case({"insert_at": 3, "factor": 2.0}, "settings", f"{PRECISION_FIRST}step 7", environment=[PRECISION]),
     case({"lr": 0.2}, "settings", "0.2 now, and that is what differs first: step 7", environment=[LR]),
@@ -194,9 +192,12 @@ CASES = [
     case(of_dtype, "settings", PRECISION_FIRST, environment=[PRECISION, choice("settings.deterministic_algorithms")]),
     case(of_dtype, "initial_weights", "!that is what differs first", environment=[LR]),
     case(of_other_shape, "initial_weights", "!that is what differs first", environment=[PRECISION]),
-    case(of_other_shape, "initial_weights", "Build the same model: some of its tensors have another shape"),
+    case(of_other_shape, "initial_weights", "Build the same model: some of its tensors have another name, shape"),
+    case(lambda step, now: step.named("ac"[now], 1), "initial_weights", "a, c is only in one run", "another name"),
     case(with_another_closure, "settings", environment=[LR]),
     case(with_another_layer, "structure", environment=[LR]),
+    case(of_gradients("ab", "ba"), "optimizer", "the same gradients in another order", "configure_optimizers"),
+    case(of_gradients("ab", "a"), "optimizer", "4 gradients in the reference, 3 now: grad of b in one run"),
     case(start_of_backward("other", "backward"), "backward", "ones_like", "starts here"),
     case(start_of_backward("forward", "backward"), "backward"),
     case(start_of_backward("other", "forward"), "unknown"),
