@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,7 +23,7 @@ from det_callbacks.callback.replica_audit import Replicas, raise_if
 from det_callbacks.callback.session import Session
 from det_callbacks.callback.verifying import Verifying
 from det_callbacks.checkpoint.watch import CheckpointWatch
-from det_callbacks.errors import DivergenceError, NothingComparedError
+from det_callbacks.errors import DetCallbacksError, NothingComparedError
 from det_callbacks.ranks.group import RankGroup, require_same_start
 from det_callbacks.ranks.replicas import ReplicaReport
 from det_callbacks.replaced_in_lightning import ReplacedInLightning
@@ -340,8 +341,9 @@ class DeterminismCallback(CallbackArguments):
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         note_error(exception)
-        if isinstance(exception, DivergenceError):
-            exception.__traceback__ = None  # the verdict says where; frames of ours and of the loops bury it
+        frames = walk_tb(exception.__traceback__) if isinstance(exception, DetCallbacksError) else ()
+        if any(frame.f_globals["__package__"] in (__package__, "det_callbacks.checkpoint") for frame, _ in frames):
+            exception.__traceback__ = exception.__cause__ = None  # it says where; frames of ours and the loops bury it
         was_open, self._call = self._is_open, None
         self._close_fit()
         self._progress.close()

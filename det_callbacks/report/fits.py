@@ -78,7 +78,7 @@ def verified_line(verdict: Verdict, *, level: str, report: Path | None = None) -
     return (
         f"det_callbacks: {verdict.verdict}: verified {_compared(verdict, level)}{differing * bool(number)}"
         f"{_replayed(verdict.coverage.replayed, 'replayed')}, against {verdict.reference}"
-        f" (verdict and diverging steps: {verdict.current}{shown})"
+        f" (verdict{' and diverging steps' * (verdict.verdict != 'match')}: {verdict.current}{shown})"
     )
 
 

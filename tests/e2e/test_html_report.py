@@ -20,7 +20,7 @@ from verdicts import DIVERGED, THREADS, differing
 
 from det_callbacks import DeterminismCallback, cli, compare_runs, verification
 from det_callbacks.callback import verifying
-from det_callbacks.errors import DivergenceError, DivergenceWarning
+from det_callbacks.errors import DivergenceError, DivergenceWarning, RunExistsError
 from det_callbacks.report.page import write_report
 from det_callbacks.report.verdict import verdict_lines
 
@@ -218,14 +218,14 @@ def test_a_match_leaves_none_and_steps_that_were_not_kept_are_not_shown_as_equal
 
 def test_what_goes_wrong_with_it_hides_nothing_and_no_frame_of_ours_is_shown(runs, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(verifying, "write_report", {}.__getitem__)  # a mistake of ours: it takes no such arguments
-    callback = DeterminismCallback(runs / "reference", mode="verify", current=tmp_path / "current")
-    with pytest.raises(DivergenceError) as caught:
-        Training(around=ONE).fit(callback)
-    files = [Path(str(entry.path)).as_posix() for entry in caught.traceback]
-    assert files[-1].endswith(("lightning/pytorch/trainer/call.py", "trainer/trainer.py"))
-    assert not [file for file in files if "/det_callbacks/callback/" in file or "/loops/" in file]
-    assert caught.value.verdict is not None
-    assert (tmp_path / "current" / "verdict.json").is_file()
+    for mode, error in (("record", RunExistsError), ("verify", DivergenceError)):
+        callback = DeterminismCallback(runs / "reference", mode=mode, current=tmp_path / "current")
+        with pytest.raises(error) as caught:
+            Training(around=ONE).fit(callback)
+        files = [Path(str(entry.path)).as_posix() for entry in caught.traceback]
+        assert files[-1].endswith(("lightning/pytorch/trainer/call.py", "trainer/trainer.py"))
+        assert not [file for file in files if "/det_callbacks/callback/" in file or "/loops/" in file]
+    assert (caught.value.verdict is None, (tmp_path / "current" / "verdict.json").is_file()) == (False, True)
     out = capsys.readouterr().out
     assert "det_callbacks: no report was written (TypeError: " in out
     assert "det_callbacks: diverged: verified" in out
