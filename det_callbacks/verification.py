@@ -254,8 +254,7 @@ class Verification:
         return True
 
     def _views(self, trace: StepTrace, step: int) -> tuple[StepView, StepView]:
-        current = trace.view(rank=self.rank, step=step, segment=self.segment)
-        return self._reference_step(self.segment, step), current
+        return self._reference_step(self.segment, step), trace.view(rank=self.rank, step=step, segment=self.segment)
 
     def _store(self, trace: StepTrace, step: int, epoch: int, *, is_first: bool = False) -> None:
         """Store one of the first steps that differ or are extra; never without the first that differs, and why."""

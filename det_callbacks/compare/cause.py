@@ -224,9 +224,7 @@ class Facts:
         if choice == "settings.seed" and None in (chosen.reference, chosen.current):
             # what the process seeded before by itself may have been the same seed
             return any(change.equal_at is None for change in self.evidence.generators)
-        if choice.startswith("settings."):
-            return not one.is_origin
-        return is_between
+        return not one.is_origin if choice.startswith("settings.") else is_between
 
 
 def choices_of_steps(environment: Sequence[EnvironmentDifference]) -> list[EnvironmentDifference]:
@@ -312,8 +310,7 @@ def _has_other_batch_size(facts: Facts) -> bool:
 
 def _cause_of_input(facts: Facts) -> Cause:
     """Return the cause of a tensor from outside the trace that differs."""
-    source = facts.sources[0]
-    name = source.divergence.name or ""
+    source, name = facts.sources[0], facts.sources[0].divergence.name or ""
     if " of " in name:
         return "unknown" if name.startswith("grad of ") else "optimizer"
     if facts.is_first and name:

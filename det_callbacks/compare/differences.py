@@ -130,7 +130,7 @@ class StepDifference:
             output=site.output,
             name=site.name or before.name,
             kind=self.kinds[row],
-            source=site.source or before.source or self._line_of_draw(row),
+            source=site.source or before.source or self._lines_of_reader(row),
             shape=None if layout is None else layout.shape,
             dtype=None if layout is None else layout.dtype,
             reference_digest=None if left < 0 else f"{int(ours.record.digests[left]):016x}",
@@ -185,11 +185,17 @@ class StepDifference:
         """Return what a row reads in the current step, else in the reference."""
         return [self._side(row)[0].sites[place] for place in self.site(row).inputs]
 
-    def _line_of_draw(self, row: int) -> tuple[str, ...]:
-        """Return the source lines of the first op that a generator was passed to; () of what is none."""
+    def _lines_of_reader(self, row: int) -> tuple[str, ...]:
+        """Return the source of the one op that reads a generator or the output that a row is the gradient of, or ()."""
         program, position = self._side(row)
-        is_passed = (program.sites[position].name or "").startswith("generator ")
-        return next((one.source for one in program.sites if is_passed and position in one.inputs), ())
+        sites, module, name = program.sites, program.sites[position].module, program.sites[position].name or ""
+        given = [position] if name.startswith("generator ") else []
+        if name.startswith("grad of output"):
+            outputs = [one for one in sites if one.module == module and name == f"grad of {one.name}"]
+            given = [*outputs[0].inputs] if len(outputs) == 1 else []
+        readers = program.edges[0][np.isin(program.edges[1], given)].tolist() if given else []
+        found = {sites[at].source for at in readers if sites[at].op and sites[at].phase != "backward"}
+        return found.pop() if len(found) == 1 else ()
 
     def first_reader(self, row: int) -> str:
         """Return the phase of the first op that reads what a row wrote; "" where none does."""

@@ -87,7 +87,7 @@ def _advise_lost_value(facts: Facts) -> str:
     if facts.sources:
         is_lost = all(one.role == "input" and one.divergence.name is None for one in facts.sources)
     if not is_lost or not facts.is_resumed or facts.choices:
-        return _FROM_OUTSIDE if is_lost and facts.sources and not facts.choices else ""
+        return _FROM_OUTSIDE if is_lost and facts.first.start == "outside" and not facts.choices else ""
     return (
         "All that a checkpoint restores agrees: look for a Python value that the checkpoint does not hold, and keep it "
         "there with on_save_checkpoint and on_load_checkpoint, or in a buffer"

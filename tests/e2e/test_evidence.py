@@ -134,7 +134,6 @@ def test_what_is_not_looked_into_is_told_and_may_have_given_an_argument(tmp_path
         return DataLoader(Samples(), 8, collate_fn=collate, generator=torch.Generator().manual_seed(seed))
 
     reference = record(tmp_path / "run", loader({1, 2}), OfObjects)
-    # the loader's generator decides nothing
     verdict = verify(reference, loader({1, 2}, seed=1), type("Doubled", (OfObjects,), {"factor": 2.0}))
     assert (verdict.cause, verdict.coverage.opaque_regions) == ("forward", ("batch.unread (builtins.set)",))
     found = verdict.first_divergence

@@ -46,6 +46,13 @@ def of_other_shape(step, now):
     step.op("aten.mm.default", "net.weight")
 
 
+def with_another_gradient(step, now):
+    value = step.op("aten.relu.default", "?x", module="net.2")
+    step.named("output", 1, phase="forward", module="net.2", inputs=(value,))
+    step.op("aten.mul.Tensor", value, source=("train.py:6 in forward",))
+    step.named("grad of output", 2 + now, phase="backward", module="net.2")
+
+
 def with_own_generator(step, now):
     state = step.row(now, None, phase="rng", name="generator on cpu", role="generator")
     step.op("aten.randn.generator", state, source=("train.py:5 in forward",))
@@ -95,8 +102,6 @@ def reading(name, phase="forward"):
 
 
 def left_behind(name):
-    """State that only differs after the step."""
-
     def fill(step, now):
         step.named("loss", 1, phase="forward")
         step.named("grad of net.weight", 2, phase="gradient")
@@ -106,8 +111,6 @@ def left_behind(name):
 
 
 def from_row(place):
-    """Where no op was recorded, all differs from this row on."""
-
     def fill(step, now):
         differs = [now and row >= place for row in range(4)]
         step.named("net.weight", 5)
@@ -119,8 +122,6 @@ def from_row(place):
 
 
 def start_of_backward(phase, reader):
-    """The gradient of the loss with respect to itself."""
-
     def fill(step, now):
         loss = step.op("aten.mean.default", "?x")
         start = step.op("aten.ones_like.default", loss, phase=phase, module="", noise=now)
@@ -167,6 +168,7 @@ CASES = [
     case(reading("exp_avg of net.weight"), "optimizer", "no op is to blame", begins_before=True),
     case(reading("?number"), "unknown", LOST, is_resumed=True),
     case(reading("?number"), "unknown", "observe_non_deterministic", f"!{LOST}"),
+    case(with_another_gradient, "backward", "grad of output of net.2 at train.py:6 in forward holds other bits"),
     case(with_own_generator, "rng", "generator on cpu at train.py:5 in forward differs", "Seed it, and"),
     case(after_an_unselected_op, "unknown", "net.weight, a tensor read in net, a tensor read", "(modules, phases) may"),
     *(
@@ -235,9 +237,6 @@ def test_a_choice_never_excuses_and_a_machine_only_bits_it_can_change(change, en
     assert said in verdict.explanation
     assert {*verdict.environment} == {*environment}
     assert len(verdict.origins) == ("noise_at" in change)
-
-
-# over several steps, fits and ranks
 
 
 def test_the_least_by_segment_step_position_and_rank_comes_first(tmp_path):
