@@ -14,7 +14,7 @@ from det_callbacks.host_digest import digest_spans
 from det_callbacks.rng import PROCESS, digest_generator, is_readable, used_generators
 from det_callbacks.runs.program import IN_FLIGHT, Role, Site, scalar_bits
 from det_callbacks.trace.backward import scope_in
-from det_callbacks.trace.components import PLAIN, STRIDED, address_of, has_parts, holds_data, unwrapped
+from det_callbacks.trace.components import PLAIN, STRIDED, address_of, has_parts, holds_data, parts_of, unwrapped
 from det_callbacks.trace.layouts import LayoutSlot
 from det_callbacks.trace.leaves import flatten
 from det_callbacks.trace.program_trie import CallNode
@@ -60,7 +60,8 @@ class NameTable:
             for storage, address in names:
                 self._begins.setdefault(storage, []).append(address)
             # declared as storages, and are addresses
-            self._pins = [value.untyped_storage()._weak_ref() for _, value in entries if has_place(value)]  # type: ignore[misc]
+            held = (next(parts_of(value)) for _, value in entries if has_place(value))
+            self._pins = [part.untyped_storage()._weak_ref() for part in held]  # type: ignore[misc]
 
     def of(self, tensor: Tensor) -> str | None:
         """Return the name of an ordinary strided tensor, None when it has none."""
@@ -98,13 +99,15 @@ class NameTable:
 
 
 def has_place(value: object) -> TypeGuard[Tensor]:
-    """Return whether a value is a strided tensor with elements in memory."""
-    return isinstance(value, Tensor) and holds_data(value) and not has_parts(value) and value.numel() > 0
+    """Return whether a value has its elements in one strided tensor in memory: itself, or its shard of a DTensor."""
+    parts = parts_of(value) if isinstance(value, Tensor) and holds_data(value) else ()
+    return [part.numel() > 0 and not has_parts(part) for part in parts] == [True]
 
 
 def place_of(tensor: Tensor) -> Place:
-    """Return where an ordinary strided tensor lies."""
-    return tensor.untyped_storage()._cdata, address_of(tensor)
+    """Return where an ordinary strided tensor, or the shard of a DTensor, lies."""
+    part = next(parts_of(tensor), tensor)
+    return part.untyped_storage()._cdata, address_of(part)
 
 
 def record_generators(recorder: "Recorder") -> None:

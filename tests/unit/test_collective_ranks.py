@@ -144,9 +144,9 @@ def test_a_training_is_followed_and_not_disturbed(said, strategy):
         assert {row[5] for row in seen if row[:2] == ["sent", reduce]} == {"backward"}
         assert [row for row in seen if row[:2] == ["delivered", reduce]]
         assert all(row[4] for row in seen if row[0] == "delivered")
-        # buffers of collectives are no inputs: all that is read is a weight, a buffer or a gradient
+        # buffers of collectives are no inputs, but for the memory without digests that FSDP2 gathers into
+        assert {*first["outside"]} > dict(network().named_parameters()).keys()
         assert None not in first["outside"] or strategy == "fsdp"
-        assert len(first["outside"]) <= 12
 
 
 def test_digests_are_those_of_what_went_in_and_came_out(said):
