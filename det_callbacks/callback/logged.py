@@ -62,14 +62,13 @@ class LoggedMetrics:
         """Read what was computed at the end of the last epoch, if one has ended; return whether it differs."""
         epoch, self.ended_epoch = self.ended_epoch, None
         whole, self.whole_epoch = self.whole_epoch, None
-        if epoch is None:
-            return False
-        if whole is None:
+        if epoch is not None and whole is not None:
+            return self.read(trainer, "epoch", self.step, epoch=epoch, **whole)
+        if epoch is not None:
             self._fresh(trainer, "epoch")  # a mean that began anew in the middle of the epoch
             if not self.is_resuming:
                 self._put_resumed(trainer, self.step)
-            return False
-        return self.read(trainer, "epoch", self.step, epoch=epoch, **whole)
+        return False
 
     def read(self, trainer: pl.Trainer, where: str, number: int, *, epoch: int, **evidence: str) -> bool:
         """Read what was computed since the last time; return whether it differs. The place is that of a ``Reading``."""

@@ -114,8 +114,7 @@ class RankGroup(Peers):
         """
         if self.world_size == 1:
             return [action()]
-        value: Any = None
-        error, failure = None, ""
+        value, error, failure = None, None, ""
         try:
             value = action()
         except Exception as caught:  # noqa: BLE001  # the others have to hear of it before it goes on its way

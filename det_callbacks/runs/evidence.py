@@ -13,11 +13,7 @@ from det_callbacks.host_digest import digest_bytes, format_digest
 from det_callbacks.runs.files import FORMAT_VERSION, damaged
 
 EVIDENCE_SCHEMA = pa.schema(
-    {
-        "step": pa.int64(),
-        **dict.fromkeys(("point", "name"), pa.string()),
-        **{"value": pa.uint64(), "text": pa.string()},
-    }
+    {"step": pa.int64(), **dict.fromkeys(("point", "name"), pa.string()), "value": pa.uint64(), "text": pa.string()}
 )
 
 # Names of rows, or what they begin with.

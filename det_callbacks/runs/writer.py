@@ -101,8 +101,7 @@ class RunWriter:
     @property
     def _shared(self) -> set[Path]:
         """The files there that all ranks and attempts share."""
-        kinds = (files.PROGRAMS, files.LAYOUTS, files.SOURCES)
-        return {path for kind in kinds for path in (self.path / kind).glob("*")}
+        return {it for kind in (files.PROGRAMS, files.LAYOUTS, files.SOURCES) for it in (self.path / kind).glob("*")}
 
     def put_program(self, program: Program) -> None:
         """Write a program and the text of its source lines, unless they are there."""
