@@ -196,10 +196,11 @@ class Verification:
     def compare_state(self, step: int, digest_state: Callable[[], Mapping[str, int]]) -> None:
         """Note the state that a checkpoint did not bring back as the reference's step before had left it.
 
-        Levels below "op" do not record what a step reads, so that only this tells state that came out of a checkpoint
-        with other bits from a step that computed something else.
+        Where not all that a step reads is recorded, only this tells state that came out of a checkpoint with other bits
+        from a step that computed something else.
         """
-        if self.reference.manifest.selection.level == "op" or step - 1 not in self._known:
+        selection = self.reference.manifest.selection
+        if (selection.level, selection.modules) == ("op", ("*",)) or step - 1 not in self._known:
             return
         before, state = self.reference.view(self.rank, self.segment, step - 1), digest_state()
         first = num_leading_sites(before.program)

@@ -86,6 +86,7 @@ def _advise_lost_value(facts: Facts) -> str:
     is_lost = (facts.origin or facts.first).divergence.kind in ("argument", "missing", "extra")
     if facts.sources:
         is_lost = all(one.role == "input" and one.divergence.name is None for one in facts.sources)
+        is_lost &= "unselected" not in facts.difference.current.program.ops_skipped
     if not is_lost or not facts.is_resumed or facts.choices:
         return _FROM_OUTSIDE if is_lost and facts.first.start == "outside" and not facts.choices else ""
     return (
@@ -170,7 +171,7 @@ _DREW = {
 def evidence_lines(facts: Facts) -> tuple[str, ...]:
     """Return what led to a cause, one line a finding, in the order of time: weights, data, generators, choices."""
     initial, lines = facts.initial_sources, list[str]()
-    if facts.is_first and facts.num_initial:
+    if facts.is_first_seen and facts.num_initial:
         which = ", all that hold more than one value" if len(initial) == facts.num_random < facts.num_initial else ""
         lines.append(f"initial state: {len(initial)} of {facts.num_initial} tensors differ{which}")
     lines += [*_batch_lines(facts), *(show_change(one, facts.evidence) for one in facts.evidence.generators)]

@@ -147,8 +147,7 @@ def explain_step(facts: Facts, rule: str, *, show_rank: bool) -> str:
 
 
 def _who_wrote(facts: Facts) -> str:
-    programs = facts.difference.reference.program, facts.difference.current.program
-    if facts.sources[0].divergence.phase == "input" and any("unselected" in one.ops_skipped for one in programs):
+    if facts.sources[0].divergence.phase == "input" and "unselected" in facts.difference.current.program.ops_skipped:
         return "an op that is not recorded (modules, phases) may have written it"
     return "no op is to blame for it" if facts.origin is not None else "no op is to blame"
 

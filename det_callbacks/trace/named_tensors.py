@@ -60,8 +60,7 @@ class NameTable:
             for storage, address in names:
                 self._begins.setdefault(storage, []).append(address)
             # declared as storages, and are addresses
-            held = (next(parts_of(value)) for _, value in entries if has_place(value))
-            self._pins = [part.untyped_storage()._weak_ref() for part in held]  # type: ignore[misc]
+            self._pins = [next(parts_of(one)).untyped_storage()._weak_ref() for _, one in entries if has_place(one)]  # type: ignore[misc]
 
     def of(self, tensor: Tensor) -> str | None:
         """Return the name of an ordinary strided tensor, None when it has none."""

@@ -86,26 +86,27 @@ def change_momentum(content: dict[str, Any]) -> None:
 IS_NOT = "is not what the reference ended step 3 with"  # of levels that do not record what is read
 KEPT = "The run keeps its steps and is as it was before"
 UNSAVED = "A buffer with persistent=False is in no checkpoint"
-CHANGES: list[tuple[Callable[[Any], object], str, str, str, str]] = [
-    (change_momentum, "record", "op", MOMENTUM, KEPT),
-    (change_momentum, "verify", "state", MOMENTUM, IS_NOT),
-    (lambda one: one["state_dict"]["last.weight"][1, 2].add_(1e-3), "verify", "op", "last.weight", UNSAVED),
-    (lambda one: one["optimizer_states"][0]["state"].clear(), "verify", "op", MOMENTUM, LACKS),
+CHANGES: list[tuple[Callable[[Any], object], str, dict[str, Any], str, str]] = [
+    (change_momentum, "record", {}, MOMENTUM, KEPT),
+    (change_momentum, "verify", {"level": "state"}, MOMENTUM, IS_NOT),
+    (lambda one: one["state_dict"]["last.weight"][1, 2].add_(1e-3), "verify", {}, "last.weight", UNSAVED),
+    (lambda one: one["state_dict"]["first.bias"].add_(1), "verify", {"modules": ["last"]}, "first.bias", IS_NOT),
+    (lambda one: one["optimizer_states"][0]["state"].clear(), "verify", {}, MOMENTUM, LACKS),
 ]
 
 
-@pytest.mark.parametrize(("change", "mode", "level", "name", "said"), CHANGES)
+@pytest.mark.parametrize(("change", "mode", "options", "name", "said"), CHANGES)
 def test_what_the_checkpoint_did_not_bring_back_is_named(
-    change: Any, mode: Any, level: Any, name: str, said: str, recorded: Path, run: Path, tmp_path: Path
+    change: Any, mode: Any, options: Any, name: str, said: str, recorded: Path, run: Path, tmp_path: Path
 ) -> None:
-    if level != "op":
-        fit(recording(run, level=level, overwrite=True))
+    if options:
+        fit(recording(run, **options, overwrite=True))
     before = files_of(run)
     content = torch.load(recorded / "4.ckpt", weights_only=True)
     change(content)
     torch.save(content, tmp_path / "changed.ckpt")  # without digests beside it
     current = tmp_path / "current" if mode == "verify" else None
-    callback = DeterminismCallback(run, mode=mode, level=level, current=current)
+    callback = DeterminismCallback(run, mode=mode, current=current, **options)
     with pytest.raises(DivergenceError) as caught:
         fit(callback, ckpt_path=tmp_path / "changed.ckpt")
     assert (caught.value.exit_code, caught.value.verdict) == (1, callback.verdict)
