@@ -338,8 +338,7 @@ class _Judge:
         record = self.walk.records.get(rank)
         fit = None if record is None else record.fit(segment)
         first_step = reference.rank(rank).steps(segment)[0] if fit is None else min(fit.compared)
-        is_recorded = all(run.manifest.selection.selects_step(step - 1) for run in (reference, current))
-        is_resumed = (segment, step) in reference.resumed_steps | current.resumed_steps
+        before = self.walk.before(segment, step)
         try:
             evidence = find_evidence(reference, current, difference)
         except ReferenceFormatError as error:
@@ -348,9 +347,9 @@ class _Judge:
             difference=difference,
             choices=choices_of_steps(self.environment),
             is_first_seen=step == first_step,
-            is_after_unrecorded=step > 0 and not is_recorded,
-            is_resumed=is_resumed,
-            unrestored=fit.unrestored if fit is not None and is_resumed else (),
+            is_after_unrecorded=before == "unrecorded",
+            is_resumed=before == "resumed",
+            unrestored=() if fit is None or before != "resumed" or difference.starting("here") else fit.unrestored,
             evidence=evidence,
         )
 

@@ -93,9 +93,8 @@ def other_arguments(
         if left < 0 or right < 0 or not theirs[right].op:
             continue
         one, other = ours[left], theirs[right]
-        if one.role == "argument" and _has_outputs(theirs, right):
-            continue
-        if not one.varying and not other.varying and one.arguments == other.arguments:
+        is_same = not one.varying and not other.varying and one.arguments == other.arguments
+        if is_same or (one.role == "argument" and _has_outputs(theirs, right)):
             continue
         call = right - other.output
         if is_first := call not in by_call:

@@ -57,7 +57,7 @@ class Facts:
     difference: StepDifference
     choices: Sequence[EnvironmentDifference]  # that differ and can change the bits of a step
     is_first_seen: bool  # it is the first recorded step of its fit
-    is_after_unrecorded: bool  # the step before it was not recorded
+    is_after_unrecorded: bool  # nor resumed: what it read may have changed in the step before it
     is_resumed: bool  # one of the runs had just been resumed from a checkpoint
     unrestored: Sequence[str]  # restored state that is not what the reference ended the step before with
     evidence: Evidence
@@ -82,12 +82,7 @@ class Facts:
     @property
     def is_after_gap(self) -> bool:
         """Whether a step that was not recorded may have changed what this one read."""
-        return self.is_after_unrecorded and not self.is_resumed and not self.num_initial
-
-    @property
-    def is_first(self) -> bool:
-        """Whether it is the first step of its fit, where a parameter that differs was initialised differently."""
-        return self.is_first_seen and not self.is_after_gap
+        return self.is_after_unrecorded and not self.num_initial
 
     @property
     def source_phases(self) -> set[str]:
@@ -313,7 +308,7 @@ def _cause_of_input(facts: Facts) -> Cause:
     source, name = facts.sources[0], facts.sources[0].divergence.name or ""
     if " of " in name:
         return "unknown" if name.startswith("grad of ") else "optimizer"
-    if facts.is_first and name:
+    if facts.is_first_seen and not facts.is_after_gap and name:
         return "initial_weights"
     return _PHASE_CAUSES.get(facts.difference.first_reader(source.row), "unknown") if name else "unknown"
 

@@ -131,8 +131,8 @@ def _side(known: FirstDifference, earliest: Sequence[FirstDifference]) -> Side:
     return "origin" if begun["ambiguous"] == 1 else "unknown"
 
 
-def describe_first(difference: StepDifference) -> FirstDifference:
-    """Return what is to be known of the first step of a rank that differs."""
+def describe_first(difference: StepDifference, before: str = "", *, is_unrestored: bool = False) -> FirstDifference:
+    """Return what is to be known of the first step of a rank that differs; see ``RankWalk.before``."""
     calls = _calls_in(difference.current)
     changed = _changed_calls(difference, calls)
     received: list[tuple[CollectiveCall, Divergence]] = []
@@ -147,24 +147,27 @@ def describe_first(difference: StepDifference) -> FirstDifference:
         order=(difference.segment, difference.step, first, difference.rank),
         first=difference.describe(first),
         origins=difference.origins,
-        begins=_begins(difference, first),
+        begins=_begins(difference, first, before, is_unrestored=is_unrestored),
         changed=changed,
         received=tuple(received),
     )
 
 
-def _begins(difference: StepDifference, row: int) -> Begins:
+def _begins(difference: StepDifference, row: int, before: str, *, is_unrestored: bool) -> Begins:
     """Return how sure it is that what differs first is this rank's own."""
-    site, start = difference.site(row), difference.start(row)
+    site, start, (program, position) = difference.site(row), difference.start(row), difference.side(row)
     if start == "collective":
         return "received"
+    # what a collective brought, now or in a step that was not recorded, and no op read, Python may have read
+    read = {place for one in program.sites if one.role == "delivered" for place in one.inputs}
+    is_unread = any(one.role == "sent" and place not in read for place, one in enumerate(program.sites[:position]))
     if start == "outside" and site.phase not in ("data", "rng"):
         # of a bucket of gradients, or of gathered parameters, nobody knows who wrote it
-        is_exchanged = (site.name is None and site.module == "?") or (site.name or "").startswith("grad of ")
-        return "ambiguous" if is_exchanged else "external"
+        is_exchanged = (site.name or "grad of " * (is_unread or site.module == "?")).startswith("grad of ")
+        return "ambiguous" if is_exchanged or (before == "unrecorded" and site.phase != "state") else "external"
     if site.op and difference.kinds[row] in ("argument", "missing", "extra"):
-        return "external"
-    return "local" if start in ("here", "outside") else "ambiguous"
+        return "ambiguous" if is_unread or before == "unrecorded" else "external"
+    return "local" if start in ("here", "outside") else "external" if is_unrestored else "ambiguous"
 
 
 def _calls_in(view: StepView) -> dict[int, CollectiveCall]:

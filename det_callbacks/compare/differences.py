@@ -157,10 +157,10 @@ class StepDifference:
 
     def site(self, row: int) -> Site:
         """Return the site of a row: that of the current step, where it has one."""
-        program, position = self._side(row)
+        program, position = self.side(row)
         return program.sites[position]
 
-    def _side(self, row: int) -> tuple[Program, int]:
+    def side(self, row: int) -> tuple[Program, int]:
         """Return the program that a row's site is in, and its position there."""
         left, right = self.pairs[row]
         return (self.current.program, right) if right >= 0 else (self.reference.program, left)
@@ -183,11 +183,11 @@ class StepDifference:
 
     def sites_read(self, row: int) -> list[Site]:
         """Return what a row reads in the current step, else in the reference."""
-        return [self._side(row)[0].sites[place] for place in self.site(row).inputs]
+        return [self.side(row)[0].sites[place] for place in self.site(row).inputs]
 
     def _lines_of_reader(self, row: int) -> tuple[str, ...]:
         """Return the source of the one op that reads a generator or the output that a row is the gradient of, or ()."""
-        program, position = self._side(row)
+        program, position = self.side(row)
         sites, module, name = program.sites, program.sites[position].module, program.sites[position].name or ""
         given = [position] if name.startswith("generator ") else []
         if name.startswith("grad of output"):
@@ -199,7 +199,7 @@ class StepDifference:
 
     def first_reader(self, row: int) -> str:
         """Return the phase of the first op that reads what a row wrote; "" where none does."""
-        program, position = self._side(row)
+        program, position = self.side(row)
         readers, read = program.edges
         sites = (program.sites[place] for place in readers[read == position].tolist() if place > position)
         return next((site.phase for site in sites if site.op), "")
@@ -335,7 +335,7 @@ class StepDifference:
 
     def _call(self, row: int) -> tuple[bool, int]:
         """Return what the outputs of one call have in common: the side, and the position of the first of them."""
-        program, position = self._side(row)
+        program, position = self.side(row)
         return program is self.current.program, position - program.sites[position].output
 
     def _is_rewired(self, row: int) -> bool:

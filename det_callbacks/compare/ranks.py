@@ -88,7 +88,7 @@ class RankWalk:
                 found.tally.count([step], views[1].program, num_compared)
                 found.tally.num_differing += num_differing
                 if found.first is None and num_differing:
-                    found.first = describe_first(compare_steps(*views))
+                    found.first = describe_first(compare_steps(*views), self.before(segment, step))
             if not self.is_common:
                 found.add_whole("missing", segment, in_ours - in_theirs)
                 found.add_whole("extra", segment, in_theirs - in_ours)
@@ -110,7 +110,9 @@ class RankWalk:
             if found.first is None and step is not None:
                 difference = compare_steps(*self.views(rank, fit.segment, step))
                 if difference.num_differing:
-                    found.first = describe_first(difference)
+                    before = self.before(fit.segment, step)
+                    is_unrestored = before == "resumed" and bool(fit.unrestored)
+                    found.first = describe_first(difference, before, is_unrestored=is_unrestored)
             if found.first is None and fit.differing:
                 raise damaged(path, f"it says that step {min(fit.differing)} {place} differs, and no stored step does")
         stop = record.stopped
@@ -122,6 +124,13 @@ class RankWalk:
             found.add_whole("missing", segment, missing)
             found.tally.num_differing += len(missing)
         return found
+
+    def before(self, segment: int, step: int) -> Literal["resumed", "unrecorded", ""]:
+        """Return what may have changed the state that a step finds: a checkpoint, or a step that was not recorded."""
+        runs = self.reference, self.current
+        is_recorded = all(run.manifest.selection.selects_step(step - 1) for run in runs)
+        is_resumed = any((segment, step) in run.resumed_steps for run in runs)
+        return "resumed" if is_resumed else "unrecorded" if step and not is_recorded else ""
 
     def views(self, rank: int, segment: int, step: int) -> tuple[StepView, StepView]:
         """Return a step of both runs."""

@@ -9,6 +9,7 @@ from step_builder import Pair, StepBuilder, both, judge, reducing_step
 from det_callbacks.compare.collectives import CollectiveCall, FirstDifference, classify, describe_first
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.runs.program import IN_FLIGHT
+from det_callbacks.runs.selection import Selection
 from det_callbacks.verdict import Divergence
 
 REDUCE = "c10d.allreduce_.default"
@@ -75,18 +76,12 @@ def collective_gone() -> Pair:
     return reducing_step(), current
 
 
-def gradients() -> Pair:
-    """A step of level state."""
-
-    def fill(step: StepBuilder, is_current: bool) -> None:
-        step.batch("batch[0]", [1, 2])
-        step.named("grad of net.weight", 1 + is_current, phase="gradient")
-
-    return both(fill)
-
-
+GRADIENTS = both(lambda step, now: step.named("grad of net.weight", 1 + now, phase="gradient"))  # of level state
+WEIGHT = both(lambda step, now: step.op("aten.mm.default", "net.weight", weights={"net.weight": 1 + now}))
+# of what a collective brought, and no op read
+MADE = both(lambda step, now: (step.row(1, role="sent", op=REDUCE), step.op("f", "?made", weights={"?made": 1 + now})))
 REDUCED, ULP = (reducing_step(), reducing_step(reduce="avg")), differing(noise="ulp")
-LATER = "rank 0 differs a step later"
+LATER, UNRECORDED = "rank 0 differs a step later", "the step before was not recorded"
 MUL = "aten.mul.Tensor"
 RECEIVED = "it started on rank 1; rank 0 received the difference"
 CANNOT_TELL = "started a difference or received it cannot be told"
@@ -100,17 +95,23 @@ CANNOT_TELL = "started a difference or received it cannot be told"
         ([REDUCED] * 2, "collective", {0: REDUCE, 1: REDUCE}, True, "sum -> avg"),
         ([sent_unseen()], "collective", {}, None, ""),
         ([collective_gone()], "collective", {0: REDUCE}, True, ""),
-        ([gradients()] * 2, "backward", {}, None, f"whether ranks 0, 1 {CANNOT_TELL}"),
-        ([gradients(), None], "backward", {}, None, "it started on rank 0; 1 of 2 ranks differ (rank 0 from"),
+        ([GRADIENTS] * 2, "backward", {}, None, f"whether ranks 0, 1 {CANNOT_TELL}"),
+        ([GRADIENTS, None], "backward", {}, None, "it started on rank 0; 1 of 2 ranks differ (rank 0 from"),
         # what nobody saw written was received where another rank's batch differed, and so may an argument have been
-        ([gradients(), differing(batch=7)], "data_content", {}, False, RECEIVED),
-        ([LATER, gradients(), differing(batch=7)], "data_content", {}, False, RECEIVED),
+        ([GRADIENTS, differing(batch=7)], "data_content", {}, False, RECEIVED),
+        ([LATER, GRADIENTS, differing(batch=7)], "data_content", {}, False, RECEIVED),
         ([differing(), ULP], "forward", {1: MUL}, True, "rank 1; rank 0 put in what the reference did"),
+        ([MADE, ULP], "forward", {1: MUL}, False, RECEIVED),
+        ([WEIGHT] * 2, "initial_weights", {}, False, "it started on ranks 0, 1;"),
+        ([UNRECORDED, *[WEIGHT] * 2], "unknown", {}, False, f"whether ranks 0, 1 {CANNOT_TELL}"),
+        ([UNRECORDED, WEIGHT, None], "unknown", {}, False, "it started on rank 0; 1 of 2 ranks differ"),
         ([LATER, REDUCED, ULP], "forward", {1: MUL}, True, f"rank 1; whether rank 0 {CANNOT_TELL}"),
     ],
 )
 def test_the_verdict_on_all_ranks(pairs, cause, origins, is_origin, said, tmp_path):
-    verdict = judge(tmp_path, *(pair for pair in pairs if pair is not LATER), steps={0: 7 + (LATER in pairs)})
+    options = {"selection": Selection(only_steps=(7,))} if UNRECORDED in pairs else {}
+    ranks = (pair for pair in pairs if pair not in (LATER, UNRECORDED))
+    verdict = judge(tmp_path, *ranks, steps={0: 7 + (LATER in pairs)}, **options)
     assert (verdict.cause, verdict.first_divergence.is_origin) == (cause, is_origin)
     assert {(origin.rank, origin.op) for origin in verdict.origins} == {*origins.items()}
     assert all(origin.is_origin for origin in verdict.origins)
@@ -131,11 +132,7 @@ def test_a_read_in_flight_is_a_race_and_accuses_nobody(tmp_path: Path) -> None:
 
 
 def after_an_exchange(kind: str, through: str, *, changed: bool) -> StepBuilder:
-    """A step in which Python does something else because of what came from the other ranks.
-
-    It reads a number of what a collective delivered, or of a gradient of which only that it differs is known; or
-    nobody saw it read.
-    """
+    """A step in which Python, which reads a number or is not seen to, does what came from the other ranks."""
     made = reducing_step(delivered="other" if changed and through != "gradient" else "all")
     last = len(made.sites) - 1
     if through == "gradient":
@@ -159,6 +156,11 @@ def test_what_python_does_with_what_came_from_others_starts_nothing(kind: str, t
     assert [origin.rank for origin in verdict.origins] == [1]
     assert "it started on rank 1; rank 0 " in verdict.explanation
     assert " received the difference" in verdict.explanation
+
+
+def test_state_that_was_restored_otherwise_is_of_the_rank() -> None:
+    difference = compare_steps(*(one.view() for one in GRADIENTS))
+    assert [describe_first(difference, is_unrestored=one).begins for one in (False, True)] == ["ambiguous", "external"]
 
 
 def test_the_first_divergence_is_the_least_though_it_was_received(tmp_path: Path) -> None:
