@@ -171,7 +171,8 @@ def test_launchers(launcher: tuple[str, ...], name: str, started: str, tmp_path:
         if mode != started:
             start_forked(mode, tmp_path, "ddp")
             continue
-        env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, Path(__file__).parents[:2]))}
+        path = os.pathsep.join(map(str, Path(__file__).parents[:2]))
+        env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}  # which torchrun sets, and forks have
         command = [sys.executable, *launcher, processes.__file__, mode, str(tmp_path), name]
         done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False, cwd=tmp_path, env=env)
         assert done.returncode == 0, done.stdout + done.stderr
