@@ -99,13 +99,15 @@ class NameTable:
 
 def has_place(value: object) -> TypeGuard[Tensor]:
     """Return whether a value has its elements in one strided tensor in memory: itself, or its shard of a DTensor."""
-    parts = parts_of(value) if isinstance(value, Tensor) and holds_data(value) else ()
+    if not isinstance(value, Tensor) or not holds_data(value):
+        return False
+    parts = parts_of(value) if has_parts(value) else (value,)
     return [part.numel() > 0 and not has_parts(part) for part in parts] == [True]
 
 
 def place_of(tensor: Tensor) -> Place:
     """Return where an ordinary strided tensor, or the shard of a DTensor, lies."""
-    part = next(parts_of(tensor), tensor)
+    part = next(parts_of(tensor)) if has_parts(tensor) else tensor
     return part.untyped_storage()._cdata, address_of(part)
 
 
