@@ -127,7 +127,7 @@ class DeterminismJobCallback(Callback):
             "configuration is right; the program has to build cfg.callbacks (hydra.utils.instantiate), pass them to "
             "the Trainer, and call trainer.fit, with a strategy that trains in this process, too: ddp, not ddp_spawn."
         )
-        before = fits.num_fits
+        before, fits.last_error = fits.num_fits, None
         fits.wait(self, lambda: _swallowed() if fits.num_fits > before else error)
 
 

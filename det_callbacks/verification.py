@@ -185,6 +185,10 @@ class Verification:
         """Return whether the reference has a step of this fit."""
         return step in self._known
 
+    def goes_beyond(self, step: int) -> bool:
+        """Return whether the reference has a later step of this fit."""
+        return max(self._known, default=-1) > step
+
     def expectation(self, step: int) -> Expectation | None:
         """Return what the reference had in a step, None when it has no such step."""
         return Expectation.of(self._reference_step(self.segment, step).record.digests) if step in self._known else None

@@ -15,7 +15,7 @@ from typing_extensions import override
 from det_callbacks.audit import AuditReport
 from det_callbacks.callback.arguments import CallbackArguments, manifest_of, replicated_weights
 from det_callbacks.callback.auditing import Auditing
-from det_callbacks.callback.fits import note_error, note_fit
+from det_callbacks.callback.fits import note_fit
 from det_callbacks.callback.logged import CALLS, LoggedMetrics
 from det_callbacks.callback.progress import ProgressReporter, print_beside_bar
 from det_callbacks.callback.recording import Recording
@@ -340,7 +340,7 @@ class DeterminismCallback(CallbackArguments):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        note_error(exception)
+        note_fit(ended_by=exception)
         frames = walk_tb(exception.__traceback__) if isinstance(exception, DetCallbacksError) else ()
         if any(frame.f_globals["__package__"] in (__package__, "det_callbacks.checkpoint") for frame, _ in frames):
             exception.__traceback__ = exception.__cause__ = None  # it says where; frames of ours and the loops bury it

@@ -11,19 +11,15 @@ _waiting: dict[object, Callable[[], DetCallbacksError | None]] = {}  # by owner:
 num_fits = 0
 """How many fits have begun in this process."""
 last_error: BaseException | None = None
-"""By what the last of them was ended, also where the program caught it."""
+"""By what the last of them was ended, also where the program caught it; an error of ours stays."""
 
 
-def note_fit() -> None:
-    """Count a fit that begins in this process."""
+def note_fit(*, ended_by: BaseException | None = None) -> None:
+    """Count a fit that begins in this process, or keep what ended it."""
     global num_fits, last_error
-    num_fits, last_error = num_fits + 1, None
-
-
-def note_error(error: BaseException) -> None:
-    """Keep what ended the fit."""
-    global last_error
-    last_error = error
+    num_fits += ended_by is None
+    if not isinstance(last_error, DetCallbacksError):
+        last_error = ended_by
 
 
 def wait(owner: object, unfinished: Callable[[], DetCallbacksError | None]) -> None:

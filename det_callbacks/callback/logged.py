@@ -8,7 +8,7 @@ from torch import Tensor, as_tensor
 
 from det_callbacks.callback.session import Session
 from det_callbacks.checkpoint.fit import local_part
-from det_callbacks.compare.metrics import FIRST_BATCH, GENERATOR, LENGTH, UNHOOKED
+from det_callbacks.compare.metrics import FIRST_BATCH, GENERATOR, LENGTH, OTHER_HOOKS
 from det_callbacks.digest.components import digest_tensor
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.host_digest import format_digest
@@ -46,8 +46,8 @@ class LoggedMetrics:
         self.step = step
         if self.is_resuming:
             self.is_resuming = False
-            if self.whole_epoch is None and not trainer.fit_loop.epoch_loop.batch_idx:  # an epoch's last batch was over
-                self.whole_epoch = {UNHOOKED: "left out"}
+            if not trainer.fit_loop.epoch_loop.batch_idx:
+                self.whole_epoch = {OTHER_HOOKS: "left out, or on_train_start ran as well"}
             self._put_resumed(trainer, step - 1, is_first=True)
 
     def note_batch(self, trainer: pl.Trainer, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:

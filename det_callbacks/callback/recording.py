@@ -98,9 +98,13 @@ class Recording(TracedSession):
 
     @override
     def put_metrics(self, reading: Reading) -> bool:
-        self._num_metrics += len(reading.metrics)
-        self.run.put_reading(reading)
-        return False
+        earlier = self.detector if self.call is None else None
+        if earlier is None or not earlier.goes_beyond(reading.step):  # an attempt that is cut off there adds nothing
+            self._num_metrics += len(reading.metrics)
+            self.run.put_reading(reading)
+        differs = earlier is not None and earlier.add_metrics(reading)
+        self._has_diverged |= differs
+        return differs
 
     @override
     def resume_metrics(self, reading: Reading, *, is_first: bool) -> None:
@@ -162,7 +166,7 @@ class Recording(TracedSession):
             "num_sites": self.num_sites,
             "num_bytes": self.run.bytes_written,
             "kept": None if self.keeper is None else self.keeper.counts,
-            "num_agreed": 0 if self.detector is None else self.detector.tally.num_steps,
+            "num_agreed": 0 if (one := self.detector) is None else one.tally.num_steps - (one.tally.num_differing > 0),
             "has_diverged": self._has_diverged,
         }
 
@@ -171,7 +175,7 @@ class Recording(TracedSession):
         verdict = self.verdict = replace(earlier.finish(is_early=True), current=str(self.path))
         self._end_comparison()
         first = next(end for end in ended if end["has_diverged"])
-        counts = {"num_agreed": first["num_agreed"] - 1, "num_dropped": first["num_steps"]}
+        counts = {"num_agreed": first["num_agreed"], "num_dropped": first["num_steps"]}
         text = disagreement_text(verdict, path=self.path, **counts, rank=self.peers.rank)
         raise (NotComparableError if verdict.verdict == "not_comparable" else DivergenceError)(text, verdict)
 

@@ -7,7 +7,7 @@ from det_callbacks.compare.cause import earlier_choice
 from det_callbacks.runs.metrics import CALLS, Metric, Reading, Readings
 from det_callbacks.verdict import Cause, Divergence, EnvironmentDifference, Kind
 
-GENERATOR, LENGTH, FIRST_BATCH, UNHOOKED = "generator ", "samples of ", "first batch of ", "on_train_epoch_start"
+GENERATOR, LENGTH, FIRST_BATCH, OTHER_HOOKS = "generator ", "samples of ", "first batch of ", "on_train_epoch_start"
 """With which the names in ``Reading.evidence`` begin; the last is a hook that Lightning left out after a resume."""
 
 _CAUSES: tuple[tuple[str, Cause], ...] = ((LENGTH, "data_content"), (GENERATOR, "rng"), (FIRST_BATCH, "data_content"))
@@ -166,8 +166,8 @@ class MetricComparison:
             left, right = ours.metrics.get(name), theirs.metrics.get(name)
             if left is not None and right is not None and left.bits == right.bits:
                 continue
-            if None in (left, right) and UNHOOKED in {**ours.evidence, **theirs.evidence}:
-                continue  # the hook would have logged it
+            if None in (left, right) and OTHER_HOOKS in {**ours.evidence, **theirs.evidence}:
+                continue  # only one of them may have run the hook that logs it
             self.num_differing += 1
             found = MetricDifference(
                 order=(self._segment, step, _AFTER_SITES + (where << 20) + call, number),

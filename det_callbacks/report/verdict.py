@@ -44,8 +44,8 @@ def disagreement_text(verdict: Verdict, *, path: Path, num_agreed: int, num_drop
     """Return what is wrong with a resumed recording whose steps are not those that the run holds."""
     said = f" (said on rank {rank}; rank 0 prints the whole verdict)" if rank else ""
     return (
-        f"The resumed run is not the run in {path}: a step that is there already came out otherwise "
-        f"({count(num_agreed, 'step')} before it agreed). The run keeps its steps and is as it was before; "
+        f"The resumed run is not the run in {path}: a step or a metric that is there already came out "
+        f"otherwise ({count(num_agreed, 'step')} before it agreed). The run keeps its steps and is as it was before; "
         f"{count(num_dropped, 'new step')} of this attempt went with it{said}.\n\n"
         f"{verdict.explanation if rank else verdict_lines(verdict)}\nFind out what the checkpoint did not bring back, "
         "or record this training as another run: into another folder, or over this one with overwrite=True."

@@ -87,24 +87,25 @@ def append_reading(path: Path, reading: Reading, *, run_id: str) -> None:
 
 
 def read_metrics(run: Run, segment: int) -> Readings:
-    """Return the readings of a fit: of what several attempts have, the latest one's; of tests after it, the last's.
+    """Return the readings of a fit: of what several attempts have, the first one's; of tests after it, the last's.
 
-    Where an attempt went on beyond a step at which an earlier one had ended, no epoch ends there.
+    Where one attempt was cut off in the middle of an epoch and another went on there, no epoch ends.
     """
+    attempts = [[*_read(metrics_path(at), run.manifest.run_id, num_told=told)] for at, told in run.streams(segment)]
+    ends = [{one.step for one in attempt if one.where in (RESUMED, "epoch")} for attempt in attempts]
     by_key: dict[tuple[str, int, bool], Reading] = {}
-    resumed: set[int] = set()
-    for stream, num_told in run.streams(segment):
-        attempt = [*_read(metrics_path(stream), run.manifest.run_id, num_told=num_told)]
-        steps = {reading.step for reading in attempt if reading.where in (RESUMED, "epoch")}
-        beyond = range(min(steps, default=0) + 1, max(steps, default=0))
-        cut = {key for key, one in by_key.items() if one.where == "epoch" and one.step in {*beyond} - steps}
-        by_key = {key: one for key, one in by_key.items() if not one.is_after_fit and key not in cut}
-        for reading in attempt:
-            if reading.where == RESUMED:
-                resumed.add(reading.step)
-            else:
-                by_key[reading.key] = reading
+    for attempt in attempts:
+        by_key = {key: reading for key, reading in by_key.items() if not reading.is_after_fit}
+        for one in attempt:
+            is_cut = one.where == "epoch" and any(_goes_through(one.step, each) for each in ends)
+            if one.where != RESUMED and not is_cut:
+                by_key.setdefault(one.key, one)
+    resumed = {one.step for attempt in attempts for one in attempt if one.where == RESUMED}
     return Readings(by_key=dict(sorted(by_key.items(), key=lambda item: item[1].order)), resumed=resumed)
+
+
+def _goes_through(step: int, ends: set[int]) -> bool:
+    return min(ends, default=step) < step < max(ends, default=step) and step not in ends
 
 
 def _read(path: Path, run_id: str, *, num_told: int) -> Iterator[Reading]:

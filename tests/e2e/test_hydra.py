@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 
 import det_callbacks.hydra as job_callback
 from det_callbacks.callback import ReplicaAuditCallback
-from det_callbacks.callback.fits import note_error, note_fit, wait
+from det_callbacks.callback.fits import note_fit, wait
 from det_callbacks.errors import DivergenceError, NotComparableError
 
 RunApp = Callable[..., tuple[int, str]]
@@ -108,7 +108,7 @@ def test_how_a_job_ended_is_the_status_and_every_job_starts_where_the_first_did(
         if end is ONE_OF_TWO and config.seed == 1:
             wait(task, lambda: end)
         elif end == "caught" and config.seed == 1:
-            note_error(ValueError())
+            note_fit(ended_by=ValueError())
         elif isinstance(end, Exception) and config.seed == 1:
             raise end
 

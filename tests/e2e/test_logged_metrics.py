@@ -297,6 +297,9 @@ def test_metrics_of_a_resumed_run(after: int, at: str, ends: int, whole: Path, t
         Session("record", tmp_path / "resumed").fit(*callbacks, max_steps=ends)
     checkpoint = tmp_path / f"{after}.ckpt"
     Session("record", tmp_path / "resumed").fit(resume=checkpoint)
+    Session("record", tmp_path / "resumed").fit(resume=checkpoint, max_steps=5)
+    with pytest.raises(DivergenceError, match="a step or a metric that is there already came out otherwise"):
+        Session("record", tmp_path / "resumed").fit(resume=checkpoint, data=loader(other=0))
     for reference, current in itertools.permutations([whole, tmp_path / "resumed"]):
         verdict = compare_runs(reference, current)
         assert (verdict.verdict, verdict.coverage.metrics) == ("match", 4 + num), verdict.explanation
