@@ -136,10 +136,8 @@ def _swallowed() -> DetCallbacksError | None:
     error = fits.last_error
     if error is None or isinstance(error, DetCallbacksError):
         return error
-    return NothingComparedError(
-        f"The last fit of this job was ended by {type(error).__name__}, which the program caught, so nothing was "
-        "recorded or compared to its end. Let the error pass, or train again."
-    )
+    name = type(error).__name__
+    return NothingComparedError(f"The last fit was ended by {name}, which the program caught: let it pass.")
 
 
 def configuration_of(config: DictConfig) -> Mapping[str, Any]:

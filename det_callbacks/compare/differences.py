@@ -99,6 +99,12 @@ class StepDifference:
         kinds.update((row, "argument") for row, known in self.arguments.items() if known)
         kinds.update(dict.fromkeys(np.flatnonzero(lefts < 0).tolist(), "extra"))
         kinds.update(dict.fromkeys(np.flatnonzero(rights < 0).tolist(), "missing"))
+        # a named input has the layout in which its first reader took it: that is another reader, and the same tensor
+        others = np.flatnonzero(self.differs & other_layout & ~other_bits).tolist()
+        views = [row for row in others if self.site(row).role == "input" and self.site(row).name]
+        if len(views) < len(kinds):
+            self.differs[views] = other_layout[views] = False
+            kinds = {row: kind for row, kind in kinds.items() if row not in views}
         self.kinds: Mapping[int, Kind] = dict(sorted(kinds.items()))
         self.num_differing = len(kinds)
 

@@ -4,7 +4,7 @@ import ast
 import inspect
 import re
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -55,9 +55,7 @@ def test_arguments_are_listed() -> None:
     assert arguments == [one.name for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD]
 
 
-def test_the_page_of_the_command_line_is_its_help(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_of_the_command_line_is_its_help(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setenv("COLUMNS", "98")
     page = (DOCS / "reference" / "cli.md").read_text()
     for command in ("show", "diff", "record", "verify", "check", "doctor", "ops", "check-checkpoint", "export"):

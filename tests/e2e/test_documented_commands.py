@@ -100,7 +100,6 @@ def python_of(page: Path) -> list[str]:
 
 
 def pages_with(language: str, *, but: Collection[str]) -> list[Any]:
-    """The pages with an example in a language, without those that another test runs."""
     pages = [page for page in (README, *sorted(DOCS.rglob("*.md"))) if f"```{language}\n" in page.read_text()]
     return [pytest.param(page, id=page.stem) for page in pages if page.stem not in but]
 
@@ -128,8 +127,6 @@ def test_the_readmes_lines_record_and_verify() -> None:
 
 
 class Model(Validated):
-    """Has what the examples speak of."""
-
     test_step = Validated.validation_step
 
     def __init__(self) -> None:
@@ -165,14 +162,11 @@ def test_the_examples_of_a_page_run(page: Path, monkeypatch: pytest.MonkeyPatch)
     callbacks = {"determinism": {"_target_": "det_callbacks.DeterminismCallback", "reference": "refs/run1"}}
     names: dict[str, Any] = {"DeterminismCallback": DeterminismCallback, "DeterminismSettings": DeterminismSettings}
     names |= {"Model": BoringModel, "Data": BoringDataModule, "make_model": Classifier, "make_data": lambda: loader}
-    names |= {"Trainer": pl.Trainer, "make_trainer": pl.Trainer}
-    names |= {"model": model, "rewritten": Model(), "loader": loader, "val_loader": loader, "test_loader": loader}
+    names |= {"Trainer": pl.Trainer, "loader": [batch] if page.stem == "observe" else loader}
+    names |= {"model": model, "rewritten": Model(), "val_loader": loader, "test_loader": loader}
     names |= {"torch": torch, "x": batch, "inputs": batch, "hidden": torch.randn(3, requires_grad=True)}
-    names |= {"racing_pool": torch.relu, "train_on": lambda images, labels: images.mul(2)}
-    names |= {"hydra": hydra, "cfg": OmegaConf.create({"callbacks": callbacks})}
-    names |= {"name": "first", "reference": None}
-    if page.stem == "observe":
-        names["loader"] = [batch]
+    names |= {"make_trainer": pl.Trainer, "racing_pool": torch.relu, "train_on": lambda images, labels: images.mul(2)}
+    names |= {"hydra": hydra, "cfg": OmegaConf.create({"callbacks": callbacks}), "name": "first", "reference": None}
     for example in python_of(page):
         for before, after in INSTEAD.items():
             example = example.replace(before, after)
@@ -190,7 +184,6 @@ def test_the_tutorial_and_the_opening_of_the_readme_tell_the_truth(tmp_path: Pat
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the pages suppose: two recordings, checkpoints, and programs."""
     folder = tmp_path_factory.mktemp("project")
     for number in (1, 2):
         run, name = folder / "refs" / f"run{number}", ("first.ckpt", "second.ckpt")[number - 1]
@@ -210,7 +203,6 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", pages_with("console", but=("tutorial",)))
 def test_the_commands_of_a_page_run(page: Path, project: Path, tmp_path: Path) -> None:
-    """But for those that install, or copy from another machine."""
     shutil.copytree(project, tmp_path, dirs_exist_ok=True)
     shutil.copytree(RECIPES / ("replay" if page.stem == "replay" else "digits"), tmp_path, dirs_exist_ok=True)
     text = page.read_text().rpartition("## Install")[2]

@@ -290,7 +290,6 @@ def test_the_parts_of_a_session_are_one_run_and_told_apart(tmp_path: Path, capsy
     [*((after, "train_batch_end", ends) for after, ends in ((4, 6), (4, 5), (3, 6))), (3, "validation_end", 6)],
 )
 def test_metrics_of_a_resumed_run(after: int, at: str, ends: int, whole: Path, tmp_path: Path) -> None:
-    """Of one that was killed, or ended in the middle of an epoch, where it has the metrics of an epoch."""
     stops, num = RaiseAt("on_train_epoch_end", StopError(), call=2), {3: 4, 4: 2}[after]
     with pytest.raises(StopError) if ends == 6 else nullcontext():
         callbacks = [SaveAfter(tmp_path, after, at=at), *[stops] * (ends == 6)]
