@@ -345,9 +345,9 @@ class StepDifference:
         return program is self.current.program, position - program.sites[position].output
 
     def _is_rewired(self, row: int) -> bool:
-        """Return whether an op with other bits reads other sites than its partner in the reference does."""
+        """Return whether an op with other bits or shapes reads other sites than its partner in the reference does."""
         left, right = self.pairs[row]
-        if self.alignment.is_same_program or self.kinds[row] != "content" or not self.site(row).op:
+        if self.alignment.is_same_program or not self.site(row).op or self.kinds[row] not in ("content", "structure"):
             return False
         inputs = [self._partners.get(place, -1) for place in self.current.program.sites[right].inputs]
         return sorted(inputs) != sorted(self.reference.program.sites[left].inputs)

@@ -56,10 +56,7 @@ def pattern_of(line: str) -> str:
 
 
 def run_page(page: Path, folder: Path, *, added: str = "") -> list[tuple[str, int]]:
-    """Run all commands of a page in a folder, and check what they promise; return each with its exit status.
-
-    Commands that train get the ``added`` arguments as well.
-    """
+    """Run all commands of a page in a folder, and check what they promise; return each with its exit status."""
     (folder / "recipes").symlink_to(ROOT / "recipes")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**outside_ci(), "PATH": path, "COLUMNS": "120", "NO_COLOR": "1"}

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from step_builder import both, judge, record, steps_of, training_step
+from step_builder import FLOAT, both, judge, record, steps_of, training_step
 
 from det_callbacks.judge import compare_runs
 from det_callbacks.runs.program import TensorLayout
@@ -80,9 +80,9 @@ def of_other_layout(step, now):
     step.digests[-1] = 1
 
 
-def of_other_tensors(step, now):
+def of_other_tensors(step, now, shape=FLOAT.shape):
     places = step.op("aten.relu.default", "?a"), step.op("aten.sin.default", "?b")
-    step.op("aten.neg.default", places[now])
+    step.op("aten.neg.default", places[now], layout=replace(FLOAT, shape=shape) if now else FLOAT)
 
 
 def of_other_arguments(step, now):
@@ -160,6 +160,7 @@ CASES = [
     case(with_another_label, "data_content"),
     case(with_an_op_that_draws, "rng", "is only in the current run"),
     case(of_other_tensors, "forward", "reads other tensors than in the reference"),
+    case(lambda *both: of_other_tensors(*both, (9, 4)), "structure", "[9, 4] now; it reads other tensors than in the"),
     case(of_other_arguments, "forward", "digests of other arguments", "cannot be proven"),
     case(reading("net.weight"), "initial_weights", GIVEN),
     case(reading("net.weight"), "forward", GIVEN, begins_before=True),
