@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
+import torch._inductor.config
 from hydra.core.global_hydra import GlobalHydra
 
 
@@ -51,7 +51,8 @@ def end_with(body: Callable[[], Any], output: int | None = None) -> NoReturn:
         # not those that pytest put there to capture what is printed
         sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
         warnings.simplefilter("ignore")  # of Lightning and torch: what is printed is looked at
-        torch.set_num_threads(1)  # threads of the parent's pool are not there
+        torch.set_num_threads(1)  # threads of the parent's pools are not there
+        torch._inductor.config.compile_threads = 1
         body()
         status = 0
     except SystemExit as leaving:
