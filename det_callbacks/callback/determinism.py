@@ -342,7 +342,7 @@ class DeterminismCallback(CallbackArguments):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         note_fit(ended_by=exception)
         frames = walk_tb(exception.__traceback__) if isinstance(exception, DetCallbacksError) else ()
-        if any(frame.f_globals["__package__"] in (__package__, "det_callbacks.checkpoint") for frame, _ in frames):
+        if any(frame.f_globals.get("__package__") in (__package__, "det_callbacks.checkpoint") for frame, _ in frames):
             exception.__traceback__ = exception.__cause__ = None  # it says where; frames of ours and the loops bury it
         was_open, self._call = self._is_open, None
         self._close_fit()

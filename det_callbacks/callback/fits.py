@@ -1,25 +1,30 @@
 """The fits of this process: how many began, and who still waits for one when the process or the Hydra job ends."""
 
 from collections.abc import Callable
+from copy import copy
 from multiprocessing.util import Finalize
 
-from det_callbacks.errors import DetCallbacksError
+from det_callbacks.errors import DetCallbacksError, NothingComparedError
 from det_callbacks.report.console import end_process, print_error
 
 _waiting: dict[object, Callable[[], DetCallbacksError | None]] = {}  # by owner: what no more fits leave unfinished
 
 num_fits = 0
 """How many fits have begun in this process."""
-last_error: BaseException | None = None
-"""By what the last of them was ended, also where the program caught it; an error of ours stays."""
+last_error: DetCallbacksError | None = None
+"""What ended the last of them, also where the program caught it; an error of ours stays."""
 
 
 def note_fit(*, ended_by: BaseException | None = None) -> None:
-    """Count a fit that begins in this process, or keep what ended it."""
+    """Count a fit that begins in this process, or keep what ended it, without the frames that hold its tensors."""
     global num_fits, last_error
     num_fits += ended_by is None
-    if not isinstance(last_error, DetCallbacksError):
-        last_error = ended_by
+    if last_error is not None and not isinstance(last_error, NothingComparedError):
+        return
+    last_error = copy(ended_by) if isinstance(ended_by, DetCallbacksError) else None
+    if ended_by is not None and last_error is None:
+        name = type(ended_by).__name__
+        last_error = NothingComparedError(f"The last fit was ended by {name}, which the program caught: let it pass.")
 
 
 def wait(owner: object, unfinished: Callable[[], DetCallbacksError | None]) -> None:
