@@ -8,7 +8,7 @@ from det_callbacks.runs.metrics import CALLS, Metric, Reading, Readings
 from det_callbacks.verdict import Cause, Divergence, EnvironmentDifference, Kind
 
 GENERATOR, LENGTH, FIRST_BATCH, OTHER_HOOKS = "generator ", "samples of ", "first batch of ", "on_train_epoch_start"
-"""With which the names in ``Reading.evidence`` begin; the last is a hook that Lightning left out after a resume."""
+"""With which the names in ``Reading.evidence`` begin; the last where a resumed process ran other hooks at its start."""
 
 _CAUSES: tuple[tuple[str, Cause], ...] = ((LENGTH, "data_content"), (GENERATOR, "rng"), (FIRST_BATCH, "data_content"))
 _CHOICES: Mapping[str, Sequence[str]] = {
