@@ -9,7 +9,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from itertools import pairwise
 from threading import get_ident
 from types import CodeType
 from typing import Any
@@ -34,8 +33,6 @@ from det_callbacks.trace.sites import source_of
 
 _is_grad_enabled = torch.is_grad_enabled
 
-# a class method, which mypy takes for a plain function
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]  # undeclared
 _CALL_MODULE = torch.nn.Module._call_impl.__code__
 # without reentry, what runs in a checkpoint has these saved-tensor hooks, whose closure is the region's frame
 _PACK_HOOK = "_checkpoint_hook.__init__.<locals>.pack_hook"
@@ -47,6 +44,7 @@ _FRAMES_BELOW = 2  # from ``BackwardMap.scope`` to the engine: its caller and ``
 _MAX_BETWEEN = 6  # nodes that an op may make before it runs, its own included
 _MAX_FOLLOWED = 1000  # nodes that a compiled region made: it has few, views and copies aside
 _MAX_NODES = 100_000
+_MAX_STACKS = 10_000  # distinct stacks of code that are kept; a training has some hundreds
 
 UNKNOWN = OpScope(module=UNKNOWN_MODULE, source=())
 _HOOK = OpScope(module=UNKNOWN_MODULE)
@@ -72,6 +70,8 @@ class BackwardMap:
         modules.on_enter = self._note_region
         self._callers: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # of checkpoints: regions -> modules
         self._threads: defaultdict[int, _Nodes] = defaultdict(dict)
+        # by the ids of the codes: many calls share one stack, and hashing code objects runs over their constants
+        self._stacks: dict[tuple[int, ...], tuple[CodeType, ...]] = {}
 
     def clear(self) -> None:
         """Forget the nodes of the last step; those made up to now belong to no op that was seen."""
@@ -128,23 +128,20 @@ class BackwardMap:
             found = self._of_node(node, name)
         return found if entry is not Entry.HOOK else scope_in(found.module, recomputed=False)
 
-    def note_functions(self, call: CallNode) -> None:
-        """Note in a new call which autograd Functions' forwards run, innermost first, and what module called each.
+    def note_stack(self, call: CallNode) -> None:
+        """Note which code and which modules run at a new call, innermost first, to find the forward of a Function.
 
-        The modules called since are those whose calls lie further in on the stack.
+        In a backward pass these are the modules called since it began; their calls lie further in on the stack.
         """
         # codes, not frames: a list of frames holds its own, and so every tensor on the stack until it is collected
-        codes = [frame.f_code for frame in frames_above_engine()]
-        if _APPLY not in codes:
-            return
+        codes = tuple([frame.f_code for frame in frames_above_engine()])
+        if len(self._stacks) > _MAX_STACKS:
+            self._stacks.clear()
+        call.codes = self._stacks.setdefault(tuple(map(id, codes)), codes)
         task = graph_task_id()
         modules = [scope.module for _, scope, called_in, _ in reversed(self._modules.stack) if called_in == task]
         modules.append("" if task == -1 else self._caller_of(repeated_region()))
-        call.functions = tuple(
-            (code, modules[min(codes[:index].count(_CALL_MODULE), len(modules) - 1)])
-            for index, (code, outer) in enumerate(pairwise(codes))
-            if outer is _APPLY
-        )
+        call.running_modules = tuple(modules)
 
     def _note_region(self) -> None:
         """Note which module called the checkpoint whose region runs, when the first op or module in it does."""
@@ -209,7 +206,7 @@ class OpPlaces:
             self.backward.clear()
         call = CallNode(None, func, phase, scope, [], [], [], 0, source=source_of(scope))
         call.op_base, call.is_in_place = plan.base, bool(plan.writes)
-        self.backward.note_functions(call)
+        self.backward.note_stack(call)
         self.backward.register(call)
 
 
@@ -256,10 +253,17 @@ def _scope_in(call: CallNode, code: CodeType | None = None) -> OpScope:
     key = id(code)  # equal code is not the same Function
     known = call.scopes.get(key)
     if known is None:
-        modules = {call.module} if code is None else {module for one, module in call.functions if one is code}
+        modules = {call.module} if code is None else _callers_of(code, call)
         is_known = len(modules) == 1 and UNKNOWN_MODULE not in modules
         known = call.scopes[key] = OpScope(module=modules.pop(), source=call.source) if is_known else UNKNOWN
     return known
+
+
+def _callers_of(code: CodeType, call: CallNode) -> set[str]:
+    """Return the modules that called the Functions with this forward which run at a call."""
+    outermost = len(call.running_modules) - 1
+    num_entered = [call.codes[:depth].count(_CALL_MODULE) for depth, one in enumerate(call.codes) if one is code]
+    return {call.running_modules[min(count, outermost)] for count in num_entered}
 
 
 @lru_cache(maxsize=4096)

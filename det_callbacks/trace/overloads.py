@@ -228,7 +228,7 @@ def make_plan(func: OpOverload | HigherOrderOperator) -> OpPlan:
         fresh_returns=tuple(index for index, returned in enumerate(schema.returns) if returned.alias_info is None),
         returns_one=len(schema.returns) == 1,
         written_if=conditions,
-        is_overwrite=base in OVERWRITES or torch.Tag.out in func.tags or "out" in func._overloadname.split("_"),
+        is_overwrite=base in OVERWRITES or _is_out_variant(func, written),
         is_plain=base not in OPAQUE_OUTPUTS and not may_be_in_flight,
         opaque_outputs=OPAQUE_OUTPUTS.get(base, frozenset()),
         draws_random=torch.Tag.nondeterministic_seeded in func.tags,
@@ -271,6 +271,16 @@ def _sole_write(schema: Any, written: list[ArgumentWrite], *, returns_fresh: boo
     is_one_tensor = str(argument.type) == "Tensor" and not argument.kwarg_only
     has_async = any(other.name == "non_blocking" for other in schema.arguments)
     return written[0].index if is_one_tensor and not has_async else -1
+
+
+def _is_out_variant(func: OpOverload, written: Sequence[ArgumentWrite]) -> bool:
+    """Return whether an op writes its results into arguments that are given for nothing else.
+
+    ``torch.Tag.out`` says the same of most of them since torch 2.13, but not of those in other namespaces.
+    """
+    arguments = func._schema.arguments
+    has_only_results = bool(written) and all(arguments[write.index].kwarg_only for write in written)
+    return has_only_results or "out" in func._overloadname.split("_")
 
 
 def _is_composite(name: str) -> bool:

@@ -54,7 +54,8 @@ class CallNode:
     # from here on: what tells whether an autograd node is of this call (backward.py)
     op_base: str = ""
     is_in_place: bool = False
-    functions: tuple[tuple[CodeType, str], ...] = ()
+    codes: tuple[CodeType, ...] = ()  # what ran, innermost first, and the modules that did
+    running_modules: tuple[str, ...] = ()
     scopes: dict[object, OpScope] = field(default_factory=dict)
     # the next calls, and the one of them that was taken last
     children: "list[CallNode]" = field(default_factory=list)

@@ -39,7 +39,7 @@ def build_op(
 ) -> None:
     """Fill in a new node of the call of an op."""
     scope = node.scope
-    recorder.backward.note_functions(node)
+    recorder.backward.note_stack(node)
     node.op_base, node.is_in_place, node.source = plan.base, bool(plan.writes), source_of_call(node)
     # which memory becomes a gradient, autograd and DDP choose by what was before the step: a name is known after it
     name_of = recorder.names.of if node.phase == "backward" else recorder.names.of_written

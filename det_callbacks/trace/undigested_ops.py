@@ -176,7 +176,7 @@ class UndigestedOps:
 
     def _build(self, plan: OpPlan, node: CallNode) -> None:
         node.op_base, node.is_in_place, node.source = plan.base, bool(plan.writes), source_of_call(node)
-        self._recorder.backward.note_functions(node)
+        self._recorder.backward.note_stack(node)
 
     def _forget(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
