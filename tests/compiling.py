@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -112,6 +113,14 @@ def restored(model: nn.Module, state: dict[str, Tensor], run: Callable[[], StepT
     model.load_state_dict(state)
     model.zero_grad()
     return run()
+
+
+@contextmanager
+def nobody_follows() -> Iterator[None]:
+    """Compile in here as before anything was recorded."""
+    REPLACED.unfollow(FOLLOWER)
+    yield
+    REPLACED.follow(FOLLOWER)
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from det_callbacks.tensors.keep import Keeper
 from det_callbacks.tensors.replay import OpReplay, Replay
 from det_callbacks.trace.hash_mode import HashMode
 from det_callbacks.trace.nondeterministic_ops import NondeterministicOps
+from det_callbacks.trace.replaced import forget_compiled
 from det_callbacks.verdict import Verdict
 from det_callbacks.verification import Verification
 
@@ -133,6 +134,8 @@ class TracedSession(Session):
     @override
     def follow(self, trainer: pl.Trainer, ops: NondeterministicOps | None) -> None:
         selection = self.arguments.selection
+        if selection.level != "state" and selection.compiled == "run":
+            forget_compiled()
         self._ops = ops
         # A resumed step is recorded as one in the middle is, so that it can be compared with the same uninterrupted.
         self._is_first = not self.is_resumed

@@ -99,4 +99,19 @@ class ReplacedInTorch:
         return method(graph, *args, **kwargs)
 
 
+def forget_compiled() -> None:
+    """Have Dynamo compile again what it compiled before, so that ``REPLACED.follow`` sees the graph.
+
+    The file caches of inductor stay, as do the sizes that Dynamo has seen vary: it would trace other graphs without
+    them. Under another stance than the default, code that was compiled may not be compiled again, and stays.
+    """
+    dynamo = torch._dynamo
+    if dynamo.eval_frame._stance.stance != "default":
+        return
+    varying_sizes = dict(dynamo.pgo.get_code_state())
+    # not torch.compiler.reset, which also turns compiled autograd off and drops CUDA graphs and callbacks
+    dynamo.reset_code_caches()
+    dynamo.pgo.get_code_state().update(varying_sizes)
+
+
 REPLACED = ReplacedInTorch()

@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from compiling import COMPILING, NUDGE, net, opaque_backend
+from compiling import COMPILING, NUDGE, net, nobody_follows, opaque_backend, state_of
 from fits import Classifier
 from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
@@ -45,10 +45,11 @@ def fit(
     backend: Any,
     *,
     is_nudged: bool = False,
+    is_warm: bool = False,
     beside: Sequence[pl.Callback] = (),
     **options: Any,
 ) -> tuple[Verdict | None, list[Tensor]]:
-    """Train in a fresh Dynamo; return the verdict, and the weights."""
+    """Train in a fresh Dynamo, or where the same model was trained before; return the verdict, and the weights."""
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(0)
@@ -56,10 +57,17 @@ def fit(
     NUDGE["twice"] = is_nudged
     generator = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(16, 8, generator=generator), torch.randint(2, (16,), generator=generator))
+    compiled = compile_it(training, backend)
+    if is_warm:
+        state, generator_state = state_of(training), torch.get_rng_state()
+        with nobody_follows():
+            quiet_trainer(max_steps=4).fit(compiled, DataLoader(data, batch_size=4))
+        training.load_state_dict(state)
+        torch.set_rng_state(generator_state)
     callback = DeterminismCallback(folder / "reference", mode=mode, current=folder / "current", **options)
     trainer = quiet_trainer(callback, *beside, default_root_dir=folder, max_steps=4)
     try:
-        trainer.fit(compile_it(training, backend), DataLoader(data, batch_size=4))
+        trainer.fit(compiled, DataLoader(data, batch_size=4))
     except DivergenceError as error:
         return error.verdict, list(training.parameters())
     assert counters["stats"]["unique_graphs"], "nothing was compiled"
@@ -85,6 +93,22 @@ def test_a_compiled_training_is_verified_and_a_fault_inside_is_found(
     # of the whole step the forward pass gives the loss alone, which one ULP inside does not change
     assert {origin.op for origin in inside.origins} == ({f"{region}.outputs"} if compile_it is network else set())
     assert "compiled region" in inside.explanation
+
+
+@pytest.mark.parametrize(("compile_it", "backend"), [(whole, "aot_eager"), (network, "inductor")])
+def test_a_model_that_was_compiled_before_its_fit_has_the_graphs_of_one_that_was_not(
+    tmp_path: Path, backend: Any, compile_it: Callable[..., Any]
+) -> None:
+    def run(mode: str, number: int, *, is_warm: bool) -> Any:
+        return fit(tmp_path / str(number), mode, compile_it, backend, is_warm=is_warm)
+
+    for number, is_warm in enumerate((True, False)):
+        _, recorded = run("record", number, is_warm=is_warm)
+        verdict, _ = run("verify", number, is_warm=not is_warm)
+        assert (verdict.verdict, verdict.counts.steps_compared) == ("match", 4)
+        assert len(verdict.coverage.opaque_regions) == 1
+        _, alone = run("disabled", number, is_warm=is_warm)
+        assert all(map(torch.equal, recorded, alone))
 
 
 def test_eager_steps_have_the_bits_of_such_steps_and_are_not_compared_with_compiled_ones(

@@ -2,8 +2,7 @@
 
 import ctypes
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,13 @@ import pytest
 import torch
 from compiling import (
     COMPILING,
-    FOLLOWER,
     NUDGE,
     backend_of,
     batch,
     difference,
     ends,
     net,
+    nobody_follows,
     nudged,
     opaque_backend,
     restored,
@@ -35,16 +34,9 @@ from det_callbacks import DeterminismCallback
 from det_callbacks.digest.components import digest_tensor
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.trace.hash_mode import HashMode
-from det_callbacks.trace.replaced import REPLACED
+from det_callbacks.trace.replaced import REPLACED, forget_compiled
 
 pytestmark = COMPILING
-
-
-@contextmanager
-def nobody_follows() -> Iterator[None]:
-    REPLACED.unfollow(FOLLOWER)
-    yield
-    REPLACED.follow(FOLLOWER)
 
 
 def test_both_ends_of_a_region_are_recorded_and_it_computes_what_it_computes_unwatched(backend: Any) -> None:
@@ -189,6 +181,41 @@ def test_a_graph_compiled_before_anybody_watched_is_met_where_inductor_runs_it()
     found = difference(steps[0], restored(model, state, lambda: traced(train(compiled), model)))
     assert found.divergences
     assert found.origins == (), "what it may have written is unknown"
+
+
+def test_a_graph_that_was_compiled_unseen_is_followed_once_dynamo_has_forgotten_it(backend: Any) -> None:
+    model = net()
+    compiled = torch.compile(model, backend=backend)
+    state = state_of(model)
+    cold = restored(model, state, lambda: traced(train(compiled), model))
+    torch._dynamo.reset()
+    with nobody_follows():
+        train(compiled)()
+    forget_compiled()
+    warm = restored(model, state, lambda: traced(train(compiled), model))
+    assert warm.program.opaque_regions == ("compiled.Net_forward",)
+    assert_same(cold, warm)
+
+
+def test_the_graph_for_varying_sizes_comes_again_when_dynamo_has_forgotten_it() -> None:
+    compiled = torch.compile(lambda x: x * x.shape[0], backend="aot_eager")
+    mode = HashMode()
+    with torch.no_grad():
+        for size in (4, 5):
+            compiled(torch.ones(size, 2))
+        before = step_of(mode, lambda: compiled(torch.ones(4, 2)))
+        forget_compiled()
+        assert_same(before, step_of(mode, lambda: compiled(torch.ones(4, 2))))
+    assert counters["stats"]["unique_graphs"] == 3, "it was compiled again"
+
+
+def test_what_may_not_be_compiled_again_is_not_forgotten() -> None:
+    compiled = torch.compile(lambda x: x + 1, backend=opaque_backend())
+    compiled(torch.ones(3))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        forget_compiled()
+        compiled(torch.ones(3))
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_methods_of_torch_are_replaced_while_somebody_follows_and_no_longer(tmp_path: Path) -> None:
