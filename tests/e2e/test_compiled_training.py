@@ -95,7 +95,7 @@ def test_a_compiled_training_is_verified_and_a_fault_inside_is_found(
     assert "compiled region" in inside.explanation
 
 
-@pytest.mark.parametrize(("compile_it", "backend"), [(whole, "aot_eager"), (network, "inductor")])
+@pytest.mark.parametrize(("compile_it", "backend"), [(whole, opaque_backend()), (network, "inductor")])
 def test_a_model_that_was_compiled_before_its_fit_has_the_graphs_of_one_that_was_not(
     tmp_path: Path, backend: Any, compile_it: Callable[..., Any]
 ) -> None:
