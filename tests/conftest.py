@@ -13,6 +13,10 @@ import torch
 # warning filter of sympy, which would otherwise be charged to whichever test calls it first.
 import torch._inductor.config
 
+# The first backward pass of a process starts a thread for each device, and a fork of a process with such threads cannot
+# run one. Without a GPU there is no device yet; once something was compiled, a build with CUDA pretends to have eight.
+torch.ones(1, requires_grad=True).sum().backward()
+
 
 # What was imported stays for good. Without this each collection walks all of it, and so does each seeding.
 def pytest_collection_finish() -> None:
