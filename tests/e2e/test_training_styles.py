@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from fits import FEATURES, STYLES, Classifier, Fit, Samples, train
-from host_graphs import graph_of, host_graphs
+from host_graphs import HostGraph, host_graphs
 from processes import run_ranks
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -57,7 +57,7 @@ class Graphed(Classifier):
         super().__init__()
         self.fault_at = fault_at
         self.given, self.hidden = torch.zeros(8, FEATURES), torch.zeros(8, 16)
-        self.graph = graph_of(self._work)
+        self.graph = HostGraph(self._work)
 
     def _work(self) -> None:
         self.hidden.copy_(self.first(self.given).tanh())

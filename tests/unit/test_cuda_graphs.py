@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from compiling import COMPILING, FOLLOWER, backend_of, difference
-from host_graphs import capture, graph_of, host_graphs
+from host_graphs import HostGraph, capture, host_graphs
 from late_device import as_in_a_step, late_device
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -23,6 +23,7 @@ from det_callbacks.trace.replaced import REPLACED
 from det_callbacks.trace.storages import StorageLedger
 
 pytestmark = COMPILING
+OF_TORCH = torch.cuda.graphs._CUDAGraph
 
 
 @pytest.fixture(autouse=True)
@@ -32,9 +33,15 @@ def _graphs(compiles_anew: None) -> Iterator[None]:
         yield
 
 
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="needs a build of torch with CUDA")
+def test_the_methods_that_are_replaced_are_those_of_torch() -> None:
+    assert issubclass(torch.cuda.CUDAGraph, OF_TORCH)
+    assert {"capture_begin", "replay"} <= vars(OF_TORCH).keys()
+
+
 def test_what_a_replay_may_have_written_is_digested_anew() -> None:
     static = torch.zeros(3)
-    graph = graph_of(lambda: static.mul_(2))
+    graph = HostGraph(lambda: static.mul_(2))
 
     def body(*, is_replayed: bool = True) -> None:
         static.copy_(torch.ones(3))
@@ -60,7 +67,7 @@ def test_what_a_replay_may_have_written_is_digested_anew() -> None:
 
 def test_what_waits_is_digested_before_a_replay_writes_it() -> None:
     made: list[Tensor] = []
-    graph = graph_of(lambda: made[0].add_(5))
+    graph = HostGraph(lambda: made[0].add_(5))
     with late_device():
         trace = traced(lambda: [made.append(torch.zeros(3).exp()), graph.replay()])
     assert int(trace.digests[position_of(trace, "exp.default")]) == digest_tensor(torch.ones(3))
@@ -126,7 +133,7 @@ def test_what_is_observed_in_a_capture_is_said_to_be_left_out() -> None:
 def test_a_region_that_runs_as_a_cuda_graph_has_the_same_rows_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_graphs, "_runs_as_cuda_graph", lambda *_: True)
     kept, out = torch.ones(3), torch.zeros(3)
-    graph = graph_of(lambda: out.copy_(kept.mul_(3)))
+    graph = HostGraph(lambda: out.copy_(kept.mul_(3)))
     runs: list[int] = []
 
     def run(_: Any, x: Tensor) -> Any:
