@@ -10,11 +10,11 @@ import torch
 from torch._C import _AutoDispatchBelowAutograd  # looked at in torch 2.13
 from torch.utils._python_dispatch import _disable_current_modes  # looked at in torch 2.13
 
-_CAPTURING: set[int] = set()  # threads
+_CAPTURING: set[int] = set()  # identifiers of threads
 
 
 class HostGraph:
-    """What ``torch.cuda.CUDAGraph`` derives from, on the host."""
+    """A CUDA graph on the host: a replay calls ``work``."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self.work = work
@@ -32,9 +32,10 @@ class HostGraph:
 
 @contextmanager
 def host_graphs() -> Iterator[None]:
-    """Let a ``HostGraph`` be taken for a graph of torch, whose own class asks for a driver, or is empty in a CPU build.
+    """Let the package find ``HostGraph`` where it looks for the class that torch's graphs derive from.
 
-    That torch's own graphs call the replaced methods is tested on a device, and that they exist in each CUDA build.
+    Torch's own class needs a driver, or is empty in builds without CUDA. ``tests/unit/test_cuda_graphs.py`` checks that
+    torch's graphs call the methods that the package replaces.
     """
     with (
         mock.patch.object(torch.cuda.graphs, "_CUDAGraph", HostGraph),

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -34,9 +35,14 @@ def _graphs(compiles_anew: None) -> Iterator[None]:
 
 
 @pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="needs a build of torch with CUDA")
-def test_the_methods_that_are_replaced_are_those_of_torch() -> None:
-    assert issubclass(torch.cuda.CUDAGraph, OF_TORCH)
-    assert {"capture_begin", "replay"} <= vars(OF_TORCH).keys()
+@pytest.mark.parametrize("method", ["capture_begin", "replay"])
+def test_graphs_of_torch_call_the_methods_that_are_replaced(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = torch.cuda.CUDAGraph.__new__(torch.cuda.CUDAGraph)  # without the initialisation, which needs a device
+    assert method in vars(OF_TORCH)
+    monkeypatch.setattr(OF_TORCH, method, Mock(side_effect=KeyError("called")))
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "instantiate", Mock())  # precedes a first replay from torch 2.14 on
+    with pytest.raises(KeyError, match="called"):
+        getattr(graph, method)()
 
 
 def test_what_a_replay_may_have_written_is_digested_anew() -> None:
