@@ -12,7 +12,7 @@ CODE := det_callbacks recipes tests
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo docs test test-slow test-soak mutations lint format clean
+.PHONY: demo docs test test-versions test-slow test-soak mutations lint format clean
 
 # Record a training, verify it, then plant a fault that must be found: only exit status 1, diverged, is right there.
 demo: $(INSTALLED)

@@ -10,7 +10,7 @@ PACKAGE = "det_callbacks"
 
 # Lowest first; a module may import what stands in its own layer or below it. A cycle of modules cannot be imported.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "replaced_in_lightning", "host_digest", "numbers", "variables", "verdict"),
+    ("errors", "internals", "replaced_in_lightning", "host_digest", "numbers", "variables", "verdict"),
     ("audit", "patterns", "rng", "nondeterminism"),
     ("runs",),
     ("digest", "environment", "settings"),
