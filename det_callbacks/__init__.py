@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         SelectionError,
         SettingsError,
         TraceError,
+        UnsupportedVersionError,
     )
     from det_callbacks.judge import compare_runs
     from det_callbacks.numerics.modules import compare_compiled, compare_modules
@@ -102,6 +103,7 @@ __all__ = [
     "StateDigest",
     "TensorComparison",
     "TraceError",
+    "UnsupportedVersionError",
     "Verdict",
     "check_checkpoint",
     "compare_compiled",
@@ -153,6 +155,7 @@ _HOMES = {
         "SelectionError",
         "SettingsError",
         "TraceError",
+        "UnsupportedVersionError",
     ),
     "det_callbacks.judge": ("compare_runs",),
     "det_callbacks.numerics.modules": ("compare_compiled", "compare_modules"),

@@ -12,21 +12,29 @@ from torch import Generator, Tensor, UntypedStorage, nn
 
 # torch-private, looked at in torch 2.13, and not in its stubs; _data_address is where the storage begins, and
 # materialises no copy-on-write storage
-from torch._C import DisableTorchFunction, _data_address, _len_torch_dispatch_stack  # type: ignore[attr-defined]
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.utils._python_dispatch import _disable_current_modes  # looked at in torch 2.13
-
 from det_callbacks.audit import OpMismatch
 from det_callbacks.digest.components import INTEGERS, digest_tensor, require_storage, tensor_numbers
 from det_callbacks.errors import CoverageWarning, DetCallbacksError, EquivalenceError, TraceError
+from det_callbacks.internals.torch import (
+    FakeTensor,
+    FunctionalTensor,
+    OpOverload,
+    graph_task_id,
+    is_zero_tensor,
+    memory_address,
+    num_dispatch_modes,
+    schema_of,
+    set_conjugate,
+    set_negative,
+    storage_address,
+    without_function_modes,
+    without_modes,
+)
 from det_callbacks.rng import RewindPoint, is_capturing
 from det_callbacks.runs.program import scalar_bits
 from det_callbacks.trace.backward import OpPlaces
 from det_callbacks.trace.components import PLAIN, has_parts, holds_data
 from det_callbacks.trace.dispatch import TAKE_APART, DispatchMode
-from det_callbacks.trace.engine import graph_task_id
 from det_callbacks.trace.optimizers import OptimizerPhases
 from det_callbacks.trace.overloads import (
     HIDDEN_STATES,
@@ -63,9 +71,9 @@ def why_left_out(func: Any, plan: OpPlan) -> str:
     if kind is not OpKind.DIGEST:
         return str(kind.value)
     if isinstance(func, OpOverload):
-        if not func._schema.returns and not plan.writes:
+        if not schema_of(func).returns and not plan.writes:
             return "side_effect"
-        if _is_foreign(plan) and any("__torch__" in str(item.type) for item in func._schema.arguments):
+        if _is_foreign(plan) and any("__torch__" in str(item.type) for item in schema_of(func).arguments):
             return "hidden_state"
     return ""
 
@@ -240,7 +248,7 @@ class BitwiseEquivalenceMode:
         else:
             self.num_compared += 1
         for index, one, other in differing:
-            with _no_modes_below(), DisableTorchFunction():
+            with _no_modes_below(), without_function_modes():
                 difference = difference_of(one, other)
             mismatch = OpMismatch(
                 phase=phase,
@@ -276,7 +284,7 @@ def _run_twice(
     calls: list[Call] = [(args, kwargs)] * 2
     if plan.writes:
         try:
-            with _no_modes_below(), DisableTorchFunction():
+            with _no_modes_below(), without_function_modes():
                 calls = [_copied(plan, args, kwargs) for _ in range(2)]
         except Exception:  # noqa: BLE001  # what a tensor class cannot do; the op runs once, and is not compared
             return plan.call(*args, **kwargs), "not_copied", [], False
@@ -332,7 +340,7 @@ def _run_again(plan: OpPlan, before: RewindPoint | None, after: RewindPoint | No
 
 def _differing(first: Sequence[Any], second: Sequence[Any]) -> list[_Difference]:
     """Return what two runs wrote with other bits; one that wrote less differs in what it lacks."""
-    with DisableTorchFunction():
+    with without_function_modes():
         return [
             (index, one, other)
             for index, (one, other) in enumerate(zip_longest(first, second))
@@ -342,7 +350,7 @@ def _differing(first: Sequence[Any], second: Sequence[Any]) -> list[_Difference]
 
 def _no_modes_below() -> AbstractContextManager[Any]:
     """Keep the dispatch modes below this one (not torch-function modes) from seeing what is done to check."""
-    return _disable_current_modes() if _len_torch_dispatch_stack() else nullcontext()
+    return without_modes() if num_dispatch_modes() else nullcontext()
 
 
 def _copied(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -358,14 +366,14 @@ def _copied(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call
     tensors = {id(tensor): tensor for tensor in tensors_in((*args, *kwargs.values()))}
     if not all(map(holds_data, written)) or any(map(is_special, (*tensors.values(), *written))):
         raise TypeError("not strided tensors with data")
-    addresses = {tensor.untyped_storage()._cdata for tensor in written}
+    addresses = {storage_address(tensor.untyped_storage()) for tensor in written}
     on_storage: dict[int, list[Tensor]] = {}
     for tensor in tensors.values():
-        if (address := tensor.untyped_storage()._cdata) in addresses:
+        if (address := storage_address(tensor.untyped_storage())) in addresses:
             on_storage.setdefault(address, []).append(tensor)
     copies: dict[int, Tensor] = {}
     for group in on_storage.values():
-        if _data_address(group[0]) % _ALIGNMENT:
+        if memory_address(group[0]) % _ALIGNMENT:
             raise TypeError("memory that torch did not allocate")
         storage = group[0].untyped_storage().clone()
         copies.update((id(tensor), _rebuilt(tensor, storage)) for tensor in group)
@@ -408,14 +416,14 @@ def difference_of(first: Any, second: Any) -> dict[str, Any]:
 
 def is_special(tensor: Tensor) -> bool:
     """Return whether a tensor is more, or less, than strided elements on a storage."""
-    return has_parts(tensor) or tensor.is_quantized or tensor.is_nested or torch._is_zerotensor(tensor)
+    return has_parts(tensor) or tensor.is_quantized or tensor.is_nested or is_zero_tensor(tensor)
 
 
 def _rebuilt(tensor: Tensor, storage: UntypedStorage) -> Tensor:
     copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     copy.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-    torch._C._set_conj(copy, tensor.is_conj())
-    torch._C._set_neg(copy, tensor.is_neg())
+    set_conjugate(copy, tensor.is_conj())
+    set_negative(copy, tensor.is_neg())
     return copy.requires_grad_(tensor.requires_grad)
 
 

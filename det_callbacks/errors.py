@@ -142,6 +142,10 @@ class CheckpointNotFoundError(_PathError, FileNotFoundError):
     """There is no checkpoint, or no digests beside it, where they are needed."""
 
 
+class UnsupportedVersionError(DetCallbacksError):
+    """The installed torch or Lightning lacks a private name, without which what was asked for cannot work."""
+
+
 class SettingsError(DetCallbacksError):
     """A determinism setting is invalid, conflicts with another, comes too late, or is not in force."""
 

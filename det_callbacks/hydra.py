@@ -94,7 +94,7 @@ class DeterminismJobCallback(Callback):
             error: Any = take_unfinished()
             self._undo.close()
             if job_return.status == JobStatus.FAILED:
-                error = job_return._return_value  # the property raises it (Hydra 1.3.8)
+                error = _error_of(job_return)
                 if isinstance(error, InstantiationException):
                     error = error.__cause__  # an argument of ours that hydra.utils.instantiate passed on
             if isinstance(error, DetCallbacksError):
@@ -149,6 +149,15 @@ def configuration_of(config: DictConfig) -> Mapping[str, Any]:
     except OmegaConfBaseException:
         found = OmegaConf.to_container(written, resolve=False)
     return dict(found)
+
+
+def _error_of(job_return: JobReturn) -> BaseException | None:
+    """Return what a failed job raised."""
+    try:
+        job_return.return_value  # noqa: B018  # raises it
+    except BaseException as error:  # noqa: BLE001  # whatever the user's code raised
+        return error
+    return None
 
 
 def _print_error(error: Exception) -> None:

@@ -8,12 +8,14 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from det_callbacks.internals.lightning import LOAD_LOADER_STATES, RESTORE
+
 PLACES: Mapping[str, str] = {
     "training_step": "of the strategy: no hook encloses it in automatic and in manual optimization",
     "log": "of the loop's results: what self.log adds up is kept out of the trace, since a resumed epoch begins anew",
     "reset": "of the loop's results: likewise",
-    "_restore_modules_and_callbacks": "of the checkpoint connector: strategies that shard load after on_fit_start",
-    "_load_combined_loader_states": "of the fit loop: runs just before the loader is first iterated over",
+    RESTORE: "of the checkpoint connector: strategies that shard load after on_fit_start",
+    LOAD_LOADER_STATES: "of the fit loop: runs just before the loader is first iterated over",
     "setup_data": "of the fit loop: begins a fit's run, with the counts of the loops as they have to be",
     "on_run_start": "of the epoch loop: begins the batches of an epoch, after its hooks",
     "save_checkpoint": "of the strategy: every checkpoint is saved through it",

@@ -9,9 +9,8 @@ import base64
 import json
 import random
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, get_args
 
 import numpy as np
@@ -19,6 +18,7 @@ import torch
 from torch import Generator
 
 from det_callbacks.host_digest import digest_bytes, digest_memory
+from det_callbacks.internals.torch import generator_address, has_cuda_context, mps_generators
 
 KINDS = ("cuda", "xpu", "mps")
 
@@ -35,14 +35,9 @@ PROCESS: Mapping[str, Any] = {"python": random, "numpy": np.random, TORCH_CPU: t
 # What a device's generator starts from when nobody seeded it (c10::detail default_rng_seed_val, torch 2.13).
 _DEFAULT_SEED = 67280421310721
 
-# By their addresses, which torch 2.13 does not declare: ops get a new Python object for a generator.
-_address: Callable[[Generator], int] = attrgetter("_cdata")
-_CPU_ADDRESS = _address(torch.default_generator)
+_CPU_ADDRESS = generator_address(torch.default_generator)
 
 _MT19937_BYTES = 624 * 4 + 4  # numpy/random/src/mt19937/mt19937.h: uint32_t key[624]; int pos
-
-# looked at in torch 2.13, which does not declare it; builds without CUDA lack it
-_has_context: Callable[[int], bool] = getattr(torch._C, "_cuda_hasPrimaryContext", lambda index: True)
 
 
 def default_generators(kind: str) -> Sequence[Generator]:
@@ -50,10 +45,8 @@ def default_generators(kind: str) -> Sequence[Generator]:
     if kind in ("cuda", "xpu"):
         devices: Any = torch.cuda if kind == "cuda" else torch.xpu
         return devices.default_generators if devices.is_initialized() else ()
-    # a Mac has one device, there without being initialised (torch 2.13; torch.mps has no public name for its generator)
-    if kind == "mps" and torch.backends.mps.is_available() and not torch.mps._is_in_bad_fork():
-        return (torch.mps._get_default_mps_generator(),)
-    return ()
+    # a Mac has one device, there without being initialised
+    return mps_generators() if kind == "mps" and torch.backends.mps.is_available() else ()
 
 
 def current_index(kind: str) -> int:
@@ -92,7 +85,7 @@ def used_generators(homes: Homes | None = None) -> Iterator[tuple[str, Generator
     for kind in KINDS:
         for index, generator in enumerate(default_generators(kind)):
             name = name_of(kind, index, homes)
-            if kind != "cuda" or index == homes[kind] or _has_context(index):
+            if kind != "cuda" or index == homes[kind] or has_cuda_context(index):
                 yield name, generator
 
 
@@ -109,8 +102,8 @@ def generator_on(device: torch.device) -> tuple[str, int, Generator] | None:
 
 def is_default(generator: Generator) -> bool:
     """Return whether a generator is a default one, of the CPU or of a device."""
-    address = _address(generator)
-    return address == _CPU_ADDRESS or address in map(_address, default_generators(generator.device.type))
+    address = generator_address(generator)
+    return address == _CPU_ADDRESS or address in map(generator_address, default_generators(generator.device.type))
 
 
 def digest_generator(generator: Any) -> int:

@@ -13,6 +13,8 @@ from torch import Tensor
 from det_callbacks.checkpoint.resume import Resume
 from det_callbacks.environment import capture_environment, command_choice
 from det_callbacks.errors import SelectionError
+from det_callbacks.internals.lightning import validation_data
+from det_callbacks.internals.torch import DDP_IGNORED
 from det_callbacks.patterns import as_patterns
 from det_callbacks.runs.environment import OPTIMIZER
 from det_callbacks.runs.selection import Selection
@@ -158,7 +160,7 @@ def _trainer_choices(trainer: pl.Trainer) -> dict[str, Any]:
     names += ["min_epochs", "max_epochs", "min_steps", "max_steps"]
     # A validation may draw what the training then does not get. Nothing changes where it has no data to validate with,
     # as Trainer.enable_validation has it, Lightning 2.6.6, which says no where the limit is 0.
-    if trainer.fit_loop.epoch_loop.val_loop._data_source.is_defined():
+    if validation_data(trainer.fit_loop.epoch_loop.val_loop).is_defined():
         names += ["limit_val_batches", "val_check_interval", "check_val_every_n_epoch", "num_sanity_val_steps"]
     algorithm = trainer.gradient_clip_algorithm
     choices = {name: getattr(trainer, name) for name in names}
@@ -186,6 +188,6 @@ def replicated_weights(trainer: pl.Trainer, module: pl.LightningModule) -> dict[
     """Return the parameters and buffers that are to be equal on all ranks; None where the strategy does not say so."""
     if not isinstance(trainer.strategy, DDPStrategy):
         return None
-    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))  # as DDP calls it, torch 2.13
+    ignored = set(getattr(module, DDP_IGNORED, ()))
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return {name: tensor for name, tensor in tensors.items() if name not in ignored}

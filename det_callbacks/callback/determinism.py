@@ -24,6 +24,7 @@ from det_callbacks.callback.session import Session
 from det_callbacks.callback.verifying import Verifying
 from det_callbacks.checkpoint.watch import CheckpointWatch
 from det_callbacks.errors import DetCallbacksError, NothingComparedError
+from det_callbacks.internals.lightning import RESTORE, checkpoint_connector, is_training_done
 from det_callbacks.ranks.group import RankGroup, require_same_start
 from det_callbacks.ranks.replicas import ReplicaReport
 from det_callbacks.replaced_in_lightning import ReplacedInLightning
@@ -162,8 +163,8 @@ class DeterminismCallback(CallbackArguments):
 
         if trainer.strategy.restore_checkpoint_after_setup:
             # those that shard load now, and until then Lightning does not say whether there is a checkpoint
-            connector: Any = trainer._checkpoint_connector
-            self._replaced.put(connector, "_restore_modules_and_callbacks", lambda one: partial(restore_and_begin, one))
+            connector = checkpoint_connector(trainer)
+            self._replaced.put(connector, RESTORE, lambda one: partial(restore_and_begin, one))
         else:
             begin()
 
@@ -247,7 +248,7 @@ class DeterminismCallback(CallbackArguments):
         differs = self._hooks.end_step(step, trainer.current_epoch, outputs)
         self._watch_ops(is_on=False)
         self._progress.after_step(self._session.progress())
-        if trainer.fit_loop.epoch_loop._is_training_done or trainer.should_stop:  # read at Lightning 2.6.6
+        if is_training_done(trainer.fit_loop.epoch_loop) or trainer.should_stop:
             self._group.set_place("between")  # after the last batch there may be long validations, saves and hooks
         error = self._replicas.after_step(trainer)
         self._stop_together(differs=differs, asks_now=error is not None)  # what differs from the reference says more

@@ -11,7 +11,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ProgressBar
-from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
@@ -21,6 +20,7 @@ from det_callbacks.compare.evidence import BATCH
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import SettingsError
 from det_callbacks.host_digest import digest_bytes
+from det_callbacks.internals.lightning import LOAD_LOADER_STATES, PrefetchFetcher, combined_loader, data_fetcher
 from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.runs.evidence import AFTER, BEFORE, CALLBACKS, CONSTANTS
 from det_callbacks.trace.components import has_parts, holds_data
@@ -48,7 +48,7 @@ class Evidence(Ledger):
         self._samplers = ReplacedInLightning()
         self._indices: dict[str, deque[Any]] = {}
         self._waiting: deque[tuple[Any, dict[str, Any]]] = deque(maxlen=MAX_WAITING)
-        if NUM_WORKERS in os.environ and trainer.fit_loop._combined_loader is not None:
+        if NUM_WORKERS in os.environ and combined_loader(trainer.fit_loop) is not None:
             set_workers([], os.environ[NUM_WORKERS])  # too late, so it raises: the loader has been iterated over
         self.mark(_FIT_START, with_seeds=True)
         state = (*trainer.lightning_module.parameters(), *trainer.lightning_module.buffers())
@@ -74,14 +74,14 @@ class Evidence(Ledger):
     def attach(self) -> None:
         """Follow the loaders once they are there."""
         loop = self._trainer.fit_loop
-        self._replaced.put(loop, "_load_combined_loader_states", lambda load: partial(self._load_and_follow, load))
-        if loop._combined_loader is not None:  # already: a scheduler has asked for the number of steps
+        self._replaced.put(loop, LOAD_LOADER_STATES, lambda load: partial(self._load_and_follow, load))
+        if combined_loader(loop) is not None:  # already: a scheduler has asked for the number of steps
             self._load_and_follow(lambda: None)
 
     def _load_and_follow(self, load: Callable[[], None]) -> None:
         load()
         self._leave_loader()
-        loader: Any = self._trainer.fit_loop._combined_loader
+        loader = combined_loader(self._trainer.fit_loop)
         inner = loader.flattened
         if NUM_WORKERS in os.environ:
             set_workers(inner, os.environ[NUM_WORKERS])
@@ -146,8 +146,8 @@ class Evidence(Ledger):
     def begin_step(self, batch: Any) -> None:
         """Note what the batch of a step is made of, as the training step gets it, when its trace has begun."""
         self.mark("batch start", with_seeds=True)
-        fetcher: Any = self._trainer.fit_loop._data_fetcher
-        num_fetched = len(fetcher.batches) if isinstance(fetcher, _PrefetchDataFetcher) else 0
+        fetcher = data_fetcher(self._trainer.fit_loop)
+        num_fetched = len(fetcher.batches) if isinstance(fetcher, PrefetchFetcher) else 0
         if len(self._waiting) <= num_fetched:
             return
         loaded, indices_by_loader = self._waiting[-1 - num_fetched]

@@ -12,6 +12,14 @@ from det_callbacks.compare.metrics import FIRST_BATCH, GENERATOR, LENGTH, OTHER_
 from det_callbacks.digest.components import digest_tensor
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.host_digest import format_digest
+from det_callbacks.internals.lightning import (
+    callback_metrics,
+    combined_loader,
+    epoch_results,
+    logger_connector,
+    name_of_result,
+    results,
+)
 from det_callbacks.runs.metrics import RESUMED, Metric, Reading
 from det_callbacks.trace.components import holds_data
 from det_callbacks.trace.generators import Ledger
@@ -100,10 +108,10 @@ class LoggedMetrics:
 
         Other callbacks put values of their own beside it, such as the learning rate of the next epoch.
         """
-        results: Any = trainer.fit_loop.epoch_loop._results if where == "epoch" else trainer._results
-        logged = {name for one in results.result_metrics for name in results._forked_name(one, on_step=False)}
-        # trainer.callback_metrics would compute what is not computed yet, which can be a collective (Lightning 2.6.6)
-        known = {name: value for name, value in trainer._logger_connector._callback_metrics.items() if name in logged}
+        found = epoch_results(trainer.fit_loop.epoch_loop) if where == "epoch" else results(trainer)
+        logged = {name for one in found.result_metrics for name in name_of_result(found, one, on_step=False)}
+        values = callback_metrics(logger_connector(trainer))
+        known = {name: value for name, value in values.items() if name in logged}
         fresh = {name: value for name, value in known.items() if value is not self._seen.get(name)}
         self._seen |= known
         return fresh
@@ -120,5 +128,5 @@ def _lengths(trainer: pl.Trainer, where: str) -> dict[str, str]:
     """Return how many samples the data sets of the loaders have that were gone through."""
     loop: Any = trainer.test_loop if where == "trainer.test" else trainer.validate_loop
     loop = trainer.fit_loop.epoch_loop.val_loop if where == "validation" else loop
-    sets: list[Any] = [getattr(loader, "dataset", None) for loader in loop._combined_loader.flattened]
+    sets: list[Any] = [getattr(loader, "dataset", None) for loader in combined_loader(loop).flattened]
     return {f"{LENGTH}loader {at}": str(len(data)) for at, data in enumerate(sets) if hasattr(data, "__len__")}

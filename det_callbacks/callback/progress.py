@@ -12,6 +12,12 @@ from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, W
 
 from det_callbacks.callback.session import Progress
 from det_callbacks.compare.record import REPORT_FILE, VERDICT_FILE
+from det_callbacks.internals.lightning import (
+    logger_connector,
+    num_optimizer_steps,
+    progress_bar_metrics,
+    should_accumulate,
+)
 from det_callbacks.report.console import print_closing_line
 from det_callbacks.report.fits import progress_word
 from det_callbacks.rng import RewindPoint
@@ -45,11 +51,11 @@ class ProgressReporter:
         # Lightning logs under the number of optimizer steps, right after the callbacks: ours are beside its own
         trainer: Any = self._trainer
         fit_loop, every = trainer.fit_loop, trainer.log_every_n_steps
-        self._unlogged, self._step = progress, fit_loop.epoch_loop._batches_that_stepped
+        self._unlogged, self._step = progress, num_optimizer_steps(fit_loop.epoch_loop)
         if isinstance(trainer.progress_bar_callback, TQDMProgressBar | RichProgressBar):  # another need not take text
             numbers = {"num_steps": progress.num_steps, "num_differing": progress.num_differing}
             _bar_metrics(trainer)[KEY] = progress_word(**numbers, is_recording=self._is_recording)
-        if every and (self._step + 1) % every == 0 and not fit_loop._should_accumulate():
+        if every and (self._step + 1) % every == 0 and not should_accumulate(fit_loop)():
             self._log(trainer, progress)
 
     def end_fit(self, verdict: Verdict | None) -> None:
@@ -101,7 +107,8 @@ def _give_verdict(logger: Logger, verdict: Verdict, step: int) -> None:
 
 def _bar_metrics(trainer: pl.Trainer) -> dict[str, Any]:
     """Return what ``trainer.progress_bar_metrics`` holds, without the computing of metrics that it begins with."""
-    return trainer._logger_connector._progress_bar_metrics  # a bar takes text as well
+    metrics: dict[str, Any] = progress_bar_metrics(logger_connector(trainer))
+    return metrics  # a bar takes text as well
 
 
 def print_beside_bar(trainer: pl.Trainer, text: str) -> None:

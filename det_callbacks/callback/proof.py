@@ -12,6 +12,7 @@ from typing_extensions import override
 from det_callbacks.callback.determinism import DeterminismCallback
 from det_callbacks.checkpoint.resume import Resume
 from det_callbacks.errors import DivergenceError, NothingComparedError, SelectionError
+from det_callbacks.internals.lightning import MultiProcessingLauncher, is_out_of_batches
 from det_callbacks.judge import compare_runs
 from det_callbacks.ranks.group import RankGroup
 from det_callbacks.report.console import count
@@ -76,7 +77,7 @@ def prove_resume(
     def train(callback: DeterminismCallback, end: _End, ckpt_path: Path | None = None) -> None:
         generators = RewindPoint()
         trainer = make_trainer()
-        if type(trainer.strategy.launcher).__name__ == "_MultiProcessingLauncher":  # looked at in Lightning 2.6.6
+        if isinstance(trainer.strategy.launcher, MultiProcessingLauncher):
             raise SelectionError('Processes that a Trainer spawns give nothing back: use strategy="ddp", or torchrun.')
         callbacks: list[pl.Callback] = vars(trainer)["callbacks"]
         callbacks[:] = [callback, *callbacks, end]
@@ -136,7 +137,7 @@ class _End(pl.Callback):
         self.num_done = epoch_loop.total_batch_idx + 1
         if self._checkpoint is None:
             trainer.should_stop |= self.num_done >= self._num_steps
-        elif not epoch_loop._num_ready_batches_reached():
+        elif not is_out_of_batches(epoch_loop)():
             self.on_train_epoch_end(trainer, trainer.lightning_module)
 
     @override

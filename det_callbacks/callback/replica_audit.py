@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
@@ -16,6 +16,7 @@ from det_callbacks.callback.arguments import OnDivergence, require_one_of, requi
 from det_callbacks.callback.fits import note_fit
 from det_callbacks.callback.progress import print_beside_bar
 from det_callbacks.errors import DivergenceWarning, NothingComparedError, ReplicaError, SettingsError
+from det_callbacks.internals.lightning import model_averager
 from det_callbacks.patterns import as_names
 from det_callbacks.ranks.group import RankGroup
 from det_callbacks.ranks.replicas import ReplicaReport, ReplicatedState, compare_replicas, replicated_state
@@ -161,7 +162,7 @@ def _state_of(trainer: pl.Trainer, ignore: Sequence[str]) -> ReplicatedState:
     options: dict[str, Any] = {"everybody": range(trainer.world_size), "ignore": ignore}
     if isinstance(model, DistributedDataParallel):
         # post-local SGD, read at Lightning 2.6.6: its replicas are only equal every now and then
-        if getattr(strategy, "_model_averager", None) is not None:
+        if isinstance(strategy, DDPStrategy) and model_averager(strategy) is not None:
             raise SettingsError(
                 "The replicas differ by design between two averagings of DDPStrategy(model_averaging_period=...), "
                 "so an audit of them would say nothing. Leave the audit out, or the averaging."

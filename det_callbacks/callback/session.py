@@ -12,6 +12,7 @@ from det_callbacks.callback.arguments import CallbackArguments
 from det_callbacks.callback.evidence import Evidence
 from det_callbacks.compare.evidence import BATCH
 from det_callbacks.errors import TraceError
+from det_callbacks.internals.lightning import epoch_results
 from det_callbacks.observers.observations import REGISTRY, Observations
 from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.runs.manifest import Manifest
@@ -157,7 +158,7 @@ class TracedSession(Session):
         self._replaced.put(trainer.strategy, "training_step", self._hash_mode.marks_forward)
         # Lightning makes its sums when a name is first logged and clears them at an epoch's first batch, so a step that
         # comes first after a resume has ops that the same step of the uninterrupted run has not
-        results: Any = trainer.fit_loop.epoch_loop._results
+        results = epoch_results(trainer.fit_loop.epoch_loop)
         for name in ("log", "reset"):
             self._replaced.put(results, name, self._hash_mode.leaves_out)
 

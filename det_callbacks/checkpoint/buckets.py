@@ -2,14 +2,18 @@
 
 A new DDP begins with one bucket and makes others after its first backward pass, from the order in which the gradients
 came. With three ranks and more the sums of other buckets have other bits, and at level op its collectives would be
-others with any number of ranks. All by private names of DDP, looked at in torch 2.13.
+others with any number of ranks.
 """
 
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
+
+from det_callbacks.internals.lightning import ddp_hook_state
+from det_callbacks.internals.torch import ddp_facts, ddp_parameters, gradient_buckets, mark_gradient, rebuild_buckets
 
 Buckets = tuple[tuple[str, ...], ...]
 """Names of the parameters in each."""
@@ -26,11 +30,11 @@ def problem(trainer: pl.Trainer, wanted: Buckets) -> str | None:
     ddp = ddp_of(trainer)
     if ddp is None:
         return None
-    if ddp.static_graph or getattr(trainer.strategy, "_ddp_comm_state", None) is not None:
+    if ddp.static_graph or _has_hook_state(trainer.strategy):
         return "DDP(static_graph=True) and communication hooks with a state keep what nobody saves; leave them out"
     # asked in this order: reading the buckets has DDP note what it says of its first step
     is_first = not ddp.find_unused_parameters and not read(ddp, wanted)
-    if is_first and ddp._get_ddp_logging_data().get("prev_iteration_grad_ready_order_indices"):
+    if is_first and ddp_facts(ddp).get("prev_iteration_grad_ready_order_indices"):
         return "DDP was about to put the gradients in other buckets, as in its second step; save after that step"
     return None
 
@@ -39,9 +43,9 @@ def read(ddp: Any, wanted: Buckets) -> Buckets:
     """Return the buckets that DDP made after its first step, or was given; none where it keeps those of its start."""
     if wanted or ddp is None or ddp.find_unused_parameters:
         return wanted
-    if not ddp._get_ddp_logging_data().get("has_rebuilt_buckets"):
+    if not ddp_facts(ddp).get("has_rebuilt_buckets"):
         ddp.logger.set_runtime_stats_and_log()  # else it says so a forward pass later
-    told, names = ddp._get_ddp_logging_data(), _names(ddp)
+    told, names = ddp_facts(ddp), _names(ddp)
     buckets = told["rebuilt_per_bucket_param_indices"].split(",") if told.get("has_rebuilt_buckets") else ()
     return tuple(tuple(names[int(index)] for index in bucket.split()) for bucket in buckets)
 
@@ -59,13 +63,13 @@ def make(ddp: Any, wanted: Buckets) -> str:
     if sorted(order) == sorted(number):
         end = torch.zeros((), requires_grad=True) * 1
         # each gradient calls it; its last act is a callback of the engine's, which exists in a backward pass only
-        end.register_hook(lambda _: [ddp.reducer._autograd_hook(number[name]) for name in order] and None)
+        end.register_hook(lambda _: [mark_gradient(ddp.reducer, number[name]) for name in order] and None)
         ddp.reducer.prepare_for_backward([])
         end.backward()
         ddp.module.zero_grad(set_to_none=True)
-        ddp.reducer._rebuild_buckets()
+        rebuild_buckets(ddp.reducer)
         names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
-        buckets = ddp.reducer._get_zeros_like_grad_buckets()
+        buckets = gradient_buckets(ddp.reducer)
         made = tuple(tuple(names[id(parameter)] for parameter in bucket.parameters()) for bucket in buckets)
     if made == wanted:
         return ""
@@ -75,7 +79,11 @@ def make(ddp: Any, wanted: Buckets) -> str:
     )
 
 
+def _has_hook_state(strategy: Any) -> bool:
+    return isinstance(strategy, DDPStrategy) and ddp_hook_state(strategy) is not None
+
+
 def _names(ddp: Any) -> list[str]:
     """Return the names of the parameters whose gradients are added up, in the order of DDP's indices."""
     names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
-    return [names[id(parameter)] for parameter in ddp._build_params_for_reducer()[0]]
+    return [names[id(parameter)] for parameter in ddp_parameters(ddp)[0]]

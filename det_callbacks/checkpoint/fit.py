@@ -6,7 +6,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Checkpoint, GradientAccumulationScheduler, Timer
-from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -17,6 +16,14 @@ from det_callbacks.digest.components import digest_tensor
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.host_digest import format_digest
+from det_callbacks.internals.lightning import (
+    DataLoaderIterFetcher,
+    combined_loader,
+    data_fetcher,
+    is_out_of_batches,
+    should_validate,
+)
+from det_callbacks.internals.torch import left_out_of_state
 from det_callbacks.rng import Held
 
 GRADIENT, BUFFER = "gradient ", "buffer "
@@ -26,7 +33,7 @@ GRADIENT, BUFFER = "gradient ", "buffer "
 def is_epoch_over(trainer: pl.Trainer) -> bool:
     """Return whether the data of the epoch is used up."""
     epoch_loop: Any = trainer.fit_loop.epoch_loop
-    return bool(epoch_loop.batch_progress.is_last_batch or epoch_loop._num_ready_batches_reached())
+    return bool(epoch_loop.batch_progress.is_last_batch or is_out_of_batches(epoch_loop)())
 
 
 def tensors_to_save(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
@@ -117,12 +124,12 @@ def problems(trainer: pl.Trainer) -> Iterator[str]:
     loop, loaders = trainer.fit_loop, _loaders(trainer)
     batches: Any = loop.epoch_loop.batch_progress  # its class is wider than its declaration
     epochs: Any = loop.epoch_progress.current
-    fetcher: Any = loop._data_fetcher
+    fetcher = data_fetcher(loop)
     validated = loop.epoch_loop.val_loop.batch_progress
     if trainer.world_size > 1 and not isinstance(trainer.strategy, DDPStrategy | ModelParallelStrategy):
         name = type(trainer.strategy).__name__
         yield f"what {name} keeps on each rank is not known; use DDPStrategy or ModelParallelStrategy"
-    draws_itself = isinstance(fetcher, _DataLoaderIterDataFetcher)
+    draws_itself = isinstance(fetcher, DataLoaderIterFetcher)
     is_made_again = getattr(trainer, "reload_dataloaders_every_n_epochs", False)
     if not draws_itself and fetcher is not None and fetcher.length is None:
         yield "its training data has no length, so Lightning draws a batch ahead; give the data set a __len__"
@@ -151,9 +158,9 @@ def has_more_to_come(trainer: pl.Trainer) -> bool:
     loop, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop.batch_progress.current
     epochs: Any = loop.epoch_progress.current
     has_plateau = any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs)
-    fetcher: Any = None if trainer.validating or trainer.sanity_checking else loop._data_fetcher
+    fetcher: Any = None if trainer.validating or trainer.sanity_checking else data_fetcher(loop)
     is_at_end = fetcher is not None and batches.completed < batches.ready
-    if is_at_end and (has_plateau or loop.epoch_loop._should_check_val_fx(fetcher)):
+    if is_at_end and (has_plateau or should_validate(loop.epoch_loop)(fetcher)):
         return True
     num_ended = epochs.completed if has_plateau else epochs.processed
     return is_epoch_over(trainer) and bool(epochs.started > num_ended)
@@ -165,14 +172,14 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _loaders(trainer: pl.Trainer) -> list[Any]:
-    loader = trainer.fit_loop._combined_loader
+    loader = combined_loader(trainer.fit_loop)
     return [] if loader is None else list(loader.flattened)
 
 
 def _non_persistent(module: torch.nn.Module) -> set[str]:
     """Return the names of buffers that no state_dict has."""
-    return {  # a private name of torch 2.13, and the only one for it
+    return {
         f"{prefix}.{name}" if prefix else name
         for prefix, one in module.named_modules()
-        for name in one._non_persistent_buffers_set
+        for name in left_out_of_state(one)
     }

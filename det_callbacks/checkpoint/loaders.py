@@ -12,11 +12,11 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from det_callbacks.internals.lightning import Loop
+from det_callbacks.internals.torch import DataLoaderIter
 from det_callbacks.rng import HELD_TYPES, Held, is_default
 
 MAX_OBJECTS = 20_000
@@ -29,7 +29,7 @@ _LEFT: tuple[Any, ...] = (
     *(bool, int, float, complex, str, bytes, bytearray, type(None), type, range, slice),
     *(torch.Tensor, np.ndarray, np.generic, torch.dtype, torch.device, types.ModuleType, types.BuiltinFunctionType),
     # these lead to everything
-    *(pl.Trainer, Logger, Strategy, _Loop, _BaseDataLoaderIter, torch.optim.Optimizer),
+    *(pl.Trainer, Logger, Strategy, Loop, DataLoaderIter, torch.optim.Optimizer),
 )
 
 

@@ -14,7 +14,6 @@ from typing import Any, Literal, NoReturn
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loops.loop import _Loop
 
 from det_callbacks.checkpoint import buckets, fit
 from det_callbacks.checkpoint.entries import entries_of
@@ -23,6 +22,7 @@ from det_callbacks.checkpoint.loaders import follow
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import NotResumableError
 from det_callbacks.host_digest import digest_bytes, format_digest
+from det_callbacks.internals.lightning import LOAD_LOADER_STATES, Loop, combined_loader
 from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.report.console import print_closing_line
 from det_callbacks.report.tensors import unrestored_line
@@ -66,7 +66,7 @@ class Resuming:
         if is_exact:
             loop, put = trainer.fit_loop, self._replaced.put
             put(loop, "setup_data", lambda one: partial(self._at_setup, loop, one))
-            put(loop, "_load_combined_loader_states", lambda one: partial(self._before_iteration, loop, one))
+            put(loop, LOAD_LOADER_STATES, lambda one: partial(self._before_iteration, loop, one))
             put(loop.epoch_loop, "on_run_start", lambda one: partial(self._at_epoch, loop, one))
 
     def detach(self) -> None:
@@ -204,7 +204,7 @@ class Resuming:
         if state is not None and epochs.current.processed == epochs.current.ready > 0:
             if state.is_epoch_over:
                 # With max_steps Lightning takes the epoch for unfinished, and would train one batch too many in it.
-                _Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]  # past the fit loop's own property
+                Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]  # past the fit loop's own property
             else:
                 # Where a fit stops in the middle of an epoch, Lightning counts the epoch as processed.
                 for progress in (epochs.current, epochs.total):
@@ -217,7 +217,7 @@ class Resuming:
         original()
         self._held = fit.generators(self._trainer)
         self._let_go()
-        self._let_go = follow(loop._combined_loader, self)
+        self._let_go = follow(combined_loader(loop), self)
 
     def _at_epoch(self, loop: Any, original: Callable[[Any], None], fetcher: Any) -> None:
         """Begin the batches of an epoch; after a load, go to the place in the data where the checkpoint was saved."""

@@ -13,7 +13,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.io.async_plugin import AsyncCheckpointIO
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO  # looked at in Lightning 2.6.6
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
 from det_callbacks.checkpoint.check import compare_saved
@@ -22,6 +21,7 @@ from det_callbacks.checkpoint.files import RESUME, SIDECAR, beside, is_remote, r
 from det_callbacks.checkpoint.resume import Resume, Resuming
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import CheckpointMismatchError
+from det_callbacks.internals.lightning import WrappingCheckpointIO
 from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.report.console import print_closing_line
 from det_callbacks.report.tensors import mismatch_text, uncovered_save_line
@@ -65,7 +65,7 @@ class CheckpointWatch:
         path, trainer = str(filepath), self._trainer
         self._saved.add(path)
         io: Any = trainer.strategy.checkpoint_io
-        while isinstance(io, _WrappingCheckpointIO) and not isinstance(io, AsyncCheckpointIO):
+        while isinstance(io, WrappingCheckpointIO) and not isinstance(io, AsyncCheckpointIO):
             io = io.checkpoint_io
         is_covered = not is_remote(path) and not isinstance(io, AsyncCheckpointIO)
         moment: dict[str, Any] = {}

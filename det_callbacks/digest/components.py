@@ -1,26 +1,33 @@
 """Tensor -> 64 bits, whatever the tensor is made of (``docs/explanation/digest.md``), without the program noticing."""
 
 import struct
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
-
-# torch-private names below: looked at in torch 2.13.0.
-# _data_address is where the storage begins; unlike data_ptr() it does not materialise a copy-on-write storage, and is 0
-# for what has no memory (wrapper subclasses, functional and zero tensors).
-from torch._C import _data_address, _functorch, _len_torch_function_stack  # type: ignore[attr-defined]  # not in stubs
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.parameter import Parameter, is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from det_callbacks.digest.device.deferred import Bits, DeferredDigests, derived, value_of
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.host_digest import digest_bytes, digest_memory, digest_spans
+from det_callbacks.internals.torch import (
+    COO_PARTS,
+    JAGGED_CACHES,
+    MKLDNN,
+    AsyncCollectiveTensor,
+    FakeTensor,
+    FunctionalTensor,
+    is_functional,
+    is_grad_tracking,
+    is_transformed,
+    is_wrapper,
+    is_zero_tensor,
+    memory_address,
+    num_function_modes,
+    untransformed,
+)
 from det_callbacks.numbers import tensor_numbers as numbers_of_bytes
 from det_callbacks.verdict import TensorNumbers
 
@@ -33,9 +40,6 @@ _COMPRESSED = {
     torch.sparse_csc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices),
     torch.sparse_bsc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices),
 }
-
-# A jagged tensor keeps these once something asked for them, so they tell of its history and not of its content.
-_JAGGED_CACHES = frozenset({"_min_seqlen_tensor", "_max_seqlen_tensor"})
 
 # Copies are made between integers: float8, sub-byte and bits dtypes have few ops, and no NaN is touched.
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -68,7 +72,7 @@ def digest_output(tensor: torch.Tensor) -> int:
 
 def tensor_bits(tensor: torch.Tensor, deferred: DeferredDigests | None, *, memory_order: bool = False) -> Bits:
     """Return what ``digest_tensor`` does, or ``digest_output``; queued in ``deferred`` where a device computes it."""
-    span = None if _len_torch_function_stack() else _span(tensor, memory_order)
+    span = None if num_function_modes() else _span(tensor, memory_order)
     if span is not None:
         return digest_memory(*span)
     with unobserved():
@@ -102,7 +106,7 @@ def _span(tensor: torch.Tensor, memory_order: bool) -> tuple[int, int] | None:
     if not nbytes:
         return 0, 0
     try:
-        base = _data_address(tensor)
+        base = memory_address(tensor)
     except NotImplementedError:  # wrapped by a transform (vmap, grad): type and layout do not show it
         return None
     start = tensor.storage_offset() * tensor.element_size()
@@ -117,8 +121,8 @@ def _digest(tensor: torch.Tensor, deferred: DeferredDigests | None, *, memory_or
     if span is not None:
         return digest_memory(*span)
     _require_data(tensor)
-    if _functorch.is_gradtrackingtensor(tensor):
-        return _digest(_functorch.get_unwrapped(tensor), deferred, memory_order=memory_order)
+    if is_grad_tracking(tensor):
+        return _digest(untransformed(tensor), deferred, memory_order=memory_order)
     components = _components(tensor, deferred)
     if components is not None:
         return _combine(components)
@@ -129,12 +133,12 @@ def _digest(tensor: torch.Tensor, deferred: DeferredDigests | None, *, memory_or
         if bits is not None:
             return bits
         plain = _as_integers(plain).cpu()  # a device has no op for some dtypes
-    return digest_memory(_data_address(plain) + plain.storage_offset() * plain.element_size(), plain.nbytes)
+    return digest_memory(memory_address(plain) + plain.storage_offset() * plain.element_size(), plain.nbytes)
 
 
 def _plain(tensor: torch.Tensor, memory_order: bool) -> torch.Tensor:
     """Return a strided tensor's elements as they are digested, one stretch of memory in the order asked for."""
-    if torch._is_zerotensor(tensor):
+    if is_zero_tensor(tensor):
         plain = tensor.clone()
     else:
         require_storage(tensor)
@@ -154,9 +158,9 @@ def _components(tensor: torch.Tensor, deferred: DeferredDigests | None) -> list[
     parts: Sequence[torch.Tensor]
     ends: list[Bits] = []
     is_plain = type(tensor) in _PLAIN_TYPES
-    if not is_plain and is_traceable_wrapper_subclass(tensor):
+    if not is_plain and is_wrapper(tensor):
         parts = inner_tensors(tensor)
-    elif not is_plain and tensor.layout is torch.strided and tensor.nbytes and not _data_address(tensor):
+    elif not is_plain and tensor.layout is torch.strided and tensor.nbytes and not memory_address(tensor):
         raise TypeError(
             f"cannot digest a {type(tensor).__qualname__}: it has no memory of its own and no __tensor_flatten__ "
             "that says where its data is; digest the tensors in it, or give the class a __tensor_flatten__"
@@ -172,11 +176,11 @@ def _components(tensor: torch.Tensor, deferred: DeferredDigests | None) -> list[
             return None
         parts = tensor.unbind()
     elif tensor.layout is torch.sparse_coo:
-        parts = [tensor._indices(), tensor._values()]
+        parts = [getattr(tensor, name)() for name in COO_PARTS]
         ends = [digest_bytes(bytes([tensor.is_coalesced()]))]
     elif tensor.layout in _COMPRESSED:
         parts = [accessor(tensor) for accessor in (*_COMPRESSED[tensor.layout], torch.Tensor.values)]
-    elif tensor.layout is torch._mkldnn:  # type: ignore[attr-defined]  # not in torch's stubs
+    elif tensor.layout is MKLDNN:
         parts = [tensor.to_dense()]
     else:
         raise TypeError(
@@ -190,7 +194,7 @@ def inner_tensors(wrapper: torch.Tensor) -> list[torch.Tensor]:
     """Return the tensors that a wrapper subclass is made of, once whatever fills them is done."""
     names, _ = wrapper.__tensor_flatten__()  # type: ignore[attr-defined]  # of subclasses only
     if wrapper.layout is torch.jagged:
-        names = [name for name in names if name not in _JAGGED_CACHES]
+        names = [name for name in names if name not in JAGGED_CACHES]
     # The list may name other objects, as a DTensor's does its device mesh: like placements, they are not elements.
     inner = [part for part in (getattr(wrapper, name) for name in names) if isinstance(part, torch.Tensor)]
     if not inner:
@@ -198,8 +202,7 @@ def inner_tensors(wrapper: torch.Tensor) -> list[torch.Tensor]:
             f"cannot digest a {type(wrapper).__qualname__}: its __tensor_flatten__ names no tensor; digest the tensors "
             "that hold its data"
         )
-    collectives = sys.modules.get("torch.distributed._functional_collectives")
-    if collectives is not None and isinstance(wrapper, collectives.AsyncCollectiveTensor):
+    if isinstance(wrapper, AsyncCollectiveTensor):
         # The wrapper's own ``wait`` would record that it waited, and the program's later wait, an op that modes see,
         # would not happen any more. Waiting twice is harmless.
         return [torch.ops._c10d_functional.wait_tensor(part) for part in inner]
@@ -232,13 +235,13 @@ def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 def _require_data(tensor: torch.Tensor) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"a digest is taken of a tensor, not of a {type(tensor).__qualname__}")
-    is_wrapped = _functorch.is_functorch_wrapped_tensor(tensor)
+    is_wrapped = is_transformed(tensor)
     kinds = {
         "fake": isinstance(tensor, FakeTensor),
-        "functional": isinstance(tensor, FunctionalTensor) or torch._is_functional_tensor(tensor),
+        "functional": isinstance(tensor, FunctionalTensor) or is_functional(tensor),
         "uninitialised": is_lazy(tensor),
-        "meta": tensor.is_meta and not is_traceable_wrapper_subclass(tensor),
-        "batched (vmap)": is_wrapped and not _functorch.is_gradtrackingtensor(tensor),
+        "meta": tensor.is_meta and not is_wrapper(tensor),
+        "batched (vmap)": is_wrapped and not is_grad_tracking(tensor),
     }
     for kind in (kind for kind, is_so in kinds.items() if is_so):
         raise TypeError(
@@ -254,7 +257,7 @@ def require_storage(tensor: torch.Tensor) -> None:
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
     held = tensor.untyped_storage().nbytes()
-    if held < needed or not _data_address(tensor):
+    if held < needed or not memory_address(tensor):
         raise DetCallbacksError(
             f"cannot digest a tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype}: it needs {needed} bytes "
             f"of storage and {held} are there (a sharded parameter is freed between its uses); its shape and dtype are "

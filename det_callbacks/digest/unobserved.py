@@ -3,12 +3,11 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# torch-private, looked at in torch 2.13.0
-from torch._C import DisableTorchFunction, _AutoDispatchBelowAutograd, _DisableFuncTorch, _DisableTorchDispatch
+from det_callbacks.internals.torch import below_autograd, without_dispatch, without_function_modes, without_transforms
 
 
 @contextmanager
 def unobserved() -> Iterator[None]:
     """Keep torch-function modes, transforms, dispatch modes and autograd from seeing what is done inside."""
-    with DisableTorchFunction(), _DisableFuncTorch(), _DisableTorchDispatch(), _AutoDispatchBelowAutograd():
+    with without_function_modes(), without_transforms(), without_dispatch(), below_autograd():
         yield

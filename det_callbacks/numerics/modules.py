@@ -9,23 +9,17 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-
-# torch-private, read in torch 2.13
-from torch._dynamo import config as dynamo_config
-from torch._dynamo.backends.registry import lookup_backend
-from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.modules.module import register_module_forward_hook
-from torch.testing._comparison import default_tolerances
-from torch.utils import _pytree as pytree
 
 from det_callbacks.digest.components import tensor_numbers
 from det_callbacks.errors import ModuleRunError, NothingComparedError
+from det_callbacks.internals import dynamo
+from det_callbacks.internals.torch import default_tolerances, leaves_with_path, path_text
 from det_callbacks.numerics.result import PHASES, Kind, NumericsReport, Phase, TensorComparison
 from det_callbacks.observers.values import leaves_of
 from det_callbacks.patterns import as_names
@@ -216,8 +210,8 @@ def compare_compiled(
         )
     if mode is not None and backend != "inductor":
         raise ValueError(f'mode={mode!r} is for backend="inductor"; {backend!r} takes none')
-    inductor: Any = torch._TorchCompileInductorWrapper  # torch 2.13: what torch.compile makes of that name and mode
-    compile_graph: Any = inductor(mode, None, None) if backend == "inductor" else lookup_backend(backend)
+    is_inductor = backend == "inductor"
+    compile_graph = dynamo.inductor_with_mode()(mode, None, None) if is_inductor else dynamo.compiler_of()(backend)
     num_graphs = 0
 
     # a function: the copy of a compiled module has the same
@@ -226,9 +220,8 @@ def compare_compiled(
         num_graphs += 1
         return compile_graph(graph, example_inputs)
 
-    inductor_config: Any = import_module("torch._inductor.config")
-    raising = dynamo_config.patch(fail_on_recompile_limit_hit=True, suppress_errors=False)
-    with raising, inductor_config.patch(fallback_random=True):
+    raising = dynamo.config().patch(fail_on_recompile_limit_hit=True, suppress_errors=False)
+    with raising, dynamo.inductor_config().patch(fallback_random=True):
         control: Any = torch.compile(module, backend=counted)
         report = compare_modules(module, control, inputs, **options)
     if not num_graphs:
@@ -254,7 +247,7 @@ class _Side:
 
     @property
     def description(self) -> str:
-        kind = type(self.module._orig_mod if isinstance(self.module, OptimizedModule) else self.module)
+        kind = type(getattr(self.module, dynamo.ORIGINAL, self.module))
         return f"{'compiled ' if _is_compiled(self.module) else ''}{kind.__name__}"
 
     def run(self, iteration: int, call: Any) -> Values:
@@ -311,7 +304,7 @@ class _Side:
         # the last layers have theirs first: what is wrong in the backward pass of a layer is wrong in all before it
         leaves: list[tuple[str, Any]] = [
             *((_plain_name(name), parameter) for name, parameter in reversed([*self.module.named_parameters()])),
-            *(("input" + pytree.keystr(path[1:]), leaf) for path, leaf in pytree.tree_leaves_with_path(call)),
+            *(("input" + path_text(path[1:]), leaf) for path, leaf in leaves_with_path(call)),
         ]
         for name, leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.is_leaf and leaf.grad is not None:
@@ -333,21 +326,21 @@ class _Side:
             if (name := names.get(id(module))) is not None:
                 call = f"{name} #{num_calls[name]}" if num_calls[name] else name
                 num_calls[name] += 1
-                for path, leaf in pytree.tree_leaves_with_path(output):
+                for path, leaf in leaves_with_path(output):
                     if isinstance(leaf, Tensor):
-                        found["module", call + pytree.keystr(path)] = _copied(call, leaf)
+                        found["module", call + path_text(path)] = _copied(call, leaf)
 
         return register_module_forward_hook(add) if names else nullcontext()
 
 
 def _is_compiled(module: nn.Module) -> bool:
     """Return whether a module, or one in it, is what torch.compile returned."""
-    return any(isinstance(part, OptimizedModule) for part in module.modules())
+    return any(isinstance(part, dynamo.optimized_module()) for part in module.modules())
 
 
 def _copy_of(label: str, module: nn.Module) -> nn.Module:
     """Return a copy of a module that can be trained, without gradients."""
-    if any(part._compiled_call_impl is not None for part in module.modules()):
+    if any(dynamo.is_compiled_in_place(part) is not None for part in module.modules()):
         raise ValueError(
             f"the {label} was compiled in place (Module.compile), which copy.deepcopy drops; give torch.compile(module)"
         )
@@ -364,7 +357,7 @@ def _copy_of(label: str, module: nn.Module) -> nn.Module:
 
 def _plain_name(name: str) -> str:
     """Return a qualified name without the attributes in which torch.compile keeps what it wraps."""
-    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+    return ".".join(part for part in name.split(".") if part != dynamo.ORIGINAL)
 
 
 def _default_loss(leaves: list[Any], seed: int) -> Tensor | None:

@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, library
-from torch._library.effects import EffectType  # looked at in torch 2.13
 
+from det_callbacks.internals.dynamo import OBSERVE_IN_ORDER
+from det_callbacks.internals.torch import keep_version
 from det_callbacks.observers.observations import REGISTRY, Leaves, Observations
 from det_callbacks.observers.values import check_name, leaves_of, rebuild
 from det_callbacks.trace.dispatch import breaks_graph
@@ -145,7 +146,7 @@ def _observe_in_graph(name: str, leaves: Leaves, *, is_replayed: bool) -> None:
     with torch.no_grad():
         saved = observe_leaves(name, entries, [tensor.detach() for tensor in tensors], integers, is_replayed)
         for tensor, copy in zip(tensors, saved, strict=False):
-            with torch.autograd.grad_mode._unsafe_preserve_version_counter(tensor):
+            with keep_version(tensor):
                 tensor.copy_(copy)
 
 
@@ -171,7 +172,8 @@ def observe_leaves(
 
 
 observe_leaves.register_fake(lambda *given: [tensor.clone() for tensor in given[2]] if given[4] else [])
-observe_leaves.register_effect(EffectType.ORDERED)
+if OBSERVE_IN_ORDER is not None:
+    observe_leaves.register_effect(OBSERVE_IN_ORDER)
 
 
 def _leaves(name: str, entries: str, tensors: Sequence[Tensor], integers: Sequence[int]) -> list[tuple[str, Any]]:

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from det_callbacks.errors import CoverageWarning, SelectionError, TraceError
+from det_callbacks.internals.torch import graph_task_id
 from det_callbacks.tensors.replay import Replay
 from det_callbacks.trace.components import holds_data, unwrapped
-from det_callbacks.trace.engine import graph_task_id
 from det_callbacks.trace.hash_mode import OpRegion
 from det_callbacks.trace.named_tensors import record_group
 from det_callbacks.trace.recorder import Recorder

@@ -14,11 +14,11 @@ from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store  # looked at in torch 2.13
-from torch.utils._mode_utils import no_dispatch  # likewise: hides what runs inside from open modes
+from torch.distributed.distributed_c10d import PrefixStore
 
 from det_callbacks.digest.state import digest_state
 from det_callbacks.errors import RankError, SettingsError
+from det_callbacks.internals.torch import default_store, without_dispatch
 from det_callbacks.report.console import at_most, ranks_text
 from det_callbacks.runs.files import MANIFEST
 from det_callbacks.runs.peers import END_OF_FIT, Peers
@@ -85,7 +85,7 @@ class RankGroup(Peers):
             )
         self.rank = dist.get_rank()
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_seconds))
-        self._places = PrefixStore(f"det_callbacks/{self._group.group_name}", _get_default_store())
+        self._places = PrefixStore(f"det_callbacks/{self._group.group_name}", default_store())
         self.set_place("between")
         return self
 
@@ -125,7 +125,7 @@ class RankGroup(Peers):
         try:
             if task == END_OF_FIT:
                 self._meet()
-            with no_dispatch():
+            with without_dispatch():
                 said = (task, value, failure, getattr(error, "exit_code", 1))
                 dist.all_gather_object(rows, said, group=self._group)
         except RuntimeError as gone:  # what gloo raises: a timeout, or a connection that a process closed

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 
 from det_callbacks.errors import SettingsError
+from det_callbacks.internals.dynamo import INDUCTOR_CONFIG
 from det_callbacks.patterns import OpPattern, as_names
 
 Timing = Literal["any", "before_cuda", "before_nccl", "start"]  # when a setting can be made
@@ -215,7 +216,7 @@ _ALL = (
         **_OF_CUDA,
     ),
     *(
-        _flag(f"inductor_{name}", f"_inductor.config.{name}", getter=partial(_inductor_in_force, name))
+        _flag(f"inductor_{name}", f"{INDUCTOR_CONFIG}.{name}", getter=partial(_inductor_in_force, name))
         for name in ("deterministic", "max_autotune")
     ),
     *(_variable(name, str, **_OF_NCCL) for name in ("nccl_algo", "nccl_proto")),

@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # torch 2.13
 
 from det_callbacks.digest.components import INTEGERS, inner_tensors, require_storage
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import ReplayError, SelectionError
+from det_callbacks.internals.torch import is_wrapper, is_zero_tensor
 from det_callbacks.tensors.files import MIB, SavedTensor
 from det_callbacks.trace.components import holds_data, unwrapped
 from det_callbacks.trace.deferred_sites import DeferredSites
@@ -37,7 +37,7 @@ def plain(tensor: Tensor) -> Tensor:
         inner = unwrapped(tensor)
         if not holds_data(inner):
             raise _refused(tensor, "holds no data", "save it where real tensors flow")
-        while is_traceable_wrapper_subclass(inner):
+        while is_wrapper(inner):
             parts = inner_tensors(inner)
             if len(parts) != 1:
                 raise _refused(tensor, f"is made of {len(parts)} tensors", "save these one by one")
@@ -48,7 +48,7 @@ def plain(tensor: Tensor) -> Tensor:
             raise _refused(tensor, f"has the layout {_name(inner.layout)}", "save its parts, or its to_dense()")
         if inner.is_nested:
             raise _refused(tensor, "is nested", "save the tensors in it")
-        if inner.is_conj() or inner.is_neg() or torch._is_zerotensor(inner):
+        if inner.is_conj() or inner.is_neg() or is_zero_tensor(inner):
             raise _refused(tensor, "is a lazy view", "save its resolve_conj().resolve_neg()")
         require_storage(inner)
         return inner

@@ -7,10 +7,10 @@ from typing import Any
 
 import yaml
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes  # torch 2.13
 
 from det_callbacks.digest.components import digest_tensor
 from det_callbacks.errors import ReferenceFormatError, SelectionError
+from det_callbacks.internals.torch import without_modes
 from det_callbacks.patterns import OpPattern, as_patterns
 from det_callbacks.tensors.copies import TensorBudget, misfit, require_apart, write_bits
 from det_callbacks.tensors.files import MIB, SavedStep, SavedTensor, StepWriter
@@ -114,7 +114,7 @@ class Replay:
         saved = self._exchange(key, live, op, deferred)
         if saved is None:
             return None
-        with _disable_current_modes():  # the reference has no such op
+        with without_modes():  # the reference has no such op
             copy = live.clone()
         write_bits(saved, copy, deferred)
         return copy

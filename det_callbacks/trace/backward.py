@@ -2,7 +2,7 @@
 
 An autograd node carries the sequence number it was made with, and the first op dispatched after that belongs to it.
 That alone is not enough, so a match is accepted only when the node's name fits the op; otherwise the module is "?",
-never a wrong one. Private names of torch (2.13): ``Node._sequence_nr``, ``_forward_cls``, and those in ``engine.py``.
+never a wrong one.
 """
 
 import re
@@ -17,15 +17,17 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from det_callbacks.trace.engine import (
-    Entry,
+from det_callbacks.internals.torch import (
+    CALL_MODULE,
+    CHECKPOINT_PACK_HOOK,
     current_node,
-    engine_entry,
-    frames_above_engine,
+    forward_code,
     graph_task_id,
     next_sequence_number,
+    sequence_number,
     top_hooks,
 )
+from det_callbacks.trace.engine import Entry, engine_entry, frames_above_engine
 from det_callbacks.trace.modules import UNKNOWN_MODULE, ModuleStack, repeated_region
 from det_callbacks.trace.overloads import OpPlan
 from det_callbacks.trace.program_trie import CallNode, OpScope
@@ -33,9 +35,6 @@ from det_callbacks.trace.sites import source_of
 
 _is_grad_enabled = torch.is_grad_enabled
 
-_CALL_MODULE = torch.nn.Module._call_impl.__code__
-# without reentry, what runs in a checkpoint has these saved-tensor hooks, whose closure is the region's frame
-_PACK_HOOK = "_checkpoint_hook.__init__.<locals>.pack_hook"
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
 _REENTRANT = "CheckpointFunctionBackward"
 _COMPILED = "CompiledFunctionBackward"  # of what AOTAutograd compiled
@@ -146,7 +145,7 @@ class BackwardMap:
     def _note_region(self) -> None:
         """Note which module called the checkpoint whose region runs, when the first op or module in it does."""
         hooks = top_hooks(True)
-        if hooks is not None and getattr(hooks[0], "__qualname__", None) == _PACK_HOOK:
+        if hooks is not None and getattr(hooks[0], "__qualname__", None) == CHECKPOINT_PACK_HOOK:
             region = hooks[0].__closure__[0].cell_contents
             if region not in self._callers:
                 self._callers[region] = (self._modules.current if graph_task_id() == -1 else self.scope()).module
@@ -158,13 +157,12 @@ class BackwardMap:
 
     def _of_node(self, node: Any, name: str) -> OpScope:
         """Return the scope of a node by the forward op that made it; all threads that know one must agree."""
-        number = node._sequence_nr()
+        number = sequence_number(node)
         if len(self._threads) == 1:
             (nodes,) = self._threads.values()
             if (calls := nodes.get(number)) is not None and (known := calls[0].scopes.get(name)) is not None:
                 return known
-        # of the forward of a Python autograd Function; None for nodes of torch's own
-        code = getattr(getattr(getattr(type(node), "_forward_cls", None), "forward", None), "__code__", None)
+        code = forward_code(node)
         every = (_find_in(nodes, number, name, code) for nodes in self._threads.values())
         found = [scope for scope in every if scope is not UNKNOWN]
         return found[0] if len({scope.module for scope in found}) == 1 else UNKNOWN
@@ -262,7 +260,7 @@ def _scope_in(call: CallNode, code: CodeType | None = None) -> OpScope:
 def _callers_of(code: CodeType, call: CallNode) -> set[str]:
     """Return the modules that called the Functions with this forward which run at a call."""
     outermost = len(call.running_modules) - 1
-    num_entered = [call.codes[:depth].count(_CALL_MODULE) for depth, one in enumerate(call.codes) if one is code]
+    num_entered = [call.codes[:depth].count(CALL_MODULE) for depth, one in enumerate(call.codes) if one is code]
     return {call.running_modules[min(count, outermost)] for count in num_entered}
 
 
@@ -280,8 +278,8 @@ def compiled_nodes(outputs: Iterable[Tensor], number: int) -> list[Any]:
     seen: set[Any] = set()
     while waiting and len(seen) < _MAX_FOLLOWED:
         node = waiting.pop()
-        if node is not None and node not in seen and node.name() != _ACCUMULATE and node._sequence_nr() >= number:
+        if node is not None and node not in seen and node.name() != _ACCUMULATE and sequence_number(node) >= number:
             seen.add(node)
             waiting.extend(parent for parent, _ in node.next_functions)
     found = [node for node in seen if node.name() == _COMPILED]
-    return sorted(found, key=lambda node: node._sequence_nr())
+    return sorted(found, key=sequence_number)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from det_callbacks.digest.device.deferred import Bits, derived
 from det_callbacks.host_digest import digest_bytes, digest_rows
+from det_callbacks.internals.torch import without_dispatch
 from det_callbacks.runs.program import UNREAD
 from det_callbacks.trace.components import has_parts, holds_data
 from det_callbacks.trace.deferred_sites import DeferredSites
@@ -90,7 +91,7 @@ def samples_of(tensor: Tensor) -> Samples:
     The digest is that of the samples' sorted digests, or of the sorted samples where they have 1, 2, 4 or 8 bytes.
     """
     if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-        with torch._C._DisableTorchDispatch(), torch.no_grad():
+        with without_dispatch(), torch.no_grad():
             tensor = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     num_samples, address = tensor.shape[0], tensor.data_ptr()
     size = tensor.numel() // num_samples * tensor.itemsize

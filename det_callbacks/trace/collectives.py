@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
-from torch.distributed._functional_collectives import AsyncCollectiveTensor  # looked at in torch 2.13
 
+from det_callbacks.internals.torch import AsyncCollectiveTensor, storage_address
 from det_callbacks.runs.program import IN_FLIGHT, Site
 from det_callbacks.trace.components import STRIDED, has_parts, holds_data, parts_of
 from det_callbacks.trace.overloads import OpPlan, tensors_in
@@ -170,7 +170,7 @@ class Collectives:
         if not self._deliveries or plan.base != "aten.copy_" or any(map(has_parts, args[:2])):
             return
         target, source, *_ = args
-        if target.nbytes != source.nbytes or source.untyped_storage()._cdata in self._recorder.ledger.writers:
+        if target.nbytes != source.nbytes or storage_address(source.untyped_storage()) in self._recorder.ledger.writers:
             return
         for number in self._numbers(target):
             delivery = self._deliveries[number]
@@ -263,7 +263,7 @@ class Collectives:
         """Return the deliveries into a tensor that nobody has read yet."""
         if isinstance(tensor, AsyncCollectiveTensor):
             tensor = tensor.elem
-        known = self._recorder.ledger.writers.get(tensor.untyped_storage()._cdata)
+        known = self._recorder.ledger.writers.get(storage_address(tensor.untyped_storage()))
         return known.deliveries(region_of(tensor)) if isinstance(known, PartialWrites) else []
 
     def _place(self) -> tuple[str, OpScope]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from det_callbacks.host_digest import digest_bytes
+from det_callbacks.internals.dynamo import GRAPH_SOURCE
 from det_callbacks.runs.program import REGION
 from det_callbacks.trace.source import RESUMED
 
@@ -64,7 +65,7 @@ def describe_graph(graph: fx.GraphModule, output: Any, example_inputs: Sequence[
 
 def _input_of(node: fx.Node) -> tuple[str, bool]:
     """Return the name of an input of a graph, and whether it is a parameter or buffer of the module."""
-    source = getattr(node, "_dynamo_source", None) or getattr(node.meta.get("grapharg"), "source", None)
+    source = getattr(node, GRAPH_SOURCE, None) or getattr(node.meta.get("grapharg"), "source", None)
     text = getattr(source, "name", None)
     if not isinstance(text, str):
         return str(node.target), False

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from det_callbacks.digest.components import digest_output
+from det_callbacks.internals.dynamo import ORIGINAL
+from det_callbacks.internals.torch import next_sequence_number, num_writes
 from det_callbacks.runs.program import MISSES_PARAMETERS, REGION, Role, Site
 from det_callbacks.trace.backward import compiled_nodes, scope_in
 from det_callbacks.trace.compiled_graphs import TracedGraph
 from det_callbacks.trace.components import holds_data, parts_with_memory
 from det_callbacks.trace.dispatch import TAKE_APART, breaks_graph
-from det_callbacks.trace.engine import next_sequence_number
 from det_callbacks.trace.named_tensors import has_place
 from det_callbacks.trace.overloads import OpKind, comes_apart, in_flight, tensors_in, written_arguments, written_by_call
 from det_callbacks.trace.program_trie import CallNode, OpScope
@@ -347,9 +348,9 @@ class CompiledRegions:
 
 def _unwrapped(name: str) -> str:
     """Return a module's name without the parts that ``torch.compile`` adds by wrapping a module."""
-    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+    return ".".join(part for part in name.split(".") if part != ORIGINAL)
 
 
 def _version_of(value: Any) -> int:
     """Return how often a tensor was written, as far as autograd was told; 0 for what does not count it."""
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+    return num_writes(value) if isinstance(value, Tensor) and not value.is_inference() else 0

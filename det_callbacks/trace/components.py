@@ -5,27 +5,32 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import _functorch  # looked at in torch 2.13
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
+
+from det_callbacks.internals.torch import (
+    COO_PARTS,
+    FakeTensor,
+    FunctionalTensor,
+    is_transformed,
+    untransformed,
+    without_dispatch,
+)
 
 PLAIN = frozenset({Tensor, nn.Parameter})  # they compute none of their attributes in Python
 STRIDED = torch.strided
 _BY_ROWS, _BY_COLUMNS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
 _SPARSE_PARTS = {
-    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_coo: COO_PARTS,
     **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), _BY_ROWS),
     **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), _BY_COLUMNS),
 }
-address_of: Callable[[Tensor], int] = torch._C.TensorBase.data_ptr  # without the lookup of a subclass's method
+address_of: Callable[[Tensor], int] = Tensor.data_ptr  # without the lookup of a subclass's method
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
     """Return the tensor inside the wrappers that ``torch.func`` puts around it, or the tensor itself."""
-    while _functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = _functorch.get_unwrapped(tensor)
+    while is_transformed(tensor):
+        tensor = untransformed(tensor)
     return tensor
 
 
@@ -54,9 +59,6 @@ def parts_of(tensor: Tensor) -> Iterator[Tensor]:
 
     A tensor with memory of its own (a subclass with ``__torch_dispatch__`` only) is its one part.
     """
-    if isinstance(tensor, DTensor):
-        yield tensor._local_tensor
-        return
     if hasattr(tensor, "__tensor_flatten__"):
         for attribute in tensor.__tensor_flatten__()[0]:
             part = getattr(tensor, attribute)
@@ -67,7 +69,7 @@ def parts_of(tensor: Tensor) -> Iterator[Tensor]:
         if not isinstance(tensor, FakeTensor | FunctionalTensor) and not tensor.is_meta:
             yield tensor
         return
-    with torch._C._DisableTorchDispatch():  # asking for the parts dispatches, which no mode of the user should see
+    with without_dispatch():  # asking for the parts dispatches, which no mode of the user should see
         parts = [getattr(tensor, name)() for name in _SPARSE_PARTS.get(tensor.layout, ())]
     yield from parts
 

@@ -5,21 +5,19 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch._C import DispatchKey, _DisableAutocast  # looked at in torch 2.13
-from torch._C._dynamo.eval_frame import (  # looked at in torch 2.13
-    _FrameAction,
-    _FrameExecStrategy,
-    set_code_exec_strategy,
-)
 from torch.overrides import enable_reentrant_dispatch
-from torch.utils._python_dispatch import (  # looked at in torch 2.13
-    TorchDispatchMode,
-    _get_current_dispatch_mode,
-    _pop_mode,
-    _push_mode,
-)
 from typing_extensions import override
 
+from det_callbacks.internals import dynamo
+from det_callbacks.internals.torch import (
+    TorchDispatchMode,
+    call_composite,
+    current_mode,
+    has_kernel_for,
+    pop_mode,
+    push_mode,
+    without_autocast,
+)
 from det_callbacks.trace.overloads import tensors_in
 
 if TYPE_CHECKING:
@@ -43,9 +41,7 @@ class DispatchMode(TorchDispatchMode):
     def __init__(self, handle: Callable[..., Any] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves its modes unannotated
         self._handle = handle
-        set_code_exec_strategy(
-            type(self).__torch_dispatch__.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
-        )
+        dynamo.skip(type(self).__torch_dispatch__.__code__)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -78,21 +74,20 @@ class DispatchMode(TorchDispatchMode):
         """
         devices = {tensor.device.type for tensor in tensors_in((*args, *kwargs.values()))}
         has_rule = any(
-            torch._C._is_autocast_available(device)
-            and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), f"Autocast{device.upper()}")
+            torch.amp.is_autocast_available(device) and has_kernel_for(func.name(), f"Autocast{device.upper()}")
             for device in devices
         )
-        _push_mode(self)
+        push_mode(self)
         try:
-            with enable_reentrant_dispatch(), _DisableAutocast() if has_rule else nullcontext():
-                return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+            with enable_reentrant_dispatch(), without_autocast() if has_rule else nullcontext():
+                return call_composite(func, *args, **kwargs)
         finally:
-            _pop_mode()
+            pop_mode()
 
     @property
     def is_on_top(self) -> bool:
         """Whether this is the mode that was entered last: leaving it pops whatever that is."""
-        return _get_current_dispatch_mode() is self
+        return current_mode() is self
 
     def leave(self) -> str | None:
         """Leave this mode; where another one is on top, which leaving would pop, only let ops pass, and name that."""
@@ -104,7 +99,7 @@ class DispatchMode(TorchDispatchMode):
 
     def describe_top(self) -> str:
         """Return the class of the mode that was entered last."""
-        return type(_get_current_dispatch_mode()).__name__
+        return type(current_mode()).__name__
 
 
 class Interceptor(DispatchMode):
@@ -152,7 +147,7 @@ class Interceptor(DispatchMode):
 
 def runs_uncompiled(function: _Function) -> _Function:
     """Mark a function that runs between the parts of a compiled one as it is; one graph may hold it all the same."""
-    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    dynamo.skip(function.__code__)
     return function
 
 
@@ -164,8 +159,7 @@ def breaks_graph(reason: str) -> Callable[[_Function], _Function]:
 
     def mark(function: _Function) -> _Function:
         runs_uncompiled(function)
-        function._torchdynamo_disable = True  # type: ignore[attr-defined]  # what Dynamo reads
-        function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]  # what Dynamo reads
+        dynamo.break_graph_at(function, reason)
         return function
 
     return mark

@@ -8,6 +8,7 @@ from torch import Generator, Tensor
 
 from det_callbacks.digest.components import tensor_bits
 from det_callbacks.digest.device.deferred import Bits, DeferredDigests, value_of
+from det_callbacks.internals.torch import generator_address
 from det_callbacks.rng import (
     PROCESS,
     TORCH_CPU,
@@ -46,7 +47,7 @@ class GeneratorTrail:
         """Note that the state was digested at a position; return the sites it follows from."""
         key: object = name
         if generator is not None:
-            key = generator._cdata  # type: ignore[attr-defined]  # torch 2.13: the address of the generator proper
+            key = generator_address(generator)
             if key not in self._last:
                 self._held.append(generator)
         edges = self._last.get(key, ())

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from det_callbacks.digest.components import digest_tensors
 from det_callbacks.errors import CoverageWarning, TraceError
+from det_callbacks.internals.torch import BUFFERS, PARAMETERS
 from det_callbacks.patterns import as_names
 from det_callbacks.runs.program import scalar_bits
 from det_callbacks.runs.selection import PHASES, Selection
@@ -228,13 +229,13 @@ class HashMode:
         )
 
     def _state(self) -> list[Entry]:
-        model: list[Entry] = [] if self._walker is None else [*self._walker.walk("_parameters", "_buffers")]
+        model: list[Entry] = [] if self._walker is None else [*self._walker.walk(PARAMETERS, BUFFERS)]
         states = states_of_parameters(self._phases.seen, self.recorder.parameter_names)
         return model + [entry for _, entry in states]
 
     def _parameters_of(self, shape: torch.Size) -> list[tuple[str, Tensor]]:
         if not self._by_shape and self._walker is not None:
-            for name, parameter in self._walker.walk("_parameters"):
+            for name, parameter in self._walker.walk(PARAMETERS):
                 self._by_shape.setdefault(parameter.shape, []).append((name, parameter))
         return self._by_shape.get(shape, [])
 
@@ -249,7 +250,7 @@ class HashMode:
         record_group(self.recorder, "gradients", "gradient", entries)
 
     def _name_parameters(self) -> None:
-        parameters = [] if self._walker is None else self._walker.walk("_parameters")
+        parameters = [] if self._walker is None else self._walker.walk(PARAMETERS)
         self._by_shape.clear()
         recorder = self.recorder
         recorder.parameter_names.clear()

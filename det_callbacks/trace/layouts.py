@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from det_callbacks.digest.components import is_dense
+from det_callbacks.internals.torch import without_dispatch
 from det_callbacks.runs.program import READS, Layout, TensorLayout, entry_digest, layout_id
 from det_callbacks.trace.components import PLAIN, STRIDED, has_parts
 
@@ -95,8 +96,8 @@ class LayoutTable:
     def of(self, tensor: Tensor, offset: int = 0) -> LayoutSlot:
         """Return the slot of any tensor; of an ordinary one it tells where in a larger one it begins."""
         if tensor.is_nested and tensor.layout is torch.strided:
-            with torch._C._DisableTorchDispatch():
-                sizes = tensor._nested_tensor_size().tolist()
+            with without_dispatch():
+                sizes = [list(part.shape) for part in tensor.unbind()]
             return self.special(str(tensor.dtype).removeprefix("torch."), (), f"nested{sizes}")
         if not has_parts(tensor):
             key: tuple[Any, ...] = (tensor.dtype, tensor.shape, tensor.stride())

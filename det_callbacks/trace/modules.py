@@ -11,11 +11,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as _module  # its dictionaries of global hooks: looked at in torch 2.13
-from torch.utils.checkpoint import CheckpointFunction
 
+from det_callbacks.internals.torch import (
+    CHECKPOINT_FILE,
+    CHECKPOINT_REGIONS,
+    always_called,
+    global_hooks,
+    global_pre_hooks,
+    graph_task_id,
+)
 from det_callbacks.trace.dispatch import runs_uncompiled
-from det_callbacks.trace.engine import frames_above_engine, graph_task_id
+from det_callbacks.trace.engine import frames_above_engine
 from det_callbacks.trace.program_trie import NOWHERE, OpScope
 
 UNKNOWN_MODULE = "?"
@@ -23,12 +29,6 @@ UNKNOWN_MODULE = "?"
 # torch warns at each call of a compiled module that global hooks are called once more for its wrapper: ours know.
 _ABOUT_HOOKS = re.compile(r"Using `torch\.compile\(module\)` when there are global hooks")
 _NO_WARNING = ("ignore", _ABOUT_HOOKS, UserWarning, None, 0)
-
-_global_pre_hooks: dict[int, Any] = _module._global_forward_pre_hooks
-_global_hooks: dict[int, Any] = _module._global_forward_hooks
-_always_called: dict[int, bool] = _module._global_forward_hooks_always_called
-_CHECKPOINT_FILE = CheckpointFunction.forward.__code__.co_filename
-_REGIONS = {"unpack_hook": "frame", "backward": "ctx"}  # what repeats a checkpointed region -> its variable for that
 
 
 class ModuleStack:
@@ -58,11 +58,11 @@ class ModuleStack:
         # Not by register_module_forward_hook, which takes another key each time: Dynamo guards on the keys, and would
         # compile anew in every step until it gives up.
         key = -1
-        while key in _global_hooks or key in _global_pre_hooks:
+        while key in global_hooks or key in global_pre_hooks:
             key -= 1
         self._key = key
-        _global_pre_hooks[key], _global_hooks[key] = self._hooks
-        _always_called[key] = True
+        global_pre_hooks[key], global_hooks[key] = self._hooks
+        always_called[key] = True
         # not by filterwarnings, which lets every warning that was shown once be shown again
         self._filters = warnings.filters  # type: ignore[assignment]  # a list, declared as a sequence
         self._filters.insert(0, _NO_WARNING)
@@ -70,7 +70,7 @@ class ModuleStack:
     def close(self) -> None:
         """Remove the hooks and leave every module; may be called more than once."""
         if self._key is not None:
-            for hooks in (_global_pre_hooks, _global_hooks, _always_called):
+            for hooks in (global_pre_hooks, global_hooks, always_called):
                 hooks.pop(self._key, None)
             if _NO_WARNING in self._filters:
                 self._filters.remove(_NO_WARNING)
@@ -142,7 +142,7 @@ class ModuleStack:
 def repeated_region() -> Any:
     """Return what activation checkpointing repeats in a backward pass here: its frame or context, None for nothing."""
     for frame in frames_above_engine():
-        name = _REGIONS.get(frame.f_code.co_name)
-        if name is not None and frame.f_code.co_filename == _CHECKPOINT_FILE:
+        name = CHECKPOINT_REGIONS.get(frame.f_code.co_name)
+        if name is not None and frame.f_code.co_filename == CHECKPOINT_FILE:
             return frame.f_locals.get(name)
     return None

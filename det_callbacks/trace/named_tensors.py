@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from det_callbacks.digest.components import tensor_bits
 from det_callbacks.digest.device.deferred import Bits
 from det_callbacks.host_digest import digest_spans
+from det_callbacks.internals.torch import pin_storage, storage_address, unpin_storage
 from det_callbacks.rng import PROCESS, digest_generator, is_readable, used_generators
 from det_callbacks.runs.program import IN_FLIGHT, Role, Site, scalar_bits
 from det_callbacks.trace.backward import scope_in
@@ -24,7 +25,6 @@ from det_callbacks.trace.storages import PartialWrites
 if TYPE_CHECKING:
     from det_callbacks.trace.recorder import Recorder
 
-_free_weak_ref = torch.UntypedStorage._free_weak_ref
 
 Place = tuple[int, int]
 """Address of a tensor's storage, and of its first element."""
@@ -60,7 +60,7 @@ class NameTable:
             for storage, address in names:
                 self._begins.setdefault(storage, []).append(address)
             # declared as storages, and are addresses
-            self._pins = [next(parts_of(one)).untyped_storage()._weak_ref() for _, one in entries if has_place(one)]  # type: ignore[misc]
+            self._pins = [pin_storage(next(parts_of(one)).untyped_storage()) for _, one in entries if has_place(one)]
 
     def of(self, tensor: Tensor) -> str | None:
         """Return the name of an ordinary strided tensor, None when it has none."""
@@ -72,7 +72,7 @@ class NameTable:
         Where a named tensor lies in its storage is no matter of the step: a checkpoint brings back its values only.
         """
         address = address_of(tensor)
-        begins = self._begins.get(tensor.untyped_storage()._cdata, ())
+        begins = self._begins.get(storage_address(tensor.untyped_storage()), ())
         begin = max((one for one in begins if one <= address), default=None)
         return int(tensor.storage_offset()) if begin is None else (address - begin) // tensor.itemsize
 
@@ -91,7 +91,7 @@ class NameTable:
         self.known, self._begins = {}, {}
         pins, self._pins = self._pins, []  # each is let go once, also where Ctrl-C ends this and it is called again
         for pin in pins:
-            _free_weak_ref(pin)  # type: ignore[no-untyped-call]  # torch's own, unannotated
+            unpin_storage(pin)
 
     def __del__(self) -> None:
         self.close()
@@ -108,7 +108,7 @@ def has_place(value: object) -> TypeGuard[Tensor]:
 def place_of(tensor: Tensor) -> Place:
     """Return where an ordinary strided tensor, or the shard of a DTensor, lies."""
     part = next(parts_of(tensor)) if has_parts(tensor) else tensor
-    return part.untyped_storage()._cdata, address_of(part)
+    return storage_address(part.untyped_storage()), address_of(part)
 
 
 def record_generators(recorder: "Recorder") -> None:
@@ -149,13 +149,13 @@ def record_group(
         edges: list[int] = []
         is_plain = value.__class__ in PLAIN and value.layout is STRIDED and value.is_cpu and not value.is_nested
         storage = value.untyped_storage() if is_plain else None
-        known: Any = writers.get(storage._cdata) if storage is not None else None
+        known: Any = writers.get(storage_address(storage)) if storage is not None else None
         if storage is not None and known.__class__ is not PartialWrites:
             edges = [] if known is None else [known]
             slot = layouts.slots.get((value.dtype, value.shape, value.stride())) or layouts.of(value)
             address = address_of(value)
             if slot.num_bytes:
-                places.setdefault((storage._cdata, address), name)
+                places.setdefault((storage_address(storage), address), name)
             if slot.is_row_major and address and not value.is_neg() and storage.nbytes() >= slot.num_bytes:
                 spans.append((address, slot.num_bytes))
             else:

@@ -15,19 +15,16 @@ import torch
 from torch import nn
 
 from det_callbacks.errors import NondeterministicOpError, NondeterministicOpWarning
+from det_callbacks.internals.torch import current_node, graph_task_id, next_sequence_number, set_deterministic
 from det_callbacks.nondeterminism import read_op_facts
 from det_callbacks.patterns import OpPattern
 from det_callbacks.runs.evidence import NondeterministicOp
 from det_callbacks.settings.catalogue import algorithms_in_force
 from det_callbacks.trace.dispatch import TAKE_APART, DispatchMode
-from det_callbacks.trace.engine import current_node, graph_task_id, next_sequence_number
 from det_callbacks.trace.modules import UNKNOWN_MODULE, ModuleStack
 from det_callbacks.trace.overloads import OpPlan, comes_apart, make_plan
 from det_callbacks.trace.program_trie import OpScope
 from det_callbacks.trace.sites import source_of
-
-# looked at in torch 2.13; see backward.py
-_set_flags = torch._C._set_deterministic_algorithms
 
 # aten/src/ATen/Context.cpp, Context::alertNotDeterministic, torch 2.13
 _MARK = "does not have a deterministic implementation, but you set 'torch.use_deterministic_algorithms(True"
@@ -63,7 +60,7 @@ class NondeterministicOps:
         def guarded(*args: Any, **kwargs: Any) -> Any:
             mode = algorithms_in_force() if may_warn else None
             if mode == "warn":
-                _set_flags(True, warn_only=False)
+                set_deterministic(True, warn_only=False)
             try:
                 return call(*args, **kwargs)
             except RuntimeError as error:
@@ -71,11 +68,11 @@ class NondeterministicOps:
                     raise
                 mode = mode or algorithms_in_force()
                 self._require_allowed(error, plan.name, mode, *place())
-                _set_flags(True, warn_only=True)
+                set_deterministic(True, warn_only=True)
                 return call(*args, **kwargs)
             finally:
                 if mode in ("warn", "error"):
-                    _set_flags(True, warn_only=mode == "warn")
+                    set_deterministic(True, warn_only=mode == "warn")
 
         return guarded
 

@@ -12,10 +12,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey, _SetExcludeDispatchKeyGuard  # looked at in torch 2.13
-from torch._ops import HigherOrderOperator, OpOverload
 from torch.overrides import enable_reentrant_dispatch
 
+from det_callbacks.internals.torch import (
+    DispatchKey,
+    HigherOrderOperator,
+    OpOverload,
+    exclude_key,
+    has_kernel_for,
+    has_kernels,
+    kernel_of,
+    overload_name,
+    schema_of,
+)
 from det_callbacks.trace.components import has_parts
 
 OPAQUE_OUTPUTS: Mapping[str, frozenset[int]] = {
@@ -191,7 +200,7 @@ def make_plan(func: OpOverload | HigherOrderOperator) -> OpPlan:
     if not isinstance(func, OpOverload):
         name = f"higher_order.{func}"
         return OpPlan(name=name, base=name, kind=OpKind.OPAQUE, call=func)
-    schema = func._schema
+    schema = schema_of(func)
     base = f"{func.namespace}.{schema.name.partition('::')[2]}"
     hidden = HIDDEN_WRITES.get(base, ())
     written = [
@@ -205,11 +214,11 @@ def make_plan(func: OpOverload | HigherOrderOperator) -> OpPlan:
         conditions = dict([WRITTEN_IF[base]])
     is_declared = schema.returns and all(one.alias_info and not one.alias_info.is_write for one in schema.returns)
     is_view = not written and bool(is_declared or base in UNDECLARED_VIEWS)
-    call: Callable[..., Any] = func._op if type(func) is OpOverload else func
+    call = kernel_of(func)
     may_be_in_flight = any(argument.name == "non_blocking" for argument in schema.arguments)
     returns_fresh = all(returned.alias_info is None for returned in schema.returns)
     plan = OpPlan(
-        name=f"{base}.{func._overloadname}",
+        name=f"{base}.{overload_name(func)}",
         base=base,
         kind=_kind_of(func, base, is_view=is_view),
         call=partial(_call_with_autocast, call) if base in AUTOCASTS_INSIDE else call,
@@ -233,7 +242,7 @@ def make_plan(func: OpOverload | HigherOrderOperator) -> OpPlan:
         opaque_outputs=OPAQUE_OUTPUTS.get(base, frozenset()),
         draws_random=torch.Tag.nondeterministic_seeded in func.tags,
         may_be_in_flight=may_be_in_flight,
-        is_reducing=f"{base}.{func._overloadname}" in REDUCING,
+        is_reducing=f"{base}.{overload_name(func)}" in REDUCING,
     )
     is_taken_apart = plan.kind in (OpKind.DIGEST, OpKind.VIEW) and _is_composite(func.name())
     return replace(plan, kind=OpKind.COMPOSITE, whole=plan) if is_taken_apart else plan
@@ -244,10 +253,10 @@ def _call_with_autocast(call: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     with ExitStack() as stack:
         for device in {tensor.device.type for tensor in tensors_in((*args, *kwargs.values()))}:
             with enable_reentrant_dispatch():
-                is_on = torch._C._is_autocast_available(device) and torch.is_autocast_enabled(device)
+                is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
             if is_on:
                 key = getattr(DispatchKey, f"Autocast{device.upper()}")
-                stack.enter_context(_SetExcludeDispatchKeyGuard(key, False))
+                stack.enter_context(exclude_key(key, False))
         return call(*args, **kwargs)
 
 
@@ -278,9 +287,9 @@ def _is_out_variant(func: OpOverload, written: Sequence[ArgumentWrite]) -> bool:
 
     ``torch.Tag.out`` says the same of most of them since torch 2.13, but not of those in other namespaces.
     """
-    arguments = func._schema.arguments
+    arguments = schema_of(func).arguments
     has_only_results = bool(written) and all(arguments[write.index].kwarg_only for write in written)
-    return has_only_results or "out" in func._overloadname.split("_")
+    return has_only_results or "out" in overload_name(func).split("_")
 
 
 def _is_composite(name: str) -> bool:
@@ -288,10 +297,10 @@ def _is_composite(name: str) -> bool:
 
     Autograd takes such an op apart before a mode sees it; in inference mode, and of inference tensors, nobody does.
     """
-    if not torch._C._dispatch_has_kernel(name):
+    if not has_kernels(name):
         return False  # TorchScript's own, on numbers
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return has_kernel(name, "CompositeImplicitAutograd") and not any(has_kernel(name, key) for key in _OWN_KERNELS)
+    has_own = any(has_kernel_for(name, key) for key in _OWN_KERNELS)
+    return has_kernel_for(name, "CompositeImplicitAutograd") and not has_own
 
 
 def _kind_of(func: OpOverload, base: str, *, is_view: bool) -> OpKind:

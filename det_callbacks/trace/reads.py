@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Generator, Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor  # looked at in torch 2.13
 
 from det_callbacks.host_digest import digest_memory
+from det_callbacks.internals.torch import AsyncCollectiveTensor, storage_address
 from det_callbacks.rng import digest_generator
 from det_callbacks.runs.program import IN_FLIGHT, UNWRITTEN, Site
 from det_callbacks.trace.components import address_of, has_parts, holds_data, parts_of
@@ -52,7 +52,7 @@ class Reads:
                 return
         ledger = recorder.ledger
         storage = tensor.untyped_storage()
-        known = ledger.writers.get(storage._cdata)
+        known = ledger.writers.get(storage_address(storage))
         if isinstance(known, int):
             reads.append(known)
             return
@@ -78,7 +78,7 @@ class Reads:
         names.append(name)
         self.row_edges.append(edges)
         reads.append(position)
-        if storage._cdata in ledger.in_flight:  # the host may have waited for it, of which nobody is told
+        if storage_address(storage) in ledger.in_flight:  # the host may have waited for it, of which nobody is told
             recorder.append_bits(0, recorder.layouts.without_bits(tensor, IN_FLIGHT))
             return
         offset = 0

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from det_callbacks.host_digest import digest_memory
+from det_callbacks.internals.torch import graph_task_id, pin_storage, storage_address
 from det_callbacks.runs.program import Program, scalar_bits
 from det_callbacks.runs.selection import PHASES, Selection
 from det_callbacks.runs.steps import Expectation, StepTrace, require_whole
@@ -24,7 +25,6 @@ from det_callbacks.trace.compiled_regions import CompiledRegions
 from det_callbacks.trace.components import PLAIN, STRIDED, address_of, holds_data, parts_with_memory
 from det_callbacks.trace.deferred_sites import DeferredSites
 from det_callbacks.trace.dispatch import TAKE_APART
-from det_callbacks.trace.engine import graph_task_id
 from det_callbacks.trace.generators import GeneratorTrail
 from det_callbacks.trace.layouts import LayoutSlot, LayoutTable, Parts, describe_parts, parts_of_arguments
 from det_callbacks.trace.modules import ModuleStack
@@ -219,7 +219,7 @@ class Recorder:
                     # only ordinary tensors are known by their storage; `writer` is then the one site that wrote it
                     if kind in PLAIN and value.layout is STRIDED:
                         storage = value.untyped_storage()
-                        writer = writers.get(storage._cdata)
+                        writer = writers.get(storage_address(storage))
                         if writer.__class__ is int:
                             reads.append(writer)
                         elif writer is None:
@@ -305,10 +305,14 @@ class Recorder:
                     slot = self.layouts.add_strided(key)
                 storage = output.untyped_storage()
                 if is_functional:
-                    address = storage._weak_ref()
+                    address = pin_storage(storage)
                     ledger.pins.append(address)
                     writers[address] = len(digests)
-                elif slot.is_dense and storage.nbytes() == slot.num_bytes and (address := storage._cdata) in writers:
+                elif (
+                    slot.is_dense
+                    and storage.nbytes() == slot.num_bytes
+                    and (address := storage_address(storage)) in writers
+                ):
                     writers[address] = len(digests)
                 else:
                     ledger.write(output, len(digests))
@@ -442,7 +446,7 @@ class Recorder:
         else:
             self.append(output)
             for part in parts_with_memory(output):
-                if not (is_fresh and part.untyped_storage()._cdata in self.ledger.writers):
+                if not (is_fresh and storage_address(part.untyped_storage()) in self.ledger.writers):
                     self.ledger.write(part, position)
 
     def _plan_of_accumulation(self, args: tuple[Any, ...]) -> OpPlan:

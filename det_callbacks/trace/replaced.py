@@ -4,14 +4,12 @@ A graph that was compiled meanwhile is called through a function of ours for as 
 under way, that costs 0.1 microseconds. A CUDA graph that C++ code or cuda-python captures or launches tells nobody.
 """
 
-import sys
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.fx._lazy_graph_module import _LazyGraphModule  # looked at in torch 2.13
-
+from det_callbacks.internals import dynamo
+from det_callbacks.internals.torch import CudaGraph
 from det_callbacks.trace.compiled_graphs import TracedGraph, describe_graph
 
 if TYPE_CHECKING:
@@ -30,14 +28,13 @@ class ReplacedInTorch:
         """Name what is compiled from now on, until ``unfollow``; imports Dynamo, which every optimizer does."""
         # first: so that ``unfollow`` finds what Ctrl-C has left half done
         self._followers.add(id(follower))
-        cuda_graph = torch.cuda.graphs._CUDAGraph  # type: ignore[attr-defined]  # imported there
-        self._replace(torch._dynamo.output_graph.OutputGraph, "call_user_compiler", self._compile)
-        self._replace(cuda_graph, "capture_begin", partial(self._tell, "before_capture"))
-        self._replace(cuda_graph, "replay", partial(self._tell, "before_replay"))
+        self._replace(dynamo.output_graph(), dynamo.COMPILES_GRAPH, self._compile)
+        self._replace(CudaGraph, "capture_begin", partial(self._tell, "before_capture"))
+        self._replace(CudaGraph, "replay", partial(self._tell, "before_replay"))
         # tells of what was compiled before; not by an import, which takes seconds: without it, there is nothing
-        inductor = sys.modules.get("torch._inductor.output_code")
-        if inductor is not None:
-            self._replace(inductor.CompiledFxGraph, "__call__", self._run_earlier)
+        inductor_graph = dynamo.inductor_graph()
+        if inductor_graph is not None:
+            self._replace(inductor_graph, "__call__", self._run_earlier)
 
     def watch(self, recorder: "Recorder") -> None:
         """Tell a recorder of what runs from now on, until ``unfollow``."""
@@ -75,9 +72,9 @@ class ReplacedInTorch:
     def _followed(self, graph: TracedGraph, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that runs a compiled graph, with those who watch around it."""
         lazy = getattr(compiled, "__self__", None)
-        if isinstance(lazy, _LazyGraphModule) and getattr(compiled, "__name__", "") == "_lazy_forward":
+        if isinstance(lazy, dynamo.LazyGraph) and getattr(compiled, "__name__", "") == dynamo.LAZY_FORWARD:
             # what Dynamo does with it: else each call would be one of the graph as a module
-            _LazyGraphModule.force_recompile(lazy)
+            dynamo.LazyGraph.force_recompile(lazy)
             compiled = lazy.forward
 
         @wraps(compiled)
@@ -105,13 +102,11 @@ def forget_compiled() -> None:
     The file caches of inductor stay, as do the sizes that Dynamo has seen vary: it would trace other graphs without
     them. Under another stance than the default, code that was compiled may not be compiled again, and stays.
     """
-    dynamo = torch._dynamo
-    if dynamo.eval_frame._stance.stance != "default":
+    if dynamo.stance().stance != "default":
         return
-    varying_sizes = dict(dynamo.pgo.get_code_state())
-    # not torch.compiler.reset, which also turns compiled autograd off and drops CUDA graphs and callbacks
-    dynamo.reset_code_caches()
-    dynamo.pgo.get_code_state().update(varying_sizes)
+    varying_sizes = dict(dynamo.varying_sizes()())
+    dynamo.forget_code()()
+    dynamo.varying_sizes()().update(varying_sizes)
 
 
 REPLACED = ReplacedInTorch()

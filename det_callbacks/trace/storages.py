@@ -1,17 +1,16 @@
 """Who wrote the bytes of a storage in this step: the edges of a program.
 
 A storage is known by its address. Every storage in the ledger is pinned by a weak reference until the step ends: its
-memory is released as always, but its address is not used again (torch 2.13: ``UntypedStorage._weak_ref``, ``_cdata``).
+memory is released as always, but its address is not used again.
 """
 
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
-import torch
 from torch import Tensor
 
-_free_weak_ref = torch.UntypedStorage._free_weak_ref
+from det_callbacks.internals.torch import pin_storage, storage_address, unpin_storage
 
 MAX_MASK_BYTES = 1 << 24  # of a storage that are looked at one by one
 
@@ -129,15 +128,15 @@ class StorageLedger:
         self.in_flight: set[int] = set()  # of the host, into which a device copies, and nobody has waited for it
 
     def pin(self, tensor: Tensor) -> int:
-        """Keep the address of a tensor's storage, its ``_cdata``, from being reused until the step ends; return it."""
-        address: int = tensor.untyped_storage()._weak_ref()  # type: ignore[assignment]  # declared as a storage
+        """Keep the address of a tensor's storage from being used again until the step ends; return it."""
+        address = pin_storage(tensor.untyped_storage())
         self.pins.append(address)
         return address
 
     def write(self, tensor: Tensor, position: int) -> None:
         """Note who wrote the elements of a tensor, which may be any view: a site, ``UNKNOWN``, or a delivery."""
         storage = tensor.untyped_storage()
-        address, num_bytes = storage._cdata, storage.nbytes()
+        address, num_bytes = storage_address(storage), storage.nbytes()
         known = self.writers.get(address)
         if known is None:
             self.pin(tensor)
@@ -156,7 +155,7 @@ class StorageLedger:
 
     def forget(self, tensor: Tensor) -> None:
         """Note that something unrecorded wrote a tensor: the next recorded read of it becomes an input site."""
-        if tensor.untyped_storage()._cdata in self.writers:
+        if storage_address(tensor.untyped_storage()) in self.writers:
             self.write(tensor, UNKNOWN)
 
     def mark_in_flight(self, tensor: Tensor) -> None:
@@ -180,7 +179,7 @@ class StorageLedger:
 
     def writers_of(self, tensor: Tensor) -> list[int]:
         """Return the recorded sites that wrote the bytes of a tensor that has a storage, ascending."""
-        known = self.writers.get(tensor.untyped_storage()._cdata)
+        known = self.writers.get(storage_address(tensor.untyped_storage()))
         if isinstance(known, PartialWrites):
             return known.writers(region_of(tensor))
         return [] if known is None else [known]
@@ -200,7 +199,7 @@ class StorageLedger:
         self.writers.clear()
         pins, self.pins = self.pins, []  # each is let go once, also where Ctrl-C ends this and it is called again
         for address in pins:
-            _free_weak_ref(address)  # type: ignore[no-untyped-call]  # torch's own, unannotated
+            unpin_storage(address)
 
 
 def region_of(tensor: Tensor) -> Region:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from det_callbacks.internals.torch import storage_address
 from det_callbacks.runs.program import GRAPH
 from det_callbacks.trace.collectives import Collectives
 from det_callbacks.trace.components import STRIDED, has_parts, parts_with_memory
@@ -104,7 +105,7 @@ class UndigestedOps:
         recorder.deferred.flush()
         out = plan.call(*args, **kwargs)
         if gradient is not None and out is not gradient:
-            writer = recorder.ledger.writers.get(gradient.untyped_storage()._cdata)
+            writer = recorder.ledger.writers.get(storage_address(gradient.untyped_storage()))
             if isinstance(writer, int):
                 recorder.ledger.write(out, writer)
             else:

@@ -8,12 +8,12 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from det_callbacks.digest.components import digest_output, digest_tensor
 from det_callbacks.digest.device.deferred import Bits, DeferredDigests, value_of
 from det_callbacks.host_digest import digest_memory
+from det_callbacks.internals.torch import storage_address, storage_at
 from det_callbacks.runs.program import Program
 from det_callbacks.runs.steps import Expectation
 from det_callbacks.trace.components import has_parts
@@ -103,7 +103,7 @@ class UnseenWriteCheck:
                 continue
             left = recorder.layouts.order[recorder.layout_indices[writer]]
             # the ledger holds a weak reference to it; torch 2.13: None where it is gone
-            storage = torch.UntypedStorage._new_with_weak_ptr(address)
+            storage = storage_at(address)
             if storage is not None and left.is_raw and storage.nbytes() == left.num_bytes:
                 bits = queues.add(storage, 0, left.num_bytes)
                 if bits is not None:
@@ -115,10 +115,10 @@ class UnseenWriteCheck:
     def _is_changed(self, tensor: Tensor, trusted: int | None = None) -> bool:
         """Return whether bytes that one site before ``trusted`` wrote have changed; with holes it cannot be told."""
         recorder, storage = self._recorder, tensor.untyped_storage()
-        writer = recorder.ledger.writers.get(storage._cdata)
+        writer = recorder.ledger.writers.get(storage_address(storage))
         if trusted is not None and isinstance(writer, int) and writer >= trusted:
             return False
-        if (found := self._changed_at.get(storage._cdata)) is not None:
+        if (found := self._changed_at.get(storage_address(storage))) is not None:
             return not isinstance(writer, int) or writer < found
         if writer is None or not (address := storage.data_ptr()):
             return False
@@ -143,8 +143,7 @@ def _ordinary(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _address(tensor: Tensor) -> int:
-    address: int = tensor.untyped_storage()._cdata
-    return address
+    return storage_address(tensor.untyped_storage())
 
 
 def _is_part(tensor: Tensor) -> bool:

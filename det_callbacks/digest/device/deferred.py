@@ -11,6 +11,7 @@ from det_callbacks.digest.device.triton_digest import Span, TritonDigest, device
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.host_digest import digest_bytes
+from det_callbacks.internals.torch import storage_address
 
 MAX_TENSORS = 1024
 MAX_BYTES = 64 * 1024 * 1024
@@ -71,7 +72,7 @@ class DigestQueue:
                 self.flush()
             self._stream = stream
             self._pending.append((storage, offset, num_bytes))
-            self._places.add(storage._cdata)
+            self._places.add(storage_address(storage))
             self._num_bytes += num_bytes
             self._num_added += 1
             if self._num_bytes > self._max_bytes:
@@ -80,7 +81,7 @@ class DigestQueue:
 
     def before_write(self, storage: torch.UntypedStorage) -> None:
         """Launch what waits, if any of it lies in a storage that is about to change or to lose its memory."""
-        place = storage._cdata
+        place = storage_address(storage)
         with self._lock:  # also where nothing waits: another thread may be launching it
             if place in self._places:
                 self.flush()
@@ -96,7 +97,7 @@ class DigestQueue:
 
     def unhold(self, storage: torch.UntypedStorage) -> None:
         """Do not tell the allocator, until ``discard``, that a storage is read: somebody else sees to its reuse."""
-        self._unheld.add(storage._cdata)
+        self._unheld.add(storage_address(storage))
 
     def flush(self) -> None:
         """Launch what waits, on the stream it was made on."""
@@ -117,7 +118,7 @@ class DigestQueue:
                 self._launched.append(self._method.launch(pending, stream, frozenset(self._unheld)))
             if stream is not None:
                 for storage, _, _ in pending:
-                    self._readers.setdefault(storage._cdata, {})[stream] = None
+                    self._readers.setdefault(storage_address(storage), {})[stream] = None
             self._is_broken = False
 
     def finish(self) -> list[int]:

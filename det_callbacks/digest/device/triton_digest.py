@@ -17,6 +17,7 @@ import torch
 
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.host_digest import BLOCK_BYTES, LEAF_BYTES, digest_bytes
+from det_callbacks.internals.torch import storage_address
 
 MAX_SUM_BYTES = 32 * 1024 * 1024
 """Sums of a stream that wait at most."""
@@ -83,7 +84,7 @@ class TritonDigest:
         """Enqueue the kernel that reads the spans; the allocator is not told of storages at ``unheld`` addresses."""
         places = [(storage.data_ptr() + offset, size) for storage, offset, size in spans]
         with self._lock, self._on(stream):
-            self._hold([span for span in spans if span[0]._cdata not in unheld] if unheld else spans, stream)
+            self._hold([span for span in spans if storage_address(span[0]) not in unheld] if unheld else spans, stream)
             num_tiles = sum(-(-size // self._tile_bytes) for _, size in places)
             sizes = tuple(size for _, size in places)
             sums, hashes = self._memory(num_tiles * self._tile_words), self._memory(sum(map(_num_leaves, sizes)))

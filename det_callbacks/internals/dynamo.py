@@ -1,0 +1,101 @@
+"""Every private name of Dynamo and inductor that is used: what for, and what is lost without it.
+
+Importing Dynamo takes seconds, so ``later`` names are looked up when they are asked for. All are there in torch 2.11 to
+2.15.
+"""
+
+import sys
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+from torch import nn
+
+from det_callbacks.internals.torch import TORCH
+
+_SLOWER = "torch.compile may take longer while a run is recorded"
+_set_strategy: Any = TORCH.optional(
+    "torch._C._dynamo.eval_frame.set_code_exec_strategy",
+    "keeps Dynamo from looking at functions that run between the parts of a compiled one",
+    without=None,
+    lost=_SLOWER,
+)
+_make_strategy: Any = TORCH.optional(
+    "torch._C._dynamo.eval_frame._FrameExecStrategy", "likewise", without=None, lost=_SLOWER
+)
+_actions: Any = TORCH.optional("torch._C._dynamo.eval_frame._FrameAction", "likewise", without=None, lost=_SLOWER)
+
+
+def skip(code: CodeType) -> None:
+    """Have Dynamo run this code as it is; what ``torch.compiler.disable`` does, without importing Dynamo."""
+    if None not in (_set_strategy, _make_strategy, _actions):
+        _set_strategy(code, _make_strategy(_actions.SKIP, _actions.SKIP))
+
+
+def break_graph_at(function: Any, reason: str) -> None:
+    """Mark a function so that Dynamo ends a graph where it is called; likewise without importing Dynamo."""
+    function._torchdynamo_disable = True
+    function._torchdynamo_disable_msg = reason
+
+
+OBSERVE_IN_ORDER: Any = TORCH.optional(
+    "torch._library.effects.EffectType.ORDERED",
+    "keeps an op that returns nothing in a graph",
+    without=None,
+    lost="what compiled functions observe is left out",
+)
+
+# What is replaced while a run is followed.
+
+output_graph = TORCH.later(
+    "torch._dynamo.output_graph.OutputGraph", "the class whose call_user_compiler hands each graph to its compiler"
+)
+COMPILES_GRAPH = "call_user_compiler"
+
+
+def inductor_graph() -> Any:
+    """Return the class of what inductor compiled (CompiledFxGraph), None where inductor was not imported."""
+    module = sys.modules.get("torch._inductor.output_code")
+    return None if module is None else _inductor_graph()
+
+
+_inductor_graph = TORCH.later("torch._inductor.output_code.CompiledFxGraph", "tells of what was compiled before")
+LazyGraph: Any = TORCH.needed_class("torch.fx._lazy_graph_module._LazyGraphModule", "a graph that Dynamo writes later")
+LAZY_FORWARD = "_lazy_forward"
+"""Name of the method that writes it, and then runs it."""
+
+# What is forgotten when a run begins.
+
+stance = TORCH.later("torch._dynamo.eval_frame._stance", "whether code that was compiled may be compiled again")
+forget_code = TORCH.later(
+    "torch._dynamo.reset_code_caches",
+    "drops what was compiled; torch.compiler.reset also turns compiled autograd off and drops CUDA graphs",
+)
+varying_sizes = TORCH.later("torch._dynamo.pgo.get_code_state", "the sizes that Dynamo has seen vary")
+
+# What compare_compiled needs.
+
+_COMPARING = "compare_compiled"
+config = TORCH.later("torch._dynamo.config", "has Dynamo raise where it would go back to eager code", for_=_COMPARING)
+inductor_config = TORCH.later("torch._inductor.config", "the same random numbers as in eager code", for_=_COMPARING)
+compiler_of = TORCH.later(
+    "torch._dynamo.backends.registry.lookup_backend", "the compiler behind the name of a backend", for_=_COMPARING
+)
+inductor_with_mode = TORCH.later(
+    "torch._TorchCompileInductorWrapper", "what torch.compile makes of a mode of inductor", for_=_COMPARING
+)
+optimized_module = TORCH.later(
+    "torch._dynamo.eval_frame.OptimizedModule", "the class of what torch.compile makes of a module", for_=_COMPARING
+)
+
+# Attributes.
+
+ORIGINAL = "_orig_mod"
+"""Of what ``torch.compile(module)`` returns: the module."""
+GRAPH_SOURCE = "_dynamo_source"
+"""Of an input of a graph: where Dynamo found it."""
+INDUCTOR_CONFIG = "_inductor.config"
+"""Of torch: the settings of inductor."""
+is_compiled_in_place: Callable[[nn.Module], Any] = TORCH.of_instance(
+    "torch.nn.Module._compiled_call_impl", "what Module.compile has put in place of a call", for_=_COMPARING
+)

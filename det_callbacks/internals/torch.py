@@ -1,0 +1,329 @@
+"""Every private name of torch that is used, but for those of Dynamo: what for, and what is lost without it.
+
+All are there in torch 2.11 to 2.15.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Generator, Tensor, UntypedStorage, nn
+from torch.utils.checkpoint import CheckpointFunction
+
+from det_callbacks.internals.names import MISSING, PrivateNames, find
+
+TORCH = PrivateNames("torch")
+"""All that are looked up, those of ``dynamo.py`` too."""
+
+# Autograd: of the thread that asks.
+
+graph_task_id: Callable[[], int] = TORCH.needed(
+    "torch._C._current_graph_task_id", "the number of the backward pass that runs, -1 outside any"
+)
+current_node: Callable[[], Any] = TORCH.optional(
+    "torch._C._current_autograd_node",
+    "the autograd node that runs",
+    without=lambda: None,
+    lost="ops of backward passes have no module and no source line",
+)
+next_sequence_number: Callable[[], int] = TORCH.optional(
+    "torch._C._autograd._get_sequence_nr",
+    "the number that the next autograd node gets",
+    without=lambda: -1,
+    lost="ops of backward passes have no module and no source line",
+)
+top_hooks: Callable[[bool], tuple[Any, Any] | None] = TORCH.optional(
+    "torch._C._autograd._top_saved_tensors_default_hooks",
+    "the saved-tensor hooks in force, as (pack, unpack); takes 0.05 microseconds",
+    without=lambda ignores_tracing: None,
+    lost="ops that activation checkpointing repeats have no module",
+)
+sequence_number: Callable[[Any], int] = TORCH.method(
+    "torch.autograd.graph.Node._sequence_nr", "the number that an autograd node was made with"
+)
+_run_backward: Any = TORCH.optional(
+    "torch.autograd.graph._engine_run_backward",
+    "the frame of every backward pass that Python starts",
+    without=None,
+    lost="ops of autograd's formulas are taken for ops of hooks, and have no source line",
+)
+RUN_BACKWARD: CodeType | None = None if _run_backward is None else _run_backward.__code__
+_call_module: Any = TORCH.optional(
+    "torch.nn.Module._call_impl",
+    "the frame of every call of a module",
+    without=None,
+    lost="ops in the backward of Python autograd Functions have no module",
+)
+CALL_MODULE: CodeType | None = None if _call_module is None else _call_module.__code__
+
+
+_DISPATCHING = ("_python_dispatch.py", "_compile.py", str(Path("_dynamo") / "eval_frame.py"))
+
+
+def is_mode(filename: str, function: str) -> bool:
+    """Return whether a frame is that of the dispatch mode that is open on top, or of what torch wraps it in."""
+    return function == "__torch_dispatch__" or filename.endswith(_DISPATCHING)
+
+
+CHECKPOINT_FILE = CheckpointFunction.forward.__code__.co_filename
+CHECKPOINT_REGIONS = {"unpack_hook": "frame", "backward": "ctx"}
+"""Function in that file that repeats a checkpointed region -> its variable that stands for the region."""
+CHECKPOINT_PACK_HOOK = "_checkpoint_hook.__init__.<locals>.pack_hook"
+"""Qualified name of the saved-tensor hook of a checkpoint without reentry; its closure is the region's frame."""
+
+
+def forward_code(node: object) -> CodeType | None:
+    """Return the code of the forward of a Python autograd Function, from its node; None for nodes of torch's own."""
+    forward = getattr(getattr(type(node), "_forward_cls", None), "forward", None)
+    return getattr(forward, "__code__", None)
+
+
+# Storages and memory.
+
+storage_address: Callable[[UntypedStorage], int] = TORCH.attribute(
+    "torch.UntypedStorage._cdata", "the address of a storage, which identifies it while somebody holds it"
+)
+pin_storage: Callable[[UntypedStorage], int] = TORCH.method(
+    "torch.UntypedStorage._weak_ref", "a weak reference that keeps the address of a storage from being used again"
+)
+unpin_storage: Callable[[int], None] = TORCH.needed("torch.UntypedStorage._free_weak_ref", "lets such an address go")
+storage_at: Callable[[int], UntypedStorage | None] = TORCH.needed(
+    "torch.UntypedStorage._new_with_weak_ptr", "the storage at such an address, None where it is gone"
+)
+memory_address: Callable[[Tensor], Any] = TORCH.needed(
+    "torch._C._data_address",
+    "where a tensor's storage begins, 0 without memory; unlike data_ptr it materialises no copy-on-write storage",
+)
+is_zero_tensor: Callable[[Tensor], bool] = TORCH.optional(
+    "torch._is_zerotensor",
+    "whether a tensor stands for zeros, without memory",
+    without=lambda tensor: False,
+    lost="efficient zero tensors, which forward-mode differentiation makes, are refused by digests",
+)
+set_conjugate: Callable[[Tensor, bool], None] = TORCH.needed(
+    "torch._C._set_conj", "copies the conjugate bit of a tensor", for_="BitwiseEquivalenceMode"
+)
+set_negative: Callable[[Tensor, bool], None] = TORCH.needed(
+    "torch._C._set_neg", "copies the negative bit of a tensor", for_="BitwiseEquivalenceMode"
+)
+
+# Kinds of tensors.
+
+if TYPE_CHECKING:
+    from torch._C import DispatchKey as DispatchKey
+    from torch._ops import HigherOrderOperator as HigherOrderOperator
+    from torch._ops import OpOverload as OpOverload
+    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor as AsyncCollectiveTensor
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+else:
+    FakeTensor = TORCH.needed_class("torch._subclasses.fake_tensor.FakeTensor", "a tensor without data")
+    FunctionalTensor = TORCH.needed_class(
+        "torch._subclasses.functional_tensor.FunctionalTensor", "a tensor without data"
+    )
+    AsyncCollectiveTensor = TORCH.needed_class(
+        "torch.distributed._functional_collectives.AsyncCollectiveTensor", "what a collective has yet to deliver"
+    )
+    DispatchKey = TORCH.needed("torch._C.DispatchKey", "names the kernels of an op")
+    OpOverload = TORCH.needed_class("torch._ops.OpOverload", "the class of ops")
+    HigherOrderOperator = TORCH.needed_class("torch._ops.HigherOrderOperator", "the class of ops on functions")
+    TorchDispatchMode = TORCH.needed_class(
+        "torch.utils._python_dispatch.TorchDispatchMode", "sees every op of the thread that entered it"
+    )
+
+is_functional: Callable[[Tensor], bool] = TORCH.optional(
+    "torch._is_functional_tensor",
+    "whether a tensor stands for another one while functorch traces",
+    without=lambda tensor: False,
+    lost="a functional tensor is refused by digests with another message",
+)
+is_wrapper: Callable[[Tensor], bool] = TORCH.needed(
+    "torch.utils._python_dispatch.is_traceable_wrapper_subclass", "whether a tensor says which tensors it consists of"
+)
+is_transformed: Callable[[Tensor], bool] = TORCH.needed(
+    "torch._C._functorch.is_functorch_wrapped_tensor", "whether torch.func has wrapped a tensor"
+)
+is_grad_tracking: Callable[[Tensor], bool] = TORCH.needed(
+    "torch._C._functorch.is_gradtrackingtensor", "whether it is torch.func.grad that has"
+)
+untransformed: Callable[[Tensor], Tensor] = TORCH.needed("torch._C._functorch.get_unwrapped", "the tensor inside")
+MKLDNN: Any = TORCH.optional(
+    "torch._mkldnn",
+    "the layout of tensors that oneDNN has packed",
+    without=None,
+    lost="tensors of that layout are refused by digests",
+)
+COO_PARTS = ("_indices", "_values")
+"""Methods of a sparse COO tensor; the public ones refuse tensors that are not coalesced."""
+num_writes: Callable[[Tensor], int] = TORCH.attribute(
+    "torch.Tensor._version", "how often a tensor was written, as far as autograd was told"
+)
+JAGGED_CACHES = frozenset({"_min_seqlen_tensor", "_max_seqlen_tensor"})
+"""Attributes of a jagged tensor that are there once something asked for them: its history, and not its content."""
+
+# Dispatch.
+
+schema_of: Callable[[Any], Any] = TORCH.attribute(
+    "torch.ops.aten.abs.default._schema", "what an op declares of its arguments"
+)
+current_mode: Callable[[], Any] = TORCH.needed(
+    "torch.utils._python_dispatch._get_current_dispatch_mode", "the dispatch mode that was entered last"
+)
+push_mode: Callable[[Any], None] = TORCH.needed(
+    "torch.utils._python_dispatch._push_mode", "enters a mode again inside its own handler"
+)
+pop_mode: Callable[[], Any] = TORCH.needed("torch.utils._python_dispatch._pop_mode", "leaves it")
+without_modes: Callable[[], Any] = TORCH.needed(
+    "torch.utils._python_dispatch._disable_current_modes", "keeps all dispatch modes from seeing what runs inside"
+)
+num_dispatch_modes: Callable[[], int] = TORCH.optional(
+    "torch._C._len_torch_dispatch_stack",
+    "how many dispatch modes are open, which is quicker than to disable them",
+    without=lambda: 1,
+    lost="replay and BitwiseEquivalenceMode are slower",
+)
+num_function_modes: Callable[[], int] = TORCH.optional(
+    "torch._C._len_torch_function_stack",
+    "how many torch-function modes are open, which is quicker than to disable them",
+    without=lambda: 1,
+    lost="digests of tensors are slower",
+)
+without_dispatch: Callable[[], Any] = TORCH.needed(
+    "torch._C._DisableTorchDispatch", "keeps dispatch modes and tensor subclasses from seeing what runs inside"
+)
+without_function_modes: Callable[[], Any] = TORCH.needed(
+    "torch._C.DisableTorchFunction", "keeps torch-function modes from seeing what runs inside"
+)
+without_transforms: Callable[[], Any] = TORCH.needed(
+    "torch._C._DisableFuncTorch", "keeps torch.func from seeing what runs inside"
+)
+below_autograd: Callable[[], Any] = TORCH.needed(
+    "torch._C._AutoDispatchBelowAutograd", "keeps autograd from seeing what runs inside"
+)
+without_autocast: Callable[[], Any] = TORCH.needed("torch._C._DisableAutocast", "runs ops without autocast")
+exclude_key: Callable[[Any, bool], Any] = TORCH.needed(
+    "torch._C._SetExcludeDispatchKeyGuard", "runs the ops inside a kernel with autocast, as without a dispatch mode"
+)
+has_kernels: Callable[[str], bool] = TORCH.needed("torch._C._dispatch_has_kernel", "whether an op is TorchScript's own")
+has_kernel_for: Callable[[str, str], bool] = TORCH.needed(
+    "torch._C._dispatch_has_kernel_for_dispatch_key",
+    "whether an op has a kernel; OpOverload.has_kernel_for_dispatch_key counts Python decompositions too",
+)
+all_op_names: Callable[[], list[str]] = TORCH.needed(
+    "torch._C._dispatch_get_all_op_names",
+    "every op that is registered; dir(torch.ops.aten) has only those used so far",
+    for_="det-callbacks ops",
+)
+set_deterministic: Callable[..., None] = TORCH.optional(
+    "torch._C._set_deterministic_algorithms",
+    "torch.use_deterministic_algorithms without its import of inductor",
+    without=torch.use_deterministic_algorithms,
+    lost="the first op without a deterministic implementation takes seconds",
+)
+keep_version: Callable[[Tensor], Any] = TORCH.needed(
+    "torch.autograd.grad_mode._unsafe_preserve_version_counter",
+    "puts saved bits into a tensor that autograd has saved",
+    for_="observe_non_deterministic in a compiled function",
+)
+
+
+def kernel_of(func: Any) -> Callable[..., Any]:
+    """Return how an op is called past the frame that ``OpOverload.__call__`` adds (``OpOverload._op``)."""
+    kernel: Callable[..., Any] = getattr(func, "_op", func) if type(func) is OpOverload else func
+    return kernel
+
+
+def call_composite(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the kernel of a composite op (``OpOverload._op_dk``); ``decompose`` may call a Python one, of other bits."""
+    return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
+def overload_name(func: Any) -> str:
+    """Return "Tensor" for aten.add.Tensor, "default" where an op has no name of its own for it."""
+    return func.name().partition(".")[2] or "default"
+
+
+CudaGraph: Any = TORCH.needed(
+    "torch.cuda.graphs._CUDAGraph", "the class whose methods capture and replay every CUDA graph; empty without CUDA"
+)
+
+# Modules.
+
+global_pre_hooks: dict[int, Any] = TORCH.needed(
+    "torch.nn.modules.module._global_forward_pre_hooks",
+    "global hooks under one key for good: Dynamo compiles anew for each key that the public functions would take",
+)
+global_hooks: dict[int, Any] = TORCH.needed("torch.nn.modules.module._global_forward_hooks", "likewise, after a call")
+always_called: dict[int, bool] = TORCH.needed(
+    "torch.nn.modules.module._global_forward_hooks_always_called", "likewise, where a call raises"
+)
+PARAMETERS, BUFFERS = "_parameters", "_buffers"
+"""The dictionaries of a module; they are compared by identity, which named_parameters() does not allow."""
+DDP_IGNORED = "_ddp_params_and_buffers_to_ignore"
+"""Attribute of a module: the names that DDP leaves alone."""
+
+
+def left_out_of_state(module: nn.Module) -> set[str]:
+    """Return the names of the buffers of one module that its state_dict leaves out; torch has no public way."""
+    names: set[str] = module._non_persistent_buffers_set
+    return names
+
+
+# Data.
+
+if TYPE_CHECKING:
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+    DataLoaderIter = _BaseDataLoaderIter
+else:
+    DataLoaderIter = TORCH.needed_class("torch.utils.data.dataloader._BaseDataLoaderIter", "leads to the data set")
+_COMPARING = "compare_modules"
+leaves_with_path: Callable[[Any], list[tuple[Any, Any]]] = TORCH.needed(
+    "torch.utils._pytree.tree_leaves_with_path", "the tensors in what a module takes and returns", for_=_COMPARING
+)
+path_text: Callable[[Any], str] = TORCH.needed("torch.utils._pytree.keystr", "their names", for_=_COMPARING)
+default_tolerances: Callable[..., tuple[float, float]] = TORCH.needed(
+    "torch.testing._comparison.default_tolerances", "the tolerances of torch.testing.assert_close", for_=_COMPARING
+)
+
+# Generators.
+
+generator_address: Callable[[Generator], int] = TORCH.attribute(
+    "torch.Generator._cdata", "which generator an op got, through a new Python object"
+)
+# builds without CUDA lack it, where nobody asks
+has_cuda_context: Callable[[int], bool] = getattr(torch._C, "_cuda_hasPrimaryContext", lambda index: True)
+
+
+def mps_generators() -> tuple[Generator, ...]:
+    """Return the default generator of a Mac's device, none in a process that was forked after it was used."""
+    in_fork, default = find("torch.mps._is_in_bad_fork"), find("torch.mps._get_default_mps_generator")
+    return () if MISSING in (in_fork, default) or in_fork() else (default(),)
+
+
+# Several processes.
+
+default_store: Callable[[], Any] = TORCH.needed(
+    "torch.distributed.distributed_c10d._get_default_store", "where processes leave word without a collective"
+)
+_OF_BUCKETS = "exact resume under DDP"
+ddp_facts: Callable[[Any], Any] = TORCH.method(
+    "torch.nn.parallel.DistributedDataParallel._get_ddp_logging_data", "what DDP says of its buckets", for_=_OF_BUCKETS
+)
+ddp_parameters: Callable[[Any], Any] = TORCH.method(
+    "torch.nn.parallel.DistributedDataParallel._build_params_for_reducer",
+    "the parameters in the order of DDP's numbers",
+    for_=_OF_BUCKETS,
+)
+mark_gradient: Callable[[Any, int], Any] = TORCH.needed(
+    "torch.distributed.Reducer._autograd_hook", "tells DDP that a gradient is there", for_=_OF_BUCKETS
+)
+rebuild_buckets: Callable[[Any], bool] = TORCH.method(
+    "torch.distributed.Reducer._rebuild_buckets", "lets DDP make its buckets again", for_=_OF_BUCKETS
+)
+gradient_buckets: Callable[[Any], Any] = TORCH.method(
+    "torch.distributed.Reducer._get_zeros_like_grad_buckets", "which parameters are in which bucket", for_=_OF_BUCKETS
+)
