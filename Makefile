@@ -6,7 +6,7 @@ BIN := $(abspath $(VENV))/bin
 INSTALLED := $(VENV)/.installed
 TRAIN := $(BIN)/python recipes/digits/train.py
 DEMO := demo-run
-CODE := det_callbacks recipes tests
+CODE := det_callbacks recipes tests noxfile.py
 # That the package is for; pyproject.toml has the oldest, which lint and types are for by themselves.
 NEWEST_PYTHON := 3.14
 
