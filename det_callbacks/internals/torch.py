@@ -315,6 +315,9 @@ def mps_generators() -> tuple[Generator, ...]:
 default_store: Callable[[], Any] = TORCH.needed(
     "torch.distributed.distributed_c10d._get_default_store", "where processes leave word without a collective"
 )
+process_group_named: Callable[[str], Any] = TORCH.needed(
+    "torch.distributed.distributed_c10d._resolve_process_group", "the process group that an op names"
+)
 ddp_facts: Callable[[Any], Any] = TORCH.method(
     "torch.nn.parallel.DistributedDataParallel._get_ddp_logging_data", "what DDP says of its buckets", for_=OF_BUCKETS
 )

@@ -28,6 +28,7 @@ TORCH, LIGHTNING = torch.TORCH, lightning.LIGHTNING
 
 # Of the standard library, which documents them or has nothing else.
 OF_PYTHON = frozenset({"_exit", "_fields", "_getframe"})
+FOREIGN = ("torch", "lightning")
 LOOKS_UP = ("getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodcaller")
 
 
@@ -50,17 +51,33 @@ def own_names(trees: Iterable[ast.AST]) -> set[str]:
 def private_names(tree: ast.AST, own: set[str]) -> list[str]:
     """Return the private names that a source takes from elsewhere, with their lines; ops of torch have public ones."""
     found: list[tuple[str, int]] = []
+    foreign = imported(tree)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and not ast.unparse(node.value).startswith("torch.ops"):
-            found.append((node.attr, node.lineno))
+        if isinstance(node, ast.Attribute):
+            base = ast.unparse(node.value)
+            is_foreign = base.partition(".")[0] in foreign
+            if not base.startswith("torch.ops") and (is_foreign or node.attr not in own):
+                found.append((node.attr, node.lineno))
         elif isinstance(node, ast.Import | ast.ImportFrom):
             module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
             parts = [*module.split("."), *(part for alias in node.names for part in alias.name.split("."))]
-            found += [(part, node.lineno) for part in parts]
+            found += [(part, node.lineno) for part in parts if module.partition(".")[0] in FOREIGN or part not in own]
         elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in LOOKS_UP:
             texts = [one.value for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
-            found += [(part, node.lineno) for text in texts for part in text.split(".")]
-    return [f"{name}:{line}" for name, line in found if is_private(name) and name not in own]
+            found += [(part, node.lineno) for text in texts for part in text.split(".") if part not in own]
+    return [f"{name}:{line}" for name, line in found if is_private(name)]
+
+
+def imported(tree: ast.AST) -> set[str]:
+    """Return what the imports from torch and Lightning are called in a source."""
+    names = set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in FOREIGN:
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            parts = [(alias.asname or alias.name, alias.name) for alias in node.names]
+            names |= {name.partition(".")[0] for name, module in parts if module.partition(".")[0] in FOREIGN}
+    return names
 
 
 def offenders(files: Mapping[str, str]) -> dict[str, list[str]]:
@@ -87,6 +104,7 @@ def test_private_names_of_others_stand_in_the_room_alone() -> None:
         "import torch\nkeys = torch._C.DispatchKey",
         "def state(trainer):\n    return trainer._results",
         "def cached(module):\n    return getattr(module, '_parameters', None)",
+        "from torch.distributed import distributed_c10d\n_group = distributed_c10d._group\n_group()",
         "from operator import attrgetter\nread = attrgetter('fit_loop._data_fetcher')",
     ],
 )
