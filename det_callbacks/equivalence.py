@@ -10,8 +10,6 @@ from typing import Any, Self
 import torch
 from torch import Generator, Tensor, UntypedStorage, nn
 
-# torch-private, looked at in torch 2.13, and not in its stubs; _data_address is where the storage begins, and
-# materialises no copy-on-write storage
 from det_callbacks.audit import OpMismatch
 from det_callbacks.digest.components import INTEGERS, digest_tensor, require_storage, tensor_numbers
 from det_callbacks.errors import CoverageWarning, DetCallbacksError, EquivalenceError, TraceError

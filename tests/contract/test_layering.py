@@ -25,12 +25,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 
 _OF_TORCH = (
-    "callback checkpoint digest doctor environment equivalence nondeterminism numerics observers ranks rng settings"
+    "callback checkpoint digest doctor environment equivalence internals nondeterminism numerics observers ranks rng"
 )
 # Who may import a dependency, by the first part of its name.
 ONLY_IN: Mapping[str, tuple[str, ...]] = {
     "torch": (*_OF_TORCH.split(), "settings", "tensors", "trace"),
-    "lightning": ("callback", "checkpoint"),
+    "lightning": ("callback", "checkpoint", "internals"),
     "pytorch_lightning": (),
     "hydra": ("hydra",),
     "rich": ("report", "cli"),
@@ -85,7 +85,7 @@ def test_imports_go_downwards_only() -> None:
         ("digest.lanes", "import det_callbacks.trace.recorder", "upwards"),
         ("runs.store", "try:\n    import det_callbacks\nexcept ImportError:\n    pass", "upwards"),
         ("runs.store", "if TYPE_CHECKING:\n    pass\nelse:\n    from det_callbacks.cli import main", "upwards"),
-        ("runs.store", "import lightning.pytorch as pl", "only callback, checkpoint may"),
+        ("runs.store", "import lightning.pytorch as pl", "only callback, checkpoint, internals may"),
         ("callback", "import pytorch_lightning", "only nobody may"),
         ("runs.store", "class Run:\n    async def read(self):\n        import torch", "only callback"),
         ("helper.things", "", "in no layer"),

@@ -71,7 +71,7 @@ class StandInDevices:
         put(torch.cuda, "default_generators", self.generators)
         put(torch.cuda, "current_device", lambda: self._is_used() and self.current)
         put(torch.cuda, "is_current_stream_capturing", lambda: self._is_used() and self.is_capturing)
-        put("det_callbacks.rng._has_context", lambda index: self._is_used() and index in self.contexts)
+        put("det_callbacks.rng.has_cuda_context", lambda index: self._is_used() and index in self.contexts)
         put(torch.cuda, "manual_seed_all", self._manual_seed_all)
         choice = Choice(method=None, reason="there is no such device")
         put("det_callbacks.environment.device_choice", lambda device: choice)
