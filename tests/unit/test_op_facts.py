@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import grid_sample, interpolate
 from tracing import traced
+from versions import TORCH
 
 from det_callbacks.compare.arguments import read_arguments
 from det_callbacks.errors import DetCallbacksError
@@ -16,7 +17,6 @@ from det_callbacks.nondeterminism import OpFact, may_apply, parse_docstring, rea
 
 DOCSTRING = torch.use_deterministic_algorithms.__doc__ or ""
 FACTS = read_op_facts()
-TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 DOCUMENTED = [fact for fact in FACTS if fact.behaviour != "random"]
 
 
