@@ -1,12 +1,8 @@
-"""The versions that run here, for what differs between those that are supported."""
+"""The versions that run here, as tuples of numbers, for what differs between those that are supported."""
 
 from importlib.metadata import version
 
+from packaging.version import Version
 
-def _release_of(distribution: str) -> tuple[int, int]:
-    major, minor = version(distribution).split(".")[:2]
-    return int(major), int(minor)
-
-
-TORCH = _release_of("torch")
-LIGHTNING = _release_of("lightning")
+TORCH = Version(version("torch")).release
+LIGHTNING = Version(version("lightning")).release
