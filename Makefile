@@ -6,7 +6,9 @@ BIN := $(abspath $(VENV))/bin
 INSTALLED := $(VENV)/.installed
 TRAIN := $(BIN)/python recipes/digits/train.py
 DEMO := demo-run
-CODE := det_callbacks recipes tests
+CODE := det_callbacks recipes tests noxfile.py
+# That the package is for; pyproject.toml has the oldest, which lint and types are for by themselves.
+NEWEST_PYTHON := 3.14
 
 # Two tests at a time, each on one thread of torch: with a thread for each core they would mostly wait for one another.
 WORKERS ?= 2
@@ -32,6 +34,10 @@ demo: $(INSTALLED)
 test: lint
 	$(PYTEST)
 
+# The same tests with each supported pair of torch and Lightning, in environments of their own: some 10 minutes a pair.
+test-versions: $(INSTALLED)
+	$(BIN)/nox
+
 # Tests of several seconds or more, and the rest of grids.
 test-slow: $(INSTALLED)
 	$(PYTEST) -m 'slow and not soak'
@@ -48,6 +54,8 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/mypy
+	$(BIN)/ruff check --select E9,F --target-version $(subst .,,py$(NEWEST_PYTHON)) $(CODE)
+	$(BIN)/mypy --python-version $(NEWEST_PYTHON)
 
 # The pages of docs/ as a site, in build/site; needs no network.
 docs: $(INSTALLED)
@@ -60,7 +68,7 @@ format: $(INSTALLED)
 # Leaves the virtual environment where it is.
 clean:
 	rm -rf build dist $(DEMO) outputs multirun lightning_logs .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +
+	find det_callbacks recipes tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(INSTALLED): pyproject.toml constraints.txt
 	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)

@@ -13,7 +13,9 @@ nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.reuse_venv = "yes"
 
 # What a version of torch or of Lightning bounds by itself; pip chooses these, and the rest stays at its pin.
-BOUND_BY_A_PAIR = re.compile(r"(torch|lightning|pytorch-lightning|triton|setuptools|packaging|fsspec|nvidia-.*|cuda-.*)==")
+BOUND_BY_A_PAIR = re.compile(
+    r"(torch|lightning|pytorch-lightning|triton|setuptools|packaging|fsspec|nvidia-.*|cuda-.*)=="
+)
 
 
 @nox.session
@@ -33,4 +35,6 @@ def tests(session: nox.Session, torch: str, lightning: str) -> None:
     others = Path(session.create_tmp()) / "constraints.txt"
     others.write_text("".join(pin for pin in pins if not BOUND_BY_A_PAIR.match(pin)))
     session.install("-c", str(others), f"torch=={torch}", f"lightning=={lightning}", "-e", ".[test,recipes]")
-    session.run("python", "-m", "pytest", "-n", "2", "--dist", "worksteal", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+    session.run(
+        "python", "-m", "pytest", "-n", "2", "--dist", "worksteal", *session.posargs, env={"OMP_NUM_THREADS": "1"}
+    )

@@ -180,7 +180,10 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     for home, names in _HOMES.items():
         if name in names:
-            value = globals()[name] = getattr(import_module(home), name)
+            try:
+                value = globals()[name] = getattr(import_module(home), name)
+            except AttributeError as error:  # which ``from det_callbacks import`` would call a name that there is not
+                raise ImportError(f"{home} cannot be imported: {error}. Ask: python -m det_callbacks doctor") from error
             return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

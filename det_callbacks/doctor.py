@@ -9,6 +9,7 @@ import torch
 from det_callbacks.digest.device.triton_digest import device_choice
 from det_callbacks.environment import capture_environment
 from det_callbacks.errors import ReferenceFormatError
+from det_callbacks.installation import Installation
 from det_callbacks.runs.environment import compare_environments
 from det_callbacks.runs.store import Run
 from det_callbacks.settings import SETTINGS, DeterminismSettings, settings_in_force
@@ -32,11 +33,12 @@ class SettingFinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """What the doctor found: facts on this place, every setting, and how it differs from a reference.
+    """What the doctor found: what is installed, facts on this place, every setting, and what a reference has otherwise.
 
     Beside each difference stands what would make it equal, "" if that is unknown.
     """
 
+    installation: Installation
     facts: Mapping[str, Any]
     settings: tuple[SettingFinding, ...]
     against: str | None
@@ -47,13 +49,20 @@ class Diagnosis:
         """The settings that are asked for, not in force, and would have an effect here."""
         return [finding.name for finding in self.settings if finding.state in ("not in force", "too late")]
 
+    @property
+    def is_well(self) -> bool:
+        """Whether nothing is missing: no setting, and no private name."""
+        return not (self.missing or self.installation.missing)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
         differences = [{**asdict(difference), "to_do": to_do} for difference, to_do in self.differences]
-        return {"schema": 1, "is_well": not self.missing, **asdict(self), "differences": differences}
+        return {"schema": 1, "is_well": self.is_well, **asdict(self), "differences": differences}
 
 
-def diagnose(settings: DeterminismSettings | None = None, *, against: Run | None = None) -> Diagnosis:
+def diagnose(
+    installation: Installation, settings: DeterminismSettings | None = None, *, against: Run | None = None
+) -> Diagnosis:
     """Look for ``settings`` (None: what was in force in a run, or the defaults) in this process, as it is."""
     if settings is None:
         settings = DeterminismSettings() if against is None else _settings_of(against)
@@ -73,6 +82,7 @@ def diagnose(settings: DeterminismSettings | None = None, *, against: Run | None
     kept = [one for one in found if one.name in here and not one.name.startswith(("settings.", "code."))]
     kept.sort(key=lambda one: (not one.changes_bits, one.name))
     return Diagnosis(
+        installation=installation,
         facts=facts,
         settings=findings,
         against=None if against is None else str(against.path),

@@ -24,7 +24,16 @@ import torch
 
 from det_callbacks.digest.device.triton_digest import device_choice
 from det_callbacks.host_digest import digest_bytes, format_digest
-from det_callbacks.runs.environment import ARGUMENTS, CHANGED_FILE, CONFIGURATION, DIGEST, Environment, EnvironmentEntry
+from det_callbacks.internals.torch import TORCH
+from det_callbacks.runs.environment import (
+    ARGUMENTS,
+    CHANGED_FILE,
+    CONFIGURATION,
+    DIGEST,
+    LOST,
+    Environment,
+    EnvironmentEntry,
+)
 from det_callbacks.settings import SETTINGS, settings_in_force
 from det_callbacks.settings.catalogue import SDPA_BACKENDS, start_environment
 from det_callbacks.settings.enforce import enforced_names
@@ -41,6 +50,7 @@ _THREAD_VARIABLES = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")
 _IDLE_FACTS = (  # change no bits by themselves
     *("gpu.count", f"{DIGEST}cuda", *(f"env.{name}" for name in _THREAD_VARIABLES)),
     "cpu.count",  # acts through the number of threads
+    LOST,
     "torch.num_interop_threads",  # runs whole ops side by side, splits none
     "det_callbacks.version",  # a trace changes no bits (a test holds it to that)
 )
@@ -101,6 +111,7 @@ def _machine_facts() -> Iterator[tuple[str, Any]]:
     yield "torch.cuda", torch.version.cuda
     yield "torch.hip", torch.version.hip
     yield "torch.cudnn", backends.cudnn.version() if backends.cudnn.is_available() else None
+    yield LOST, TORCH.losses()
     yield "torch.mkl", _first(r"Math Kernel Library Version (.+?)(?: for |$)", build)
     yield "torch.mkldnn", _first(r"MKL-DNN (.+)", build)
     yield "torch.lapack", _first(r"LAPACK_INFO=(\w+)", build)

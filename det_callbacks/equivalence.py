@@ -13,7 +13,10 @@ from torch import Generator, Tensor, UntypedStorage, nn
 from det_callbacks.audit import OpMismatch
 from det_callbacks.digest.components import INTEGERS, digest_tensor, require_storage, tensor_numbers
 from det_callbacks.errors import CoverageWarning, DetCallbacksError, EquivalenceError, TraceError
+from det_callbacks.internals.names import RECORDING
 from det_callbacks.internals.torch import (
+    EQUIVALENCE,
+    TORCH,
     FakeTensor,
     FunctionalTensor,
     OpOverload,
@@ -136,6 +139,8 @@ class BitwiseEquivalenceMode:
     def __init__(
         self, raise_on_mismatch: bool = False, *, model: nn.Module | None = None, base_phase: str = "forward"
     ) -> None:
+        TORCH.require(RECORDING)
+        TORCH.require(EQUIVALENCE)
         self.is_open = False
         self.num_ops = self.num_compared = self.num_mismatches = 0
         self.skipped: Counter[str] = Counter()

@@ -28,7 +28,7 @@ from det_callbacks.report.sentences import (
     show_differences,
     steps_agree,
 )
-from det_callbacks.runs.environment import compare_environments
+from det_callbacks.runs.environment import LOST, compare_environments
 from det_callbacks.runs.metrics import read_metrics
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import (
@@ -250,10 +250,17 @@ class _Judge:
                 opaque_regions=tuple(sorted(tally.opaque_regions)),
                 replayed=tally.replayed,
                 metrics=tally.num_metrics,
+                lost=self._lost,
             ),
             environment=self.environment,
             evidence=answer.evidence,
         )
+
+    @property
+    def _lost(self) -> tuple[str, ...]:
+        runs = self.walk.reference, self.walk.current
+        entries = [run.manifest.environment.get(LOST) for run in runs]
+        return tuple(dict.fromkeys(text for entry in entries if entry is not None for text in entry.value))
 
     @property
     def _num_ranks(self) -> int:

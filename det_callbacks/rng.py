@@ -35,8 +35,6 @@ PROCESS: Mapping[str, Any] = {"python": random, "numpy": np.random, TORCH_CPU: t
 # What a device's generator starts from when nobody seeded it (c10::detail default_rng_seed_val, torch 2.13).
 _DEFAULT_SEED = 67280421310721
 
-_CPU_ADDRESS = generator_address(torch.default_generator)
-
 _MT19937_BYTES = 624 * 4 + 4  # numpy/random/src/mt19937/mt19937.h: uint32_t key[624]; int pos
 
 
@@ -102,8 +100,8 @@ def generator_on(device: torch.device) -> tuple[str, int, Generator] | None:
 
 def is_default(generator: Generator) -> bool:
     """Return whether a generator is a default one, of the CPU or of a device."""
-    address = generator_address(generator)
-    return address == _CPU_ADDRESS or address in map(generator_address, default_generators(generator.device.type))
+    defaults = (torch.default_generator, *default_generators(generator.device.type))
+    return generator_address(generator) in map(generator_address, defaults)
 
 
 def digest_generator(generator: Any) -> int:

@@ -129,6 +129,7 @@ class Coverage:
         replayed: op (or name of an observation) whose saved bits were put back -> tensors ("count"), those of them
             whose live bits differed ("differing"), and "mib_per_step".
         metrics: how many values that the module logged were compared.
+        lost: what the installed torch did not let be seen in one of the runs, a sentence each.
     """
 
     ranks: int
@@ -139,6 +140,7 @@ class Coverage:
     opaque_regions: tuple[str, ...] = ()
     replayed: Mapping[str, Any] = field(default_factory=dict)
     metrics: int = 0
+    lost: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

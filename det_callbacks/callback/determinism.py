@@ -24,7 +24,8 @@ from det_callbacks.callback.session import Session
 from det_callbacks.callback.verifying import Verifying
 from det_callbacks.checkpoint.watch import CheckpointWatch
 from det_callbacks.errors import DetCallbacksError, NothingComparedError
-from det_callbacks.internals.lightning import RESTORE, checkpoint_connector, is_training_done
+from det_callbacks.internals.lightning import RESTORE, checkpoint_connector, is_training_done, require
+from det_callbacks.internals.versions import newer_than_tested
 from det_callbacks.ranks.group import RankGroup, require_same_start
 from det_callbacks.ranks.replicas import ReplicaReport
 from det_callbacks.replaced_in_lightning import ReplacedInLightning
@@ -144,6 +145,7 @@ class DeterminismCallback(CallbackArguments):
 
     def _prepare(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Check what all ranks check alike, and put the settings in force."""
+        require(trainer)
         self.check_trainer(trainer)
         if self.settings is not None:
             self._stage.callback(enforce_around_training(self.settings, pl_module).restore)
@@ -171,6 +173,8 @@ class DeterminismCallback(CallbackArguments):
     def _begin_fit(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.selection.check_modules([name for name, _ in pl_module.named_modules()])
         assert self._checkpoints is not None, "setup was called"
+        for line in newer_than_tested() if trainer.is_global_zero else ():
+            print_beside_bar(trainer, f"det_callbacks: {line}")
         self._begin(trainer, pl_module, is_resumed=self._checkpoints.is_resumed)
         session, reference = self._session, None if self.reference is None else str(self.reference)
         run_id = None if session.run is None else session.run.manifest.run_id

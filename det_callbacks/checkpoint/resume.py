@@ -122,7 +122,7 @@ class Resuming:
                 index: (scheduler.state_dict(), [group["lr"] for group in scheduler.optimizer.param_groups])
                 for index, scheduler in fit.plateaus(trainer).items()
             },
-            buckets=buckets.read(ddp, self._buckets),
+            buckets=() if problems else buckets.read(ddp, self._buckets),
             syncs_buffers=ddp is None or ddp.require_forward_param_sync,
             problems=problems,
         )

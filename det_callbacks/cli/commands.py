@@ -9,9 +9,10 @@ from typing import Any
 
 from det_callbacks.errors import SelectionError
 from det_callbacks.export import export_run
+from det_callbacks.installation import look_at_installation
 from det_callbacks.nondeterminism import read_op_facts
 from det_callbacks.report.console import Section, count, make_console, print_line, print_report, size
-from det_callbacks.report.machine import doctor_report, op_report, ops_to_dict
+from det_callbacks.report.machine import broken_report, broken_to_dict, doctor_report, op_report, ops_to_dict
 from det_callbacks.report.run import run_report, run_to_dict, step_report, step_to_dict
 from det_callbacks.report.tensors import checkpoint_report
 from det_callbacks.report.verdict import verdict_report
@@ -66,10 +67,14 @@ def ops(options: argparse.Namespace) -> int:
 
 def doctor(options: argparse.Namespace) -> int:
     """Show which settings are in force."""
+    here = look_at_installation()
+    if here.broken:
+        return _print(options, lambda: broken_to_dict(here), lambda: broken_report(here), status=2)
+
     from det_callbacks.doctor import diagnose  # noqa: PLC0415  # loads torch
 
-    diagnosis = diagnose(against=None if options.against is None else Run.open(options.against))
-    return _print(options, diagnosis.to_dict, lambda: doctor_report(diagnosis), status=int(bool(diagnosis.missing)))
+    diagnosis = diagnose(here, against=None if options.against is None else Run.open(options.against))
+    return _print(options, diagnosis.to_dict, lambda: doctor_report(diagnosis), status=int(not diagnosis.is_well))
 
 
 def check_checkpoint(options: argparse.Namespace) -> int:

@@ -75,17 +75,17 @@ varying_sizes = TORCH.later("torch._dynamo.pgo.get_code_state", "the sizes that 
 
 # What compare_compiled needs.
 
-_COMPARING = "compare_compiled"
-config = TORCH.later("torch._dynamo.config", "has Dynamo raise where it would go back to eager code", for_=_COMPARING)
-inductor_config = TORCH.later("torch._inductor.config", "the same random numbers as in eager code", for_=_COMPARING)
+COMPARING = "compare_compiled"
+config = TORCH.later("torch._dynamo.config", "has Dynamo raise where it would go back to eager code", for_=COMPARING)
+inductor_config = TORCH.later("torch._inductor.config", "the same random numbers as in eager code", for_=COMPARING)
 compiler_of = TORCH.later(
-    "torch._dynamo.backends.registry.lookup_backend", "the compiler behind the name of a backend", for_=_COMPARING
+    "torch._dynamo.backends.registry.lookup_backend", "the compiler behind the name of a backend", for_=COMPARING
 )
 inductor_with_mode = TORCH.later(
-    "torch._TorchCompileInductorWrapper", "what torch.compile makes of a mode of inductor", for_=_COMPARING
+    "torch._TorchCompileInductorWrapper", "what torch.compile makes of a mode of inductor", for_=COMPARING
 )
 optimized_module = TORCH.later(
-    "torch._dynamo.eval_frame.OptimizedModule", "the class of what torch.compile makes of a module", for_=_COMPARING
+    "torch._dynamo.eval_frame.OptimizedModule", "the class of what torch.compile makes of a module", for_=COMPARING
 )
 
 # Attributes.
@@ -97,5 +97,5 @@ GRAPH_SOURCE = "_dynamo_source"
 INDUCTOR_CONFIG = "_inductor.config"
 """Of torch: the settings of inductor."""
 is_compiled_in_place: Callable[[nn.Module], Any] = TORCH.of_instance(
-    "torch.nn.Module._compiled_call_impl", "what Module.compile has put in place of a call", for_=_COMPARING
+    "torch.nn.Module._compiled_call_impl", "what Module.compile has put in place of a call", for_=COMPARING
 )

@@ -3,12 +3,15 @@
 All are there in Lightning 2.5 to 2.6.
 """
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 
+from det_callbacks.errors import UnsupportedVersionError
 from det_callbacks.internals.names import RECORDING, PrivateNames
+from det_callbacks.internals.torch import TORCH
 
 LIGHTNING = PrivateNames("lightning")
 
@@ -107,8 +110,23 @@ validation_data: Callable[[Any], Any] = LIGHTNING.of_instance(
 )
 
 
+def all_missing() -> list[str]:
+    """Return a sentence for each name that is missing; of those of a Trainer, which is made for it, the first."""
+    log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    before = log.level
+    log.setLevel(logging.WARNING)  # a new Trainer says what accelerators there are
+    try:
+        require(pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False))
+    except UnsupportedVersionError:
+        pass  # from now on the name is among those that are missing
+    finally:
+        log.setLevel(before)
+    return LIGHTNING.all_missing()
+
+
 def require(trainer: pl.Trainer) -> None:
-    """Raise UnsupportedVersionError where a Trainer lacks what following its fit needs."""
+    """Raise UnsupportedVersionError where torch, Lightning or a Trainer lacks what following a fit needs."""
+    TORCH.require(RECORDING)
     LIGHTNING.require(RECORDING)
     fit_loop = trainer.fit_loop
     epoch_loop = fit_loop.epoch_loop

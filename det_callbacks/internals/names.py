@@ -22,12 +22,18 @@ class PrivateName:
         purpose: what it is used for.
         needed_for: what is refused without it; "" where the package goes on with less.
         lost: what is lost without it, where the package goes on.
+        is_of_instance: whether the class in its path has no such attribute, only its instances.
     """
 
     path: str
     purpose: str
     needed_for: str = ""
     lost: str = ""
+    is_of_instance: bool = False
+
+    def __str__(self) -> str:
+        consequence = self.lost or f"{self.needed_for} is refused"
+        return f"{self.path} is missing ({self.purpose}): {consequence}"
 
 
 MISSING = object()
@@ -98,12 +104,13 @@ class PrivateNames:
 
     def of_instance(self, path: str, purpose: str, *, for_: str = RECORDING) -> Callable[[Any], Any]:
         """Return a function that reads an attribute, or raises: for what instances get when they are made."""
-        name = self._note(PrivateName(path=path, purpose=purpose, needed_for=for_))
+        name = self._note(PrivateName(path=path, purpose=purpose, needed_for=for_, is_of_instance=True))
         attribute = path.rpartition(".")[2]
 
         def read(instance: Any) -> Any:
             found = getattr(instance, attribute, MISSING)
             if found is MISSING:
+                self._note_missing(name)
                 raise self.refusal(name)
             return found
 
@@ -127,7 +134,14 @@ class PrivateNames:
 
     def losses(self) -> list[str]:
         """Return a sentence for each missing name without which the package goes on with less."""
-        return [f"{name.path} is missing: {name.lost}" for name in self.missing if name.lost]
+        return [str(name) for name in self.missing if name.lost]
+
+    def all_missing(self) -> list[str]:
+        """Return a sentence for each name that is missing, also of those that nothing has looked up yet."""
+        for name in self.known.values():
+            if not name.is_of_instance:
+                self._look_up(name)
+        return [str(name) for name in self.missing]
 
     def _note(self, name: PrivateName) -> PrivateName:
         assert name.path not in self.known, f"{name.path} is listed twice"
@@ -136,9 +150,13 @@ class PrivateNames:
 
     def _look_up(self, name: PrivateName) -> Any:
         found = find(name.path)
-        if found is MISSING and name not in self.missing:
-            self.missing.append(name)
+        if found is MISSING:
+            self._note_missing(name)
         return found
+
+    def _note_missing(self, name: PrivateName) -> None:
+        if name not in self.missing:
+            self.missing.append(name)
 
 
 class Refusal:

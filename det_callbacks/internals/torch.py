@@ -17,6 +17,12 @@ from det_callbacks.internals.names import MISSING, PrivateNames, find
 TORCH = PrivateNames("torch")
 """All that are looked up, those of ``dynamo.py`` too."""
 
+# What names are needed for, beside recording.
+EQUIVALENCE = "BitwiseEquivalenceMode"
+OPS = "det-callbacks ops"
+COMPARING = "compare_modules"
+OF_BUCKETS = "exact resume under DDP"
+
 # Autograd: of the thread that asks.
 
 graph_task_id: Callable[[], int] = TORCH.needed(
@@ -36,7 +42,7 @@ next_sequence_number: Callable[[], int] = TORCH.optional(
 )
 top_hooks: Callable[[bool], tuple[Any, Any] | None] = TORCH.optional(
     "torch._C._autograd._top_saved_tensors_default_hooks",
-    "the saved-tensor hooks in force, as (pack, unpack); takes 0.05 microseconds",
+    "the saved-tensor hooks in force, as (pack, unpack)",
     without=lambda ignores_tracing: None,
     lost="ops that activation checkpointing repeats have no module",
 )
@@ -103,10 +109,10 @@ is_zero_tensor: Callable[[Tensor], bool] = TORCH.optional(
     lost="efficient zero tensors, which forward-mode differentiation makes, are refused by digests",
 )
 set_conjugate: Callable[[Tensor, bool], None] = TORCH.needed(
-    "torch._C._set_conj", "copies the conjugate bit of a tensor", for_="BitwiseEquivalenceMode"
+    "torch._C._set_conj", "copies the conjugate bit of a tensor", for_=EQUIVALENCE
 )
 set_negative: Callable[[Tensor, bool], None] = TORCH.needed(
-    "torch._C._set_neg", "copies the negative bit of a tensor", for_="BitwiseEquivalenceMode"
+    "torch._C._set_neg", "copies the negative bit of a tensor", for_=EQUIVALENCE
 )
 
 # Kinds of tensors.
@@ -215,7 +221,7 @@ has_kernel_for: Callable[[str, str], bool] = TORCH.needed(
 all_op_names: Callable[[], list[str]] = TORCH.needed(
     "torch._C._dispatch_get_all_op_names",
     "every op that is registered; dir(torch.ops.aten) has only those used so far",
-    for_="det-callbacks ops",
+    for_=OPS,
 )
 set_deterministic: Callable[..., None] = TORCH.optional(
     "torch._C._set_deterministic_algorithms",
@@ -223,10 +229,11 @@ set_deterministic: Callable[..., None] = TORCH.optional(
     without=torch.use_deterministic_algorithms,
     lost="the first op without a deterministic implementation takes seconds",
 )
-keep_version: Callable[[Tensor], Any] = TORCH.needed(
+keep_version: Callable[[Tensor], Any] | None = TORCH.optional(
     "torch.autograd.grad_mode._unsafe_preserve_version_counter",
     "puts saved bits into a tensor that autograd has saved",
-    for_="observe_non_deterministic in a compiled function",
+    without=None,
+    lost="what is observed in a compiled function is not put back",
 )
 
 
@@ -280,13 +287,12 @@ if TYPE_CHECKING:
     DataLoaderIter = _BaseDataLoaderIter
 else:
     DataLoaderIter = TORCH.needed_class("torch.utils.data.dataloader._BaseDataLoaderIter", "leads to the data set")
-_COMPARING = "compare_modules"
 leaves_with_path: Callable[[Any], list[tuple[Any, Any]]] = TORCH.needed(
-    "torch.utils._pytree.tree_leaves_with_path", "the tensors in what a module takes and returns", for_=_COMPARING
+    "torch.utils._pytree.tree_leaves_with_path", "the tensors in what a module takes and returns", for_=COMPARING
 )
-path_text: Callable[[Any], str] = TORCH.needed("torch.utils._pytree.keystr", "their names", for_=_COMPARING)
+path_text: Callable[[Any], str] = TORCH.needed("torch.utils._pytree.keystr", "their names", for_=COMPARING)
 default_tolerances: Callable[..., tuple[float, float]] = TORCH.needed(
-    "torch.testing._comparison.default_tolerances", "the tolerances of torch.testing.assert_close", for_=_COMPARING
+    "torch.testing._comparison.default_tolerances", "the tolerances of torch.testing.assert_close", for_=COMPARING
 )
 
 # Generators.
@@ -309,21 +315,23 @@ def mps_generators() -> tuple[Generator, ...]:
 default_store: Callable[[], Any] = TORCH.needed(
     "torch.distributed.distributed_c10d._get_default_store", "where processes leave word without a collective"
 )
-_OF_BUCKETS = "exact resume under DDP"
+process_group_named: Callable[[str], Any] = TORCH.needed(
+    "torch.distributed.distributed_c10d._resolve_process_group", "the process group that an op names"
+)
 ddp_facts: Callable[[Any], Any] = TORCH.method(
-    "torch.nn.parallel.DistributedDataParallel._get_ddp_logging_data", "what DDP says of its buckets", for_=_OF_BUCKETS
+    "torch.nn.parallel.DistributedDataParallel._get_ddp_logging_data", "what DDP says of its buckets", for_=OF_BUCKETS
 )
 ddp_parameters: Callable[[Any], Any] = TORCH.method(
     "torch.nn.parallel.DistributedDataParallel._build_params_for_reducer",
     "the parameters in the order of DDP's numbers",
-    for_=_OF_BUCKETS,
+    for_=OF_BUCKETS,
 )
 mark_gradient: Callable[[Any, int], Any] = TORCH.needed(
-    "torch.distributed.Reducer._autograd_hook", "tells DDP that a gradient is there", for_=_OF_BUCKETS
+    "torch.distributed.Reducer._autograd_hook", "tells DDP that a gradient is there", for_=OF_BUCKETS
 )
 rebuild_buckets: Callable[[Any], bool] = TORCH.method(
-    "torch.distributed.Reducer._rebuild_buckets", "lets DDP make its buckets again", for_=_OF_BUCKETS
+    "torch.distributed.Reducer._rebuild_buckets", "lets DDP make its buckets again", for_=OF_BUCKETS
 )
 gradient_buckets: Callable[[Any], Any] = TORCH.method(
-    "torch.distributed.Reducer._get_zeros_like_grad_buckets", "which parameters are in which bucket", for_=_OF_BUCKETS
+    "torch.distributed.Reducer._get_zeros_like_grad_buckets", "which parameters are in which bucket", for_=OF_BUCKETS
 )

@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from det_callbacks.digest.components import tensor_numbers
 from det_callbacks.errors import ModuleRunError, NothingComparedError
 from det_callbacks.internals import dynamo
-from det_callbacks.internals.torch import default_tolerances, leaves_with_path, path_text
+from det_callbacks.internals.torch import COMPARING, TORCH, default_tolerances, leaves_with_path, path_text
 from det_callbacks.numerics.result import PHASES, Kind, NumericsReport, Phase, TensorComparison
 from det_callbacks.observers.values import leaves_of
 from det_callbacks.patterns import as_names
@@ -93,6 +93,7 @@ def compare_modules(
         >>> report.equal, report.close, report.first.phase, report.first.name
         (False, False, 'output', 'output')
     """
+    TORCH.require(COMPARING)
     for name, module in (("base", base), ("control", control)):
         if not isinstance(module, nn.Module):
             raise TypeError(f"{name} is a torch.nn.Module; got {module!r}. Wrap a function in a module that calls it.")

@@ -16,7 +16,9 @@ from det_callbacks.errors import (
     ReferenceFormatError,
     TraceError,
 )
+from det_callbacks.internals.versions import newer_than_tested
 from det_callbacks.observers.observations import REGISTRY, Observations
+from det_callbacks.report.console import print_closing_line
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.writer import RunWriter
 from det_callbacks.settings import settings_in_force
@@ -148,6 +150,8 @@ class ObserverContext:
         self._begin_step()
 
     def _open_files(self) -> None:
+        for line in newer_than_tested():
+            print_closing_line(f"det_callbacks: {line}")
         manifest = {
             "selection": Selection().to_dict(),
             "settings": settings_in_force(),

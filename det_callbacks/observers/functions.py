@@ -145,6 +145,8 @@ def _observe_in_graph(name: str, leaves: Leaves, *, is_replayed: bool) -> None:
     entries = "\0".join([text for path, leaf in leaves for text in (path[len(name) :], _kind(leaf))])
     with torch.no_grad():
         saved = observe_leaves(name, entries, [tensor.detach() for tensor in tensors], integers, is_replayed)
+        if keep_version is None:
+            return
         for tensor, copy in zip(tensors, saved, strict=False):
             with keep_version(tensor):
                 tensor.copy_(copy)

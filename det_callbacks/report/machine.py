@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from det_callbacks.compare.arguments import read_arguments
 from det_callbacks.errors import SelectionError
+from det_callbacks.internals.versions import TESTED
 from det_callbacks.nondeterminism import BEHAVIOURS, OpFact, may_apply
 from det_callbacks.report.console import Section, Table, count
 from det_callbacks.report.run import head_lines
@@ -18,6 +19,7 @@ from det_callbacks.runs.store import Run
 
 if TYPE_CHECKING:
     from det_callbacks.doctor import Diagnosis
+    from det_callbacks.installation import Installation
 
 
 def ops_to_dict(facts: Sequence[OpFact], run: Run | None = None) -> dict[str, Any]:
@@ -81,6 +83,28 @@ def op_report(content: Mapping[str, Any], run: Run | None = None) -> list[Sectio
     return [Section(code=lines, table=Table(columns=columns, rows=rows, is_wide=True))]
 
 
+def broken_to_dict(here: "Installation") -> dict[str, Any]:
+    """Return the JSON form of what the doctor finds where the package itself cannot be imported."""
+    return {"schema": 1, "is_well": False, "installation": asdict(here)}
+
+
+def broken_report(here: "Installation") -> list[Section]:
+    """Return what the doctor says there."""
+    versions = ", ".join(f"{package} {found or 'not installed'}" for package, found in here.versions.items())
+    return [Section(title=versions, style="bold red", lines=installation_lines(here))]
+
+
+def installation_lines(here: "Installation") -> list[str]:
+    """Return what of the installation is untested, broken or missing, with what to do."""
+    tested = ", ".join(f"{package} {oldest} to {newest}" for package, (oldest, newest) in TESTED.items())
+    lines = [f"Untested: {one}" for one in here.untested]
+    lines += [f"Cannot be imported: {one}" for one in here.broken]
+    lines += [f"Missing: {one}" for one in here.missing]
+    if here.broken or here.missing:
+        return [*lines, f"Install versions that det_callbacks was tested with: {tested}."]
+    return [*lines, f"Tested with {tested}"]
+
+
 def doctor_report(diagnosis: "Diagnosis") -> list[Section]:
     """Return what is in force, what is not with the line to add, and what differs from a reference."""
     facts, against, missing = diagnosis.facts, diagnosis.against, diagnosis.missing
@@ -91,6 +115,7 @@ def doctor_report(diagnosis: "Diagnosis") -> list[Section]:
     rows = [(one.state, one.name, f"{one.wanted}", f"{one.in_force}", one.to_do or "-") for one in diagnosis.settings]
     table = Table(columns=("state", "setting", "asked for", "here", "what to do"), rows=rows, is_wide=True)
     asker = "the defaults of DeterminismSettings" if against is None else f"in force in {against}"
+    head += installation_lines(diagnosis.installation)
     report = [Section(lines=head), Section(title=f"Asked for ({asker})", table=table)]
     if against is not None:
         found = environment_table([difference for difference, _ in diagnosis.differences])

@@ -179,6 +179,7 @@ def _coverage(verdict: Verdict) -> list[str]:
     lines += [count(coverage.metrics, "metric")] if coverage.metrics else []
     lines.append(f"{count(coverage.ops_seen, 'op')} seen, {coverage.ops_digested:,} digested{skipped}")
     lines += [f"seen only from outside: {', '.join(coverage.opaque_regions)}"] if coverage.opaque_regions else []
+    lines += [f"not seen: {text}" for text in coverage.lost]
     return lines + [
         f"replayed: {name}: {count(replayed['count'], 'tensor')} put back, {replayed['differing']:,} of them "
         f"differed, {replayed['mib_per_step']:.3g} MiB a step"

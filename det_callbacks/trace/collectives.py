@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
-from det_callbacks.internals.torch import AsyncCollectiveTensor, storage_address
+from det_callbacks.internals.torch import AsyncCollectiveTensor, process_group_named, storage_address
 from det_callbacks.runs.program import IN_FLIGHT, Site
 from det_callbacks.trace.components import STRIDED, has_parts, holds_data, parts_of
 from det_callbacks.trace.overloads import OpPlan, tensors_in
@@ -26,8 +25,6 @@ from det_callbacks.trace.storages import PartialWrites, region_of
 
 if TYPE_CHECKING:
     from det_callbacks.trace.recorder import Recorder
-
-_resolve_process_group: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]  # of torch 2.13
 
 _WAIT = "_c10d_functional.wait_tensor"
 _WITHOUT_DATA = (
@@ -324,7 +321,7 @@ def _group_of(given: dict[str, Any]) -> "dist.ProcessGroup | None":
     value = given.get("process_group", given.get("group_name"))
     if isinstance(value, torch.ScriptObject):
         return dist.ProcessGroup.unbox(value)
-    return _resolve_process_group(value) if isinstance(value, str) else value
+    return process_group_named(value) if isinstance(value, str) else value
 
 
 def _arguments_of(given: dict[str, Any], group: "dist.ProcessGroup | None") -> dict[str, Any]:

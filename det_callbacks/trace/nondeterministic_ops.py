@@ -15,7 +15,13 @@ import torch
 from torch import nn
 
 from det_callbacks.errors import NondeterministicOpError, NondeterministicOpWarning
-from det_callbacks.internals.torch import current_node, graph_task_id, next_sequence_number, set_deterministic
+from det_callbacks.internals.torch import (
+    current_node,
+    graph_task_id,
+    next_sequence_number,
+    sequence_number,
+    set_deterministic,
+)
 from det_callbacks.nondeterminism import read_op_facts
 from det_callbacks.patterns import OpPattern
 from det_callbacks.runs.evidence import NondeterministicOp
@@ -46,7 +52,8 @@ class NondeterministicOps:
         """Let torch's own warnings be heard again."""
         kept = [one for one in warnings.filters if one not in self._silenced.values()]
         warnings.filters[:] = kept  # type: ignore[index]  # a list, declared as a sequence
-        warnings._filters_mutated()  # type: ignore[attr-defined]  # undeclared; what catch_warnings does
+        with warnings.catch_warnings():
+            pass  # leaving it has Python forget which filter it found for a line
 
     @property
     def found(self) -> tuple[NondeterministicOp, ...]:
@@ -154,5 +161,5 @@ class NondeterministicOpWatch:
     def _place(self) -> tuple[str, OpScope]:
         if graph_task_id() == -1:
             return "forward", OpScope(module=self._modules.current.module)
-        number = None if (node := current_node()) is None else node._sequence_nr()
+        number = None if (node := current_node()) is None else sequence_number(node)
         return "backward", OpScope(module=self._module_of_node.get(number, UNKNOWN_MODULE))

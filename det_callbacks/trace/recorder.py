@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from det_callbacks.host_digest import digest_memory
-from det_callbacks.internals.torch import graph_task_id, pin_storage, storage_address
+from det_callbacks.internals.names import RECORDING
+from det_callbacks.internals.torch import TORCH, graph_task_id, pin_storage, storage_address
 from det_callbacks.runs.program import Program, scalar_bits
 from det_callbacks.runs.selection import PHASES, Selection
 from det_callbacks.runs.steps import Expectation, StepTrace, require_whole
@@ -75,6 +76,7 @@ class Recorder:
     """Records one step at a time; ``begin`` and ``finish`` enclose a step."""
 
     def __init__(self, selection: Selection, root: nn.Module | None = None) -> None:
+        TORCH.require(RECORDING)
         self.selection = selection
         self.nondeterministic_ops: NondeterministicOps | None = None  # set before the first step
         self.output_hooks: tuple[OutputHook, ...] = ()

@@ -1,4 +1,4 @@
-"""What is replaced in torch at run time, and why: docs/explanation/replaced.md. Looked at in torch 2.13.
+"""What is replaced in torch at run time, and why: docs/explanation/replaced.md. Looked at in torch 2.11 to 2.15.
 
 A graph that was compiled meanwhile is called through a function of ours for as long as it exists; where no step is
 under way, that costs 0.1 microseconds. A CUDA graph that C++ code or cuda-python captures or launches tells nobody.

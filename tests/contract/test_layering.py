@@ -15,7 +15,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("runs",),
     ("digest", "environment", "settings"),
     ("trace",),
-    ("tensors", "equivalence", "compare", "doctor", "export"),
+    ("tensors", "equivalence", "compare", "doctor", "export", "installation"),
     ("report", "checkpoint", "ranks", "numerics", "observers", "judge", "verification"),
     ("callback", "hydra", "cli"),
     ("launch", "pytest_runs"),

@@ -11,6 +11,7 @@ from stored_runs import SELECTION
 from det_callbacks.cli import main
 from det_callbacks.doctor import diagnose
 from det_callbacks.environment import capture_environment
+from det_callbacks.installation import look_at_installation
 from det_callbacks.runs.writer import RunWriter
 from det_callbacks.settings import DeterminismSettings, enforce_determinism, settings_in_force
 
@@ -36,7 +37,9 @@ def test_what_the_defaults_ask_for_is_missing_until_it_is_enforced(capsys: Captu
     with enforce_determinism(DeterminismSettings()):
         assert main(["doctor"]) == 0
         assert "all in force" in capsys.readouterr().out
-    diagnosis = diagnose(DeterminismSettings(python_hash_seed=11, deterministic_algorithms=None))
+    diagnosis = diagnose(
+        look_at_installation(), DeterminismSettings(python_hash_seed=11, deterministic_algorithms=None)
+    )
     (finding,) = (finding for finding in diagnosis.settings if finding.name in diagnosis.missing)
     assert (finding.name, finding.state) == ("python_hash_seed", "too late")
     assert finding.to_do.startswith("restart with PYTHONHASHSEED=11 (PYTHONHASHSEED is read when the process starts")
@@ -49,7 +52,7 @@ def test_what_only_cuda_reads_is_no_fault_without_it_and_how_an_accelerator_dige
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("hpu"))
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
     with enforce_determinism({"cublas_workspace_config": None, "cudnn_deterministic": False}):
-        found = {finding.name: finding.state for finding in diagnose().settings}
+        found = {finding.name: finding.state for finding in diagnose(look_at_installation()).settings}
         assert found["cublas_workspace_config"] == found["cudnn_deterministic"] == "no effect here"
         assert found["cudnn_benchmark"] == "in force"
         assert main(["doctor"]) == 0

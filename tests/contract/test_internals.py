@@ -1,0 +1,275 @@
+"""Private names of torch and Lightning stand in one room, are there in this version, and break nothing where not."""
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from test_house import sources
+from trainers import quiet_trainer
+
+import det_callbacks
+from det_callbacks import UnsupportedVersionError, errors
+from det_callbacks.cli import main
+from det_callbacks.internals import dynamo, lightning, torch, versions  # noqa: F401  # Dynamo's names are torch's, too
+from det_callbacks.internals.names import RECORDING, PrivateName
+
+ROOM = "det_callbacks/internals/"
+TESTS = Path(__file__).parents[1]
+ROOT = TESTS.parent
+TORCH, LIGHTNING = torch.TORCH, lightning.LIGHTNING
+
+# Of the standard library, which documents them or has nothing else.
+OF_PYTHON = frozenset({"_exit", "_fields", "_getframe"})
+FOREIGN = ("torch", "lightning")
+LOOKS_UP = ("getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodcaller")
+
+
+def is_private(name: str) -> bool:
+    """Return whether a name is one that its package may change."""
+    return name.startswith("_") and not name.startswith("__") and name != "_" and name not in OF_PYTHON
+
+
+def own_names(trees: Iterable[ast.AST]) -> set[str]:
+    """Return the names that these sources define, as a function, class, variable or attribute."""
+    own = set[str]()
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            own.add(node.name)
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            own.add(node.id if isinstance(node, ast.Name) else node.attr)
+    return own
+
+
+def private_names(tree: ast.AST, own: set[str]) -> list[str]:
+    """Return the private names that a source takes from elsewhere, with their lines; ops of torch have public ones."""
+    found: list[tuple[str, int]] = []
+    foreign = imported(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            base = ast.unparse(node.value)
+            is_foreign = base.partition(".")[0] in foreign
+            if not base.startswith("torch.ops") and (is_foreign or node.attr not in own):
+                found.append((node.attr, node.lineno))
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            parts = [*module.split("."), *(part for alias in node.names for part in alias.name.split("."))]
+            found += [(part, node.lineno) for part in parts if module.partition(".")[0] in FOREIGN or part not in own]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in LOOKS_UP:
+            texts = [one.value for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+            found += [(part, node.lineno) for text in texts for part in text.split(".") if part not in own]
+    return [f"{name}:{line}" for name, line in found if is_private(name)]
+
+
+def imported(tree: ast.AST) -> set[str]:
+    """Return what the imports from torch and Lightning are called in a source."""
+    names = set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in FOREIGN:
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            parts = [(alias.asname or alias.name, alias.name) for alias in node.names]
+            names |= {name.partition(".")[0] for name, module in parts if module.partition(".")[0] in FOREIGN}
+    return names
+
+
+def offenders(files: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the private names of others that files outside the room use, by file."""
+    trees = {path: ast.parse(text) for path, text in files.items() if not path.startswith(ROOM)}
+    own = own_names(trees.values())
+    found = {path: private_names(tree, own) for path, tree in trees.items()}
+    return {path: lines for path, lines in found.items() if lines}
+
+
+def test_private_names_of_others_stand_in_the_room_alone() -> None:
+    files = sources("det_callbacks")
+    assert any(path.startswith(ROOM) for path in files)
+    assert offenders(files) == {}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from torch._dynamo import config",
+        "import torch._inductor.config as config",
+        "from torch.utils._pytree import tree_flatten",
+        "from torch.nn import _reduction",
+        "import torch\nkeys = torch._C.DispatchKey",
+        "def state(trainer):\n    return trainer._results",
+        "def cached(module):\n    return getattr(module, '_parameters', None)",
+        "from torch.distributed import distributed_c10d\n_group = distributed_c10d._group\n_group()",
+        "from operator import attrgetter\nread = attrgetter('fit_loop._data_fetcher')",
+    ],
+)
+def test_the_rule_finds_a_private_name(source: str) -> None:
+    assert offenders({"det_callbacks/trace/new.py": source})
+    assert not offenders({f"{ROOM}new.py": source})
+
+
+def test_the_rule_lets_names_of_our_own_and_of_ops_be() -> None:
+    source = (
+        "import torch\nclass A:\n    def _go(self):\n        self._x = torch.ops._c10d.all_reduce\n        self._go()"
+    )
+    assert offenders({"det_callbacks/trace/new.py": source}) == {}
+
+
+def test_every_name_is_there_and_says_what_it_is_for() -> None:
+    assert [*TORCH.all_missing(), *lightning.all_missing()] == []
+    known = [*TORCH.known.values(), *LIGHTNING.known.values()]
+    assert len(known) > 80
+    assert all(one.purpose and bool(one.needed_for) != bool(one.lost) for one in known)
+
+
+def run_without(folder: Path, *lost: str) -> dict[str, Any]:
+    """Return what becomes of a training without each name (several joined by a comma), by name."""
+    paths = os.pathsep.join(map(str, (ROOT, TESTS, TESTS / "contract")))
+    command = [sys.executable, str(TESTS / "contract" / "lost_names.py"), str(folder), *lost]
+    environment = {**os.environ, "PYTHONPATH": paths}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder, env=environment)
+    outcomes = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {outcome.pop("name"): outcome for outcome in outcomes}
+
+
+def recording_names() -> list[PrivateName]:
+    """Return the names without which torch cannot be recorded at all."""
+    return [one for one in TORCH.known.values() if one.needed_for == RECORDING]
+
+
+def is_refused(outcome: Mapping[str, Any], name: str) -> bool:
+    """Return whether the outcome is one message with the name, the version, and what to install."""
+    parts = (f" {torch.torch.__version__} has no {name}, ", "Install a version that det_callbacks was tested with")
+    return list(outcome) == ["refused"] and all(part in outcome["refused"] for part in parts)
+
+
+def test_a_lost_name_breaks_no_import_and_is_refused_or_told_in_the_coverage(tmp_path: Path) -> None:
+    optional = [one for one in TORCH.known.values() if one.lost]
+    together = ",".join(one.path for one in optional)
+    needed = "torch._C._current_graph_task_id"
+    found = run_without(tmp_path, "all", needed, together, "")
+    assert list(found["all"]) == ["refused"]
+    assert is_refused(found[needed], needed)
+    whole, less = found[""], found[together]
+    assert whole == {"verdict": "match", "lost": [], "first": {"step": 1, "phase": "backward", "is_origin": True}}
+    assert (less["verdict"], less["lost"]) == ("match", [str(one) for one in optional])
+    assert (less["first"]["step"], less["first"]["phase"]) == (1, "backward")
+    assert less["first"]["is_origin"] in (True, None)
+
+
+@pytest.mark.slow
+def test_each_name_that_recording_needs_is_refused_by_name(tmp_path: Path) -> None:
+    needed = [one.path for one in recording_names()]
+    assert len(needed) > 30
+    found = run_without(tmp_path, *needed)
+    wrong = {name: outcome for name, outcome in found.items() if not is_refused(outcome, name)}
+    assert (len(found), wrong) == (len(needed), {})
+
+
+OF_A_TRAINER = [one.path for one in LIGHTNING.known.values() if one.is_of_instance and one.needed_for == RECORDING]
+
+
+@pytest.mark.parametrize("path", OF_A_TRAINER)
+def test_a_trainer_that_lacks_a_name_is_refused(path: str) -> None:
+    trainer = quiet_trainer()
+    lightning.require(trainer)
+    name = path.rpartition(".")[2]
+    before = list(LIGHTNING.missing)
+    try:
+        with pytest.raises(UnsupportedVersionError, match=rf"has no [\w.]+[.]{name}, which recording needs"):
+            lightning.require(Without(trainer, name))
+    finally:
+        LIGHTNING.missing[:] = before
+
+
+class Without:
+    """An object, and what can be reached from it, without one attribute."""
+
+    def __init__(self, whole: Any, name: str) -> None:
+        self._whole, self._name = whole, name
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._name:
+            raise AttributeError(name)
+        return Without(getattr(self._whole, name), self._name)
+
+
+def test_ddp_without_its_names_trains_and_saves_no_exact_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+    from det_callbacks.checkpoint import buckets
+
+    facts = TORCH.known["torch.nn.parallel.DistributedDataParallel._get_ddp_logging_data"]
+    monkeypatch.setattr(TORCH, "missing", [facts])
+    monkeypatch.setattr(buckets, "ddp_of", lambda trainer: SimpleNamespace(static_graph=False))
+    problem = buckets.problem(quiet_trainer(), ())
+    assert problem is not None
+    assert f"has no {facts.path}, which exact resume under DDP needs" in problem
+
+
+def test_an_import_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> Any:
+        raise AttributeError("type object 'torch._C.Tag' has no attribute 'out'")
+
+    monkeypatch.delitem(vars(det_callbacks), "digest_tensor", raising=False)
+    monkeypatch.setattr(det_callbacks, "import_module", fail)
+    with pytest.raises(ImportError, match=r"det_callbacks\.digest\.components cannot be imported: type object 'torch"):
+        from det_callbacks import digest_tensor  # noqa: F401
+
+
+def test_the_doctor_names_what_cannot_be_imported_and_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = next(one for one in TORCH.known.values() if one.lost)
+    monkeypatch.setattr(TORCH, "missing", [name])
+    assert main(["doctor"]) == 1
+    assert f"Missing: {name}" in " ".join(capsys.readouterr().out.split())
+    monkeypatch.delattr(errors, "ReplayError")
+    monkeypatch.delitem(vars(det_callbacks), "ReplayError", raising=False)
+    assert main(["doctor", "--json"]) == 2
+    form = json.loads(capsys.readouterr().out)
+    assert not form["is_well"]
+    assert form["installation"]["broken"][0].startswith("ReplayError: ImportError: det_callbacks.errors cannot be")
+    assert main(["doctor"]) == 2
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Cannot be imported: ReplayError: ImportError" in text
+    assert "Install versions that det_callbacks was tested with: torch 2.11 to 2.15" in text
+
+
+def test_a_newer_version_than_any_that_was_tested_is_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert versions.newer_than_tested() == []
+    monkeypatch.setitem(versions.TESTED, "lightning", ("2.5", "2.4"))
+    with det_callbacks.ObserverContext(tmp_path, "run"):
+        det_callbacks.observe("x", 1)
+    assert "is newer than any version that det_callbacks was tested with (2.4)" in capsys.readouterr().out
+
+
+def test_readme_docs_metadata_and_the_pairs_that_are_tested_say_the_same_versions() -> None:
+    read = {
+        name: (ROOT / name).read_text() for name in ("README.md", "pyproject.toml", "noxfile.py", "constraints.txt")
+    }
+    versions_page = (ROOT / "docs" / "reference" / "versions.md").read_text()
+    pairs = re.findall(r'nox[.]param\("([\d.]+)", "([\d.]+)"', read["noxfile.py"])
+    for index, (package, title) in enumerate({"torch": "torch", "lightning": "Lightning"}.items()):
+        oldest, newest = versions.TESTED[package]
+        tested = sorted((pair[index] for pair in pairs), key=lambda text: [*map(int, text.split("."))])
+        assert (minor(tested[0]), minor(tested[-1])) == (oldest, newest)
+        assert f"{title} {oldest} to {newest}" in read["README.md"]
+        assert f"| {title} | {oldest} to {newest}" in versions_page
+        assert f'"{package}>={oldest}"' in read["pyproject.toml"]
+        assert f"\n{package}=={tested[-1]}\n" in read["constraints.txt"]
+    pythons = re.findall(r"Python :: (3[.]\d+)", read["pyproject.toml"])
+    assert f'requires-python = ">={pythons[0]}"' in read["pyproject.toml"]
+    assert f"NEWEST_PYTHON := {pythons[-1]}\n" in (ROOT / "Makefile").read_text()
+    assert f"Python {pythons[0]} to {pythons[-1]}" in read["README.md"]
+    assert f"| Python | {pythons[0]} to {pythons[-1]} |" in versions_page
+
+
+def minor(version: str) -> str:
+    """Return "2.15" of "2.15.0"."""
+    return ".".join(version.split(".")[:2])
