@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from det_callbacks.errors import DetCallbacksError
 
 Behaviour = Literal["alternate algorithm", "error", "random"]
-Device = Literal["cuda", "cpu", "any"]
+Device = Literal["cuda", "cpu", "mps", "any"]
 
 BEHAVIOURS: tuple[Behaviour, ...] = get_args(Behaviour)
 
@@ -27,7 +27,10 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "torch.gather": ("scatter_add", "scatter_add_"),
     "torch.index_select": _INDEX_ADD,
     "torch.repeat_interleave": _INDEX_ADD,
+    # on MPS the first one, unless the indices are asked for
+    "torch.nn.MaxPool2d": ("max_pool2d_backward", "max_pool2d_with_indices_backward"),
     "torch.nn.MaxPool3d": ("max_pool3d_with_indices_backward",),
+    "torch.nn.Embedding": ("embedding_dense_backward",),
     "torch.nn.EmbeddingBag": ("_embedding_bag_backward", "_embedding_bag_dense_backward"),
     # functions that choose an op by their arguments; "aa" is antialias=True
     "torch.nn.functional.interpolate": (
@@ -43,15 +46,20 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
 """Documented module or function -> aten ops, where the rule of ``_aten_names`` does not lead to them."""
 
 _SECTIONS: Mapping[str, Behaviour] = {"act deterministically": "alternate algorithm", "RuntimeError": "error"}
-_VALUE = re.compile(r"\b(\w+)=('[^']*'|True|False)")
+# torch 2.15 writes two values as reduce='prod'\'mean'
+_VALUES = re.compile(r"\b(\w+)=((?:'[^']*'\\?)+|True|False)")
+_VALUE = re.compile(r"'[^']*'|True|False")
 _CONVOLUTION_NAME = re.compile(r"torch\.nn\.Conv(Transpose)?(\d)d")
 _ROLE = re.compile(r":[\w:]+:`~?([^`]+)`")
-_BULLET = re.compile(rf"{_ROLE.pattern}\s*(.*)")
+_NAMES = re.compile(rf"(?:(?:, )?(?:and )?{_ROLE.pattern}\s*)*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpFact:
-    """What torch says of a documented name, or of a tagged aten op; ``condition`` says when, in torch's words."""
+    """What torch says of a documented name, or of a tagged aten op.
+
+    ``condition`` says when, in torch's words; ``device`` is "any" where these name no device or several.
+    """
 
     name: str
     ops: tuple[str, ...]
@@ -91,7 +99,7 @@ def parse_docstring(docstring: str, registered: Collection[str]) -> list[OpFact]
         text = " ".join(paragraph.split())
         for behaviour in (one for words, one in _SECTIONS.items() if text.endswith("``mode=True``:") and words in text):
             bullets = re.split(r"^\s*\* ", block, flags=re.MULTILINE)[1:]
-            facts += [_fact(behaviour, bullet, registered) for bullet in bullets]
+            facts += [fact for bullet in bullets for fact in _facts(behaviour, bullet, registered)]
     missing = set(_SECTIONS.values()) - {fact.behaviour for fact in facts}
     if missing:
         raise DetCallbacksError(
@@ -113,8 +121,8 @@ def may_apply(fact: OpFact, *, op: str, phase: str, arguments: Mapping[str, Any]
         return len(arguments["stride"]) == int(found[2]) and arguments["transposed"] == bool(found[1])
     # "with accumulate=True"; two values of one argument are alternatives: "when reduce='sum' or reduce='mean'"
     documented = defaultdict[str, list[Any]](list)
-    for name, text in _VALUE.findall(fact.condition):
-        documented[name].append(ast.literal_eval(text))
+    for name, values in _VALUES.findall(fact.condition):
+        documented[name] += map(ast.literal_eval, _VALUE.findall(values))
     for name, values in documented.items():
         # torch leaves arguments at their default out of the call; flags are off by default
         given = arguments.get(name, False if isinstance(values[0], bool) else None)
@@ -124,20 +132,31 @@ def may_apply(fact: OpFact, *, op: str, phase: str, arguments: Mapping[str, Any]
     return True
 
 
-def _fact(behaviour: Behaviour, bullet: str, registered: Collection[str]) -> OpFact:
+def _facts(behaviour: Behaviour, bullet: str, registered: Collection[str]) -> list[OpFact]:
+    """Return what a bullet says of each name that it begins with."""
     choices = re.compile(r"^\s*- (.*)$", re.MULTILINE)
     text = " ".join(choices.sub("", bullet).split())
-    found = _BULLET.fullmatch(text)
-    name, condition = found.groups() if found else (text, "")
-    condition = _without_markup(f"{condition} {', '.join(choices.findall(bullet))}")
-    has_cuda, has_cpu = "CUDA" in condition, "CPU" in condition
-    return OpFact(
-        name=_without_markup(name),
-        ops=tuple(f"aten.{op}" for op in sorted(_aten_names(name, condition)) if op in registered),
-        behaviour=behaviour,
-        device="any" if has_cuda == has_cpu else "cuda" if has_cuda else "cpu",
-        condition=condition,
-    )
+    beginning = _NAMES.match(text)
+    end = beginning.end() if beginning else 0
+    names, rest = (_ROLE.findall(text[:end]), text[end:]) if end else ([_without_markup(text)], "")
+    condition = _without_markup(f"{rest} {', '.join(choices.findall(bullet))}")
+    device = _device_of(condition)
+    return [
+        OpFact(
+            name=name,
+            ops=tuple(f"aten.{op}" for op in sorted(_aten_names(name, condition)) if op in registered),
+            behaviour=behaviour,
+            device=device,
+            condition=condition,
+        )
+        for name in names
+    ]
+
+
+def _device_of(condition: str) -> Device:
+    devices: tuple[Device, ...] = ("cuda", "cpu", "mps")
+    named = [device for device in devices if device.upper() in condition]
+    return named[0] if len(named) == 1 else "any"
 
 
 def _without_markup(text: str) -> str:

@@ -6,4 +6,6 @@ BETA_TENSORS = pytest.mark.filterwarnings(
     "ignore:Sparse (CSR|CSC|BSR|BSC) tensor support is in beta:UserWarning",
     "ignore:The PyTorch API of nested tensors:UserWarning",  # a prototype
     "ignore:torch.quantize_per_tensor.*deprecated:UserWarning",
+    # said by torch 2.11 and 2.12 also where these checks are asked for
+    "ignore:Sparse invariant checks are implicitly disabled:UserWarning",
 )

@@ -64,6 +64,8 @@ def rebuild(tree: Any, path: str, values: Mapping[str, Any]) -> Any:
 
 def _entries(tree: Any) -> list[tuple[str, Any]] | None:
     """Return the entries of a structure, of a dataclass too, with what they add to its path; else None."""
+    if tree is None:  # Dynamo of torch 2.11 cannot ask it whether it is a dataclass
+        return None
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         return [(f".{entry.name}", getattr(tree, entry.name)) for entry in dataclasses.fields(tree)]
     return entries(tree, "")

@@ -17,7 +17,8 @@ from det_callbacks.trace.source import RESUMED
 _TORCH = str(Path(torch.__file__).parent)
 _SYMBOL = re.compile(r"\b[suz]+\d+\b")
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
-_MEMBER = re.compile(r"[LG]\['\w+'\](?:\._(?:modules|parameters|buffers)\['[^']+'\])+")
+# from torch 2.14 on Dynamo also compiles the call of a module of torch's own, which it is given as a bound method
+_MEMBER = re.compile(r"[LG]\['\w+'\](?:\.__self__)?(?:\._(?:modules|parameters|buffers)\['[^']+'\])+")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -79,8 +80,9 @@ def _name_of(frame: Any) -> str:
     qualified: str = frame.f_code.co_qualname.rpartition("<locals>.")[2]
     if frame.f_code.co_filename.startswith(_TORCH):
         owner = frame.f_locals.get("self", frame.f_locals.get("fn"))
-        is_module = isinstance(owner, nn.Module)
-        qualified = f"{type(owner).__name__}.forward" if is_module else getattr(owner, "__qualname__", qualified)
+        module = owner if isinstance(owner, nn.Module) else getattr(owner, "__self__", None)
+        is_module = isinstance(module, nn.Module)
+        qualified = f"{type(module).__name__}.forward" if is_module else getattr(owner, "__qualname__", qualified)
     return re.sub(r"\W+", "_", RESUMED.sub(r"\1", qualified)).strip("_") or "graph"
 
 

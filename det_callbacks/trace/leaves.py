@@ -34,7 +34,7 @@ def leaves(tree: Any, name: str, *, is_whole: bool = False) -> Iterator[tuple[st
 
 def entries(tree: Any, path: str) -> list[tuple[str, Any]] | None:
     """Return the entries of a mapping or a sequence with their paths; None for anything else."""
-    if tree.__class__ is not list and tree.__class__ is not tuple and isinstance(tree, Mapping):
+    if type(tree) is not list and type(tree) is not tuple and isinstance(tree, Mapping):
         return [(f"{path}[{key!r}]", value) for key, value in tree.items()]
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return [(f"{path}.{field}", value) for field, value in zip(tree._fields, tree, strict=True)]

@@ -110,7 +110,8 @@ class Scripted(Classifier):
     def __init__(self) -> None:
         super().__init__()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # torch says this of TorchScript as a whole
+            # torch says this of TorchScript as a whole; what was compiled before can still be trained
+            warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is deprecated")
             self.first = torch.jit.script(nn.Sequential(nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.ReLU()))
             self.last = torch.jit.trace(self.last, torch.zeros(2, 16))
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from checking import Run as RunCommand
 from forks import fork_process
+from versions import LIGHTNING
 
 from det_callbacks.runs.store import Run
 
@@ -157,6 +158,10 @@ def test_an_untouched_template_records_verifies_and_finds(seed: str) -> None:
     for name, text in TEMPLATE.items():
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text(textwrap.dedent(text).lstrip())
+    if LIGHTNING < (2, 5, 3):  # its RichProgressBar fails with rich 14.1 and newer
+        Path("configs/callbacks/default.yaml").write_text(
+            TEMPLATE["configs/callbacks/default.yaml"].replace(".Rich", ".TQDM")
+        )
     train = f"src/train.py hydra.searchpath=[pkg://det_callbacks.conf] determinism.reference=refs/run {seed}"
     text = start(f"{train} +determinism=record")
     assert "recorded 6 steps" in text

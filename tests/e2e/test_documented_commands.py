@@ -112,6 +112,7 @@ def as_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment_again
         yield
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:lightning.pytorch.cli")  # Lightning 2.5.0's use of jsonargparse
 @pytest.mark.usefixtures("as_a_user")
 def test_the_readmes_lines_record_and_verify() -> None:
     (example,), (comparison,) = python_of(README), python_of(DOCS / "how-to" / "elsewhere.md")

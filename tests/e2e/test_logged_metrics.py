@@ -18,6 +18,7 @@ from resumes import SaveAfter
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Subset
 from trainers import LIGHTNING_ADVICE, quiet_trainer
+from versions import LIGHTNING
 
 from det_callbacks import DeterminismCallback, cli, compare_runs
 from det_callbacks.callback.fits import take_unfinished
@@ -95,7 +96,9 @@ class Session:
 
     def fit(self, *callbacks: pl.Callback, data: Any = None, resume: Any = None, **options: Any) -> "Session":
         trainer = self.trainer(*callbacks, **options)
-        trainer.fit(self.model, loader(), data or loader(), ckpt_path=resume, weights_only=False if resume else None)
+        # Lightning 2.6 asks for it; older versions have no other way to load
+        how_to_load = {"weights_only": False} if resume and LIGHTNING >= (2, 6) else {}
+        trainer.fit(self.model, loader(), data or loader(), ckpt_path=resume, **how_to_load)
         return self
 
     def test(self, data: Any = None, **options: Any) -> "Session":

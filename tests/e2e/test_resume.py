@@ -10,6 +10,7 @@ from lightning.pytorch import callbacks
 from resumes import BATCHES, RESUMING, Augmented, Manual, Noisy, SaveAfter, fit, loader, noisy, record, refused, resume
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
+from versions import LIGHTNING
 
 from det_callbacks import DeterminismCallback, DivergenceError, NothingComparedError
 from det_callbacks.checkpoint.files import read_part, read_sidecar
@@ -53,8 +54,9 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "plateau": {"model": Plateau, "max_epochs": 3},
     "generators_of_loader_and_data": {"data": lambda: loader("own", generator=torch.Generator().manual_seed(9))},
     "part_of_a_larger_tensor": {"level": "op", "model": Queue},
-    "averaged": {"others": lambda: [callbacks.EMAWeightAveraging(decay=0.9)], "validates": True},
 }
+if LIGHTNING >= (2, 6):  # which brought this callback
+    TRAININGS["averaged"] = {"others": lambda: [callbacks.EMAWeightAveraging(decay=0.9)], "validates": True}
 
 
 @pytest.mark.parametrize("name", TRAININGS)
@@ -98,19 +100,22 @@ def test_a_resumed_run_can_be_resumed_once_it_has_trained(tmp_path: Path) -> Non
 def test_what_a_tuner_saves_and_loads_is_no_resume(order: int, tmp_path: Path, capsys: Any) -> None:
     tuned = noisy(configure_optimizers=lambda self: torch.optim.SGD(self.parameters(), lr=self.lr), lr=1e-2)
 
-    def train(callback: DeterminismCallback, *others: Any) -> None:
+    def train(callback: DeterminismCallback, *others: Any) -> int:
         finder = callbacks.LearningRateFinder(num_training_steps=14, early_stop_threshold=None, update_attr=True)
         trainer = fit(*[callback, finder][::order], *others, model=tuned, default_root_dir=tmp_path)
         assert trainer.lightning_module.lr != 1e-2
         assert list(tmp_path.glob(".lr_find*")) == []
         assert "will not be the same run" not in capsys.readouterr().out
+        return trainer.global_step
 
-    train(DeterminismCallback(tmp_path / "run", mode="record", level="state"), SaveAfter(tmp_path, 4))
+    num_steps = train(DeterminismCallback(tmp_path / "run", mode="record", level="state"), SaveAfter(tmp_path, 4))
+    # Lightning 2.5.0 does not put back the epoch: it counts the tuner's first one as trained
+    assert num_steps == 14 or (num_steps == 7 and LIGHTNING < (2, 5, 6))
     assert not Run.open(tmp_path / "run").manifest.attempts[0].resumed_from
     callback = DeterminismCallback(tmp_path / "run", current=tmp_path / "again")
     train(callback)
-    assert (callback.verdict.verdict, callback.verdict.coverage.steps) == ("match", (0, 13))
-    assert resume(tmp_path, "4.ckpt", model=tuned) == (4, 13)
+    assert (callback.verdict.verdict, callback.verdict.coverage.steps) == ("match", (0, num_steps - 1))
+    assert resume(tmp_path, "4.ckpt", model=tuned) == (4, num_steps - 1)
 
 
 def test_nothing_else_changes(tmp_path: Path) -> None:

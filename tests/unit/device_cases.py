@@ -20,6 +20,7 @@ HOST = torch.device("cpu")
 LEAF = 256 * 1024
 QUANTISED = {torch.qint8, torch.qint32, torch.quint8, torch.quint4x2, torch.quint2x4}
 DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)} - QUANTISED, key=str)
+UNCONJUGATED = {getattr(torch, "bcomplex32", None)}  # torch 2.14 and 2.15 cannot conjugate it on the host
 EDGES = (1, 8, 9, 1023, 1024, 1025, 16 * 1024 + 1, 32 * 1024 - 1, 32 * 1024, 32 * 1024 + 1, LEAF, LEAF + 1, 3 * LEAF)
 
 
@@ -49,7 +50,8 @@ def tensors(num_cases: int, *, largest: int, seed: int, device: torch.device = H
         transposed, permuted = box.reshape(rows, columns * 2).t(), box.permute(2, 0, 1)
         strided, expanded, zero_d = box[:, :, 1], box[:1].expand(rows, columns, 2), base[0]
         value = draw.choice([box, transposed, permuted, strided, expanded, zero_d])
-        found.append(value.conj() if dtype.is_complex and draw.random() < 0.5 else value)
+        can_be_conjugate = dtype.is_complex and dtype not in UNCONJUGATED
+        found.append(value.conj() if can_be_conjugate and draw.random() < 0.5 else value)
     return found
 
 

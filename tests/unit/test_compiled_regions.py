@@ -28,6 +28,7 @@ from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 from tracing import assert_same, site_of, step_of, traced
+from versions import TORCH
 
 from det_callbacks import DeterminismCallback
 from det_callbacks.digest.components import digest_tensor
@@ -246,10 +247,16 @@ def test_memory_that_a_region_uses_again_was_digested_before() -> None:
     assert int(trace.digests[sites.index(ends(trace, "outputs")[0])]) == digest_tensor(torch.zeros(3))
 
 
+class LeftToEager(nn.Sequential):
+    @torch.compiler.disable(recursive=False)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
 def test_modules_that_dynamo_leaves_to_eager_code_keep_their_names() -> None:
     """What it leaves runs our hooks under its frame evaluation: compiled by themselves, they would do nothing."""
     model = nn.Module()
-    model.net = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+    model.net = LeftToEager(nn.Linear(3, 3), nn.LayerNorm(3))
     counter = CompileCounter()
     model.net.compile(backend=counter)
     compiled = torch.compile(model.net[0], backend=counter)
@@ -263,6 +270,19 @@ def test_modules_that_dynamo_leaves_to_eager_code_keep_their_names() -> None:
             with torch.no_grad():
                 step_of(mode, lambda: compiled(torch.ones(2, 3)))
     assert counter.frame_count == 1, "it is not compiled anew in each step"
+
+
+def test_a_module_of_torch_s_own_that_is_compiled_in_place_keeps_its_name() -> None:
+    model = nn.Module()
+    model.net = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+    counter = CompileCounter()
+    model.net.compile(backend=counter)
+    trace = traced(lambda: model.net(torch.ones(2, 3)), model)
+    is_compiled = TORCH >= (2, 14)  # Dynamo of torch 2.13 and older leaves it to eager code
+    assert counter.frame_count == is_compiled
+    assert [site.module for site in ends(trace, "graph")] == ["net"] * is_compiled
+    assert site_of(trace, "addmm.default").module == ("net" if is_compiled else "net.0")
+    assert trace.program.opaque_regions == ("compiled.Sequential_forward",) * is_compiled
 
 
 # where a difference starts

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from beta_tensors import BETA_TENSORS
-from device_cases import DTYPES, of_bits
+from device_cases import DTYPES, UNCONJUGATED, of_bits
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
@@ -64,7 +64,9 @@ def test_every_dtype_is_its_stored_bytes_in_row_major_order(dtype: torch.dtype) 
         assert {*digest_every_way(empty)} == {digest_bytes(b"")}
 
 
-@pytest.mark.parametrize("dtype", [torch.complex32, torch.complex64, torch.complex128], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [dtype for dtype in DTYPES if dtype.is_complex and dtype not in UNCONJUGATED], ids=str
+)
 def test_conjugate_and_negative_views_are_what_they_mean(dtype: torch.dtype) -> None:
     tensor = torch.complex(torch.arange(6.0), torch.arange(1.0, 7.0)).to(dtype).reshape(2, 3)
     conjugate, numbers = tensor.conj(), torch.arange(1.0, 7.0)
@@ -79,6 +81,14 @@ def test_conjugate_and_negative_views_are_what_they_mean(dtype: torch.dtype) -> 
         assert digest_tensor(view) == digest_tensor(meant)
         in_memory_order = conjugate.resolve_conj() if view.shape == (3, 2) else meant
         assert digest_output(view) == digest_tensor(in_memory_order)
+
+
+def test_a_conjugate_view_that_torch_cannot_compute_is_an_error() -> None:
+    for dtype in set(DTYPES) & UNCONJUGATED:
+        view = of_bits(dtype, 3).conj()
+        for digest in (digest_tensor, digest_output, lambda one: digest_tensors([one])):
+            with pytest.raises(NotImplementedError, match="not implemented for 'BComplex32'"):
+                digest(view)
 
 
 def test_outputs_are_read_in_memory_order_where_they_are_dense_and_else_in_row_major_order() -> None:
