@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from det_callbacks.trace.recorder import Recorder
 
 _WAIT = "_c10d_functional.wait_tensor"
+_WAITS = frozenset({_WAIT, "_c10d_functional.wait_tensors"})  # of several since torch 2.15
 _WITHOUT_DATA = (
     "c10d.barrier",
     "c10d.monitored_barrier_",
@@ -80,10 +81,11 @@ class Collectives:
         """Run a collective, or the op that waits for one."""
         recorder = self._recorder
         given = {**dict(zip(plan.argument_names, args, strict=False)), **kwargs}
-        if plan.base == _WAIT:
+        if plan.base in _WAITS:
             out = func(*args, **kwargs)
             recorder.counts.num_digested += 1
-            self.arrive(next(iter(given.values())))
+            for tensor in tensors_in(given.values()):
+                self.arrive(tensor)
             return out
         if "gather" in plan.base:  # FSDP frees what it gathered, by a method of the storage that no mode sees
             recorder.deferred.is_freed_unseen = True

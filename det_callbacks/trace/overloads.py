@@ -110,7 +110,10 @@ OVERWRITES = frozenset(
 ) | {"fsdp.split_with_sizes_copy", "fsdp.chunk_cat"}
 """Ops that write every element of their first argument, FSDP2's of their ``out``, without reading it."""
 
-RELAYOUTS = frozenset(f"aten.{name}" for name in ("set_", "resize_", "resize_as_", "_resize_output_", "record_stream"))
+RELAYOUTS = frozenset(
+    f"aten.{name}"
+    for name in ("set_", "shallow_copy_data_", "resize_", "resize_as_", "_resize_output_", "record_stream")
+)
 """Ops that exchange a tensor's storage or its extent; what is known of the storage is dropped."""
 
 _OWN_KERNELS = ("CPU", "CUDA", "MPS", "XPU", "PrivateUse1", "CompositeExplicitAutograd")

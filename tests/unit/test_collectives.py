@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from tracing import position_of, site_of, step_of, traced
+from versions import TORCH
 
 from det_callbacks import HashMode, digest_tensor
 from det_callbacks.runs.program import Site
@@ -80,12 +81,35 @@ CALLS: dict[str, tuple[Callable[[Tensor], Any], int, int]] = {
     "functional_gather": (lambda x: functional.all_gather_tensor(x, 0, dist.group.WORLD), 1, 1),
     "functional_scatter": (lambda x: functional.reduce_scatter_tensor(x, "sum", 0, dist.group.WORLD), 1, 1),
     "functional_broadcast": (lambda x: functional.broadcast(x, 0, dist.group.WORLD), 1, 1),
+    "functional_wait": (lambda x: functional.wait_tensor(_reduced(x)), 1, 1),
     "functional_coalesced": (lambda x: functional.all_reduce_coalesced([x, x + 1], "sum", dist.group.WORLD), 2, 1),
 }
+if TORCH >= (2, 15):
+    CALLS["functional_wait_for_several"] = (lambda x: functional.wait_tensors([_reduced(x)]), 1, 1)
 
 
 def _kept(out: Any, _: Any) -> Any:
     return out[0] if isinstance(out, list) else out
+
+
+def _reduced(x: Tensor) -> Tensor:
+    """Return what is still under way, without the wrapper that waits at the first read."""
+    return torch.ops._c10d_functional.all_reduce(x, "sum", dist.group.WORLD.group_name)
+
+
+def test_every_op_of_collectives_that_names_no_group_is_known() -> None:
+    """A new one may be another way to wait, as wait_tensors is since torch 2.15."""
+    names = {name.split(".")[0].replace("::", ".") for name in torch._C._dispatch_get_all_op_names()}
+    ours = {name for name in names if name.startswith(("c10d.", "_c10d_functional.", "_c10d_functional_autograd."))}
+    assert len(ours) > 30
+    without_group = set()
+    for name in ours:
+        namespace, op = name.split(".")
+        arguments = getattr(getattr(torch.ops, namespace), op).default._schema.arguments
+        if not {"process_group", "group_name"} & {argument.name for argument in arguments}:
+            without_group.add(name)
+    assert without_group <= {*collectives._WAITS, *collectives._WITHOUT_DATA}
+    assert {"_c10d_functional.wait_tensor", "_c10d_functional._wrap_tensor_autograd"} <= without_group
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -13,7 +13,7 @@ from versions import TORCH
 
 from det_callbacks.compare.arguments import read_arguments
 from det_callbacks.errors import DetCallbacksError
-from det_callbacks.nondeterminism import OpFact, may_apply, parse_docstring, read_op_facts
+from det_callbacks.nondeterminism import ALIASES, OpFact, may_apply, parse_docstring, read_op_facts
 
 DOCSTRING = torch.use_deterministic_algorithms.__doc__ or ""
 FACTS = read_op_facts()
@@ -100,6 +100,13 @@ def test_every_bullet_is_read_and_translated() -> None:
         assert len(bullets) > 20
     assert all(fact.ops for fact in DOCUMENTED)
     assert [op for fact in FACTS for op in fact.ops if not hasattr(torch.ops.aten, op.removeprefix("aten."))] == []
+
+
+def test_each_alias_is_documented_and_names_ops_that_there_are() -> None:
+    documented = {fact.name for fact in DOCUMENTED}
+    newer = {name for name, first in FIRST_DOCUMENTED.items() if first > TORCH}
+    assert {*ALIASES, *CALLS} - documented == newer
+    assert [op for ops in ALIASES.values() for op in ops if not hasattr(torch.ops.aten, op)] == []
 
 
 def test_a_docstring_without_the_lists_is_an_error() -> None:

@@ -12,13 +12,16 @@ from op_sweep import SweepMode
 from torch import Tensor
 from torch.distributed import fsdp  # defines ops of its own
 from tracing import traced, with_role
+from versions import TORCH
 
 from det_callbacks.trace.overloads import (
+    AUTOCASTS_INSIDE,
     HIDDEN_STATES,
     HIDDEN_WRITES,
     OPAQUE_OUTPUTS,
     OPAQUE_WRITES,
     OVERWRITES,
+    REDUCING,
     RELAYOUTS,
     UNDECLARED_VIEWS,
     UNINITIALISED,
@@ -36,6 +39,8 @@ ELSEWHERE = {
     *("aten._batch_norm_with_update", "aten.batch_norm_backward"),  # the reserved buffer is empty on the CPU
 }
 """Entries of the tables that only other devices can confirm, besides those of ops without a kernel on the CPU."""
+FIRST = {"aten.shallow_copy_data_": (2, 14)}
+"""Entry of the tables -> the first version of torch that has this op, where the oldest supported one does not."""
 
 
 def op_named(base: str) -> object:
@@ -96,8 +101,14 @@ def test_every_entry_names_an_op_and_its_arguments():
                 assert not any(declared[name] for name in names), f"{base} declares its writes by now"
     for base, indices in OPAQUE_OUTPUTS.items():
         assert max(indices) < len(op_named(base).default._schema.returns), base
-    for base in UNINITIALISED | UNDECLARED_VIEWS | OVERWRITES | RELAYOUTS:
-        assert op_named(base).overloads(), base
+    for base in UNINITIALISED | UNDECLARED_VIEWS | OVERWRITES | RELAYOUTS | AUTOCASTS_INSIDE:
+        if FIRST.get(base, TORCH) <= TORCH:
+            assert op_named(base).overloads(), base
+        else:
+            assert not hasattr(aten, base.removeprefix("aten.")), f"{base} is older than it says here"
+    for name, gradient in REDUCING.items():
+        base, _, overload = name.rpartition(".")
+        assert gradient in (None, *make_plan(getattr(op_named(base), overload)).argument_names), name
 
 
 def test_every_overload_of_torch_has_a_plan():
