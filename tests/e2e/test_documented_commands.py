@@ -68,7 +68,7 @@ def run_page(page: Path, folder: Path, *, added: str = "") -> list[tuple[str, in
             continue
         words = shlex.split(command, comments=True)
         with (folder / "said").open("w+b") as said:
-            if words[0] == "python":
+            if words[0] == "python" and words[1] != "-m":
                 words = [sys.executable, *words[1:], *shlex.split(added)]
                 status = fork_process(words, variables=environment, folder=folder, output=said.fileno())
             else:

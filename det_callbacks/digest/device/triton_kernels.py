@@ -155,12 +155,12 @@ def _sum_blocks(
         skew = start & 7
         words = _words_at(start - skew)
         shift = (skew * 8).to(tl.uint64)
+        end_of_next = tl.where(skew != 0, left + skew - 8, 0)  # where nothing is shifted, no word needs its next
         for stripe in tl.static_range(16):
             index = (row * 128 + stripe * 8)[:, None] + lane[None, :]
             begin = index.to(tl.int64) * 8
             low = tl.load(words + index, mask=begin < left, other=0).to(tl.uint64, bitcast=True)
-            needs_next = (skew != 0) & (begin + 8 - skew < left)
-            high = tl.load(words + index + 1, mask=needs_next, other=0).to(tl.uint64, bitcast=True)
+            high = tl.load(words + index + 1, mask=begin < end_of_next, other=0).to(tl.uint64, bitcast=True)
             # in two steps, as a shift by all 64 bits is undefined
             word = (low >> shift) | ((high << 1) << (63 - shift))
             num_valid = tl.minimum(tl.maximum(left - begin, 0), 8)
