@@ -32,7 +32,7 @@ BOUND_BY_A_PAIR = re.compile(
 def tests(session: nox.Session, torch: str, lightning: str) -> None:
     """Run the everyday tests; what follows ``--`` goes to pytest."""
     pins = Path("constraints.txt").read_text().splitlines(keepends=True)
-    others = Path(session.create_tmp()) / "constraints.txt"
+    others = Path(session.virtualenv.location) / "constraints.txt"
     others.write_text("".join(pin for pin in pins if not BOUND_BY_A_PAIR.match(pin)))
     session.install("-c", str(others), f"torch=={torch}", f"lightning=={lightning}", "-e", ".[test,recipes]")
     session.run(
