@@ -34,7 +34,7 @@ from det_callbacks.runs.files import replace_atomically
 from det_callbacks.runs.manifest import Manifest
 from det_callbacks.runs.metrics import Reading, Readings, read_metrics
 from det_callbacks.runs.peers import ALONE, END_OF_FIT, Peers
-from det_callbacks.runs.program import StepView
+from det_callbacks.runs.program import AFTER_STEP, IDLE, StepView
 from det_callbacks.runs.steps import Expectation, StepTrace
 from det_callbacks.runs.store import Run
 from det_callbacks.runs.writer import RunWriter
@@ -217,6 +217,18 @@ class Verification:
         # the step also recorded what training_step returned; state of an optimizer is of a parameter
         others = (name for name in left if name not in state and " of " in name)
         self.fit.unrestored = (*changed, *(name for name in others if name.rpartition(" of ")[2] in state))
+
+    def idle_generators(self, step: int) -> frozenset[str] | None:
+        """Return what nothing had drawn from by the last recorded step of the reference before this one, if any."""
+        before = max((known for known in self._known if known < step), default=None)
+        if before is None:
+            return None
+        view = self.reference.view(self.rank, self.segment, before)
+        states = zip(view.program.sites, view.record.digests.tolist(), strict=True)
+        ends = ((site.name or "", bits) for site, bits in states if site.role == "generator")
+        return frozenset(
+            name.removesuffix(AFTER_STEP) for name, bits in ends if name.endswith(AFTER_STEP) and bits == IDLE
+        )
 
     def put_evidence(self, rows: Iterable[Row]) -> None:
         """Take what explains the step that ends, as long as it may be the first that differs."""

@@ -13,14 +13,17 @@ from torch import Tensor
 from det_callbacks.checkpoint.resume import Resume
 from det_callbacks.environment import capture_environment, command_choice
 from det_callbacks.errors import SelectionError
+from det_callbacks.host_digest import format_digest
 from det_callbacks.internals.lightning import validation_data
 from det_callbacks.internals.torch import DDP_IGNORED
 from det_callbacks.patterns import as_patterns
-from det_callbacks.runs.environment import OPTIMIZER
+from det_callbacks.rng import digest_generator
+from det_callbacks.runs.environment import GENERATOR, OPTIMIZER, EnvironmentEntry
 from det_callbacks.runs.selection import Selection
 from det_callbacks.settings import DeterminismSettings, settings_in_force
 from det_callbacks.tensors.copies import TENSOR_BUDGET_MIB, check_budget
 from det_callbacks.tensors.replay import replay_patterns
+from det_callbacks.trace.generators import process_generators
 
 Mode = Literal["record", "verify", "audit", "disabled"]
 OnDivergence = Literal["raise", "collect", "warn"]
@@ -137,7 +140,9 @@ def require_one_of(name: str, value: object, kind: Any) -> None:
         raise SelectionError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.")
 
 
-def manifest_of(trainer: pl.Trainer, pl_module: pl.LightningModule, arguments: CallbackArguments) -> dict[str, Any]:
+def manifest_of(
+    trainer: pl.Trainer, pl_module: pl.LightningModule, arguments: CallbackArguments, *, is_resumed: bool = False
+) -> dict[str, Any]:
     """Return selection, settings, environment and patterns of a fit."""
     allow = [] if arguments.settings is None else list(arguments.settings.allow)
     chosen: dict[str, Any] = {"trainer": _trainer_choices(trainer), "hparams": dict(pl_module.hparams)}
@@ -146,12 +151,23 @@ def manifest_of(trainer: pl.Trainer, pl_module: pl.LightningModule, arguments: C
     schedulers = [f"{type(one.scheduler).__name__} each {one.interval}" for one in trainer.lr_scheduler_configs]
     chosen["optimizer.lr_scheduler"] = ", ".join(schedulers) or "none"
     chosen |= {**command_choice(), **arguments.choices, "settings": {"allow": allow}}
+    environment = {**capture_environment(choices=chosen), **({} if is_resumed else _generator_starts())}
     return {
         "selection": arguments.selection.to_dict(),
         "settings": {**settings_in_force(), "allow": allow},
-        "environment": msgspec.to_builtins(capture_environment(choices=chosen)),
+        "environment": msgspec.to_builtins(environment),
         "replay": list(arguments.replay),
         "keep_tensors": list(arguments.keep_tensors),
+    }
+
+
+def _generator_starts() -> dict[str, EnvironmentEntry]:
+    """Return where the generators of the process are; it changes no bits until something draws from them."""
+    return {
+        f"{GENERATOR}{name}": EnvironmentEntry(
+            value=format_digest(digest_generator(generator)), is_machine=True, changes_bits=False
+        )
+        for name, generator in process_generators()
     }
 
 

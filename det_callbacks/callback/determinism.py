@@ -180,6 +180,7 @@ class DeterminismCallback(CallbackArguments):
         run_id = None if session.run is None else session.run.manifest.run_id
         self._checkpoints.begin_fit({"id": run_id, "mode": self.mode, "reference": reference})
         session.follow(trainer, self._ops)
+        session.idle_before, self._checkpoints.resuming.reader = self._checkpoints.resuming.idle, session.reader
         self._hooks = session
         if self.log_metrics and self.mode != "audit":
             self._progress.begin_fit(trainer, is_recording=self.mode == "record")
@@ -187,7 +188,7 @@ class DeterminismCallback(CallbackArguments):
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, **options: Any) -> None:
         session = self._session
         session.print_line = partial(print_beside_bar, trainer)
-        session.manifest = manifest_of(trainer, pl_module, self)
+        session.manifest = manifest_of(trainer, pl_module, self, is_resumed=options.get("is_resumed", False))
         # what is no fit broadcasts no weights
         weights = None if "call" in options else replicated_weights(trainer, pl_module)
         require_same_start(self._group, session.manifest, weights)

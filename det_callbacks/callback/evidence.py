@@ -24,7 +24,7 @@ from det_callbacks.internals.lightning import LOAD_LOADER_STATES, PrefetchFetche
 from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.runs.evidence import AFTER, BEFORE, CALLBACKS, CONSTANTS
 from det_callbacks.trace.components import has_parts, holds_data
-from det_callbacks.trace.generators import Ledger
+from det_callbacks.trace.generators import GeneratorReader, Ledger
 from det_callbacks.trace.leaves import flatten
 from det_callbacks.variables import NUM_WORKERS
 
@@ -40,8 +40,8 @@ class Evidence(Ledger):
     It follows the batches that wait to be trained on, and the indices that samplers drew for them, if in order.
     """
 
-    def __init__(self, trainer: pl.Trainer, own: pl.Callback) -> None:
-        super().__init__()
+    def __init__(self, trainer: pl.Trainer, own: pl.Callback, reader: GeneratorReader, *, is_resumed: bool) -> None:
+        super().__init__(reader)
         self._trainer = trainer
         self._replaced = ReplacedInLightning()
         self._let_go: Callable[[], object] = lambda: None
@@ -50,6 +50,8 @@ class Evidence(Ledger):
         self._waiting: deque[tuple[Any, dict[str, Any]]] = deque(maxlen=MAX_WAITING)
         if NUM_WORKERS in os.environ and combined_loader(trainer.fit_loop) is not None:
             set_workers([], os.environ[NUM_WORKERS])  # too late, so it raises: the loader has been iterated over
+        if not is_resumed:
+            self.begin(_FIT_START)
         self.mark(_FIT_START, with_seeds=True)
         state = (*trainer.lightning_module.parameters(), *trainer.lightning_module.buffers())
         with unobserved():

@@ -98,6 +98,7 @@ class Part:
     is_epoch_over: bool  # the data of the epoch was used up
     # just before the next batch is drawn; where there is no position, before the hooks of the next epoch
     generators: GeneratorStates
+    idle: tuple[str, ...] | None = None  # those that nothing had drawn from; None where that is not known
     position: DataPosition | None = None  # from which the next batch is drawn; None where the next epoch had not begun
     values: Mapping[str, Any] = field(default_factory=dict)  # what loading has to bring back, by name
     # number -> state of a ReduceLROnPlateau, and the learning rates of its optimizer

@@ -28,6 +28,7 @@ from det_callbacks.report.console import print_closing_line
 from det_callbacks.report.tensors import unrestored_line
 from det_callbacks.rng import GeneratorStates, Held
 from det_callbacks.runs.peers import Peers
+from det_callbacks.trace.generators import GeneratorReader
 from det_callbacks.trace.leaves import leaves
 
 Resume = Literal["exact", "plain"]
@@ -62,6 +63,8 @@ class Resuming:
         self._tensors: dict[str, torch.Tensor] = {}
         self._position: DataPosition | None = None
         self._held: Mapping[str, Held] = {}
+        self.reader: GeneratorReader | None = None  # of the fit, once it has begun
+        self.idle: tuple[str, ...] | None = None  # generators that were idle when the loaded checkpoint was saved
         self._restore_at_draw: Callable[[], object] | None = None
         if is_exact:
             loop, put = trainer.fit_loop, self._replaced.put
@@ -116,6 +119,7 @@ class Resuming:
             rank=trainer.global_rank,
             is_epoch_over=is_over,
             generators=GeneratorStates.capture(self._held),
+            idle=None if self.reader is None else self.reader.idle(),
             position=position,
             values=fit.values(trainer),
             plateaus={
@@ -144,7 +148,7 @@ class Resuming:
                 who = f"rank {rank} of {num_ranks}"
                 self._refuse(f"the state of {who}, which was saved beside it, is missing or of another save")
             self._pending, self._tensors = found
-            self._buckets = self._pending.buckets
+            self._buckets, self.idle = self._pending.buckets, self._pending.idle
             if self._pending.problems:
                 self._refuse(*self._pending.problems)
             return True

@@ -76,8 +76,14 @@ class Facts:
     @cached_property
     def sources(self) -> list[Finding]:
         """What entered the step with other bits before its first origin."""
-        rows = self.difference.starting("outside")
+        rows = [row for row in self.difference.starting("outside") if row not in self.drawn_within]
         return [self.difference.finding(row) for row in rows if self.origin is None or row < self.origin.row]
+
+    @cached_property
+    def drawn_within(self) -> list[int]:
+        """The rows of generators from which the step drew otherwise, where other rows differ before them."""
+        rows = [row for row in self.difference.rows_after_step if self.difference.start(row) == "outside"]
+        return [row for row in rows if row != self.first.row]
 
     @property
     def is_after_gap(self) -> bool:
@@ -162,7 +168,7 @@ class Facts:
     def consumed(self) -> GeneratorChange | None:
         """The generator that something drew from in one run only; not the data, when its batch was drawn."""
         since = (one for one in self.evidence.generators if one.equal_at is not None and not one.is_reseeded)
-        return next((one for one in since if one.points[0] not in _DRAWING), None)
+        return next((one for one in since if one.points[0] not in _DRAWING and not one.has_other_start), None)
 
     def is_before_step(self, change: GeneratorChange) -> bool:
         """Return whether a generator came to differ before the step's batch was drawn."""
@@ -218,7 +224,7 @@ class Facts:
             return bool(one.op) and one.kind == "content"  # sums are split among threads
         if choice == "settings.seed" and None in (chosen.reference, chosen.current):
             # what the process seeded before by itself may have been the same seed
-            return any(change.equal_at is None for change in self.evidence.generators)
+            return bool(self.evidence.other_starts)
         return not one.is_origin if choice.startswith("settings.") else is_between
 
 
@@ -272,13 +278,20 @@ def _is_drawn(facts: Facts) -> bool:
     if "rng" in facts.source_phases:
         return True
     if facts.sources:
-        return False
+        # a tensor made of what NumPy or Python drew
+        return bool(facts.drawn_within) and all(_is_made_outside(one) for one in facts.sources)
     within = [one for one in facts.evidence.generators if one.equal_at == (first.step, "batch start")]
     draws = any(site.role == "generator" for site in facts.difference.sites_read(facts.first.row))
-    if first.kind == "extra" and first.op and draws:
+    if (first.kind == "extra" and first.op and draws) or (facts.drawn_within and facts.first.start == "passed on"):
         return True
     # below level op no op is recorded, and so none is blamed
-    return not first.op and first.phase == "forward" and first.kind == "content" and bool(within)
+    is_drawn = bool(facts.drawn_within or (within and first.phase == "forward"))
+    return not first.op and first.kind == "content" and is_drawn
+
+
+def _is_made_outside(source: Finding) -> bool:
+    """Return whether a source is a tensor that has no name and that no recorded op made."""
+    return source.role == "input" and source.divergence.name is None
 
 
 def _differs_since_before(facts: Facts) -> bool:

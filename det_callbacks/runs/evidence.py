@@ -18,6 +18,7 @@ EVIDENCE_SCHEMA = pa.schema(
 
 # Names of rows, or what they begin with.
 SEED = "seed of "  # the seed of a torch generator
+START = "start of "  # the state that a generator of the process had when the fit began; its text is the same digest
 CONSTANTS = "constant initial tensors"  # how many parameters and buffers hold one value only, at the start of a fit
 CALLBACKS = "callbacks "  # who has a hook; followed by whether it is called before or after ours, and the hook
 BEFORE, AFTER = "before", "after"

@@ -32,6 +32,12 @@ Role = Literal[
     "graph_output",  # memory that a replay of a CUDA graph may have written, at its first read after it
 ]
 
+IDLE = 0
+"""Bits of a generator that nothing has drawn from since its fit began, wherever it is."""
+
+AFTER_STEP = " after the step"
+"""Ends the names of the sites with the states that generators have when a step has ended."""
+
 # Layout details of sites.
 UNWRITTEN = "written by nothing seen"  # an input without bits: allocated memory which no recorded op has written
 READS = "reads "  # begins that of an input, or an op of the forward pass, that reads a part of a tensor
