@@ -114,8 +114,6 @@ def place_of(tensor: Tensor) -> Place:
 def record_generators(recorder: "Recorder", *, is_end: bool = False) -> None:
     """Record the states of the generators of the process as the step begins or ends (phase rng)."""
     trail, first = recorder.generators, recorder.num_sites
-    if not trail.reader.has_begun:
-        trail.reader.begin()
     names: list[str] = []
     reads: list[list[int]] = []
     for number, (name, generator) in enumerate(process_generators(trail.homes)):

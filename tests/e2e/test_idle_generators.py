@@ -183,6 +183,7 @@ class Model(BoringModel):
         noise = float(np.random.rand()) if sys.argv[1:] == ["draws"] and batch_idx == 3 else 0.0
         return {"loss": super().training_step(batch, batch_idx)["loss"] + noise}
 
+np.random.seed()  # as in a process of its own; this one is a fork
 torch.manual_seed(0)
 quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 pl.Trainer(max_steps=5, accelerator="cpu", limit_val_batches=0, **quiet).fit(Model())

@@ -20,8 +20,9 @@ from det_callbacks.checkpoint.loaders import MAX_ITEMS, find_generators
 from det_callbacks.digest.device.triton_digest import Choice
 from det_callbacks.environment import capture_environment
 from det_callbacks.rng import GeneratorStates, RewindPoint, digest_generator, home_devices, is_default, used_generators
+from det_callbacks.runs.program import AFTER_STEP
 from det_callbacks.trace import generators as traced
-from det_callbacks.trace.generators import Ledger, generator_of
+from det_callbacks.trace.generators import GeneratorReader, Ledger, generator_of
 
 
 class StandInGenerator(Generator):
@@ -110,7 +111,7 @@ def stored(states: GeneratorStates) -> GeneratorStates:
 
 def test_a_process_that_has_not_used_cuda_is_asked_nothing(cuda: StandInDevices) -> None:
     cuda.is_initialized = False
-    ledger = Ledger()
+    ledger = Ledger(GeneratorReader())
     ledger.mark("fit start", with_seeds=True)
     with HashMode() as mode:
         pass
@@ -168,14 +169,17 @@ def test_what_an_op_draws_follows_from_the_state_of_its_own_device(
                 torch.bernoulli(torch.full((2,), 0.5))
         sites = mode.trace.program.sites
         rows = [(index, site.name, site.inputs) for index, site in enumerate(sites) if "cuda" in str(site.name)]
-        drew = next(index for index, site in enumerate(sites) if site.op == "aten.bernoulli.default")
         (of_1, _, _), (of_3, _, _), (again, _, _), *_ = rows
-        expected = [(own, ()), (other, ()), (other, (of_3,)), (own, (of_1,)), (other, (again, drew))]
+        first, second, last = (at for at, site in enumerate(sites) if site.op == "aten.bernoulli.default")
+        (again_1, _, _) = rows[3]
+        expected = [(own, ()), (other, ()), (other, (of_3,)), (own, (of_1,)), (other, (again, first))]
+        ends = [(own, (again_1, second)), (other, (rows[4][0], last))]
+        expected += [(f"{name}{AFTER_STEP}", inputs) for name, inputs in ends]
         assert [(name, inputs) for _, name, inputs in rows] == expected
 
 
 def test_seeds_are_noted_and_in_a_capture_nothing_is_read_nor_put_back(cuda: StandInDevices) -> None:
-    ledger, unread = Ledger(), ["torch.cuda", "torch.cuda:3", "noise on cuda"]
+    ledger, unread = Ledger(GeneratorReader()), ["torch.cuda", "torch.cuda:3", "noise on cuda"]
     ledger.mark("batch start", with_seeds=True)
     noted = {"torch.cpu", "torch.cuda", "seed of torch.cuda", "torch.cuda:3", "seed of torch.cuda:3"}
     assert noted <= {row.name for row in ledger.take(0)}
