@@ -377,5 +377,7 @@ def _environment_notes(environment: Sequence[EnvironmentDifference], verdict: Ve
     notes = [f"Choices differ: {choices}"] if choices and verdict != "match" else []
     starts = [one.name.removeprefix(GENERATOR) for one in environment if one.name.startswith(GENERATOR)]
     if starts and verdict == "match":
-        notes.append(f"Generators that began in another state than in the reference, and changed no bit: {listed(starts)}")
+        notes.append(
+            f"Generators that began in another state than in the reference, and changed no bit: {listed(starts)}"
+        )
     return notes + ([f"The machine differs{too}: {machine}"] if machine else [])

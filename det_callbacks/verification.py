@@ -34,7 +34,7 @@ from det_callbacks.runs.files import replace_atomically
 from det_callbacks.runs.manifest import Manifest
 from det_callbacks.runs.metrics import Reading, Readings, read_metrics
 from det_callbacks.runs.peers import ALONE, END_OF_FIT, Peers
-from det_callbacks.runs.program import AFTER_STEP, IDLE, StepView
+from det_callbacks.runs.program import AFTER_STEP, IDLE, StepView, parameter_in
 from det_callbacks.runs.steps import Expectation, StepTrace
 from det_callbacks.runs.store import Run
 from det_callbacks.runs.writer import RunWriter
@@ -215,8 +215,8 @@ class Verification:
         }
         changed = [name for name, bits in state.items() if left.get(name) != bits]
         # the step also recorded what training_step returned; state of an optimizer is of a parameter
-        others = (name for name in left if name not in state and " of " in name)
-        self.fit.unrestored = (*changed, *(name for name in others if name.rpartition(" of ")[2] in state))
+        others = (name for name in left if name not in state and parameter_in(name, state))
+        self.fit.unrestored = (*changed, *others)
 
     def idle_generators(self, step: int) -> frozenset[str] | None:
         """Return what nothing had drawn from by the last recorded step of the reference before this one, if any."""

@@ -319,7 +319,7 @@ def _has_other_batch_size(facts: Facts) -> bool:
 def _cause_of_input(facts: Facts) -> Cause:
     """Return the cause of a tensor from outside the trace that differs."""
     source, name = facts.sources[0], facts.sources[0].divergence.name or ""
-    if " of " in name:
+    if _is_of_parameter(source):
         return "unknown" if name.startswith("grad of ") else "optimizer"
     if facts.is_first_seen and not facts.is_after_gap and name:
         return "initial_weights"
@@ -342,7 +342,13 @@ def _cause_of_first(facts: Facts) -> Cause:
         return _cause_of_origin(facts)
     # state that only differs after the step: an optimizer owns what it has a gradient of
     gradients, name = {*facts.gradients[0], *facts.gradients[1]}, first.divergence.name or ""
-    return "optimizer" if " of " in name or f"grad of {name}" in gradients or not gradients else "forward"
+    return "optimizer" if _is_of_parameter(first) or f"grad of {name}" in gradients or not gradients else "forward"
+
+
+def _is_of_parameter(finding: Finding) -> bool:
+    """Return whether a tensor is a gradient or a state of a parameter: its name does not begin with its module's."""
+    name, module = finding.divergence.name or "", finding.divergence.module
+    return not name.startswith(f"{module}.") if module and name else " of " in name
 
 
 RULES: tuple[Rule, ...] = (

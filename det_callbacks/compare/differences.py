@@ -196,8 +196,8 @@ class StepDifference:
         """Return the source of the one op that reads a generator or the output that a row is the gradient of, or ()."""
         program, position = self.side(row)
         sites, module, name = program.sites, program.sites[position].module, program.sites[position].name or ""
-        given = [position] if name.startswith("generator ") else []
-        if name.startswith("grad of output"):
+        given = [position] if sites[position].role == "generator" and name.startswith("generator ") else []
+        if name.startswith("grad of output") and sites[position].phase == "backward":
             outputs = [one for one in sites if one.module == module and name == f"grad of {one.name}"]
             given = [*outputs[0].inputs] if len(outputs) == 1 else []
         readers = program.edges[0][np.isin(program.edges[1], given)].tolist() if given else []

@@ -8,8 +8,8 @@ from torch import Generator, Tensor
 
 from det_callbacks.digest.components import tensor_bits
 from det_callbacks.digest.device.deferred import Bits, DeferredDigests, value_of
-from det_callbacks.internals.torch import generator_address
 from det_callbacks.host_digest import digest_bytes, format_digest
+from det_callbacks.internals.torch import generator_address
 from det_callbacks.rng import (
     PROCESS,
     TORCH_CPU,

@@ -218,7 +218,8 @@ def _step_to(
     role: Role = "named",
 ) -> None:
     def build(node: CallNode) -> None:
-        modules = [owner_of(name) if owner is None else owner for name in names]
+        parameters = recorder.parameter_names.values()
+        modules = [owner_of(name, parameters) if owner is None else owner for name in names]
         node.rows = tuple(
             Site(phase=phase, module=module, role=role, name=name, inputs=tuple(sorted(set(edges))))
             for module, name, edges in zip(modules, names, reads, strict=True)

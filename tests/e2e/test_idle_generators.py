@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,14 +72,10 @@ def fit(callback: Any, *others: Any, seed: int, draw: Any = nothing, torch_seed:
 def verify(run: Path, current: Path, **options: Any) -> Verdict:
     """Return the verdict of a verification, which is that of comparing the folders later."""
     callback = DeterminismCallback(run, current=current)
-    try:
+    with suppress(DivergenceError):
         fit(callback, **options)
-    except DivergenceError as error:
-        assert error.verdict is not None
-        verdict = error.verdict
-    else:
-        assert callback.verdict is not None
-        verdict = callback.verdict
+    verdict = callback.verdict
+    assert verdict is not None
     assert compare_runs(run, current).to_dict() == verdict.to_dict()
     return verdict
 
