@@ -15,11 +15,19 @@ import pytest
 import torch
 from torch import Generator, Tensor, nn
 
-from det_callbacks import DeterminismSettings, HashMode, enforce_determinism
+from det_callbacks import DeterminismSettings, HashMode, enforce_determinism, rng
 from det_callbacks.checkpoint.loaders import MAX_ITEMS, find_generators
 from det_callbacks.digest.device.triton_digest import Choice
 from det_callbacks.environment import capture_environment
-from det_callbacks.rng import GeneratorStates, RewindPoint, digest_generator, home_devices, is_default, used_generators
+from det_callbacks.rng import (
+    GeneratorStates,
+    RewindPoint,
+    digest_generator,
+    home_devices,
+    is_default,
+    state_bytes,
+    used_generators,
+)
 from det_callbacks.runs.program import AFTER_STEP
 from det_callbacks.trace import generators as traced
 from det_callbacks.trace.generators import GeneratorReader, Ledger, generator_of
@@ -251,6 +259,52 @@ def test_the_digest_of_a_generator_follows_its_state(make: Callable[[], Any], dr
     assert len(found) == 700
     assert make() is random or digest_generator(make()) in found
     random.setstate(before)
+
+
+def test_a_generator_reads_as_zero_until_something_draws_from_it() -> None:
+    """Also one that comes back to where it began: it was drawn from."""
+    held = torch.Generator().manual_seed(1)
+    point = RewindPoint()
+    reader, unbegun = GeneratorReader(), GeneratorReader()
+    assert (reader.idle(), unbegun.read("numpy", np.random)) == (None, digest_generator(np.random))
+    begun = reader.begin({"numpy", "torch.cpu"})
+    assert begun == {"numpy": digest_generator(np.random), "torch.cpu": digest_generator(torch.default_generator)}
+    assert reader.idle() == ("numpy", "torch.cpu")
+    assert reader.read("python", random) == digest_generator(random)
+    assert reader.read("held", held) == digest_generator(held)  # it was not there at the beginning
+    np.random.rand()
+    assert reader.idle() == ("torch.cpu",)
+    assert reader.read("numpy", np.random) == digest_generator(np.random)
+    point.put_back()
+    assert reader.read("numpy", np.random) == begun["numpy"]
+    torch.rand(1)
+    point.put_back()
+    assert reader.read("torch.cpu", torch.default_generator) == 0  # nobody saw it move, nor did a mark come between
+
+
+class OfItsOwn(random.Random):
+    """A generator whose state is elsewhere than that of ``random.Random``."""
+
+    number = 1
+
+    def getstate(self) -> Any:
+        return 3, (self.number,), None
+
+
+def test_the_state_of_a_python_generator_is_what_getstate_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(700):  # past the end of its 624 words
+        random.random()
+    one, other = random.Random(3), OfItsOwn(3)
+    assert state_bytes(one) == state_bytes(random.Random(3))
+    before = digest_generator(other)
+    other.number = 2
+    assert digest_generator(other) != before
+    for generator in (random, one):
+        generator.gauss(0, 1)
+        read = state_bytes(generator)
+        with monkeypatch.context() as unknown:
+            unknown.setattr(rng, "_has_known_layout", lambda: False)
+            assert state_bytes(generator) == read
 
 
 def test_every_generator_goes_on_from_where_it_was_read() -> None:
