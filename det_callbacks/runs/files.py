@@ -1,8 +1,6 @@
-"""The files of a run that are written once, and how any of them is written, read and checked."""
+"""The files of a run that are written once, and how any of them is read and checked."""
 
 import json
-import os
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -15,6 +13,7 @@ import pyarrow.parquet as pq
 
 from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.host_digest import digest_bytes, format_digest
+from det_callbacks.runs.disk import make_folder, replace_atomically
 from det_callbacks.runs.program import Layout, Program, Site, TensorLayout
 
 FORMAT_VERSION = 1
@@ -59,21 +58,6 @@ def damaged(path: Path, what: object) -> ReferenceFormatError:
         "restore this file from a copy.",
         str(path),
     )
-
-
-def replace_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that a reader sees all of it or what was there before."""
-    # processes of two nodes may have one number, and write the same program into a shared folder
-    temporary = path.with_name(f".{path.name}.{os.getpid()}{uuid.uuid4().int % 10**9:09d}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:  # Ctrl-C too: raised again
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def read_json(path: Path, kind: type[Content]) -> Content:
@@ -156,7 +140,7 @@ def write_source_text(folder: Path, text: Mapping[str, Sequence[str]]) -> None:
     content = msgspec.json.encode({_without_surrogates(place): lines for place, lines in text.items()}, order="sorted")
     path = folder / SOURCES / f"{format_digest(digest_bytes(content))}.json"
     if not path.exists():
-        path.parent.mkdir(exist_ok=True)
+        make_folder(path.parent)
         replace_atomically(path, content)
 
 

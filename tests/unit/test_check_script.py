@@ -153,7 +153,7 @@ def test_what_cannot_be_started_or_has_no_new_folder_is_refused(
         check(End(status=1))
     first, _ = (tmp_path / "determinism-check").iterdir()
     with pytest.raises(CheckError, match="is not an empty folder"):
-        new_folder(first, "determinism-check")
+        new_folder(first, "determinism-check", option="--to")
 
 
 # real processes
