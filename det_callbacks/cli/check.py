@@ -20,7 +20,7 @@ from det_callbacks.compare.evidence import read_window
 from det_callbacks.compare.record import REPORT_FILE, VERDICT_FILE
 from det_callbacks.errors import CheckError, ReferenceFormatError, RunExistsError
 from det_callbacks.patterns import as_patterns
-from det_callbacks.report.console import STYLES, Section, Table, make_console, print_line, print_report
+from det_callbacks.report.console import STYLES, Section, Table, make_console, print_line, print_report, printable
 from det_callbacks.report.verdict import verdict_report
 from det_callbacks.runs.disk import make_folder, writing
 from det_callbacks.runs.files import MANIFEST
@@ -231,7 +231,8 @@ def check(options: argparse.Namespace) -> int:
     for run in runs:
         if run.output is not None and (options.verbose or run.outcome == "failed"):
             print_line(make_console(), f"{run.name} printed:", "bold")
-            sys.stdout.write(run.output.read_text(encoding="utf-8", errors="replace"))
+            printed = run.output.read_text(encoding="utf-8", errors="replace")
+            sys.stdout.write(printable(printed, sys.stdout))
         if run.verdict is not None and (run.outcome in ("diverged", "not_comparable") or not is_varied):
             sections += [Section(title=f"{run.name}: {run.change}")] * is_varied + verdict_report(run.verdict)
     if is_varied:
