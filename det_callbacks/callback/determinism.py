@@ -77,6 +77,7 @@ class DeterminismCallback(CallbackArguments):
     Raises:
         SelectionError, SettingsError: an argument is not one of the allowed ones (at construction), or comes too late.
         ReferenceNotFoundError, ReferenceFormatError, RunExistsError: the reference is missing or damaged, or is there.
+        RunInUseError, WriteError: another process writes to the folder; nothing can be written, as on a full disk.
         DivergenceError, NotComparableError: the run is not the reference, or not the run that it resumes.
         ReplayError, ReplicaError, AuditError: too much is saved; replicas differ; an op differs from itself.
         CheckpointMismatchError, CheckpointFormatError: a checkpoint is not what was saved.

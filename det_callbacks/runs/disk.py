@@ -26,8 +26,8 @@ ANOTHER_FOLDER: Mapping[str, str] = {
     "audit": "name another folder for what is found (current of DeterminismCallback)",
 }
 _ANY_FOLDER = (
-    "name another folder (reference to record into, current to verify or audit into; RUN, --current or --to of "
-    "det-callbacks)"
+    "name another folder (reference or current of DeterminismCallback; RUN of det-callbacks record, --current of "
+    "verify, --to of check)"
 )
 
 
