@@ -34,6 +34,7 @@ from det_callbacks.runs.environment import (
     Environment,
     EnvironmentEntry,
 )
+from det_callbacks.runs.files import without_surrogates
 from det_callbacks.settings import SETTINGS, settings_in_force
 from det_callbacks.settings.catalogue import SDPA_BACKENDS, start_environment
 from det_callbacks.settings.enforce import enforced_names
@@ -83,9 +84,18 @@ def capture_environment(*, choices: Mapping[str, Any] | None = None) -> Environm
         acts = name != ARGUMENTS and not (name.startswith(CONFIGURATION) and _last_part(name, value) in became)
         facts.append((name, value, False, acts))
     return {
-        name: EnvironmentEntry(value=value, is_machine=is_machine, changes_bits=changes_bits)
+        without_surrogates(name): EnvironmentEntry(
+            value=_as_text(value), is_machine=is_machine, changes_bits=changes_bits
+        )
         for name, value, is_machine, changes_bits in sorted(facts, key=itemgetter(0))
     }
+
+
+def _as_text(value: Any) -> Any:
+    """Return a value whose texts can be written as JSON."""
+    if isinstance(value, list | tuple):
+        return [_as_text(one) for one in value]
+    return without_surrogates(value) if isinstance(value, str) else value
 
 
 def _last_part(name: str, value: Any) -> tuple[str, str]:

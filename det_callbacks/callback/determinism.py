@@ -23,7 +23,7 @@ from det_callbacks.callback.replica_audit import Replicas, raise_if
 from det_callbacks.callback.session import Session
 from det_callbacks.callback.verifying import Verifying
 from det_callbacks.checkpoint.watch import CheckpointWatch
-from det_callbacks.errors import DetCallbacksError, NothingComparedError
+from det_callbacks.errors import DetCallbacksError, NothingComparedError, WriteError
 from det_callbacks.internals.lightning import RESTORE, checkpoint_connector, is_training_done, require
 from det_callbacks.internals.versions import newer_than_tested
 from det_callbacks.ranks.group import RankGroup, require_same_start
@@ -77,6 +77,7 @@ class DeterminismCallback(CallbackArguments):
     Raises:
         SelectionError, SettingsError: an argument is not one of the allowed ones (at construction), or comes too late.
         ReferenceNotFoundError, ReferenceFormatError, RunExistsError: the reference is missing or damaged, or is there.
+        RunInUseError, WriteError: another process writes to the folder; nothing can be written, as on a full disk.
         DivergenceError, NotComparableError: the run is not the reference, or not the run that it resumes.
         ReplayError, ReplicaError, AuditError: too much is saved; replicas differ; an op differs from itself.
         CheckpointMismatchError, CheckpointFormatError: a checkpoint is not what was saved.
@@ -355,10 +356,18 @@ class DeterminismCallback(CallbackArguments):
         self._progress.close()
         try:
             if was_open:
-                self._session.stop(type(exception).__name__)
+                self._stop(exception)
                 self.verdict, self.audit_report = self._session.verdict, self._session.audit_report
         finally:
             self._stage.close()
+
+    def _stop(self, exception: BaseException) -> None:
+        """Close the files of a fit that an exception ends; a full disk does not take that exception's place."""
+        try:
+            self._session.stop(type(exception).__name__)
+        except WriteError as error:
+            if not isinstance(exception, WriteError):
+                self._session.print_line(f"det_callbacks: {error}")
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

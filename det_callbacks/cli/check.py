@@ -18,14 +18,15 @@ from typing import IO, Any, Literal
 from det_callbacks.cli.parser import SCRIPT_OPTIONS
 from det_callbacks.compare.evidence import read_window
 from det_callbacks.compare.record import REPORT_FILE, VERDICT_FILE
-from det_callbacks.errors import CheckError
+from det_callbacks.errors import CheckError, ReferenceFormatError, RunExistsError
 from det_callbacks.patterns import as_patterns
-from det_callbacks.report.console import STYLES, Section, Table, make_console, print_line, print_report
+from det_callbacks.report.console import STYLES, Section, Table, make_console, print_line, print_report, printable
 from det_callbacks.report.verdict import verdict_report
+from det_callbacks.runs.disk import make_folder, writing
 from det_callbacks.runs.files import MANIFEST
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.store import Run
-from det_callbacks.variables import LAUNCH, NUM_WORKERS
+from det_callbacks.variables import LAUNCH, NUM_WORKERS, REFUSAL
 from det_callbacks.verdict import EXIT_CODES, Verdict
 
 RECORDING, PLAIN = "recording", "plain"
@@ -106,24 +107,36 @@ class Script:
         if self.settings:
             variables["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_STARTUP), variables.get("PYTHONPATH"))))
         with contextlib.ExitStack() as files:
-            claim = Path(files.enter_context(tempfile.TemporaryDirectory(prefix="det_callbacks-")), "claim")
+            with writing(os.environ.get("TMPDIR") or "/tmp", instead="set TMPDIR to a folder that can be written"):
+                claim = Path(files.enter_context(tempfile.TemporaryDirectory(prefix="det_callbacks-")), "claim")
             launch = {"arguments": {**self.arguments, **arguments}, "settings": self.settings, "claim": str(claim)}
             variables[LAUNCH] = json.dumps(launch)
+            file = None
+            if output is not None:
+                with writing(output, instead="name another folder (--to)"):
+                    file = files.enter_context(output.open("wb"))
             try:
-                file = None if output is None else files.enter_context(output.open("wb"))
                 status = run_process(self.words, variables=variables, output=file)
             except OSError as error:
-                raise CheckError(f"{self.words[0]} cannot be started: {error}") from error
+                raise CheckError(f"{self.words[0]} cannot be started: {error}{_how_to_start(self.words)}") from error
             if claim.exists() and (text := claim.read_text(encoding="utf-8")):
                 raise CheckError(f"{text}. Start det-callbacks for each of them.")
+            refusal = claim.with_name(REFUSAL)
+            if status > 0 and refusal.exists():
+                return refusal.read_text(encoding="utf-8")
         if status < 0:
             return f"the process was killed by signal {-status} ({signal.strsignal(-status)})"
         return f"the script failed with status {status}: see what it, or det_callbacks, printed" if status else ""
 
 
+def _how_to_start(words: Sequence[str]) -> str:
+    """Return a hint where a file of Python is not executable, "" elsewhere."""
+    return f". Start it with Python: -- python {shlex.join(words)}" if words[0].endswith(".py") else ""
+
+
 def _manifest(run: Path) -> bytes:
     path = run / MANIFEST
-    return path.read_bytes() if path.is_file() else b""
+    return path.read_bytes() if os.path.isfile(path) else b""
 
 
 def check_script(script: Script, home: Path, vary: Sequence[str]) -> list[CheckedRun]:
@@ -172,15 +185,34 @@ def _varied(script: Script, name: str, run: Run, seed: str) -> Script:
 def record(options: argparse.Namespace) -> int:
     """Run a script and record it."""
     script, run = _script(options), Path(options.run_folder).absolute()
+    if not options.overwrite:
+        _require_no_whole_run(run)
     done = script.record(run, overwrite=options.overwrite)
     return _end("record", [done], "" if done.reason else f"; the run: {run}")
+
+
+def _require_no_whole_run(run: Path) -> None:
+    """Refuse to record where a run is whole, before the script loads anything; one that was cut off may be resumed."""
+    if not _manifest(run):
+        return
+    try:
+        is_whole = Run.open(run, check_steps=False).is_complete
+    except ReferenceFormatError:
+        is_whole = True  # there is nothing to go on with
+    if is_whole:
+        raise RunExistsError(
+            f"{run} holds a run already. Nothing was run or changed. Record to another folder, replace the run with "
+            "--overwrite, or compare with it: det-callbacks verify. To go on with it from a checkpoint, give the "
+            "training a DeterminismCallback of its own.",
+            str(run),
+        )
 
 
 def verify(options: argparse.Namespace) -> int:
     """Run a script and verify it against a run."""
     script, reference = _script(options), Path(options.run_folder).absolute()
     Run.open(reference)  # before a training is started for nothing
-    current = new_folder(options.current, "determinism-verify")
+    current = new_folder(options.current, "determinism-verify", option="--current")
     done = script.verify(reference, current / "run")
     if done.verdict is not None:
         print_report([Section(), *verdict_report(done.verdict), Section()])
@@ -193,13 +225,14 @@ def check(options: argparse.Namespace) -> int:
     script, vary = _script(options), options.vary.split(",") if options.vary else []
     if unknown := [factor for factor in vary if factor not in FACTORS]:
         raise CheckError(f"There is no {unknown[0]!r} to vary; there are {', '.join(FACTORS)}.")
-    home = new_folder(options.to, "determinism-check")
+    home = new_folder(options.to, "determinism-check", option="--to")
     runs = check_script(script, home, vary)
     is_varied, sections = len(runs) > 2, [Section()]
     for run in runs:
         if run.output is not None and (options.verbose or run.outcome == "failed"):
             print_line(make_console(), f"{run.name} printed:", "bold")
-            sys.stdout.write(run.output.read_text(encoding="utf-8", errors="replace"))
+            printed = run.output.read_text(encoding="utf-8", errors="replace")
+            sys.stdout.write(printable(printed, sys.stdout))
         if run.verdict is not None and (run.outcome in ("diverged", "not_comparable") or not is_varied):
             sections += [Section(title=f"{run.name}: {run.change}")] * is_varied + verdict_report(run.verdict)
     if is_varied:
@@ -207,6 +240,8 @@ def check(options: argparse.Namespace) -> int:
         sections.append(Section(table=Table(columns=columns, rows=[*map(_row, runs[1:])])))
     print_report([*sections, Section()])
     facts = _OF_SCRIPT[{run.name: run.outcome for run in runs}.get(PLAIN, "failed")]
+    if facts == _OF_SCRIPT["diverged"] and Run.open(home / "reference").manifest.settings.get("seed") is None:
+        facts += "; it sets no seed, and --seed 0 sets one before its first line"
     if names := [run.name for run in runs[2:] if run.outcome == "diverged"]:
         facts += f"; its bits depend on {', '.join(names)}"
     return _end("check", runs, f"; {facts}; kept in {home}")
@@ -224,7 +259,8 @@ def _end(command: str, runs: Sequence[CheckedRun], facts: str) -> int:
     worst = max(reversed(runs), key=lambda run: [0, 3, 2, 1].index(status[run.outcome]))
     for run in runs:
         if run.reason:
-            print_line(console, f"{run.name}: {run.reason}." if len(runs) > 1 else f"{run.reason}.")
+            reason = f"{run.reason.rstrip('.')}."
+            print_line(console, f"{run.name}: {reason}" if len(runs) > 1 else reason)
     word = f"{worst.outcome.replace('_', ' ')} (exit status {status[worst.outcome]})"
     style = {**STYLES, "failed": "bold red"}.get(worst.outcome, "bold")
     print_line(console, f"det-callbacks {command}: {word}{facts}", style)
@@ -248,13 +284,15 @@ def _script(options: argparse.Namespace) -> Script:
     return Script(words=options.words, arguments=arguments, settings=settings)
 
 
-def new_folder(to: str | Path | None, kind: str) -> Path:
+def new_folder(to: str | Path | None, kind: str, *, option: str) -> Path:
     """Make a folder for runs that git does not see: ``to``, or one named by the time below ``kind``."""
     home = Path.cwd() / (to or f"{kind}/{datetime.now():%Y-%m-%d_%H-%M-%S-%f}")
-    if home.exists() and (not home.is_dir() or any(home.iterdir())):
-        raise CheckError(f"{home} is there already, and is not an empty folder; nothing was run. Name another one.")
-    home.mkdir(parents=True, exist_ok=True)
-    (home / ".gitignore").write_text("*\n", encoding="utf-8")
+    instead = f"nothing was run; name another folder ({option})"
+    if os.path.isdir(home) and any(home.iterdir()):
+        raise CheckError(f"{home} is there already, and is not an empty folder; {instead}.")
+    make_folder(home, instead=instead)
+    with writing(home, instead=instead):
+        (home / ".gitignore").write_text("*\n", encoding="utf-8")
     return home
 
 

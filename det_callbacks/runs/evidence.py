@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.host_digest import digest_bytes, format_digest
+from det_callbacks.runs.disk import AppendedFile
 from det_callbacks.runs.files import FORMAT_VERSION, damaged
 
 EVIDENCE_SCHEMA = pa.schema(
@@ -73,7 +74,7 @@ class EvidenceWriter:
 
     def __init__(self, path: Path, *, run_id: str) -> None:
         self._rows: list[Row] = []
-        self._file = path.open("wb", buffering=0)
+        self._file = AppendedFile(path, is_new=True)
         options = pa.ipc.IpcWriteOptions(compression="zstd")
         self._stream = pa.ipc.new_stream(self._file, _schema_of(run_id), options=options)
 
@@ -92,8 +93,10 @@ class EvidenceWriter:
 
     def close(self) -> None:
         """Write the rest and close the file."""
-        with self._file, self._stream:
-            self.flush()
+        with self._file:
+            if not self._file.is_broken:
+                self.flush()
+                self._stream.close()
 
 
 def read_values(stream: Path, run_id: str) -> dict[int, str]:

@@ -38,6 +38,14 @@ def chosen(reference: dict[str, Any], current: dict[str, Any]) -> dict[str, tupl
     return {one.name: (one.reference, one.current, one.changes_bits) for one in found}
 
 
+def test_what_is_no_text_in_the_locale_becomes_json() -> None:
+    argv = {"process": {"argv": ["tr\udcc3\udca4in.py", "\udce4", "\ud800", "ä"]}, "x\udcff": "\udcc3\udca4"}
+    entries = capture_environment(choices=argv)
+    assert entries["process.argv"].value == ["träin.py", r"\xe4", r"\ud800", "ä"]
+    assert entries[r"x\xff"].value == "ä"
+    msgspec.json.encode(entries)
+
+
 def test_another_optimizer_and_the_option_of_a_group_are_named() -> None:
     def options(kind: Any, *rates: float) -> dict[str, Any]:
         return optimizer_choices([kind([{"params": torch.ones(1), "lr": rate} for rate in rates])])
