@@ -66,14 +66,15 @@ _SECRET = re.compile(
 _PLACE = re.compile(r"(?<![\w.])(?:[A-Za-z][\w+.-]*://|~?/(?=\w)|[A-Za-z]:[\\/])[^\s'\",;)\]}]*")
 
 
-def capture_environment(*, choices: Mapping[str, Any] | None = None) -> Environment:
+def capture_environment(*, choices: Mapping[str, Any] | None = None, lightning: str = "lightning") -> Environment:
     """Return the environment of this process, and what the caller knows to have been decided, by name.
 
+    The version of Lightning is that of the distribution ``lightning``: it may be ``pytorch_lightning`` that trains.
     It asks no GPU that nothing used so far, which would create a CUDA context. Nested mappings of choices become dotted
     names; paths, addresses and what looks like a secret by its name are withheld.
     """
     enforced = {f"torch.{name}" for name in enforced_names()}
-    facts = [(name, value, name not in enforced, name not in _IDLE_FACTS) for name, value in _machine_facts()]
+    facts = [(name, value, name not in enforced, name not in _IDLE_FACTS) for name, value in _machine_facts(lightning)]
     facts += [(name, value, False, not _is_idle(name)) for name, value in _own_choices()]
     facts += [(name, value, False, False) for name, value in code_state().items()]
     flat = dict(_flatten("", choices or {}))
@@ -93,7 +94,7 @@ def _last_part(name: str, value: Any) -> tuple[str, str]:
     return name.rpartition(".")[2], json.dumps(value, sort_keys=True)
 
 
-def _machine_facts() -> Iterator[tuple[str, Any]]:
+def _machine_facts(lightning: str) -> Iterator[tuple[str, Any]]:
     build, backends = torch.__config__.show(), torch.backends
     yield "python.version", platform.python_version()
     yield "python.implementation", platform.python_implementation()
@@ -104,7 +105,7 @@ def _machine_facts() -> Iterator[tuple[str, Any]]:
     # platform.processor() is empty or only the architecture on Linux
     yield "cpu.model", _first(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo")) or platform.processor() or None
     yield "numpy.version", np.__version__
-    for name in ("det_callbacks", "lightning", "triton"):
+    for name in ("det_callbacks", lightning, "triton"):
         yield f"{name}.version", _version(name)
     yield "torch.version", str(torch.__version__)  # which is of a type of torch's own
     yield "torch.git_version", torch.version.git_version

@@ -15,6 +15,7 @@ from det_callbacks.environment import capture_environment, command_choice
 from det_callbacks.errors import SelectionError
 from det_callbacks.internals.lightning import validation_data
 from det_callbacks.internals.torch import DDP_IGNORED
+from det_callbacks.internals.twins import either, join_twins, package_of
 from det_callbacks.patterns import as_patterns
 from det_callbacks.runs.environment import OPTIMIZER
 from det_callbacks.runs.selection import Selection
@@ -27,6 +28,7 @@ OnDivergence = Literal["raise", "collect", "warn"]
 Steps = Literal["all", "common"]
 
 
+@join_twins
 class CallbackArguments(pl.Callback):
     """The arguments of ``DeterminismCallback``, which documents them, checked and as attributes; nothing is open."""
 
@@ -56,6 +58,7 @@ class CallbackArguments(pl.Callback):
         log_metrics: bool = True,
     ) -> None:
         super().__init__()
+        join_twins(CallbackArguments)  # pytorch_lightning may have been imported after this module
         self.mode, self.steps, self.on_divergence, self.resume = mode, steps, on_divergence, resume
         self.overwrite, self.log_metrics = overwrite, log_metrics
         self.audit_replicas_every_n_steps = audit_replicas_every_n_steps
@@ -149,7 +152,7 @@ def manifest_of(trainer: pl.Trainer, pl_module: pl.LightningModule, arguments: C
     return {
         "selection": arguments.selection.to_dict(),
         "settings": {**settings_in_force(), "allow": allow},
-        "environment": msgspec.to_builtins(capture_environment(choices=chosen)),
+        "environment": msgspec.to_builtins(capture_environment(choices=chosen, lightning=package_of(trainer))),
         "replay": list(arguments.replay),
         "keep_tensors": list(arguments.keep_tensors),
     }
@@ -186,7 +189,7 @@ def optimizer_choices(optimizers: Sequence[Any]) -> dict[str, Any]:
 
 def replicated_weights(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Tensor] | None:
     """Return the parameters and buffers that are to be equal on all ranks; None where the strategy does not say so."""
-    if not isinstance(trainer.strategy, DDPStrategy):
+    if not isinstance(trainer.strategy, either(DDPStrategy)):
         return None
     ignored = set(getattr(module, DDP_IGNORED, ()))
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}

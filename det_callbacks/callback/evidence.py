@@ -21,6 +21,7 @@ from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import SettingsError
 from det_callbacks.host_digest import digest_bytes
 from det_callbacks.internals.lightning import LOAD_LOADER_STATES, PrefetchFetcher, combined_loader, data_fetcher
+from det_callbacks.internals.twins import either, own_class
 from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.runs.evidence import AFTER, BEFORE, CALLBACKS, CONSTANTS
 from det_callbacks.trace.components import has_parts, holds_data
@@ -61,12 +62,13 @@ class Evidence(Ledger):
         callbacks: list[pl.Callback] = vars(self._trainer)["callbacks"]
         place, module = callbacks.index(own), self._trainer.lightning_module
         for order, neighbours in ((BEFORE, callbacks[:place]), (AFTER, callbacks[place + 1 :])):
-            others = [one for one in neighbours if not isinstance(one, ProgressBar)]
-            others.sort(key=lambda callback: type(callback).__module__.startswith("lightning."))
+            others = [one for one in neighbours if not isinstance(one, either(ProgressBar))]
+            others.sort(key=lambda callback: type(callback).__module__.startswith(("lightning.", "pytorch_lightning.")))
             for hook in (name for name in vars(pl.Callback) if name.startswith("on_")):
-                users = [one for one in others if getattr(type(one), hook, None) is not getattr(pl.Callback, hook)]
+                inherited = [getattr(base, hook) for base in either(pl.Callback)]
+                users = [one for one in others if getattr(type(one), hook, None) not in inherited]
                 names = [type(one).__qualname__ for one in users]
-                if order == AFTER and is_overridden(hook, module, pl.LightningModule):
+                if order == AFTER and is_overridden(hook, module, own_class(module, pl.LightningModule)):
                     names.insert(0, type(module).__qualname__)  # its hooks are called after those of all callbacks
                 if names:
                     self.note(_FIT_START, f"{CALLBACKS}{order} {hook}", text=", ".join(names))
@@ -86,7 +88,7 @@ class Evidence(Ledger):
         if NUM_WORKERS in os.environ:
             set_workers(inner, os.environ[NUM_WORKERS])
         name, is_one = "train_dataloader", len(inner) == 1
-        self.held = find_generators({name: inner[0] if is_one else inner}, left=(pl.LightningModule,))
+        self.held = find_generators({name: inner[0] if is_one else inner}, left=either(pl.LightningModule))
         self._let_go = follow(loader, self)
         for number, one in enumerate(inner):
             place = name if is_one else f"{name} {number}"
@@ -147,7 +149,7 @@ class Evidence(Ledger):
         """Note what the batch of a step is made of, as the training step gets it, when its trace has begun."""
         self.mark("batch start", with_seeds=True)
         fetcher = data_fetcher(self._trainer.fit_loop)
-        num_fetched = len(fetcher.batches) if isinstance(fetcher, PrefetchFetcher) else 0
+        num_fetched = len(fetcher.batches) if isinstance(fetcher, either(PrefetchFetcher)) else 0
         if len(self._waiting) <= num_fetched:
             return
         loaded, indices_by_loader = self._waiting[-1 - num_fetched]
