@@ -173,7 +173,11 @@ def _trainer_choices(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def optimizer_choices(optimizers: Sequence[Any]) -> dict[str, Any]:
-    """Return the classes of the optimizers, and the options of each group as they are now."""
+    """Return the classes of the optimizers, and the options of each group as they are now.
+
+    Lightning's stand-in for an optimizer, where ``configure_optimizers`` returns None, has no groups: it is left out.
+    """
+    optimizers = [optimizer for optimizer in optimizers if optimizer.param_groups]
     choices: dict[str, Any] = {OPTIMIZER: ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"}
     for index, optimizer in enumerate(optimizers):
         groups = [

@@ -177,6 +177,15 @@ class Facts:
         found = self.origin or self.first
         return found.divergence.op == _STARTS_BACKWARD and self.difference.first_reader(found.row) == "backward"
 
+    @property
+    def is_between_passes(self) -> bool:
+        """Whether the origin, or what differs first, ran after a forward pass and before its backward pass."""
+        program, position = self.difference.side((self.origin or self.first).row)
+        before = (site.phase for site in reversed(program.sites[:position]) if site.op)
+        after = (site.phase for site in program.sites[position:] if site.op)  # the loss has a row of its own there
+        passes = [next((phase for phase in phases if phase in _PHASE_CAUSES), "") for phases in (before, after)]
+        return program.sites[position].phase == "other" and passes == ["forward", "backward"]
+
     @cached_property
     def gradients(self) -> list[list[str]]:
         """Names of the gradients that optimizers were given in the reference and now, in their order."""
@@ -317,7 +326,8 @@ def _cause_of_origin(facts: Facts) -> Cause:
     found = facts.origin or facts.first
     if found.divergence.op.startswith(COLLECTIVES):
         return "collective"
-    return "backward" if facts.starts_backward else _PHASE_CAUSES.get(found.divergence.phase, "unknown")
+    is_backward = facts.starts_backward or facts.is_between_passes
+    return "backward" if is_backward else _PHASE_CAUSES.get(found.divergence.phase, "unknown")
 
 
 def _cause_of_first(facts: Facts) -> Cause:
@@ -329,7 +339,9 @@ def _cause_of_first(facts: Facts) -> Cause:
         return _cause_of_origin(facts)
     # state that only differs after the step: an optimizer owns what it has a gradient of
     gradients, name = {*facts.gradients[0], *facts.gradients[1]}, first.divergence.name or ""
-    return "optimizer" if " of " in name or f"grad of {name}" in gradients or not gradients else "forward"
+    if " of " in name or f"grad of {name}" in gradients:
+        return "optimizer"
+    return "forward" if gradients else "unknown"  # an update without an optimizer runs anywhere
 
 
 RULES: tuple[Rule, ...] = (
