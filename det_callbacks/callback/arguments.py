@@ -1,5 +1,6 @@
 """What a fit is given: the arguments of the callback, and what run.json says of them, of Trainer and optimizers."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -148,7 +149,7 @@ def manifest_of(trainer: pl.Trainer, pl_module: pl.LightningModule, arguments: C
     # the classes of the learning rate schedulers, and when each is stepped
     schedulers = [f"{type(one.scheduler).__name__} each {one.interval}" for one in trainer.lr_scheduler_configs]
     chosen["optimizer.lr_scheduler"] = ", ".join(schedulers) or "none"
-    chosen |= {**command_choice(), **arguments.choices, "settings": {"allow": allow}}
+    chosen |= {**_started_by(), **arguments.choices, "settings": {"allow": allow}}
     return {
         "selection": arguments.selection.to_dict(),
         "settings": {**settings_in_force(), "allow": allow},
@@ -156,6 +157,15 @@ def manifest_of(trainer: pl.Trainer, pl_module: pl.LightningModule, arguments: C
         "replay": list(arguments.replay),
         "keep_tensors": list(arguments.keep_tensors),
     }
+
+
+def _started_by() -> dict[str, Any]:
+    """Return what started this process as choices, with the configuration where Hydra runs a job in it."""
+    if "hydra.core.hydra_config" in sys.modules:
+        from det_callbacks.hydra.configuration import job_choices  # noqa: PLC0415  # a script need not load Hydra
+
+        return {**command_choice(), **job_choices()}
+    return command_choice()
 
 
 def _trainer_choices(trainer: pl.Trainer) -> dict[str, Any]:
