@@ -23,7 +23,7 @@ from det_callbacks.host_digest import digest_bytes
 from det_callbacks.internals.lightning import LOAD_LOADER_STATES, PrefetchFetcher, combined_loader, data_fetcher
 from det_callbacks.internals.twins import either, own_class
 from det_callbacks.replaced_in_lightning import ReplacedInLightning
-from det_callbacks.runs.evidence import AFTER, BEFORE, CALLBACKS, CONSTANTS
+from det_callbacks.runs.evidence import AFTER, BEFORE, CALLBACKS, CONSTANTS, SCRIPTED
 from det_callbacks.trace.components import has_parts, holds_data
 from det_callbacks.trace.generators import Ledger
 from det_callbacks.trace.leaves import flatten
@@ -55,6 +55,8 @@ class Evidence(Ledger):
         state = (*trainer.lightning_module.parameters(), *trainer.lightning_module.buffers())
         with unobserved():
             self.note(_FIT_START, CONSTANTS, sum(map(_is_constant, state)))
+        if scripted := _scripted(trainer.lightning_module):
+            self.note(_FIT_START, SCRIPTED, text=json.dumps(scripted))
         self._note_hooks(own)
 
     def _note_hooks(self, own: pl.Callback) -> None:
@@ -165,6 +167,18 @@ class Evidence(Ledger):
             for name, value in flatten(loaded, "batch", is_whole=True):
                 if isinstance(value, Tensor) and id(value) not in given and holds_data(value):
                     self.note_tensor(BATCH, f"{name} as loaded", value)
+
+
+def _scripted(root: torch.nn.Module) -> list[str]:
+    """Return the names of the modules that are TorchScript, without those inside them, or that hold such functions."""
+    found: list[str] = []
+    for name, module in root.named_modules():
+        holds = isinstance(module, torch.jit.ScriptModule) or any(
+            isinstance(value, torch.jit.ScriptFunction) for value in vars(module).values()
+        )
+        if holds and not any(name.startswith(f"{outer}.") for outer in found):
+            found.append(name)
+    return found
 
 
 def _is_constant(tensor: Tensor) -> bool:

@@ -308,6 +308,14 @@ def _has_other_gradients(facts: Facts) -> bool:
     return is_in_one and ({*ours} != {*theirs} or len(ours) == len(theirs))
 
 
+def _is_of_torchscript(facts: Facts) -> bool:
+    """Return whether only one run has an op that a TorchScript executor may have chosen, or left out."""
+    one, scripted = (facts.origin or facts.first).divergence, facts.evidence.scripted
+    is_inside = one.module in scripted or one.module.startswith(tuple(f"{name}." for name in scripted))
+    is_unknown = one.module == "?" and bool(scripted)  # the backward pass of a scripted module has no source
+    return bool(one.op) and one.kind in ("missing", "extra") and (is_inside or is_unknown)
+
+
 def _has_other_batch_size(facts: Facts) -> bool:
     return facts.has_other_data and any(name.startswith("batch_size") for name in facts.evidence.batch.settings)
 
@@ -366,6 +374,7 @@ RULES: tuple[Rule, ...] = (
     Rule("choice", lambda facts: facts.explaining_choice is not None, "settings"),
     Rule("other gradients", _has_other_gradients, "optimizer"),
     Rule("compiled graph", lambda facts: facts.origin is not None and facts.origin.role == "graph", "structure"),
+    Rule("scripted module", _is_of_torchscript, "structure"),
     Rule("structure", lambda facts: not {"content", "argument"} & {*facts.difference.kinds.values()}, "structure"),
     Rule("origin", lambda facts: facts.origin is not None, _cause_of_origin),
     Rule("first difference", lambda facts: True, _cause_of_first),

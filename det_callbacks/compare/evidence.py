@@ -16,6 +16,7 @@ from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.runs.evidence import (
     CALLBACKS,
     CONSTANTS,
+    SCRIPTED,
     SEED,
     UNSEEN_WRITE,
     VALUES,
@@ -45,6 +46,7 @@ class Window:
     settings: Mapping[str, str]  # of the loaders, as they last started: "num_workers of train_dataloader" -> "2"
     hooks: Mapping[str, str]  # "before on_train_batch_end" -> the callbacks called before ours; "after ..." alike
     num_constant: int = 0  # initial tensors that hold one value only, whatever the seed
+    scripted: tuple[str, ...] = ()  # modules that are, or hold, TorchScript
 
     def batch(self, step: int) -> dict[str, Row]:
         """Return the rows on the batch of a step, by name."""
@@ -103,6 +105,7 @@ class Evidence:
     batch: BatchChange = BatchChange()
     hooks: Mapping[str, str] = field(default_factory=dict)  # of the current run, see ``Window``
     num_constant: int = 0
+    scripted: tuple[str, ...] = ()  # of the current run
     unread: str = ""  # why it could not be read; "" where it could, or where a run has none
 
 
@@ -153,7 +156,7 @@ def read_window(run: Run, rank: int, segment: int, step: int) -> Window | None:
 def gather_window(rows: Iterable[Row], *, since: int | None) -> Window | None:
     """Return what rows say that come after a step that is known to be equal, or all rows; None where there are none."""
     kept, last = list[Row](), list[Row]()
-    settings, hooks, num_constant = dict[str, str](), dict[str, str](), 0
+    settings, hooks, num_constant, scripted = dict[str, str](), dict[str, str](), 0, tuple[str, ...]()
     for row in rows:
         if row.text and row.point == _LOADER:
             settings[row.name] = row.text
@@ -161,13 +164,16 @@ def gather_window(rows: Iterable[Row], *, since: int | None) -> Window | None:
             hooks[row.name.removeprefix(CALLBACKS)] = row.text
         elif row.name == CONSTANTS:
             num_constant = row.value
+        elif row.name == SCRIPTED:
+            scripted = tuple(json.loads(row.text))
         elif row.point not in (UNSEEN_WRITE, VALUES):
             if since is None or row.step > since:
                 kept.append(row)
             elif row.step == since:
                 last.append(row)
     kept = [*from_batch_start(last), *kept]
-    return Window(rows=tuple(kept), settings=settings, hooks=hooks, num_constant=num_constant) if kept else None
+    known: dict[str, Any] = {"settings": settings, "hooks": hooks, "num_constant": num_constant, "scripted": scripted}
+    return Window(rows=tuple(kept), **known) if kept else None
 
 
 def from_batch_start(rows: Iterable[Row]) -> Iterator[Row]:
@@ -214,6 +220,7 @@ def compare_windows(reference: Window, current: Window, step: int) -> Evidence:
         batch=_batch_change(reference, current, step),
         hooks=current.hooks,
         num_constant=min(reference.num_constant, current.num_constant),
+        scripted=current.scripted,
     )
 
 

@@ -19,6 +19,7 @@ EVIDENCE_SCHEMA = pa.schema(
 # Names of rows, or what they begin with.
 SEED = "seed of "  # the seed of a torch generator
 CONSTANTS = "constant initial tensors"  # how many parameters and buffers hold one value only, at the start of a fit
+SCRIPTED = "TorchScript"  # the modules that are, or hold, TorchScript, as JSON, at the start of a fit
 CALLBACKS = "callbacks "  # who has a hook; followed by whether it is called before or after ours, and the hook
 BEFORE, AFTER = "before", "after"
 
