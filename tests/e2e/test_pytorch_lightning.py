@@ -18,6 +18,9 @@ from trainers import LIGHTNING_ADVICE
 
 from det_callbacks import DeterminismCallback, NotResumableError, ReplicaAuditCallback, compare_runs, prove_resume
 from det_callbacks.compare.evidence import read_window
+from det_callbacks.errors import UnsupportedVersionError
+from det_callbacks.internals import versions
+from det_callbacks.internals.lightning import LIGHTNING, checkpoint_connector
 from det_callbacks.internals.twins import either, join_twins, own_class, package_of
 from det_callbacks.runs.store import Run as StoredRun
 
@@ -211,3 +214,16 @@ def test_the_twin_of_a_class() -> None:
         pass
 
     assert join_twins(join_twins(Ours)).__bases__ == (lightning.Callback, other.Callback)
+
+
+def test_versions_and_what_is_missing_are_those_of_the_package_that_trains(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(versions.TESTED, "lightning", ("2.5", "2.4"))
+    fit(twin, DeterminismCallback(tmp_path / "run", mode="record", level="state"))
+    assert f"det_callbacks: pytorch_lightning {twin.__version__} is newer than any" in capsys.readouterr().out
+    trainer = trainer_of(twin)
+    monkeypatch.setattr(LIGHTNING, "missing", [])
+    monkeypatch.delattr(trainer, "_checkpoint_connector")
+    with pytest.raises(UnsupportedVersionError, match=f"^Not supported: pytorch_lightning {twin.__version__} has no"):
+        checkpoint_connector(trainer)
