@@ -25,6 +25,7 @@ from det_callbacks.callback.verifying import Verifying
 from det_callbacks.checkpoint.watch import CheckpointWatch
 from det_callbacks.errors import DetCallbacksError, NothingComparedError, WriteError
 from det_callbacks.internals.lightning import RESTORE, checkpoint_connector, is_training_done, require
+from det_callbacks.internals.twins import package_of
 from det_callbacks.internals.versions import newer_than_tested
 from det_callbacks.ranks.group import RankGroup, require_same_start
 from det_callbacks.ranks.replicas import ReplicaReport
@@ -174,7 +175,7 @@ class DeterminismCallback(CallbackArguments):
     def _begin_fit(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.selection.check_modules([name for name, _ in pl_module.named_modules()])
         assert self._checkpoints is not None, "setup was called"
-        for line in newer_than_tested() if trainer.is_global_zero else ():
+        for line in newer_than_tested(package_of(trainer)) if trainer.is_global_zero else ():
             print_beside_bar(trainer, f"det_callbacks: {line}")
         self._begin(trainer, pl_module, is_resumed=self._checkpoints.is_resumed)
         session, reference = self._session, None if self.reference is None else str(self.reference)

@@ -23,6 +23,7 @@ from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import NotResumableError
 from det_callbacks.host_digest import digest_bytes, format_digest
 from det_callbacks.internals.lightning import LOAD_LOADER_STATES, Loop, combined_loader
+from det_callbacks.internals.twins import own_class
 from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.report.console import print_closing_line
 from det_callbacks.report.tensors import unrestored_line
@@ -208,7 +209,7 @@ class Resuming:
         if state is not None and epochs.current.processed == epochs.current.ready > 0:
             if state.is_epoch_over:
                 # With max_steps Lightning takes the epoch for unfinished, and would train one batch too many in it.
-                Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]  # past the fit loop's own property
+                own_class(loop, Loop).restarting.fset(loop, False)  # past the fit loop's own property
             else:
                 # Where a fit stops in the middle of an epoch, Lightning counts the epoch as processed.
                 for progress in (epochs.current, epochs.total):

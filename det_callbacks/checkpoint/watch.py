@@ -30,6 +30,7 @@ from det_callbacks.checkpoint.resume import Resume, Resuming
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import CheckpointMismatchError
 from det_callbacks.internals.lightning import WrappingCheckpointIO
+from det_callbacks.internals.twins import either
 from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.report.console import print_closing_line
 from det_callbacks.report.tensors import mismatch_text, uncovered_save_line
@@ -74,9 +75,9 @@ class CheckpointWatch:
         path, trainer = str(filepath), self._trainer
         self._saved.add(path)
         io: Any = trainer.strategy.checkpoint_io
-        while isinstance(io, WrappingCheckpointIO) and not isinstance(io, AsyncCheckpointIO):
+        while isinstance(io, either(WrappingCheckpointIO)) and not isinstance(io, either(AsyncCheckpointIO)):
             io = io.checkpoint_io
-        is_covered = not is_remote(path) and not isinstance(io, AsyncCheckpointIO)
+        is_covered = not is_remote(path) and not isinstance(io, either(AsyncCheckpointIO))
         moment: dict[str, Any] = {}
         if trainer.is_global_zero and not is_remote(path):
             with writing(path, instead=ANOTHER_PLACE):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from det_callbacks.cli.parser import SCRIPT_OPTIONS
+from det_callbacks.cli.trainers import TRAINERS, nothing_text
 from det_callbacks.compare.evidence import read_window
 from det_callbacks.compare.record import REPORT_FILE, VERDICT_FILE
 from det_callbacks.errors import CheckError, ReferenceFormatError, RunExistsError
@@ -35,10 +36,6 @@ GRACE_SECONDS = 20.0  # for an interrupted script to end by itself
 
 _HASH_SEED = "PYTHONHASHSEED"
 _STARTUP = Path(__file__).parents[1] / "startup"
-_NOTHING = (
-    "the script ended well, and nothing was {}: no Trainer had a fit, or one had a DeterminismCallback of the "
-    "script's own, or the Python that trains has no det_callbacks installed"
-)
 _OF_SCRIPT = {
     "match": "the script repeats itself, bit for bit",
     "diverged": "the script does not repeat itself",
@@ -74,9 +71,9 @@ class Script:
     def record(self, run: Path, *, overwrite: bool = False, output: Path | None = None) -> CheckedRun:
         """Run the script, and record it into a folder; what it prints goes to ``output``, or is printed."""
         before = _manifest(run)
-        reason = self._start("record", output, mode="record", reference=str(run), overwrite=overwrite)
+        reason, nothing = self._start("record", output, mode="record", reference=str(run), overwrite=overwrite)
         if not reason and _manifest(run) == before:
-            reason = _NOTHING.format("recorded")
+            reason = nothing
         elif not reason and (incomplete := Run.open(run).incomplete_reason):
             reason = f"the script ended well, and its recording is incomplete: {incomplete}"
         return CheckedRun(name=RECORDING, outcome="failed" if reason else "recorded", reason=reason, output=output)
@@ -84,12 +81,12 @@ class Script:
     def verify(self, reference: Path, current: Path, output: Path | None = None) -> CheckedRun:
         """Run the script, and verify it against a run, into a folder that is empty or not there."""
         title = "verify" if self.name == PLAIN else f"verify, {self.name}, {self.change}"
-        reason = self._start(title, output, mode="verify", reference=str(reference), current=str(current))
+        reason, nothing = self._start(title, output, mode="verify", reference=str(reference), current=str(current))
         done = CheckedRun(name=self.name, change=self.change, outcome="failed", reason=reason, output=output)
         try:
             verdict = Verdict.from_dict(json.loads((current / VERDICT_FILE).read_text(encoding="utf-8")))
         except FileNotFoundError:
-            return replace(done, reason=reason or _NOTHING.format("verified"))
+            return replace(done, reason=reason or nothing)
         except ValueError as error:  # no JSON, no text, or no verdict
             return replace(done, reason=f"{current / VERDICT_FILE} cannot be read: {error}")
         done = replace(done, verdict=verdict)
@@ -99,18 +96,17 @@ class Script:
             return replace(done, reason=f"it could not be varied: {self.entry} is what it was, by the script itself")
         return replace(done, outcome=verdict.verdict, reason="")
 
-    def _start(self, title: str, output: Path | None, **arguments: Any) -> str:
-        """Run a process to its end, and return what was wrong with that, "" for nothing."""
+    def _start(self, title: str, output: Path | None, **arguments: Any) -> tuple[str, str]:
+        """Run a process to its end; return what was wrong, "" for nothing, and what it means if it left no files."""
         print_line(make_console(), f"det-callbacks: {title}: {shlex.join(self.words)}", "bold")
         sys.stdout.flush()  # before the process writes to the same place
         variables = {**os.environ, **self.variables}
-        if self.settings:
-            variables["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_STARTUP), variables.get("PYTHONPATH"))))
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_STARTUP), variables.get("PYTHONPATH"))))
         with contextlib.ExitStack() as files:
             with writing(os.environ.get("TMPDIR") or "/tmp", instead="set TMPDIR to a folder that can be written"):
                 claim = Path(files.enter_context(tempfile.TemporaryDirectory(prefix="det_callbacks-")), "claim")
-            launch = {"arguments": {**self.arguments, **arguments}, "settings": self.settings, "claim": str(claim)}
-            variables[LAUNCH] = json.dumps(launch)
+            launch: dict[str, Any] = {"arguments": {**self.arguments, **arguments}, "settings": self.settings}
+            variables[LAUNCH] = json.dumps({**launch, "trainers": TRAINERS, "claim": str(claim)})
             file = None
             if output is not None:
                 with writing(output, instead="name another folder (--to)"):
@@ -121,12 +117,14 @@ class Script:
                 raise CheckError(f"{self.words[0]} cannot be started: {error}{_how_to_start(self.words)}") from error
             if claim.exists() and (text := claim.read_text(encoding="utf-8")):
                 raise CheckError(f"{text}. Start det-callbacks for each of them.")
+            nothing = nothing_text("recorded" if arguments["mode"] == "record" else "verified", claim.parent)
             refusal = claim.with_name(REFUSAL)
             if status > 0 and refusal.exists():
-                return refusal.read_text(encoding="utf-8")
+                return refusal.read_text(encoding="utf-8"), nothing
         if status < 0:
-            return f"the process was killed by signal {-status} ({signal.strsignal(-status)})"
-        return f"the script failed with status {status}: see what it, or det_callbacks, printed" if status else ""
+            return f"the process was killed by signal {-status} ({signal.strsignal(-status)})", nothing
+        failed = f"the script failed with status {status}: see what it, or det_callbacks, printed"
+        return failed if status else "", nothing
 
 
 def _how_to_start(words: Sequence[str]) -> str:

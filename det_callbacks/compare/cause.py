@@ -183,6 +183,15 @@ class Facts:
         found = self.origin or self.first
         return found.divergence.op == _STARTS_BACKWARD and self.difference.first_reader(found.row) == "backward"
 
+    @property
+    def is_between_passes(self) -> bool:
+        """Whether the origin, or what differs first, ran after a forward pass and before its backward pass."""
+        program, position = self.difference.side((self.origin or self.first).row)
+        before = (site.phase for site in reversed(program.sites[:position]) if site.op)
+        after = (site.phase for site in program.sites[position:] if site.op)  # the loss has a row of its own there
+        passes = [next((phase for phase in phases if phase in _PHASE_CAUSES), "") for phases in (before, after)]
+        return program.sites[position].phase == "other" and passes == ["forward", "backward"]
+
     @cached_property
     def gradients(self) -> list[list[str]]:
         """Names of the gradients that optimizers were given in the reference and now, in their order."""
@@ -312,6 +321,14 @@ def _has_other_gradients(facts: Facts) -> bool:
     return is_in_one and ({*ours} != {*theirs} or len(ours) == len(theirs))
 
 
+def _is_of_torchscript(facts: Facts) -> bool:
+    """Return whether only one run has an op that a TorchScript executor may have chosen, or left out."""
+    one, scripted = (facts.origin or facts.first).divergence, facts.evidence.scripted
+    is_inside = one.module in scripted or one.module.startswith(tuple(f"{name}." for name in scripted))
+    is_unknown = one.module == "?" and bool(scripted)  # the backward pass of a scripted module has no source
+    return bool(one.op) and one.kind in ("missing", "extra") and (is_inside or is_unknown)
+
+
 def _has_other_batch_size(facts: Facts) -> bool:
     return facts.has_other_data and any(name.startswith("batch_size") for name in facts.evidence.batch.settings)
 
@@ -330,7 +347,8 @@ def _cause_of_origin(facts: Facts) -> Cause:
     found = facts.origin or facts.first
     if found.divergence.op.startswith(COLLECTIVES):
         return "collective"
-    return "backward" if facts.starts_backward else _PHASE_CAUSES.get(found.divergence.phase, "unknown")
+    is_backward = facts.starts_backward or facts.is_between_passes
+    return "backward" if is_backward else _PHASE_CAUSES.get(found.divergence.phase, "unknown")
 
 
 def _cause_of_first(facts: Facts) -> Cause:
@@ -342,7 +360,9 @@ def _cause_of_first(facts: Facts) -> Cause:
         return _cause_of_origin(facts)
     # state that only differs after the step: an optimizer owns what it has a gradient of
     gradients, name = {*facts.gradients[0], *facts.gradients[1]}, first.divergence.name or ""
-    return "optimizer" if _is_of_parameter(first) or f"grad of {name}" in gradients or not gradients else "forward"
+    if _is_of_parameter(first) or f"grad of {name}" in gradients:
+        return "optimizer"
+    return "forward" if gradients else "unknown"  # an update without an optimizer runs anywhere
 
 
 def _is_of_parameter(finding: Finding) -> bool:
@@ -373,6 +393,7 @@ RULES: tuple[Rule, ...] = (
     Rule("choice", lambda facts: facts.explaining_choice is not None, "settings"),
     Rule("other gradients", _has_other_gradients, "optimizer"),
     Rule("compiled graph", lambda facts: facts.origin is not None and facts.origin.role == "graph", "structure"),
+    Rule("scripted module", _is_of_torchscript, "structure"),
     Rule("structure", lambda facts: not {"content", "argument"} & {*facts.difference.kinds.values()}, "structure"),
     Rule("origin", lambda facts: facts.origin is not None, _cause_of_origin),
     Rule("first difference", lambda facts: True, _cause_of_first),

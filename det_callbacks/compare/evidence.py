@@ -16,6 +16,7 @@ from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.runs.evidence import (
     CALLBACKS,
     CONSTANTS,
+    SCRIPTED,
     SEED,
     START,
     UNSEEN_WRITE,
@@ -47,6 +48,7 @@ class Window:
     hooks: Mapping[str, str]  # "before on_train_batch_end" -> the callbacks called before ours; "after ..." alike
     num_constant: int = 0  # initial tensors that hold one value only, whatever the seed
     starts: Mapping[str, int] = field(default_factory=dict)  # digest of the state in which each generator began
+    scripted: tuple[str, ...] = ()  # modules that are, or hold, TorchScript
 
     def batch(self, step: int) -> dict[str, Row]:
         """Return the rows on the batch of a step, by name."""
@@ -107,6 +109,7 @@ class Evidence:
     batch: BatchChange = BatchChange()
     hooks: Mapping[str, str] = field(default_factory=dict)  # of the current run, see ``Window``
     num_constant: int = 0
+    scripted: tuple[str, ...] = ()  # of the current run
     unread: str = ""  # why it could not be read; "" where it could, or where a run has none
 
     @property
@@ -163,7 +166,8 @@ def read_window(run: Run, rank: int, segment: int, step: int) -> Window | None:
 def gather_window(rows: Iterable[Row], *, since: int | None) -> Window | None:
     """Return what rows say that come after a step that is known to be equal, or all rows; None where there are none."""
     kept, last = list[Row](), list[Row]()
-    settings, hooks, starts, num_constant = dict[str, str](), dict[str, str](), dict[str, int](), 0
+    settings, hooks, starts = dict[str, str](), dict[str, str](), dict[str, int]()
+    num_constant, scripted = 0, tuple[str, ...]()
     for row in rows:
         if row.text and row.point == _LOADER:
             settings[row.name] = row.text
@@ -173,6 +177,8 @@ def gather_window(rows: Iterable[Row], *, since: int | None) -> Window | None:
             starts[row.name.removeprefix(START)] = row.value
         elif row.name == CONSTANTS:
             num_constant = row.value
+        elif row.name == SCRIPTED:
+            scripted = tuple(json.loads(row.text))
         elif row.point not in (UNSEEN_WRITE, VALUES):
             if since is None or row.step > since:
                 kept.append(row)
@@ -181,7 +187,8 @@ def gather_window(rows: Iterable[Row], *, since: int | None) -> Window | None:
     kept = [*from_batch_start(last), *kept]
     if not kept:
         return None
-    return Window(rows=tuple(kept), settings=settings, hooks=hooks, starts=starts, num_constant=num_constant)
+    known: dict[str, Any] = {"settings": settings, "hooks": hooks, "starts": starts}
+    return Window(rows=tuple(kept), **known, num_constant=num_constant, scripted=scripted)
 
 
 def from_batch_start(rows: Iterable[Row]) -> Iterator[Row]:
@@ -229,6 +236,7 @@ def compare_windows(reference: Window, current: Window, step: int) -> Evidence:
         batch=_batch_change(reference, current, step),
         hooks=current.hooks,
         num_constant=min(reference.num_constant, current.num_constant),
+        scripted=current.scripted,
     )
 
 

@@ -33,8 +33,8 @@ Place = Literal["step", "between", "end", "gone"]
 _MAX_NAMED = 5  # of the entries in which ranks start otherwise
 
 _ALIKE = (
-    *("settings.", "python.", "numpy.", "lightning.", "det_callbacks.", "triton.", "trainer.", "torch."),
-    "code.git_commit",
+    *("settings.", "python.", "numpy.", "lightning.", "pytorch_lightning.", "det_callbacks.", "triton."),
+    *("trainer.", "torch.", "code.git_commit"),
 )
 """What entries of the environment begin with that have to be the same on all ranks."""
 

@@ -83,6 +83,14 @@ def _begun_before(what: str, step: int, choices: Sequence[EnvironmentDifference]
     return f"{what} before step {step}, and steps before it were not recorded: {known}"
 
 
+def _advise_scripted(modules: Sequence[str]) -> str:
+    names = listed(name or "the LightningModule" for name in modules)
+    return (
+        f"TorchScript runs in {names}, and what ran before in the process decides which ops its executor runs. Start "
+        "both runs in fresh processes, and run it as often before the fit"
+    )
+
+
 def _advise_lost_value(facts: Facts) -> str:
     """Say what a resume may have lost where all that a checkpoint restores agrees, and no choice explains it."""
     is_lost = (facts.origin or facts.first).divergence.kind in ("argument", "missing", "extra")
@@ -119,6 +127,7 @@ ADVICE: Mapping[str, str | Callable[[Facts], str]] = {
     "compiled graph": "torch.compile compiled another graph here. Start both runs in fresh processes, since what was "
     "compiled before decides as well (drop_last or dynamic=True keep to one graph); see why with "
     'TORCH_LOGS=recompiles,graph_breaks; or record step {step} of both with compiled="eager" (only_steps=[{step}])',
+    "scripted module": lambda facts: _advise_scripted(facts.evidence.scripted),
     "structure": _advise_lost_value,
     "origin": _advise_lost_value,
     "first difference": _advise_lost_value,

@@ -21,6 +21,7 @@ EVIDENCE_SCHEMA = pa.schema(
 SEED = "seed of "  # the seed of a torch generator
 START = "start of "  # the state that a generator of the process had when the fit began; its text is the same digest
 CONSTANTS = "constant initial tensors"  # how many parameters and buffers hold one value only, at the start of a fit
+SCRIPTED = "TorchScript"  # the modules that are, or hold, TorchScript, as JSON, at the start of a fit
 CALLBACKS = "callbacks "  # who has a hook; followed by whether it is called before or after ours, and the hook
 BEFORE, AFTER = "before", "after"
 
