@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from det_callbacks.internals.lightning import Loop
-from det_callbacks.internals.torch import DataLoaderIter
+from det_callbacks.internals.torch import CHILDREN, DataLoaderIter
 from det_callbacks.rng import HELD_TYPES, Held, is_default
 
 MAX_OBJECTS = 20_000
@@ -75,7 +75,7 @@ def _inside(value: Any) -> Iterator[tuple[str, object]]:
         names = tuple(name for several in slots for name in several if hasattr(value, name))
     found = {**getattr(value, "__dict__", {}), **{name: getattr(value, name) for name in names}}
     if isinstance(value, torch.nn.Module):
-        found |= dict(found.pop("_modules", {}).items())  # of a scripted module it is no dictionary
+        found |= dict(found.pop(CHILDREN, {}).items())  # of a scripted module it is no dictionary
     yield from ((f".{name}", item) for name, item in found.items())
 
 
@@ -108,7 +108,7 @@ def follow(loader: Any, follower: Any) -> Callable[[], object]:
         names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "_followers": []}
         # ours first, so that its super() is the loader's own class
         loader.__class__ = type(base.__name__, (_Followed, base), names)
-    followers = loader._followers
+    followers: list[Any] = vars(type(loader))["_followers"]
     followers.append(follower)
 
     def end() -> None:
