@@ -13,7 +13,8 @@ from typing import Any
 from det_callbacks.errors import CheckError, DetCallbacksError
 from det_callbacks.report.console import print_error
 
-SCRIPT_COMMANDS = ("record", "verify", "check")  # they stand in ``check.py``, the others in ``commands.py``
+SCRIPT_COMMANDS = ("record", "verify", "check")
+_MODULES = {"doctor": "doctor", **dict.fromkeys(SCRIPT_COMMANDS, "check")}  # of other commands it is commands.py
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser = _parser(f"[tool.det_callbacks] of pyproject.toml adds {shlex.join(project)}" if project else "")
         options = parser.parse_args([*given[:1], *project, *given[1:end]])  # the command line wins
         options.words = given[end + 1 :]
-        module = import_module("det_callbacks.cli." + ("check" if options.command in SCRIPT_COMMANDS else "commands"))
+        module = import_module(f"det_callbacks.cli.{_MODULES.get(options.command, 'commands')}")
         return int(getattr(module, options.command.replace("-", "_"))(options))
     except DetCallbacksError as error:
         print_error(error, name="det-callbacks")
