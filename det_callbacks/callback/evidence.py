@@ -22,10 +22,10 @@ from det_callbacks.errors import SettingsError
 from det_callbacks.host_digest import digest_bytes
 from det_callbacks.internals.lightning import (
     LOAD_LOADER_STATES,
-    LOADER_MODE,
     PrefetchFetcher,
     combined_loader,
     data_fetcher,
+    loader_mode,
 )
 from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.runs.evidence import AFTER, BEFORE, CALLBACKS, CONSTANTS
@@ -101,7 +101,7 @@ class Evidence(Ledger):
             is_map = isinstance(one, DataLoader) and not isinstance(one.dataset, IterableDataset)
             is_in_order = is_map and (not one.num_workers or getattr(one, "in_order", True))
             # a draw of "sequential" is of one of the loaders, and nobody says of which
-            if is_in_order and (is_one or getattr(loader, LOADER_MODE) != "sequential"):
+            if is_in_order and (is_one or loader_mode(loader) != "sequential"):
                 self._follow_sampler(place, one)
 
     def _follow_sampler(self, name: str, loader: Any) -> None:

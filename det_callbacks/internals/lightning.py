@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities import CombinedLoader
 
 from det_callbacks.errors import UnsupportedVersionError
 from det_callbacks.internals.names import RECORDING, PrivateNames
@@ -89,10 +88,10 @@ LOAD_LOADER_STATES = LIGHTNING.name_of(
     "lightning.pytorch.loops.fit_loop._FitLoop._load_combined_loader_states",
     "the method that runs just before the loaders are first iterated over",
 )
-LOADER_MODE = LIGHTNING.name_of(
+loader_mode: Callable[[Any], Any] = LIGHTNING.of_instance(
     "lightning.pytorch.utilities.CombinedLoader._mode",
     "in which order several loaders are drawn from",
-    example=CombinedLoader([]),
+    for_="a fit with several training loaders",
 )
 RESTARTING = "_restarting"
 is_restarting: Callable[[Any], Any] = LIGHTNING.of_instance(
