@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from lightning.pytorch.demos.boring_classes import BoringModel
 from test_house import sources
 from trainers import quiet_trainer
 
@@ -304,9 +305,13 @@ def test_a_newer_version_than_any_that_was_tested_is_a_line(
 ) -> None:
     assert versions.newer_than_tested() == []
     monkeypatch.setitem(versions.TESTED, "lightning", ("2.5", "2.4"))
+    line = "is newer than any version that det_callbacks was tested with (2.4)"
     with det_callbacks.ObserverContext(tmp_path, "run"):
         det_callbacks.observe("x", 1)
-    assert "is newer than any version that det_callbacks was tested with (2.4)" in capsys.readouterr().out
+    assert capsys.readouterr().out.count(line) == 1
+    callback = det_callbacks.DeterminismCallback(tmp_path / "fit", mode="record", level="state")
+    quiet_trainer(callback, max_steps=2).fit(BoringModel())
+    assert capsys.readouterr().out.count(line) == 1
 
 
 def test_readme_docs_metadata_and_the_pairs_that_are_tested_say_the_same_versions() -> None:
