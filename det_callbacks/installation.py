@@ -3,9 +3,8 @@
 from collections import defaultdict
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 
-from det_callbacks.internals.versions import TESTED, newer_than_tested
+from det_callbacks.internals.versions import TESTED, installed_version, newer_than_tested
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,22 +25,13 @@ class Installation:
 
 def look_at_installation() -> Installation:
     """Import all that is public, and look up each private name; takes some seconds, since it loads Dynamo."""
-    versions = {package: _version(package) for package in TESTED}
-    is_complete = None not in versions.values()
     broken = _broken()
     return Installation(
-        versions=versions,
-        untested=tuple(newer_than_tested()) if is_complete else (),
+        versions={package: installed_version(package) for package in TESTED},
+        untested=tuple(newer_than_tested()),
         broken=broken,
         missing=() if broken else _missing(),
     )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _broken() -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Kinds of tensors that torch warns of when one is made, and that are digested all the same."""
+"""Kinds of tensors and dtypes that torch warns of when one is made, and that are digested all the same."""
 
 import pytest
 
@@ -9,3 +9,6 @@ BETA_TENSORS = pytest.mark.filterwarnings(
     # said by torch 2.11 and 2.12 also where these checks are asked for
     "ignore:Sparse invariant checks are implicitly disabled:UserWarning",
 )
+
+# said once a process: of complex32, and of bcomplex32, which came with torch 2.14
+BETA_DTYPES = pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental:UserWarning")

@@ -20,7 +20,13 @@ from det_callbacks.compare.evidence import BATCH
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import SettingsError
 from det_callbacks.host_digest import digest_bytes
-from det_callbacks.internals.lightning import LOAD_LOADER_STATES, PrefetchFetcher, combined_loader, data_fetcher
+from det_callbacks.internals.lightning import (
+    LOAD_LOADER_STATES,
+    PrefetchFetcher,
+    combined_loader,
+    data_fetcher,
+    loader_mode,
+)
 from det_callbacks.internals.twins import either, own_class
 from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.runs.evidence import AFTER, BEFORE, CALLBACKS, CONSTANTS, SCRIPTED
@@ -101,7 +107,7 @@ class Evidence(Ledger):
             is_map = isinstance(one, DataLoader) and not isinstance(one.dataset, IterableDataset)
             is_in_order = is_map and (not one.num_workers or getattr(one, "in_order", True))
             # a draw of "sequential" is of one of the loaders, and nobody says of which
-            if is_in_order and (loader._mode != "sequential" or is_one):
+            if is_in_order and (is_one or loader_mode(loader) != "sequential"):
                 self._follow_sampler(place, one)
 
     def _follow_sampler(self, name: str, loader: Any) -> None:

@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 
 from det_callbacks.internals.lightning import Loop
-from det_callbacks.internals.torch import DataLoaderIter
+from det_callbacks.internals.torch import CHILDREN, DataLoaderIter
 from det_callbacks.internals.twins import either
 from det_callbacks.rng import HELD_TYPES, Held, is_default
 
@@ -77,7 +77,7 @@ def _inside(value: Any) -> Iterator[tuple[str, object]]:
         names = tuple(name for several in slots for name in several if hasattr(value, name))
     found = {**getattr(value, "__dict__", {}), **{name: getattr(value, name) for name in names}}
     if isinstance(value, torch.nn.Module):
-        found |= dict(found.pop("_modules", {}).items())  # of a scripted module it is no dictionary
+        found |= dict(found.pop(CHILDREN, {}).items())  # of a scripted module it is no dictionary
     yield from ((f".{name}", item) for name, item in found.items())
 
 

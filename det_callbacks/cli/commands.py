@@ -1,18 +1,13 @@
 """What the commands do that look into runs and this machine; each returns its exit status."""
 
 import argparse
-import json
-import sys
-from collections.abc import Callable
-from typing import Any
 
-from det_callbacks.cli.parser import silence_output
+from det_callbacks.cli.found import print_found
 from det_callbacks.errors import SelectionError
 from det_callbacks.export import export_run
-from det_callbacks.installation import look_at_installation
 from det_callbacks.nondeterminism import read_op_facts
-from det_callbacks.report.console import Section, count, make_console, print_line, print_report, size
-from det_callbacks.report.machine import broken_report, broken_to_dict, doctor_report, op_report, ops_to_dict
+from det_callbacks.report.console import count, make_console, print_line, size
+from det_callbacks.report.machine import op_report, ops_to_dict
 from det_callbacks.report.run import run_report, run_to_dict, step_report, step_to_dict
 from det_callbacks.report.tensors import checkpoint_report
 from det_callbacks.report.verdict import verdict_report
@@ -24,14 +19,14 @@ def show(options: argparse.Namespace) -> int:
     run = Run.open(options.run_folder)
     rank = run.rank(options.rank)
     if options.step is None and options.segment in (0, *run.segments):
-        return _print(options, lambda: run_to_dict(run, rank), lambda: run_report(run, rank))
+        return print_found(options, lambda: run_to_dict(run, rank), lambda: run_report(run, rank))
     steps = rank.steps(options.segment)
     if options.step is None or options.step not in steps:
         held = f"{count(len(steps), 'step')} from {steps[0]} to {steps[-1]}" if len(steps) else "no steps"
         place = f"{'' if options.step is None else f'step {options.step} of '}segment {options.segment}"
         raise SelectionError(f"{run.path} holds no {place}, rank {rank.rank}; it holds {held} there.")
     view = run.view(rank.rank, options.segment, options.step)
-    return _print(options, lambda: step_to_dict(view), lambda: step_report(view))
+    return print_found(options, lambda: step_to_dict(view), lambda: step_report(view))
 
 
 def diff(options: argparse.Namespace) -> int:
@@ -41,7 +36,7 @@ def diff(options: argparse.Namespace) -> int:
     console = make_console(stderr=True)
     with console.status("comparing steps"):
         verdict = compare_runs(options.reference, options.current, steps=options.steps or "all")
-    _print(options, verdict.to_dict, lambda: verdict_report(verdict))
+    print_found(options, verdict.to_dict, lambda: verdict_report(verdict))
     if options.html is not None:
         from det_callbacks.report.page import write_report  # noqa: PLC0415  # loads jinja2, for a page alone
 
@@ -62,19 +57,7 @@ def ops(options: argparse.Namespace) -> int:
     """Show what torch says of its ops, or of those that a run uses."""
     run = None if options.used_by is None else Run.open(options.used_by)
     content = ops_to_dict(read_op_facts(), run)
-    return _print(options, lambda: content, lambda: op_report(content, run))
-
-
-def doctor(options: argparse.Namespace) -> int:
-    """Show which settings are in force."""
-    here = look_at_installation()
-    if here.broken:
-        return _print(options, lambda: broken_to_dict(here), lambda: broken_report(here), status=2)
-
-    from det_callbacks.doctor import diagnose  # noqa: PLC0415  # loads torch
-
-    diagnosis = diagnose(here, against=None if options.against is None else Run.open(options.against))
-    return _print(options, diagnosis.to_dict, lambda: doctor_report(diagnosis), status=int(not diagnosis.is_well))
+    return print_found(options, lambda: content, lambda: op_report(content, run))
 
 
 def check_checkpoint(options: argparse.Namespace) -> int:
@@ -82,22 +65,4 @@ def check_checkpoint(options: argparse.Namespace) -> int:
     from det_callbacks.checkpoint.check import check_checkpoint  # noqa: PLC0415  # loads torch
 
     found = check_checkpoint(options.checkpoint, options.other)
-    return _print(options, found.to_dict, lambda: checkpoint_report(found), status=found.exit_code)
-
-
-def _print(
-    options: argparse.Namespace,
-    data: Callable[[], dict[str, Any]],
-    report: Callable[[], list[Section]],
-    status: int = 0,
-) -> int:
-    """Print what was found, in words or as JSON; return the status, which a reader who has gone does not change."""
-    try:
-        if options.json:
-            sys.stdout.write(json.dumps(data(), indent=1) + "\n")
-        else:
-            print_report(report())
-        sys.stdout.flush()
-    except (BrokenPipeError, SystemExit):  # rich makes the one into the other
-        silence_output()
-    return status
+    return print_found(options, found.to_dict, lambda: checkpoint_report(found), status=found.exit_code)

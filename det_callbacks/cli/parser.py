@@ -15,7 +15,8 @@ from typing import Any
 from det_callbacks.errors import CheckError, DetCallbacksError
 from det_callbacks.report.console import print_error
 
-SCRIPT_COMMANDS = ("record", "verify", "check")  # they stand in ``check.py``, the others in ``commands.py``
+SCRIPT_COMMANDS = ("record", "verify", "check")
+_MODULES = {"doctor": "doctor", **dict.fromkeys(SCRIPT_COMMANDS, "check")}  # of other commands it is commands.py
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,7 +54,7 @@ def _run(given: list[str]) -> int:
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     options.words = given[end + 1 :]
-    module = import_module("det_callbacks.cli." + ("check" if options.command in SCRIPT_COMMANDS else "commands"))
+    module = import_module(f"det_callbacks.cli.{_MODULES.get(options.command, 'commands')}")
     return int(getattr(module, options.command.replace("-", "_"))(options))
 
 

@@ -4,6 +4,7 @@ Importing Dynamo takes seconds, so ``later`` names are looked up when they are a
 2.15.
 """
 
+import re
 import sys
 from collections.abc import Callable
 from types import CodeType
@@ -47,10 +48,17 @@ OBSERVE_IN_ORDER: Any = TORCH.optional(
 
 # What is replaced while a run is followed.
 
-output_graph = TORCH.later(
-    "torch._dynamo.output_graph.OutputGraph", "the class whose call_user_compiler hands each graph to its compiler"
-)
 COMPILES_GRAPH = "call_user_compiler"
+_output_graph = TORCH.later("torch._dynamo.output_graph.OutputGraph", "what Dynamo makes a graph with")
+_compiles_graph = TORCH.later(
+    f"torch._dynamo.output_graph.OutputGraph.{COMPILES_GRAPH}", "the method that hands a graph to its compiler"
+)
+
+
+def output_graph() -> Any:
+    """Return the class whose method ``COMPILES_GRAPH`` hands each graph to its compiler."""
+    _compiles_graph()  # raises where it is missing
+    return _output_graph()
 
 
 def inductor_graph() -> Any:
@@ -60,9 +68,10 @@ def inductor_graph() -> Any:
 
 
 _inductor_graph = TORCH.later("torch._inductor.output_code.CompiledFxGraph", "tells of what was compiled before")
-LazyGraph: Any = TORCH.needed_class("torch.fx._lazy_graph_module._LazyGraphModule", "a graph that Dynamo writes later")
-LAZY_FORWARD = "_lazy_forward"
-"""Name of the method that writes it, and then runs it."""
+_LAZY_GRAPH = "torch.fx._lazy_graph_module._LazyGraphModule"
+LazyGraph: Any = TORCH.needed_class(_LAZY_GRAPH, "a graph that Dynamo writes later")
+LAZY_FORWARD = TORCH.name_of(f"{_LAZY_GRAPH}._lazy_forward", "the method that writes it, and then runs it")
+write_lazy_graph: Callable[[Any], Any] = TORCH.needed(f"{_LAZY_GRAPH}.force_recompile", "writes it")
 
 # What is forgotten when a run begins.
 
@@ -94,8 +103,11 @@ ORIGINAL = "_orig_mod"
 """Of what ``torch.compile(module)`` returns: the module."""
 GRAPH_SOURCE = "_dynamo_source"
 """Of an input of a graph: where Dynamo found it."""
-INDUCTOR_CONFIG = "_inductor.config"
-"""Of torch: the settings of inductor."""
+# from torch 2.14 on Dynamo also compiles the call of a module of torch's own, which it is given as a bound method
+GRAPH_MEMBER = re.compile(r"[LG]\['\w+'\](?:\.__self__)?(?:\._(?:modules|parameters|buffers)\['[^']+'\])+")
+"""How Dynamo writes where it found a parameter or buffer: "L['self']._modules['net']._parameters['weight']"."""
+INDUCTOR_CONFIG = "torch._inductor.config"
+"""The module with the settings of inductor; importing it takes a second."""
 is_compiled_in_place: Callable[[nn.Module], Any] = TORCH.of_instance(
     "torch.nn.Module._compiled_call_impl", "what Module.compile has put in place of a call", for_=COMPARING
 )

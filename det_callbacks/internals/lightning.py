@@ -48,8 +48,10 @@ else:
 checkpoint_connector: Callable[[Any], Any] = LIGHTNING.of_instance(
     "lightning.pytorch.Trainer._checkpoint_connector", "restores strategies that shard after the fit has begun"
 )
-RESTORE = "_restore_modules_and_callbacks"
-"""Method of the checkpoint connector that does so."""
+RESTORE = LIGHTNING.name_of(
+    "lightning.pytorch.trainer.connectors.checkpoint_connector._CheckpointConnector._restore_modules_and_callbacks",
+    "the method that does so",
+)
 results: Callable[[Any], Any] = LIGHTNING.of_instance(
     "lightning.pytorch.Trainer._results", "what was logged in a validation or a test"
 )
@@ -82,8 +84,20 @@ model_averager: Callable[[Any], Any] = LIGHTNING.of_instance(
 combined_loader: Callable[[Any], Any] = LIGHTNING.of_instance(
     "_FitLoop._combined_loader", "the loaders of a loop, None before they are made"
 )
-LOAD_LOADER_STATES = "_load_combined_loader_states"
-"""Method of the fit loop that runs just before the loaders are first iterated over."""
+LOAD_LOADER_STATES = LIGHTNING.name_of(
+    "lightning.pytorch.loops.fit_loop._FitLoop._load_combined_loader_states",
+    "the method that runs just before the loaders are first iterated over",
+)
+loader_mode: Callable[[Any], Any] = LIGHTNING.of_instance(
+    "lightning.pytorch.utilities.CombinedLoader._mode",
+    "in which order several loaders are drawn from",
+    for_="a fit with several training loaders",
+)
+RESTARTING = "_restarting"
+is_restarting: Callable[[Any], Any] = LIGHTNING.of_instance(
+    f"_FitLoop.{RESTARTING}",
+    "whether a loop goes on from a checkpoint; its public setter also sets it on the loops inside",
+)
 data_fetcher: Callable[[Any], Any] = LIGHTNING.of_instance(
     "_FitLoop._data_fetcher", "what draws batches of the loaders"
 )
@@ -134,7 +148,7 @@ def require(trainer: pl.Trainer) -> None:
         of_trainer(trainer)
     for of_connector in (callback_metrics, progress_bar_metrics):
         of_connector(logger_connector(trainer))
-    for of_fit_loop in (combined_loader, data_fetcher, should_accumulate):
+    for of_fit_loop in (combined_loader, data_fetcher, should_accumulate, is_restarting):
         of_fit_loop(fit_loop)
     for of_epoch_loop in (num_optimizer_steps, is_out_of_batches, is_training_done, epoch_results, should_validate):
         of_epoch_loop(epoch_loop)

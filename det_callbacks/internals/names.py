@@ -23,6 +23,7 @@ class PrivateName:
         needed_for: what is refused without it; "" where the package goes on with less.
         lost: what is lost without it, where the package goes on.
         is_of_instance: whether the class in its path has no such attribute, only its instances.
+        example: an instance that has it, where one can be made at import.
     """
 
     path: str
@@ -30,6 +31,7 @@ class PrivateName:
     needed_for: str = ""
     lost: str = ""
     is_of_instance: bool = False
+    example: Any = None
 
     def __str__(self) -> str:
         consequence = self.lost or f"{self.needed_for} is refused"
@@ -40,8 +42,13 @@ MISSING = object()
 """What ``find`` returns for a name that is not there."""
 
 
-def find(path: str) -> Any:
-    """Return what a dotted path names, ``MISSING`` where the installed version has nothing there."""
+def find(path: str, example: Any = None) -> Any:
+    """Return what a dotted path names, ``MISSING`` where the installed version has nothing there.
+
+    Of an ``example`` it is the attribute that the path ends in.
+    """
+    if example is not None:
+        return getattr(example, path.rpartition(".")[2], MISSING)
     module, _, rest = path.partition(".")
     found: Any = import_module(module)
     for name in rest.split("."):
@@ -89,6 +96,11 @@ class PrivateNames:
         """Return what a name stands for, and ``without`` where it is missing."""
         found = self._look_up(self._note(PrivateName(path=path, purpose=purpose, lost=lost)))
         return without if found is MISSING else found
+
+    def name_of(self, path: str, purpose: str, *, for_: str = RECORDING, example: Any = None) -> str:
+        """Return the last part of a path, for code that looks it up in objects; ``example`` is one of them."""
+        self._look_up(self._note(PrivateName(path=path, purpose=purpose, needed_for=for_, example=example)))
+        return path.rpartition(".")[2]
 
     def later(self, path: str, purpose: str, *, for_: str = RECORDING) -> Callable[[], Any]:
         """Return a function that returns what a name stands for, or raises: for what takes seconds to import."""
@@ -151,7 +163,7 @@ class PrivateNames:
         return name
 
     def _look_up(self, name: PrivateName) -> Any:
-        found = find(name.path)
+        found = find(name.path, name.example)
         if found is MISSING:
             self._note_missing(name)
         return found

@@ -12,7 +12,7 @@ import torch
 from torch import Generator, Tensor, UntypedStorage, nn
 from torch.utils.checkpoint import CheckpointFunction
 
-from det_callbacks.internals.names import MISSING, PrivateNames, find
+from det_callbacks.internals.names import PrivateNames
 
 TORCH = PrivateNames("torch")
 """All that are looked up, those of ``dynamo.py`` too."""
@@ -73,11 +73,25 @@ def is_mode(filename: str, function: str) -> bool:
     return function == "__torch_dispatch__" or filename.endswith(_DISPATCHING)
 
 
+_checkpoint_hooks: Any = TORCH.optional(
+    "torch.utils.checkpoint._checkpoint_hook",
+    "the saved-tensor hooks of a checkpoint without reentry",
+    without=None,
+    lost="ops that activation checkpointing repeats have no module",
+)
 CHECKPOINT_FILE = CheckpointFunction.forward.__code__.co_filename
 CHECKPOINT_REGIONS = {"unpack_hook": "frame", "backward": "ctx"}
 """Function in that file that repeats a checkpointed region -> its variable that stands for the region."""
 CHECKPOINT_PACK_HOOK = "_checkpoint_hook.__init__.<locals>.pack_hook"
 """Qualified name of the saved-tensor hook of a checkpoint without reentry; its closure is the region's frame."""
+
+
+_class_of_function: Any = TORCH.optional(
+    "torch.autograd.Function._backward_cls._forward_cls",
+    "the class of a Python autograd Function, from the class of its nodes",
+    without=None,
+    lost="ops in the backward of Python autograd Functions have no module and no source line",
+)
 
 
 def forward_code(node: object) -> CodeType | None:
@@ -162,8 +176,10 @@ MKLDNN: Any = TORCH.optional(
     without=None,
     lost="tensors of that layout are refused by digests",
 )
-COO_PARTS = ("_indices", "_values")
-"""Methods of a sparse COO tensor; the public ones refuse tensors that are not coalesced."""
+COO_PARTS = (
+    TORCH.name_of("torch.Tensor._indices", "the indices of a sparse COO tensor, also of one that is not coalesced"),
+    TORCH.name_of("torch.Tensor._values", "its values, likewise"),
+)
 num_writes: Callable[[Tensor], int] = TORCH.attribute(
     "torch.Tensor._version", "how often a tensor was written, as far as autograd was told"
 )
@@ -237,15 +253,27 @@ keep_version: Callable[[Tensor], Any] | None = TORCH.optional(
 )
 
 
+_kernel: Any = TORCH.optional(
+    "torch.ops.aten.abs.default._op",
+    "calls an op past the frame that OpOverload.__call__ adds",
+    without=None,
+    lost="every op that is recorded takes longer",
+)
+_call_with_key: Callable[[Any], Callable[..., Any]] = TORCH.attribute(
+    "torch.ops.aten.abs.default._op_dk",
+    "calls the kernel of a composite op; OpOverload.decompose may call a Python one, of other bits",
+)
+
+
 def kernel_of(func: Any) -> Callable[..., Any]:
-    """Return how an op is called past the frame that ``OpOverload.__call__`` adds (``OpOverload._op``)."""
+    """Return how an op is called past the frame that ``OpOverload.__call__`` adds."""
     kernel: Callable[..., Any] = getattr(func, "_op", func) if type(func) is OpOverload else func
     return kernel
 
 
 def call_composite(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call the kernel of a composite op (``OpOverload._op_dk``); ``decompose`` may call a Python one, of other bits."""
-    return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+    """Call the kernel of a composite op."""
+    return _call_with_key(func)(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
 def overload_name(func: Any) -> str:
@@ -267,15 +295,28 @@ global_hooks: dict[int, Any] = TORCH.needed("torch.nn.modules.module._global_for
 always_called: dict[int, bool] = TORCH.needed(
     "torch.nn.modules.module._global_forward_hooks_always_called", "likewise, where a call raises"
 )
-PARAMETERS, BUFFERS = "_parameters", "_buffers"
-"""The dictionaries of a module; they are compared by identity, which named_parameters() does not allow."""
+_A_MODULE = nn.Module()
+PARAMETERS = TORCH.name_of(
+    "torch.nn.Module._parameters",
+    "the dictionary of one module; named_parameters() builds the names of all parts at every call",
+    example=_A_MODULE,
+)
+BUFFERS = TORCH.name_of("torch.nn.Module._buffers", "the dictionary of its buffers", example=_A_MODULE)
+CHILDREN = TORCH.name_of("torch.nn.Module._modules", "the dictionary of the modules in it", example=_A_MODULE)
 DDP_IGNORED = "_ddp_params_and_buffers_to_ignore"
 """Attribute of a module: the names that DDP leaves alone."""
 
 
+_LEFT_OUT = TORCH.name_of(
+    "torch.nn.Module._non_persistent_buffers_set",
+    "the buffers of one module that its state_dict leaves out",
+    example=_A_MODULE,
+)
+
+
 def left_out_of_state(module: nn.Module) -> set[str]:
-    """Return the names of the buffers of one module that its state_dict leaves out; torch has no public way."""
-    names: set[str] = module._non_persistent_buffers_set
+    """Return the names of the buffers of one module that its state_dict leaves out."""
+    names: set[str] = getattr(module, _LEFT_OUT)
     return names
 
 
@@ -300,14 +341,30 @@ default_tolerances: Callable[..., tuple[float, float]] = TORCH.needed(
 generator_address: Callable[[Generator], int] = TORCH.attribute(
     "torch.Generator._cdata", "which generator an op got, through a new Python object"
 )
-# builds without CUDA lack it, where nobody asks
-has_cuda_context: Callable[[int], bool] = getattr(torch._C, "_cuda_hasPrimaryContext", lambda index: True)
+_UNUSED = "the generators of CUDA devices that the process has not used are recorded, too"
+has_cuda_context: Callable[[int], bool] = lambda index: True  # noqa: E731  # builds without CUDA have no such name
+if torch.backends.cuda.is_built():
+    has_cuda_context = TORCH.optional(
+        "torch._C._cuda_hasPrimaryContext",
+        "whether the process has used a CUDA device",
+        without=has_cuda_context,
+        lost=_UNUSED,
+    )
+_NO_MPS = "the generator of an MPS device is not recorded"
+_is_in_fork_of_mps: Callable[[], bool] = TORCH.optional(
+    "torch.mps._is_in_bad_fork",
+    "whether a process was forked after its MPS device was used",
+    without=lambda: True,
+    lost=_NO_MPS,
+)
+_mps_generator: Callable[[], Generator] | None = TORCH.optional(
+    "torch.mps._get_default_mps_generator", "the default generator of an MPS device", without=None, lost=_NO_MPS
+)
 
 
 def mps_generators() -> tuple[Generator, ...]:
     """Return the default generator of a Mac's device, none in a process that was forked after it was used."""
-    in_fork, default = find("torch.mps._is_in_bad_fork"), find("torch.mps._get_default_mps_generator")
-    return () if MISSING in (in_fork, default) or in_fork() else (default(),)
+    return () if _mps_generator is None or _is_in_fork_of_mps() else (_mps_generator(),)
 
 
 # Several processes.

@@ -1,25 +1,34 @@
 """The versions of torch and Lightning that the tests have passed on."""
 
+import re
 from collections.abc import Mapping
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 TESTED: Mapping[str, tuple[str, str]] = {"torch": ("2.11", "2.15"), "lightning": ("2.5", "2.6")}
 """Package -> the oldest and the newest minor version."""
 
 
 def newer_than_tested(lightning: str = "lightning") -> list[str]:
-    """Return what to say of each installed package that is of a later minor version than any that was tested.
+    """Return a sentence for each installed package whose minor version is later than any that was tested.
 
-    Lightning is the distribution that trains: it may be ``pytorch_lightning``, which has the versions of ``lightning``.
+    Lightning is the distribution that trains: ``pytorch_lightning`` has the versions of ``lightning``.
     """
     packages = {"torch": "torch", "lightning": lightning}
+    installed = {name: installed_version(package) for name, package in packages.items()}
     return [
-        f"{package} {version(package)} is newer than any version that det_callbacks was tested with ({newest})"
-        for package, (_, newest) in ((packages[name], versions) for name, versions in TESTED.items())
-        if _minor(version(package)) > _minor(newest)
+        f"{packages[name]} {found} is newer than any version that det_callbacks was tested with ({TESTED[name][1]})"
+        for name, found in installed.items()
+        if found is not None and _minor(found) > _minor(TESTED[name][1])
     ]
 
 
-def _minor(text: str) -> tuple[int, int]:
-    major, minor, *_ = text.split(".")
-    return int(major), int(minor)
+def installed_version(package: str) -> str | None:
+    """Return the version of an installed package, None where pip knows none: not installed, or a source tree."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _minor(text: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", text)[:2]))

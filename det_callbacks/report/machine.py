@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from det_callbacks.compare.arguments import read_arguments
 from det_callbacks.errors import SelectionError
-from det_callbacks.internals.versions import TESTED
 from det_callbacks.nondeterminism import BEHAVIOURS, OpFact, may_apply
 from det_callbacks.report.console import Section, Table, count
+from det_callbacks.report.installation import installation_lines
 from det_callbacks.report.run import head_lines
 from det_callbacks.report.verdict import environment_table
 from det_callbacks.runs.program import StepView
@@ -19,7 +19,6 @@ from det_callbacks.runs.store import Run
 
 if TYPE_CHECKING:
     from det_callbacks.doctor import Diagnosis
-    from det_callbacks.installation import Installation
 
 
 def ops_to_dict(facts: Sequence[OpFact], run: Run | None = None) -> dict[str, Any]:
@@ -81,28 +80,6 @@ def op_report(content: Mapping[str, Any], run: Run | None = None) -> list[Sectio
     rows = [[cell or "-" for cell in row] for row in cells]
     lines.append("devices and conditions are torch's words; that they are met is not checked")
     return [Section(code=lines, table=Table(columns=columns, rows=rows, is_wide=True))]
-
-
-def broken_to_dict(here: "Installation") -> dict[str, Any]:
-    """Return the JSON form of what the doctor finds where the package itself cannot be imported."""
-    return {"schema": 1, "is_well": False, "installation": asdict(here)}
-
-
-def broken_report(here: "Installation") -> list[Section]:
-    """Return what the doctor says there."""
-    versions = ", ".join(f"{package} {found or 'not installed'}" for package, found in here.versions.items())
-    return [Section(title=versions, style="bold red", lines=installation_lines(here))]
-
-
-def installation_lines(here: "Installation") -> list[str]:
-    """Return what of the installation is untested, broken or missing, with what to do."""
-    tested = ", ".join(f"{package} {oldest} to {newest}" for package, (oldest, newest) in TESTED.items())
-    lines = [f"Untested: {one}" for one in here.untested]
-    lines += [f"Cannot be imported: {one}" for one in here.broken]
-    lines += [f"Missing: {one}" for one in here.missing]
-    if here.broken or here.missing:
-        return [*lines, f"Install versions that det_callbacks was tested with: {tested}."]
-    return [*lines, f"Tested with {tested}"]
 
 
 def doctor_report(diagnosis: "Diagnosis") -> list[Section]:

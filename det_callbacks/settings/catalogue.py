@@ -25,7 +25,6 @@ _BOOLS = (True, False)
 # Intel oneMKL, developer guide, "Specifying Code Branches".
 _BRANCHES = ("AUTO", "COMPATIBLE", "SSE4_2", "AVX", "AVX2", "AVX512", "AVX512_E1")
 SDPA_BACKENDS = ("math", "flash", "mem_efficient", "cudnn")
-_INDUCTOR = "torch._inductor.config"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +114,7 @@ def variable_back(name: str) -> Callable[[], object]:
 def _owner_of(path: str) -> tuple[Any, str]:
     """Return the object that has the attribute of a path below torch, and the attribute's name."""
     owner, _, name = path.rpartition(".")
-    if owner == _INDUCTOR:  # imported only here, since that takes a second
+    if owner == INDUCTOR_CONFIG:  # imported only here, since that takes a second
         return importlib.import_module(owner), name
     return attrgetter(owner.removeprefix("torch."))(torch), name
 
@@ -165,9 +164,9 @@ def _reduction_in_force(kind: str) -> bool:
 
 
 def _inductor_in_force(name: str) -> bool:
-    if _INDUCTOR not in sys.modules:  # what it will start with (torch/_inductor/config.py, torch 2.13)
+    if INDUCTOR_CONFIG not in sys.modules:  # what it will start with (torch/_inductor/config.py, torch 2.13)
         return os.environ.get(f"TORCHINDUCTOR_{name.upper()}") == "1"
-    return bool(getattr(sys.modules[_INDUCTOR], name))
+    return bool(getattr(sys.modules[INDUCTOR_CONFIG], name))
 
 
 def _flag(name: str, attribute: str, **options: Any) -> Setting:
@@ -216,7 +215,11 @@ _ALL = (
         **_OF_CUDA,
     ),
     *(
-        _flag(f"inductor_{name}", f"{INDUCTOR_CONFIG}.{name}", getter=partial(_inductor_in_force, name))
+        _flag(
+            f"inductor_{name}",
+            f"{INDUCTOR_CONFIG.removeprefix('torch.')}.{name}",
+            getter=partial(_inductor_in_force, name),
+        )
         for name in ("deterministic", "max_autotune")
     ),
     *(_variable(name, str, **_OF_NCCL) for name in ("nccl_algo", "nccl_proto")),

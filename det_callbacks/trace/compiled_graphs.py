@@ -10,15 +10,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from det_callbacks.host_digest import digest_bytes
-from det_callbacks.internals.dynamo import GRAPH_SOURCE
+from det_callbacks.internals.dynamo import GRAPH_MEMBER, GRAPH_SOURCE
 from det_callbacks.runs.program import REGION
 from det_callbacks.trace.source import RESUMED
 
 _TORCH = str(Path(torch.__file__).parent)
 _SYMBOL = re.compile(r"\b[suz]+\d+\b")
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
-# from torch 2.14 on Dynamo also compiles the call of a module of torch's own, which it is given as a bound method
-_MEMBER = re.compile(r"[LG]\['\w+'\](?:\.__self__)?(?:\._(?:modules|parameters|buffers)\['[^']+'\])+")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,7 +68,8 @@ def _input_of(node: fx.Node) -> tuple[str, bool]:
     text = getattr(source, "name", None)
     if not isinstance(text, str):
         return str(node.target), False
-    if _MEMBER.fullmatch(text):  # "net.0.weight" for "L['self']._modules['net']._modules['0']._parameters['weight']"
+    if GRAPH_MEMBER.fullmatch(text):
+        # "net.weight" of "L['self']._modules['net']._parameters['weight']"
         return ".".join(re.findall(r"\['([^']+)'\]", text)[1:]), True
     return re.sub(r"^[LG]\['(\w+)'\]", r"\1", text), False
 

@@ -84,7 +84,7 @@ class HashMode:
     def for_training(cls, model: nn.Module, selection: Selection) -> "HashMode":
         """Return a mode whose steps are opened and closed by a training loop that also sets the phases."""
         mode = cls.__new__(cls)
-        mode._open(model, selection, base_phase="other")
+        cls._open(mode, model, selection, base_phase="other")
         return mode
 
     def _open(self, model: nn.Module | None, selection: Selection, *, base_phase: str) -> None:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from det_callbacks.digest.components import tensor_bits
 from det_callbacks.digest.device.deferred import Bits
 from det_callbacks.host_digest import digest_spans
-from det_callbacks.internals.torch import pin_storage, storage_address, unpin_storage
+from det_callbacks.internals.torch import CHILDREN, pin_storage, storage_address, unpin_storage
 from det_callbacks.runs.program import AFTER_STEP, IN_FLIGHT, Role, Site, scalar_bits
 from det_callbacks.trace.backward import scope_in
 from det_callbacks.trace.components import PLAIN, STRIDED, address_of, has_parts, holds_data, parts_of, unwrapped
@@ -292,11 +292,9 @@ class StateWalker:
 
     def walk(self, *kinds: str) -> list[tuple[str, Tensor]]:
         """Return (name, tensor) of what modules have in these attributes, "_parameters" and "_buffers", in turn."""
-        if not self._modules or any(
-            children != tuple(map(id, module._modules.values())) for _, module, children in self._modules
-        ):
+        if not self._modules or any(children != _children_of(module) for _, module, children in self._modules):
             self._modules = [
-                (f"{name}." if name else "", module, tuple(map(id, module._modules.values())))
+                (f"{name}." if name else "", module, _children_of(module))
                 for name, module in self._root.named_modules()
             ]
         known = set()
@@ -308,6 +306,10 @@ class StateWalker:
                         known.add(id(value))
                         entries.append((prefix + name, value))
         return entries
+
+
+def _children_of(module: nn.Module) -> tuple[int, ...]:
+    return tuple(map(id, getattr(module, CHILDREN).values()))
 
 
 def states_of_parameters(

@@ -32,10 +32,10 @@ from det_callbacks.trace.overloads import OpPlan, comes_apart, make_plan
 from det_callbacks.trace.program_trie import OpScope
 from det_callbacks.trace.sites import source_of
 
-# aten/src/ATen/Context.cpp, Context::alertNotDeterministic, torch 2.13
+# aten/src/ATen/Context.cpp, Context::alertNotDeterministic
 _MARK = "does not have a deterministic implementation, but you set 'torch.use_deterministic_algorithms(True"
 
-# raises on CUDA (aten/src/ATen/native/cuda/Sorting.cpp), which the docstring of torch 2.13 does not say
+# raises on CUDA (aten/src/ATen/native/cuda/Sorting.cpp), which no docstring of torch 2.11 to 2.15 says
 _UNDOCUMENTED = frozenset({"aten.kthvalue"})
 
 

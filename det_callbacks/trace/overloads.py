@@ -107,12 +107,15 @@ OVERWRITES = frozenset(
         *("copy_", "zero_", "fill_", "_foreach_copy_", "_foreach_zero_", "normal_", "uniform_", "random_"),
         *("bernoulli_", "exponential_", "geometric_", "cauchy_", "log_normal_"),
     )
-) | {"fsdp.split_with_sizes_copy", "fsdp.chunk_cat"}
-"""Ops that write every element of their first argument, FSDP2's of their ``out``, without reading it."""
+)
+"""Ops that write every element of their first argument without reading it; out variants are known by their schema."""
 
 RELAYOUTS = frozenset(
     f"aten.{name}"
-    for name in ("set_", "shallow_copy_data_", "resize_", "resize_as_", "_resize_output_", "record_stream")
+    for name in (
+        *("set_", "resize_", "resize_as_", "_resize_output_", "record_stream"),
+        "shallow_copy_data_",  # since torch 2.14
+    )
 )
 """Ops that exchange a tensor's storage or its extent; what is known of the storage is dropped."""
 

@@ -74,7 +74,7 @@ class ReplacedInTorch:
         lazy = getattr(compiled, "__self__", None)
         if isinstance(lazy, dynamo.LazyGraph) and getattr(compiled, "__name__", "") == dynamo.LAZY_FORWARD:
             # what Dynamo does with it: else each call would be one of the graph as a module
-            dynamo.LazyGraph.force_recompile(lazy)
+            dynamo.write_lazy_graph(lazy)
             compiled = lazy.forward
 
         @wraps(compiled)

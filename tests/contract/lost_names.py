@@ -73,7 +73,8 @@ def lose(names: set[str]) -> None:
     from det_callbacks.internals import names as lookup  # likewise
 
     find = lookup.find
-    lookup.find = lambda path: lookup.MISSING if path in names or names == {"all"} else find(path)
+    lost = lookup.MISSING
+    lookup.find = lambda path, *example: lost if path in names or names == {"all"} else find(path, *example)
 
 
 def main(folder: Path, names: list[str]) -> None:

@@ -7,11 +7,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from lightning.pytorch.demos.boring_classes import BoringModel
 from test_house import sources
 from trainers import quiet_trainer
 
@@ -29,6 +31,10 @@ TORCH, LIGHTNING = torch.TORCH, lightning.LIGHTNING
 # Of the standard library, which documents them or has nothing else.
 OF_PYTHON = frozenset({"_exit", "_fields", "_getframe"})
 FOREIGN = ("torch", "lightning")
+# In recipes: dispatch modes, which plant faults (torch's notes on extending it write them so); what the costs are
+# measured with, and compared with.
+IN_RECIPES = {"_python_dispatch", "_mode_utils", "_sleep", "_debug_mode"}
+OF_THE_ROOM = {path.rpartition(".")[2] for path in (*TORCH.known, *LIGHTNING.known)}
 LOOKS_UP = ("getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodcaller")
 
 
@@ -49,22 +55,29 @@ def own_names(trees: Iterable[ast.AST]) -> set[str]:
 
 
 def private_names(tree: ast.AST, own: set[str]) -> list[str]:
-    """Return the private names that a source takes from elsewhere, with their lines; ops of torch have public ones."""
+    """Return the private names that a source takes from elsewhere, with their lines; ops of torch have public ones.
+
+    An own name counts as one on ``self`` and ``cls`` alone: torch may have the same name on any other object.
+    """
     found: list[tuple[str, int]] = []
     foreign = imported(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             base = ast.unparse(node.value)
-            is_foreign = base.partition(".")[0] in foreign
-            if not base.startswith("torch.ops") and (is_foreign or node.attr not in own):
+            is_own = base.partition(".")[0] not in foreign and base in ("self", "cls") and node.attr in own
+            if not base.startswith("torch.ops") and not is_own:
                 found.append((node.attr, node.lineno))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            parts = node.value.split(".")
+            is_path = parts[0] in FOREIGN and " " not in node.value
+            found += [(part, node.lineno) for part in parts if is_path or (part == node.value and part in OF_THE_ROOM)]
         elif isinstance(node, ast.Import | ast.ImportFrom):
             module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
             parts = [*module.split("."), *(part for alias in node.names for part in alias.name.split("."))]
             found += [(part, node.lineno) for part in parts if module.partition(".")[0] in FOREIGN or part not in own]
         elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in LOOKS_UP:
             texts = [one.value for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
-            found += [(part, node.lineno) for text in texts for part in text.split(".") if part not in own]
+            found += [(part, node.lineno) for text in texts for part in text.split(".")]
     return [f"{name}:{line}" for name, line in found if is_private(name)]
 
 
@@ -94,6 +107,11 @@ def test_private_names_of_others_stand_in_the_room_alone() -> None:
     assert offenders(files) == {}
 
 
+def test_recipes_use_public_names() -> None:
+    found = {name.partition(":")[0] for lines in offenders(sources("recipes")).values() for name in lines}
+    assert found == IN_RECIPES
+
+
 @pytest.mark.parametrize(
     "source",
     [
@@ -105,6 +123,10 @@ def test_private_names_of_others_stand_in_the_room_alone() -> None:
         "def state(trainer):\n    return trainer._results",
         "def cached(module):\n    return getattr(module, '_parameters', None)",
         "from torch.distributed import distributed_c10d\n_group = distributed_c10d._group\n_group()",
+        "class A:\n    def __init__(self, loop):\n        self._restarting = loop._restarting",
+        "class A:\n    _modules = None\n\ndef children(module):\n    return module._modules",
+        "def children(value):\n    return vars(value).pop('_modules', {})",
+        "config = 'torch._inductor.config'",
         "from operator import attrgetter\nread = attrgetter('fit_loop._data_fetcher')",
     ],
 )
@@ -239,14 +261,57 @@ def test_the_doctor_names_what_cannot_be_imported_and_what_is_missing(
     assert "Install versions that det_callbacks was tested with: torch 2.11 to 2.15" in text
 
 
+WITHOUT = """
+import sys
+for name in sys.argv[1].split(","):
+    sys.modules[name] = None
+from det_callbacks.cli import main
+sys.exit(main(["doctor", "--json"]))
+"""
+
+
+def test_the_doctor_starts_where_the_packages_are_missing_that_other_commands_load() -> None:
+    lost = "torch,lightning,numpy,pyarrow,msgspec"
+    command = [sys.executable, "-c", WITHOUT, lost]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (2, "")
+    broken = json.loads(done.stdout)["installation"]["broken"]
+    said = {name for name in lost.split(",") if any(f"ModuleNotFoundError: import of {name} " in one for one in broken)}
+    assert {"torch", "numpy"} <= said
+    assert any("DeterminismCallback" in one for one in broken)
+
+
+@pytest.mark.parametrize(
+    ("found", "is_newer"),
+    [("2.16.0.dev20270101+cu130", True), ("2.17rc1", True), ("3", True), ("2.15.0a0+git1", False), ("2.9.1", False)],
+)
+def test_any_version_that_a_package_may_have_is_compared(
+    monkeypatch: pytest.MonkeyPatch, found: str, is_newer: bool
+) -> None:
+    monkeypatch.setattr(versions, "version", lambda package: {"torch": found, "lightning": "2.6.6"}[package])
+    assert [line.partition(" is newer")[0] for line in versions.newer_than_tested()] == [f"torch {found}"] * is_newer
+
+
+def test_a_package_without_metadata_stops_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(package: str) -> str:
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr(versions, "version", version)
+    assert versions.newer_than_tested() == []
+
+
 def test_a_newer_version_than_any_that_was_tested_is_a_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert versions.newer_than_tested() == []
     monkeypatch.setitem(versions.TESTED, "lightning", ("2.5", "2.4"))
+    line = "is newer than any version that det_callbacks was tested with (2.4)"
     with det_callbacks.ObserverContext(tmp_path, "run"):
         det_callbacks.observe("x", 1)
-    assert "is newer than any version that det_callbacks was tested with (2.4)" in capsys.readouterr().out
+    assert capsys.readouterr().out.count(line) == 1
+    callback = det_callbacks.DeterminismCallback(tmp_path / "fit", mode="record", level="state")
+    quiet_trainer(callback, max_steps=2).fit(BoringModel())
+    assert capsys.readouterr().out.count(line) == 1
 
 
 def test_readme_docs_metadata_and_the_pairs_that_are_tested_say_the_same_versions() -> None:

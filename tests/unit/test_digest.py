@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from beta_tensors import BETA_TENSORS
+from beta_tensors import BETA_DTYPES, BETA_TENSORS
 from device_cases import DTYPES, UNCONJUGATED, of_bits
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -25,11 +25,7 @@ from det_callbacks.digest.components import digest_output, digest_tensor, digest
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.host_digest import digest_bytes, format_digest
 
-pytestmark = [
-    BETA_TENSORS,
-    # torch says this once per process when a complex32 tensor is made, digested or not
-    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),
-]
+pytestmark = [BETA_TENSORS, BETA_DTYPES]
 
 MIB = 1 << 20
 

@@ -3,17 +3,14 @@
 import device_cases
 import pytest
 import torch
+from beta_tensors import BETA_DTYPES
 from test_digest_device import add
 
 from det_callbacks.digest.components import digest_output, digest_tensor, digest_tensors
 from det_callbacks.digest.device.deferred import DigestQueue
 from det_callbacks.digest.device.triton_digest import TritonDigest, device_choice
 
-pytestmark = [
-    pytest.mark.gpu,
-    # torch's, of a dtype in the draw
-    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),
-]
+pytestmark = [pytest.mark.gpu, BETA_DTYPES]
 
 MIB = 1 << 20
 BUSY_CYCLES = 200_000_000

@@ -14,6 +14,7 @@ from unittest import mock
 import device_cases
 import pytest
 import torch
+from beta_tensors import BETA_DTYPES
 from late_device import LateDevice, late_device
 from test_digest import CountingDispatch
 from test_triton_digest import StreamedDigest, late_kernels
@@ -25,7 +26,7 @@ from det_callbacks.digest.device.deferred import DeferredDigests, DigestQueue
 from det_callbacks.digest.device.triton_digest import Choice, device_choice, disagreement
 from det_callbacks.errors import DetCallbacksError
 
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")  # torch's, of a dtype
+pytestmark = BETA_DTYPES
 
 
 def add(queue: DigestQueue, value: torch.Tensor) -> int:

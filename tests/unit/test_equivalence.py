@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from attribution_models import MODELS
-from beta_tensors import BETA_TENSORS
+from beta_tensors import BETA_DTYPES, BETA_TENSORS
 from nondeterministic_ops import drawing, entropy, noisy
 from test_digest import CountingDispatch, CountingFunction
 from tiers import rest_slow
@@ -257,7 +257,7 @@ def test_what_a_run_raises_is_counted_and_goes_through_where_it_is_the_program_s
 # Tensors beside the ordinary: nothing is reported, nothing fails.
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+@BETA_DTYPES
 def test_odd_dtypes_and_layouts_give_the_same_bits_twice():
     with BitwiseEquivalenceMode() as mode:
         x = torch.arange(10.0)

@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from beta_tensors import BETA_TENSORS
+from beta_tensors import BETA_DTYPES, BETA_TENSORS
 from compiling import opaque_backend, twice
 from device_cases import DTYPES, of_bits
 from hypothesis import given, settings
@@ -87,7 +87,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")  # torch's, of a dtype in the draw
+@BETA_DTYPES
 @settings(max_examples=60, deadline=None)
 @given(
     dtype=st.sampled_from(DTYPES),
@@ -247,7 +247,7 @@ def test_every_damaged_byte_and_another_version_are_found(tmp_path: Path, monkey
         reader(tmp_path).exchange(KEY, torch.randn(8), op="op", deferred=None)
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")
+@BETA_DTYPES
 def test_others_can_read_the_file(tmp_path: Path) -> None:
     tensors = [of_bits(dtype, 3, 2, seed=1) for dtype in DTYPES]
     with safe_open(save(tmp_path, *tensors), framework="pt") as file:

@@ -1,0 +1,22 @@
+"""The command that looks at this machine; it also starts where a package is missing that other commands load."""
+
+import argparse
+
+from det_callbacks.cli.found import print_found
+from det_callbacks.installation import look_at_installation
+from det_callbacks.report.installation import broken_report, broken_to_dict
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """Show which settings are in force."""
+    here = look_at_installation()
+    if here.broken:
+        return print_found(options, lambda: broken_to_dict(here), lambda: broken_report(here), status=2)
+
+    from det_callbacks.doctor import diagnose  # noqa: PLC0415  # loads torch
+    from det_callbacks.report.machine import doctor_report  # noqa: PLC0415  # loads what reads runs
+    from det_callbacks.runs.store import Run  # noqa: PLC0415  # likewise
+
+    diagnosis = diagnose(here, against=None if options.against is None else Run.open(options.against))
+    status = int(not diagnosis.is_well)
+    return print_found(options, diagnosis.to_dict, lambda: doctor_report(diagnosis), status=status)

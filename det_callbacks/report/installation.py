@@ -1,0 +1,30 @@
+"""What the doctor says of what is installed; loads nothing that may be missing but rich."""
+
+from dataclasses import asdict
+from typing import Any
+
+from det_callbacks.installation import Installation
+from det_callbacks.internals.versions import TESTED
+from det_callbacks.report.console import Section
+
+
+def broken_to_dict(here: Installation) -> dict[str, Any]:
+    """Return the JSON form of what the doctor finds where the package itself cannot be imported."""
+    return {"schema": 1, "is_well": False, "installation": asdict(here)}
+
+
+def broken_report(here: Installation) -> list[Section]:
+    """Return what the doctor says there."""
+    versions = ", ".join(f"{package} {found or 'not installed'}" for package, found in here.versions.items())
+    return [Section(title=versions, style="bold red", lines=installation_lines(here))]
+
+
+def installation_lines(here: Installation) -> list[str]:
+    """Return what of the installation is untested, broken or missing, with what to do."""
+    tested = ", ".join(f"{package} {oldest} to {newest}" for package, (oldest, newest) in TESTED.items())
+    lines = [f"Untested: {one}" for one in here.untested]
+    lines += [f"Cannot be imported: {one}" for one in here.broken]
+    lines += [f"Missing: {one}" for one in here.missing]
+    if here.broken or here.missing:
+        return [*lines, f"Install versions that det_callbacks was tested with: {tested}."]
+    return [*lines, f"Tested with {tested}"]
