@@ -112,7 +112,9 @@ class Observations:
                 is_there = holds_data(value)  # of one without data (meta, fake) at least what it is
                 value = unwrapped(value) if is_there else f"no data: {value.dtype} {list(value.shape)} {value.device}"
             entries.append((path, value))
-        self._record(*self._place(), entries, is_source=is_replayed)
+        strands = self._recorder.strands
+        with self._recorder.lock, strands.recording(strands.here()):
+            self._record(*self._place(), entries, is_source=is_replayed)
         return changed
 
     def observe_gradient(self, name: str, tensor: Tensor, *, is_replayed: bool, is_compiled: bool) -> None:
@@ -182,7 +184,7 @@ class Observations:
     def _place(self) -> tuple[str, str]:
         """Return phase and module."""
         if graph_task_id() == -1:
-            return self._recorder.phase, self._recorder.modules.current.module
+            return self._recorder.phase, self._recorder.calls.current.module
         return "backward", self._recorder.backward.scope().module
 
     def _record(self, phase: str, module: str, entries: list[tuple[str, Any]], *, is_source: bool) -> None:

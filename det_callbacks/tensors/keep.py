@@ -71,7 +71,7 @@ class Keeper(OpSelection):
 
 def _entries(trace: StepTrace, op: str, first: int, outputs: dict[int, SavedTensor]) -> dict[str, SavedTensor]:
     """Return the copies of a call by key, with the site that each belongs to; none where it made no sites."""
-    sites = trace.program.sites
+    sites, first = trace.program.sites, trace.place_of(first)
     if first < len(sites) and sites[first].role == "argument":
         first += 1
     entries = {}

@@ -4,7 +4,8 @@ Parameters that a region only reads have no rows. Inductor reuses buffers, so an
 in, and never is the origin: the region is. Its backward pass follows from the ops inside, too, which it may have saved.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
@@ -191,24 +192,29 @@ class CompiledRegions:
         recorder = self._recorder
         if not self._is_recorded():
             return call(*args)
-        phase, scope = recorder.place()
-        scope = self._in_own_module(graph, args, scope)
-        if not self._selects(phase, scope):
+        with self._recording():
+            calls = recorder.calls
+            phase, scope = recorder.place()
+            scope = self._in_own_module(graph, args, scope)
+            is_selected = self._selects(phase, scope)
+            if is_selected:
+                region = Region(recorder, graph, phase, scope)
+                entering = [*zip(graph.inputs, args, strict=True), *graph.held]
+                inputs = [(self._name(known, value), value) for known, value in entering]
+                given = region.enter(inputs)
+                number = next_sequence_number()
+                self._start(region)
+                calls.current = scope
+        if not is_selected:
             return self._unselected(call, args)
-        region = Region(recorder, graph, phase, scope)
-        entering = [*zip(graph.inputs, args, strict=True), *graph.held]
-        inputs = [(self._name(known, value), value) for known, value in entering]
-        given = region.enter(inputs)
-        number = next_sequence_number()
-        self._start(region)
-        recorder.modules.current = scope
         try:
             outputs = call(*args)
         finally:
             self.inside.pop(get_ident(), None)
-            recorder.modules.return_to_stack()
+            calls.return_to_stack()
         results = list(tensors_in([outputs]))
-        region.leave(((None, value) for value in results), given)
+        with self._recording():
+            region.leave(((None, value) for value in results), given)
         if "backward" in recorder.selection.phases and torch.is_grad_enabled():
             for node in compiled_nodes(results, number):
                 outer = {one.output_nr: f"grad of output {at}" for at, one in enumerate(results) if one.grad_fn is node}
@@ -223,7 +229,8 @@ class CompiledRegions:
         try:
             return self._without_rows(call)
         finally:
-            self._recorder.run_unseen(_EARLIER)
+            with self._recording():
+                self._recorder.run_unseen(_EARLIER)
 
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op while a region runs in some thread; of this one's, record what the op wrote."""
@@ -261,6 +268,13 @@ class CompiledRegions:
         recorder = self._recorder
         is_open = bool(self._stances) and self._step is not None and recorder.selection.level != "state"
         return is_open and not self.is_inside() and not recorder.undigested.is_capturing()
+
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        """Have what is recorded meanwhile count as this thread's."""
+        recorder = self._recorder
+        with recorder.lock, recorder.strands.recording(recorder.strands.here()):
+            yield
 
     def _start(self, region: Region) -> None:
         self._recorder.deferred.flush()  # its kernels reuse memory, also of what it is given
@@ -305,9 +319,10 @@ class CompiledRegions:
         versions = [_version_of(value) for value in args]
         outputs = self._without_rows(call, *args)
         written = [value for value, before in zip(args, versions, strict=True) if _version_of(value) != before]
-        for value in tensors_in([outputs, *written]):
-            for part in parts_with_memory(value):
-                self._recorder.ledger.forget(part)
+        with self._recording():
+            for value in tensors_in([outputs, *written]):
+                for part in parts_with_memory(value):
+                    self._recorder.ledger.forget(part)
         self._recorder.counts.skipped["unselected"] += 1
         return outputs
 

@@ -164,12 +164,13 @@ class HashMode:
             self.recorder.abandon()
             return None
         try:
-            self.recorder.undigested.wait_for_copies()
-            entries = self._state()
-            places = record_group(self.recorder, "state", "state", entries)
-            if self.selection.level == "op":
-                self.recorder.names.keep(places, entries)
-            self.trace = self.recorder.finish()
+            with self.recorder.lock:  # a module may still run in another thread
+                self.recorder.undigested.wait_for_copies()
+                entries = self._state()
+                places = record_group(self.recorder, "state", "state", entries)
+                if self.selection.level == "op":
+                    self.recorder.names.keep(places, entries)
+                self.trace = self.recorder.finish()
         except BaseException:  # Ctrl-C too: nothing that follows the step may stay
             self.recorder.abandon()
             raise
@@ -184,9 +185,10 @@ class HashMode:
     def record_values(self, phase: str, values: Any, name: str) -> None:
         """Record the tensors and numbers of a nested structure, such as the loss, at this point of the step."""
         if self.is_open:
-            if phase == "state":
-                self.recorder.undigested.wait_for_copies()
-            record_group(self.recorder, name, phase, list(flatten(values, name)), owner="")
+            with self.recorder.lock:
+                if phase == "state":
+                    self.recorder.undigested.wait_for_copies()
+                record_group(self.recorder, name, phase, list(flatten(values, name)), owner="")
 
     def digest_state(self) -> dict[str, int]:
         """Return the digest of each parameter, buffer and state of an optimizer by name; of a number its 64 bits."""
@@ -247,7 +249,8 @@ class HashMode:
             for number, parameter in enumerate(parameters)
             if parameter.grad is not None
         ]
-        record_group(self.recorder, "gradients", "gradient", entries)
+        with self.recorder.lock:
+            record_group(self.recorder, "gradients", "gradient", entries)
 
     def _name_parameters(self) -> None:
         parameters = [] if self._walker is None else self._walker.walk(PARAMETERS)
@@ -281,6 +284,7 @@ class Listener:
         if sees_ops:
             self.mode = Interceptor(self._recorder)
             self.mode.__enter__()  # type: ignore[no-untyped-call]  # torch's own
+            self._recorder.strands.mode = self.mode
 
     def close(self) -> str | None:
         """Stop; return the class of a mode that is open above ours, which then stays and passes all ops on."""
@@ -289,6 +293,8 @@ class Listener:
             self._outputs.close()
         self._recorder.compiled.close()
         mode, self.mode = self.mode, None
+        if mode is not None:
+            self._recorder.strands.mode = None
         return None if mode is None else mode.leave()
 
 

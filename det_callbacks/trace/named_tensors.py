@@ -250,7 +250,8 @@ class ModuleOutputs:
             if not isinstance(tensor, Tensor):
                 continue
             inner = unwrapped(tensor)
-            self._record_output(phase, module, name, inner)
+            with recorder.lock:
+                self._record_output(phase, module, name, inner)
             if is_followed and inner is tensor and tensor.requires_grad and not has_parts(tensor):
                 tensor.register_hook(partial(self._record_gradient, self._step, module, f"grad of {name}"))
 

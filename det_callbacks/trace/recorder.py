@@ -5,7 +5,7 @@ one predicted at this position costs look-ups and comparisons, its reads, and th
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from threading import RLock, get_ident
@@ -28,7 +28,7 @@ from det_callbacks.trace.deferred_sites import DeferredSites
 from det_callbacks.trace.dispatch import TAKE_APART
 from det_callbacks.trace.generators import GeneratorTrail
 from det_callbacks.trace.layouts import LayoutSlot, LayoutTable, Parts, describe_parts, parts_of_arguments
-from det_callbacks.trace.modules import ModuleStack
+from det_callbacks.trace.modules import ModuleCalls, ModuleStack
 from det_callbacks.trace.named_tensors import NameTable
 from det_callbacks.trace.nondeterministic_ops import NondeterministicOps
 from det_callbacks.trace.overloads import (
@@ -40,11 +40,13 @@ from det_callbacks.trace.overloads import (
     written_arguments,
     written_by_call,
 )
-from det_callbacks.trace.program_trie import OpScope, ProgramTrie, StepCounts
+from det_callbacks.trace.program_trie import OpScope, ProgramTrie, StepCounts, with_occurrences
 from det_callbacks.trace.reads import Reads
 from det_callbacks.trace.replaced import REPLACED
 from det_callbacks.trace.sites import InputName, build_op
 from det_callbacks.trace.storages import StorageLedger
+from det_callbacks.trace.strands import Strands
+from det_callbacks.trace.thread_order import canonical_order
 from det_callbacks.trace.undigested_ops import UndigestedOps
 from det_callbacks.trace.unseen_writes import UnseenWriteCheck
 
@@ -90,7 +92,9 @@ class Recorder:
         self.ledger = StorageLedger()
         self.generators = GeneratorTrail()
         self.modules = ModuleStack(root)
+        self.calls: ModuleCalls = self.modules  # of the thread that is recorded now, while the lock is held
         self.backward = BackwardMap(self.parameter_names, self.modules)
+        self.strands = self.modules.others = Strands(self)
         self.reads = Reads(self)
         self.undigested = UndigestedOps(self)
         self.compiled = CompiledRegions(self)
@@ -131,23 +135,33 @@ class Recorder:
         self.undigested.begin()
         self.compiled.begin()
         self.unseen_writes.begin()
+        self.strands.begin()
         REPLACED.unfollow(self)
         REPLACED.watch(self)
         self.counts = StepCounts()
 
     def finish(self) -> StepTrace:
         """End the step and return what it did."""
-        program = self.trie.program(self.counts)
-        require_whole(program, self.digests)
-        settled = self.deferred.settle(self.digests)
-        unseen: frozenset[int] = frozenset()
-        if (expected := self._expected) is not None:
-            self.unseen_writes.look_back(expected, program, settled)
-            unseen = frozenset(expected.unseen_writes)
-        digests = np.frombuffer(self.digests, dtype=np.uint64) if self.digests else np.empty(0, np.uint64)
-        trace = self._trace(program, digests, self.layout_indices, unseen)
-        self.abandon()
+        with self.lock:
+            program = self.trie.program(self.counts)
+            require_whole(program, self.digests)
+            settled = self.deferred.settle(self.digests)
+            unseen: frozenset[int] = frozenset()
+            if (expected := self._expected) is not None:
+                self.unseen_writes.look_back(expected, program, settled)
+                unseen = frozenset(expected.unseen_writes)
+            digests = np.frombuffer(self.digests, dtype=np.uint64) if self.digests else np.empty(0, np.uint64)
+            if self.strands.all:
+                trace = self._ordered(program, digests)
+            else:
+                trace = self._trace(program, digests, self.layout_indices, unseen)
+            self.abandon()
         return trace
+
+    def expect_any_order(self) -> None:
+        """Note that other threads record from here on, too: no site is known by its position before the step ends."""
+        if self._expected is not None:
+            self._expected.forget_order()
 
     def abandon(self) -> None:
         """Drop the step under way and every weak reference it holds; may be called more than once."""
@@ -156,6 +170,7 @@ class Recorder:
         self.backward.clear()
         self.compiled.end()
         self.undigested.end()
+        self.strands.end()
         REPLACED.unfollow(self)
         self._expected = None
 
@@ -169,7 +184,7 @@ class Recorder:
         if self.compiled.inside and (region := self.compiled.inside.get(get_ident())) is not None:
             return region.phase, region.scope
         if graph_task_id() == -1:
-            return self._phase, self.modules.current
+            return self._phase, self.calls.current
         return "backward", self.backward.scope()
 
     def op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -184,7 +199,7 @@ class Recorder:
                 return self.undigested.run(plan, func, args, kwargs)
         if graph_task_id() == -1:
             phase = self._phase
-            scope = self.modules.current
+            scope = self.calls.current
         else:
             phase = "backward"
             scope = self.backward.scope()
@@ -422,8 +437,22 @@ class Recorder:
         self._plans[id(func)] = plan
         return plan
 
+    def _ordered(self, program: Program, digests: np.ndarray) -> StepTrace:
+        """Return the trace of a step that ran modules in several threads: its sites came in the order of the clock."""
+        order, sites = canonical_order(self.trie.calls(), self.strands.all, self.modules.names, digests.tolist())
+        program = replace(program, sites=with_occurrences(sites))
+        digests = digests[order]
+        unseen = frozenset() if self._expected is None else frozenset(self._expected.unproven(order, digests))
+        places = {number: position for position, number in enumerate(order)}
+        return self._trace(program, digests, [self.layout_indices[number] for number in order], unseen, places)
+
     def _trace(
-        self, program: Program, digests: np.ndarray, indices: list[int], unseen_writes: frozenset[int]
+        self,
+        program: Program,
+        digests: np.ndarray,
+        indices: list[int],
+        unseen_writes: frozenset[int],
+        places: Mapping[int, int] | None = None,
     ) -> StepTrace:
         return StepTrace(
             program=program,
@@ -432,6 +461,7 @@ class Recorder:
             unseen_writes=unseen_writes,
             values=self.trie.values,
             _make_layout=partial(self.layouts.layout, indices),
+            _places=places,
         )
 
     def _append_special(self, output: Any, parts: Parts, *, is_fresh: bool) -> None:

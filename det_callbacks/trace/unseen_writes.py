@@ -79,6 +79,7 @@ class UnseenWriteCheck:
         waiting = [at for at in positions if at in deferred]
         if expected.checks_left and any(expected.differs(at, digests[at]) for at in positions if at not in deferred):
             expected.checks_left -= 1
+            expected.looked_at.update(positions)
             if was_changed or any(map(self._is_changed, _ordinary(tensors_read(plan, args, kwargs)))):
                 expected.unseen_writes.update(positions)
         elif waiting:
@@ -95,6 +96,7 @@ class UnseenWriteCheck:
         differing = [at for at in sorted(deferred) if sites[at].role == "output" and expected.differs(at, digests[at])]
         differing = differing[: expected.checks_left]
         expected.checks_left -= len(differing)
+        expected.looked_at.update(differing)
         recorder, wanted = self._recorder, {writer for at in differing for writer in sites[at].inputs}
         queues = DeferredDigests()
         found: list[tuple[int, Bits]] = []
