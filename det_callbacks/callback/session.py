@@ -143,8 +143,8 @@ class TracedSession(Session):
         self._evidence = Evidence(trainer, self.arguments)
         self._hash_mode = HashMode.for_training(trainer.lightning_module, selection)
         recorder = self._hash_mode.recorder
-        recorder.nondeterministic_ops = ops
-        recorder.output_hooks = tuple(hook for hook in (self.op_replay, self.keeper) if hook is not None)
+        recorder.plans.nondeterministic_ops = ops
+        recorder.output_hooks.every = tuple(hook for hook in (self.op_replay, self.keeper) if hook is not None)
         owner = f"the DeterminismCallback of {self.path}"
         self._observations = Observations(recorder, owner=owner, level=selection.level)
         REGISTRY.activate(self._observations)

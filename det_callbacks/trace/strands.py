@@ -4,12 +4,12 @@ torch opens a dispatch mode for one thread only. So what a module does in anothe
 there from the module's call to its return: that is one strand, whichever thread of a pool it runs in.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -18,10 +18,9 @@ from det_callbacks.trace.backward import UNKNOWN, ThreadNodes
 from det_callbacks.trace.dispatch import DispatchMode, Interceptor
 from det_callbacks.trace.leaves import flatten
 from det_callbacks.trace.modules import ModuleCalls
-
-if TYPE_CHECKING:
-    from det_callbacks.trace.program_trie import OpScope
-    from det_callbacks.trace.recorder import Recorder
+from det_callbacks.trace.places import Places
+from det_callbacks.trace.program_trie import OpScope
+from det_callbacks.trace.step import Step
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -40,8 +39,10 @@ class Strand:
 class Strands:
     """The strands of the step under way, in the order in which they began."""
 
-    def __init__(self, recorder: "Recorder") -> None:
-        self._recorder = recorder
+    def __init__(self, step: Step, places: Places, on_first: Callable[[], None]) -> None:
+        self._step, self._places = step, places
+        self._on_first = on_first  # called before the first strand of a step is recorded
+        places.modules.others = self
         self.mode: Interceptor | None = None  # of the step's own thread; while it is open, ops of strands are seen, too
         self.all: list[Strand] = []
         self._running: dict[int, Strand] = {}  # by thread
@@ -69,29 +70,27 @@ class Strands:
         """Return the strand that runs in this thread."""
         return self._running.get(get_ident()) if self._running else None
 
-    def enter(self, module: nn.Module, scope: "OpScope | None", args: tuple[Any, ...]) -> None:
+    def enter(self, module: nn.Module, scope: OpScope | None, args: tuple[Any, ...]) -> None:
         """Note that a module is called in this thread; without a scope it is not part of the model."""
-        recorder = self._recorder
-        with recorder.lock:
+        with self._step.lock:
             strand = self.here()
             if strand is None:
                 if not self._is_open:
                     return
                 strand = self._begin((scope or UNKNOWN).module, args)
             with self.recording(strand):
-                recorder.backward.note_region()
+                self._places.backward.note_region()
             caller = strand.calls.current if strand.calls.stack else UNKNOWN
             strand.calls.enter(module, scope or caller)
 
     def leave(self, module: nn.Module, output: Any, *, is_of_model: bool) -> None:
         """Note that a module returns in this thread, None where it raises."""
-        recorder = self._recorder
-        with recorder.lock:
+        with self._step.lock:
             strand = self.here()
             if strand is None or not (depth := strand.calls.find(module)):
                 return
             _, scope, backward_pass, _ = strand.calls.stack[depth - 1]
-            on_output = recorder.modules.on_output
+            on_output = self._places.modules.on_output
             if on_output is not None and output is not None and backward_pass == -1 and is_of_model:
                 with self.recording(strand):
                     on_output(scope.module, output)
@@ -106,21 +105,19 @@ class Strands:
         if strand is None:
             yield
             return
-        recorder = self._recorder
-        outer, first = recorder.calls, recorder.num_sites
-        recorder.calls = recorder.backward.calls = strand.calls
+        outer, first = self._places.calls, self._step.num_sites
+        self._places.follow(strand.calls)
         try:
             yield
         finally:
-            recorder.calls = recorder.backward.calls = outer
-            if recorder.num_sites > first:
-                strand.spans.append((first, recorder.num_sites))
+            self._places.follow(outer)
+            if self._step.num_sites > first:
+                strand.spans.append((first, self._step.num_sites))
 
     def _begin(self, module: str, args: tuple[Any, ...]) -> Strand:
-        recorder = self._recorder
-        strand = Strand(module=module, made=recorder.backward.begin_thread(), inputs=_nodes_of(args))
+        strand = Strand(module=module, made=self._places.backward.begin_thread(), inputs=_nodes_of(args))
         if not self.all:
-            recorder.expect_any_order()
+            self._on_first()
         self.all.append(strand)
         self._running[get_ident()] = strand
         if self.mode is not None:
@@ -136,13 +133,13 @@ class Strands:
             if strand.mode.is_on_top:
                 pop_mode()
             strand.mode.turn_off()  # another mode may have been left open above it
-        self._recorder.backward.end_thread(strand.made, _nodes_of(output), strand.inputs)
+        self._places.backward.end_thread(strand.made, _nodes_of(output), strand.inputs)
         strand.inputs = []
 
     def _op(
         self, strand: Strand, func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        with self._recorder.lock:
+        with self._step.lock:
             if self.mode is not None and self.mode.recorder is not None and self.here() is strand:
                 with self.recording(strand):
                     return self.mode.__torch_dispatch__(func, types, args, kwargs)

@@ -147,7 +147,7 @@ def test_nothing_is_left_behind_when_a_region_raises() -> None:
     with pytest.raises(RuntimeError, match="the kernel failed"), mode:
         compiled(torch.ones(3))
     assert REPLACED.watchers == []
-    assert mode.recorder.compiled.inside == {}
+    assert mode.recorder.places.inside == {}
     assert step_of(mode, lambda: torch.ones(2) + 1).program.opaque_regions == ()
 
 

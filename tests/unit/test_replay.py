@@ -288,7 +288,7 @@ def keeper(folder: Path, *patterns: str, budget: TensorBudget | None = None) -> 
 
 def trace(keeping: Keeper, body: Callable[[], Any], step: int = 0) -> StepTrace:
     with HashMode() as mode:
-        mode.recorder.output_hooks = (keeping,)
+        mode.recorder.output_hooks.every = (keeping,)
         keeping.begin()
         body()
     keeping.write(mode.trace, step)
