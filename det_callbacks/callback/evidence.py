@@ -23,9 +23,9 @@ from det_callbacks.host_digest import digest_bytes
 from det_callbacks.internals.lightning import LOAD_LOADER_STATES, PrefetchFetcher, combined_loader, data_fetcher
 from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.runs.evidence import AFTER, BEFORE, CALLBACKS, CONSTANTS
-from det_callbacks.trace.components import has_parts, holds_data
-from det_callbacks.trace.generators import Ledger
-from det_callbacks.trace.leaves import flatten
+from det_callbacks.trace.op.components import has_parts, holds_data
+from det_callbacks.trace.state.generators import Ledger
+from det_callbacks.trace.state.leaves import flatten
 from det_callbacks.variables import NUM_WORKERS
 
 _FIT_START = "fit start"

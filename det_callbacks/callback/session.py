@@ -23,9 +23,9 @@ from det_callbacks.tensors.copies import TensorBudget
 from det_callbacks.tensors.files import KEPT, REPLAY, SavedStep, StepWriter
 from det_callbacks.tensors.keep import Keeper
 from det_callbacks.tensors.replay import OpReplay, Replay
+from det_callbacks.trace.compiled.replaced import forget_compiled
 from det_callbacks.trace.hash_mode import HashMode
-from det_callbacks.trace.nondeterministic_ops import NondeterministicOps
-from det_callbacks.trace.replaced import forget_compiled
+from det_callbacks.trace.tables.nondeterministic_ops import NondeterministicOps
 from det_callbacks.verdict import Verdict
 from det_callbacks.verification import Verification
 

@@ -16,8 +16,8 @@ from torch.utils.hooks import RemovableHandle
 from det_callbacks.errors import CoverageWarning, SelectionError, TraceError
 from det_callbacks.internals.torch import graph_task_id
 from det_callbacks.tensors.replay import Replay
-from det_callbacks.trace.components import holds_data, unwrapped
 from det_callbacks.trace.hash_mode import OpRegion
+from det_callbacks.trace.op.components import holds_data, unwrapped
 from det_callbacks.trace.recorder import Recorder
 
 Leaves = Sequence[tuple[str, Any]]

@@ -13,8 +13,8 @@ from det_callbacks.runs.steps import StepTrace
 from det_callbacks.tensors.copies import TensorBudget
 from det_callbacks.tensors.files import LEFT_OUT, KeptCounts, SavedTensor, StepWriter
 from det_callbacks.tensors.replay import OpSelection
-from det_callbacks.trace.components import holds_data
-from det_callbacks.trace.deferred_sites import DeferredSites
+from det_callbacks.trace.op.components import holds_data
+from det_callbacks.trace.op.deferred_sites import DeferredSites
 
 
 class Keeper(OpSelection):

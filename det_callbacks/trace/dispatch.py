@@ -18,7 +18,7 @@ from det_callbacks.internals.torch import (
     push_mode,
     without_autocast,
 )
-from det_callbacks.trace.overloads import tensors_in
+from det_callbacks.trace.tables.overloads import tensors_in
 
 if TYPE_CHECKING:
     from det_callbacks.trace.recorder import Recorder

@@ -16,14 +16,14 @@ from det_callbacks.patterns import as_names
 from det_callbacks.runs.program import scalar_bits
 from det_callbacks.runs.selection import PHASES, Selection
 from det_callbacks.runs.steps import Expectation, StepTrace
-from det_callbacks.trace.batches import Samples, record_batch
-from det_callbacks.trace.components import holds_data
+from det_callbacks.trace.attribution.names import has_place
 from det_callbacks.trace.dispatch import Interceptor
-from det_callbacks.trace.leaves import flatten
-from det_callbacks.trace.named_sites import Entry, ModuleOutputs, StateWalker, states_of_parameters
-from det_callbacks.trace.names import has_place
-from det_callbacks.trace.optimizers import OptimizerPhases, in_phase
+from det_callbacks.trace.op.components import holds_data
 from det_callbacks.trace.recorder import Recorder
+from det_callbacks.trace.state.batches import Samples, record_batch
+from det_callbacks.trace.state.leaves import flatten
+from det_callbacks.trace.state.named_sites import Entry, ModuleOutputs, StateWalker, states_of_parameters
+from det_callbacks.trace.state.optimizers import OptimizerPhases, in_phase
 
 
 class HashMode:

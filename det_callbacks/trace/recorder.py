@@ -19,28 +19,35 @@ from det_callbacks.internals.torch import TORCH, graph_task_id, pin_storage, sto
 from det_callbacks.runs.program import Program, scalar_bits
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import Expectation, StepTrace, require_whole
-from det_callbacks.trace.backward import ENGINE
-from det_callbacks.trace.captures import GraphCaptures
+from det_callbacks.trace.attribution.backward import ENGINE
+from det_callbacks.trace.attribution.places import Places
 from det_callbacks.trace.collectives import Collectives
-from det_callbacks.trace.compiled_regions import CompiledRegions
-from det_callbacks.trace.components import PLAIN, STRIDED, address_of, holds_data, parts_with_memory
+from det_callbacks.trace.compiled.captures import GraphCaptures
+from det_callbacks.trace.compiled.regions import CompiledRegions
+from det_callbacks.trace.compiled.replaced import REPLACED
 from det_callbacks.trace.dispatch import TAKE_APART
-from det_callbacks.trace.generators import GeneratorTrail
-from det_callbacks.trace.layouts import Parts, describe_parts, parts_of_arguments
-from det_callbacks.trace.named_sites import NamedSites
-from det_callbacks.trace.output_hooks import OutputHooks
-from det_callbacks.trace.overloads import OpKind, OpPlan, comes_apart, in_flight, written_arguments, written_by_call
-from det_callbacks.trace.places import Places
-from det_callbacks.trace.plans import Plans
-from det_callbacks.trace.program_trie import with_occurrences
-from det_callbacks.trace.reads import Reads
-from det_callbacks.trace.replaced import REPLACED
-from det_callbacks.trace.sites import InputName, build_op
+from det_callbacks.trace.op.components import PLAIN, STRIDED, address_of, holds_data, parts_with_memory
+from det_callbacks.trace.op.layouts import Parts, describe_parts, parts_of_arguments
+from det_callbacks.trace.op.output_hooks import OutputHooks
+from det_callbacks.trace.op.program_trie import with_occurrences
+from det_callbacks.trace.op.reads import Reads
+from det_callbacks.trace.op.sites import InputName, build_op
+from det_callbacks.trace.op.undigested_ops import UndigestedOps
+from det_callbacks.trace.op.unseen_writes import UnseenWriteCheck
+from det_callbacks.trace.state.generators import GeneratorTrail
+from det_callbacks.trace.state.named_sites import NamedSites
 from det_callbacks.trace.step import Step
-from det_callbacks.trace.strands import Strands
-from det_callbacks.trace.thread_order import canonical_order
-from det_callbacks.trace.undigested_ops import UndigestedOps
-from det_callbacks.trace.unseen_writes import UnseenWriteCheck
+from det_callbacks.trace.tables.overloads import (
+    OpKind,
+    OpPlan,
+    comes_apart,
+    in_flight,
+    written_arguments,
+    written_by_call,
+)
+from det_callbacks.trace.tables.plans import Plans
+from det_callbacks.trace.threads.order import canonical_order
+from det_callbacks.trace.threads.strands import Strands
 
 _is_grad_enabled = torch.is_grad_enabled
 _SCALARS = frozenset({int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format})

@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from det_callbacks.runs.program import scalar_bits
-from det_callbacks.trace.components import parts_with_memory
-from det_callbacks.trace.deferred_sites import DeferredSites
-from det_callbacks.trace.layouts import LayoutSlot, LayoutTable
-from det_callbacks.trace.program_trie import OpScope, ProgramTrie, StepCounts
-from det_callbacks.trace.storages import StorageLedger
+from det_callbacks.trace.op.components import parts_with_memory
+from det_callbacks.trace.op.deferred_sites import DeferredSites
+from det_callbacks.trace.op.layouts import LayoutSlot, LayoutTable
+from det_callbacks.trace.op.program_trie import OpScope, ProgramTrie, StepCounts
+from det_callbacks.trace.op.storages import StorageLedger
 
 
 class Step:

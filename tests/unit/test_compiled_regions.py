@@ -33,8 +33,8 @@ from versions import TORCH
 from det_callbacks import DeterminismCallback
 from det_callbacks.digest.components import digest_tensor
 from det_callbacks.runs.steps import StepTrace
+from det_callbacks.trace.compiled.replaced import REPLACED, forget_compiled
 from det_callbacks.trace.hash_mode import HashMode
-from det_callbacks.trace.replaced import REPLACED, forget_compiled
 
 pytestmark = COMPILING
 

@@ -81,7 +81,7 @@ def test_equal_numbers_that_are_not_the_same_are_told_apart(values):
 
 @pytest.mark.parametrize("arguments", [[math.nan] * 20, [[math.nan, 1.0]] * 20, [-0.0] * 20, [*range(2, 22)]])
 def test_other_numbers_and_lengths_are_the_same_program_and_what_is_kept_is_bounded(arguments, monkeypatch):
-    monkeypatch.setattr("det_callbacks.trace.program_trie.MAX_TEXT", 40)
+    monkeypatch.setattr("det_callbacks.trace.op.program_trie.MAX_TEXT", 40)
 
     def step(value: float | list[float]) -> None:
         if isinstance(value, list):

@@ -148,8 +148,8 @@ def test_a_step_keeps_no_tensor_alive_and_gives_addresses_back():
 
 @pytest.mark.parametrize("is_strange", [False, True])
 def test_what_is_kept_from_step_to_step_is_bounded(monkeypatch, is_strange):
-    monkeypatch.setattr("det_callbacks.trace.layouts.MAX_ENTRIES", 50)
-    monkeypatch.setattr("det_callbacks.trace.program_trie.MAX_NODES", 200)
+    monkeypatch.setattr("det_callbacks.trace.op.layouts.MAX_ENTRIES", 50)
+    monkeypatch.setattr("det_callbacks.trace.op.program_trie.MAX_NODES", 200)
     mode = HashMode()
     x = torch.ones(130)
 

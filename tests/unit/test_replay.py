@@ -35,8 +35,8 @@ from det_callbacks.tensors.copies import TensorBudget
 from det_callbacks.tensors.files import KEPT, REPLAY, SavedStep, StepPlace, StepWriter, tensor_path
 from det_callbacks.tensors.keep import Keeper
 from det_callbacks.tensors.replay import Replay
-from det_callbacks.trace.deferred_sites import DeferredSites
 from det_callbacks.trace.hash_mode import HashMode
+from det_callbacks.trace.op.deferred_sites import DeferredSites
 from det_callbacks.verdict import Divergence
 
 PLACE = StepPlace(run_id="run", rank=0, segment=0, step=12)

@@ -7,10 +7,10 @@ from torch import nn
 
 from det_callbacks.internals.torch import graph_task_id
 from det_callbacks.runs.selection import PHASES, Selection
-from det_callbacks.trace.backward import BackwardMap
-from det_callbacks.trace.modules import ModuleCalls, ModuleStack
-from det_callbacks.trace.names import NameTable
-from det_callbacks.trace.program_trie import OpScope
+from det_callbacks.trace.attribution.backward import BackwardMap
+from det_callbacks.trace.attribution.modules import ModuleCalls, ModuleStack
+from det_callbacks.trace.attribution.names import NameTable
+from det_callbacks.trace.op.program_trie import OpScope
 
 
 class Place(Protocol):

@@ -17,22 +17,29 @@ from det_callbacks.digest.components import digest_output
 from det_callbacks.internals.dynamo import ORIGINAL
 from det_callbacks.internals.torch import next_sequence_number, num_writes
 from det_callbacks.runs.program import MISSES_PARAMETERS, REGION, Role, Site
-from det_callbacks.trace.backward import compiled_nodes, scope_in
-from det_callbacks.trace.captures import GraphCaptures
-from det_callbacks.trace.compiled_graphs import TracedGraph
-from det_callbacks.trace.components import holds_data, parts_with_memory
+from det_callbacks.trace.attribution.backward import compiled_nodes, scope_in
+from det_callbacks.trace.attribution.names import has_place
+from det_callbacks.trace.attribution.places import Places
+from det_callbacks.trace.compiled.captures import GraphCaptures
+from det_callbacks.trace.compiled.graphs import TracedGraph
 from det_callbacks.trace.dispatch import TAKE_APART, breaks_graph
-from det_callbacks.trace.names import has_place
-from det_callbacks.trace.output_hooks import OutputHooks
-from det_callbacks.trace.overloads import OpKind, comes_apart, in_flight, tensors_in, written_arguments, written_by_call
-from det_callbacks.trace.places import Places
-from det_callbacks.trace.plans import Plans
-from det_callbacks.trace.program_trie import CallNode, OpScope
-from det_callbacks.trace.reads import Reads
-from det_callbacks.trace.sites import InputName, arguments_json, source_of
+from det_callbacks.trace.op.components import holds_data, parts_with_memory
+from det_callbacks.trace.op.output_hooks import OutputHooks
+from det_callbacks.trace.op.program_trie import CallNode, OpScope
+from det_callbacks.trace.op.reads import Reads
+from det_callbacks.trace.op.sites import InputName, arguments_json, source_of
+from det_callbacks.trace.op.undigested_ops import UndigestedOps
 from det_callbacks.trace.step import Step
-from det_callbacks.trace.strands import Strands
-from det_callbacks.trace.undigested_ops import UndigestedOps
+from det_callbacks.trace.tables.overloads import (
+    OpKind,
+    comes_apart,
+    in_flight,
+    tensors_in,
+    written_arguments,
+    written_by_call,
+)
+from det_callbacks.trace.tables.plans import Plans
+from det_callbacks.trace.threads.strands import Strands
 
 _Row = tuple[str, int, Role, str | None]  # op, number, role and name
 _EARLIER = f"{REGION}graph_compiled_earlier"

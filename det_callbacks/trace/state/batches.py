@@ -14,10 +14,10 @@ from det_callbacks.digest.device.deferred import Bits, derived
 from det_callbacks.host_digest import digest_bytes, digest_rows
 from det_callbacks.internals.torch import without_dispatch
 from det_callbacks.runs.program import UNREAD
-from det_callbacks.trace.components import has_parts, holds_data
-from det_callbacks.trace.deferred_sites import DeferredSites
-from det_callbacks.trace.leaves import is_constant, leaves
-from det_callbacks.trace.named_sites import NamedSites
+from det_callbacks.trace.op.components import has_parts, holds_data
+from det_callbacks.trace.op.deferred_sites import DeferredSites
+from det_callbacks.trace.state.leaves import is_constant, leaves
+from det_callbacks.trace.state.named_sites import NamedSites
 from det_callbacks.trace.step import Step
 
 MAX_SAMPLES = 1024  # up to which samples are also digested one by one, to tell their order from their content

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from det_callbacks.internals import dynamo
 from det_callbacks.internals.torch import CudaGraph
-from det_callbacks.trace.compiled_graphs import TracedGraph, describe_graph
+from det_callbacks.trace.compiled.graphs import TracedGraph, describe_graph
 
 
 class Watcher(Protocol):

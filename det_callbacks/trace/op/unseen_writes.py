@@ -16,10 +16,10 @@ from det_callbacks.host_digest import digest_memory
 from det_callbacks.internals.torch import storage_address, storage_at
 from det_callbacks.runs.program import Program
 from det_callbacks.runs.steps import Expectation
-from det_callbacks.trace.components import has_parts
-from det_callbacks.trace.overloads import OpPlan, tensors_in, tensors_read
+from det_callbacks.trace.op.components import has_parts
+from det_callbacks.trace.op.storages import Region, region_of
 from det_callbacks.trace.step import Step
-from det_callbacks.trace.storages import Region, region_of
+from det_callbacks.trace.tables.overloads import OpPlan, tensors_in, tensors_read
 
 
 class UnseenWriteCheck:

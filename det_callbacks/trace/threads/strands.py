@@ -14,12 +14,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from det_callbacks.internals.torch import current_mode, pop_mode, push_mode
-from det_callbacks.trace.backward import UNKNOWN, ThreadNodes
+from det_callbacks.trace.attribution.backward import UNKNOWN, ThreadNodes
+from det_callbacks.trace.attribution.modules import ModuleCalls
+from det_callbacks.trace.attribution.places import Places
 from det_callbacks.trace.dispatch import DispatchMode, Interceptor
-from det_callbacks.trace.leaves import flatten
-from det_callbacks.trace.modules import ModuleCalls
-from det_callbacks.trace.places import Places
-from det_callbacks.trace.program_trie import OpScope
+from det_callbacks.trace.op.program_trie import OpScope
+from det_callbacks.trace.state.leaves import flatten
 from det_callbacks.trace.step import Step
 
 

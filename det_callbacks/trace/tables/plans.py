@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from det_callbacks.trace.nondeterministic_ops import NondeterministicOps
-from det_callbacks.trace.overloads import OpPlan, make_plan
-from det_callbacks.trace.program_trie import OpScope
+from det_callbacks.trace.op.program_trie import OpScope
+from det_callbacks.trace.tables.nondeterministic_ops import NondeterministicOps
+from det_callbacks.trace.tables.overloads import OpPlan, make_plan
 
 
 class Plans:

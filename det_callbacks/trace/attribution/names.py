@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from det_callbacks.internals.torch import pin_storage, storage_address, unpin_storage
-from det_callbacks.trace.components import STRIDED, address_of, has_parts, holds_data, parts_of
+from det_callbacks.trace.op.components import STRIDED, address_of, has_parts, holds_data, parts_of
 
 Place = tuple[int, int]
 """Address of a tensor's storage, and of its first element."""

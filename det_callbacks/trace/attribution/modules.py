@@ -21,9 +21,9 @@ from det_callbacks.internals.torch import (
     global_pre_hooks,
     graph_task_id,
 )
+from det_callbacks.trace.attribution.engine import frames_above_engine
 from det_callbacks.trace.dispatch import runs_uncompiled
-from det_callbacks.trace.engine import frames_above_engine
-from det_callbacks.trace.program_trie import NOWHERE, OpScope
+from det_callbacks.trace.op.program_trie import NOWHERE, OpScope
 
 UNKNOWN_MODULE = "?"
 

@@ -9,16 +9,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from det_callbacks.internals.torch import storage_address
+from det_callbacks.trace.attribution.places import Places
 from det_callbacks.trace.collectives import Collectives
-from det_callbacks.trace.components import STRIDED, has_parts, parts_with_memory
 from det_callbacks.trace.dispatch import TAKE_APART
-from det_callbacks.trace.output_hooks import OutputHooks
-from det_callbacks.trace.overloads import REDUCING, OpKind, OpPlan, comes_apart, tensors_in, written_arguments
-from det_callbacks.trace.places import Places
-from det_callbacks.trace.plans import Plans
-from det_callbacks.trace.program_trie import CallNode, OpScope
-from det_callbacks.trace.sites import source_of_call
+from det_callbacks.trace.op.components import STRIDED, has_parts, parts_with_memory
+from det_callbacks.trace.op.output_hooks import OutputHooks
+from det_callbacks.trace.op.program_trie import CallNode, OpScope
+from det_callbacks.trace.op.sites import source_of_call
 from det_callbacks.trace.step import Step
+from det_callbacks.trace.tables.overloads import REDUCING, OpKind, OpPlan, comes_apart, tensors_in, written_arguments
+from det_callbacks.trace.tables.plans import Plans
 
 _is_grad_enabled = torch.is_grad_enabled
 

@@ -16,8 +16,8 @@ import torch
 
 from det_callbacks.host_digest import digest_bytes
 from det_callbacks.runs.program import Site, to_json
-from det_callbacks.trace.program_trie import CallNode
-from det_callbacks.trace.strands import Strand
+from det_callbacks.trace.op.program_trie import CallNode
+from det_callbacks.trace.threads.strands import Strand
 
 _READ_FIRST = frozenset({"input", "delivered", "graph_output"})  # roles of what has its site at its first read
 

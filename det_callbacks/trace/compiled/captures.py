@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from det_callbacks.runs.program import GRAPH
-from det_callbacks.trace.places import Places
+from det_callbacks.trace.attribution.places import Places
 from det_callbacks.trace.step import Step
 
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from torch import Tensor
 
 from det_callbacks.runs.program import Role, Site, plain_value
-from det_callbacks.trace.components import has_parts
-from det_callbacks.trace.engine import Entry, engine_entry, frames_above_engine
-from det_callbacks.trace.overloads import OpPlan
-from det_callbacks.trace.program_trie import CallNode, OpScope, ProgramTrie, is_number
-from det_callbacks.trace.source import MAX_LINES, capture_source, is_of_torch
+from det_callbacks.trace.attribution.engine import Entry, engine_entry, frames_above_engine
+from det_callbacks.trace.attribution.source import MAX_LINES, capture_source, is_of_torch
+from det_callbacks.trace.op.components import has_parts
+from det_callbacks.trace.op.program_trie import CallNode, OpScope, ProgramTrie, is_number
+from det_callbacks.trace.tables.overloads import OpPlan
 
 if TYPE_CHECKING:
-    from det_callbacks.trace.places import Places
+    from det_callbacks.trace.attribution.places import Places
 
 
 class SpecialInput(NamedTuple):

@@ -15,19 +15,19 @@ from det_callbacks.host_digest import digest_spans
 from det_callbacks.internals.torch import storage_address
 from det_callbacks.rng import PROCESS, digest_generator, is_readable, used_generators
 from det_callbacks.runs.program import IN_FLIGHT, Role, Site, scalar_bits
-from det_callbacks.trace.backward import scope_in
-from det_callbacks.trace.captures import GraphCaptures
+from det_callbacks.trace.attribution.backward import scope_in
+from det_callbacks.trace.attribution.names import Place, has_place, place_of
+from det_callbacks.trace.attribution.places import Places
 from det_callbacks.trace.collectives import Collectives
-from det_callbacks.trace.components import PLAIN, STRIDED, address_of, has_parts, holds_data, unwrapped
-from det_callbacks.trace.generators import GeneratorTrail
-from det_callbacks.trace.layouts import LayoutSlot
-from det_callbacks.trace.leaves import flatten
-from det_callbacks.trace.names import Place, has_place, place_of
-from det_callbacks.trace.places import Places
-from det_callbacks.trace.program_trie import CallNode
-from det_callbacks.trace.sites import owner_of
+from det_callbacks.trace.compiled.captures import GraphCaptures
+from det_callbacks.trace.op.components import PLAIN, STRIDED, address_of, has_parts, holds_data, unwrapped
+from det_callbacks.trace.op.layouts import LayoutSlot
+from det_callbacks.trace.op.program_trie import CallNode
+from det_callbacks.trace.op.sites import owner_of
+from det_callbacks.trace.op.storages import PartialWrites
+from det_callbacks.trace.state.generators import GeneratorTrail
+from det_callbacks.trace.state.leaves import flatten
 from det_callbacks.trace.step import Step
-from det_callbacks.trace.storages import PartialWrites
 
 Entry = tuple[str, Tensor | int | float | bool]
 

@@ -11,14 +11,14 @@ from det_callbacks.host_digest import digest_memory
 from det_callbacks.internals.torch import AsyncCollectiveTensor, storage_address
 from det_callbacks.rng import digest_generator
 from det_callbacks.runs.program import IN_FLIGHT, UNWRITTEN, Site
-from det_callbacks.trace.components import address_of, has_parts, holds_data, parts_of
-from det_callbacks.trace.generators import PASSED, GeneratorTrail, generator_of
-from det_callbacks.trace.overloads import OpPlan, tensors_read
-from det_callbacks.trace.places import Places
-from det_callbacks.trace.program_trie import CallNode
-from det_callbacks.trace.sites import InputName, SpecialInput, owner_of
+from det_callbacks.trace.attribution.places import Places
+from det_callbacks.trace.op.components import address_of, has_parts, holds_data, parts_of
+from det_callbacks.trace.op.program_trie import CallNode
+from det_callbacks.trace.op.sites import InputName, SpecialInput, owner_of
+from det_callbacks.trace.op.storages import region_of
+from det_callbacks.trace.state.generators import PASSED, GeneratorTrail, generator_of
 from det_callbacks.trace.step import Step
-from det_callbacks.trace.storages import region_of
+from det_callbacks.trace.tables.overloads import OpPlan, tensors_read
 
 _ELEMENTWISE = ("aten._foreach_", "aten._fused_")
 

@@ -5,10 +5,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from det_callbacks.trace.deferred_sites import DeferredSites
-from det_callbacks.trace.overloads import OpPlan, written_by_call
-from det_callbacks.trace.program_trie import OpScope
+from det_callbacks.trace.op.deferred_sites import DeferredSites
+from det_callbacks.trace.op.program_trie import OpScope
 from det_callbacks.trace.step import Step
+from det_callbacks.trace.tables.overloads import OpPlan, written_by_call
 
 
 class OutputHook(Protocol):
@@ -24,7 +24,8 @@ class OutputHook(Protocol):
     ) -> Sequence[Any]:
         """Return what to go on with: the same tensors, perhaps written to, and perhaps other numbers.
 
-        The first site of the call is the first output from ``position`` on.
+        The first site of the call is the first output from ``position`` on, counted as they come: where several threads
+        ran, ``StepTrace.place_of`` tells where it is in the end.
         """
 
 

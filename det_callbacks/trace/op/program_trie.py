@@ -14,7 +14,7 @@ from types import CodeType
 from typing import Any
 
 from det_callbacks.runs.program import ArgumentTag, Program, Site, argument_bits
-from det_callbacks.trace.source import read_text
+from det_callbacks.trace.attribution.source import read_text
 
 MAX_NODES = 200_000
 _MAX_SIBLINGS = 64
