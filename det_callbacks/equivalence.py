@@ -33,11 +33,13 @@ from det_callbacks.internals.torch import (
 )
 from det_callbacks.rng import RewindPoint, is_capturing
 from det_callbacks.runs.program import scalar_bits
-from det_callbacks.trace.backward import OpPlaces
-from det_callbacks.trace.components import PLAIN, has_parts, holds_data
+from det_callbacks.trace.attribution.backward import OpPlaces
 from det_callbacks.trace.dispatch import TAKE_APART, DispatchMode
-from det_callbacks.trace.optimizers import OptimizerPhases
-from det_callbacks.trace.overloads import (
+from det_callbacks.trace.op.components import PLAIN, has_parts, holds_data
+from det_callbacks.trace.op.program_trie import OpScope
+from det_callbacks.trace.op.sites import source_of
+from det_callbacks.trace.state.optimizers import OptimizerPhases
+from det_callbacks.trace.tables.overloads import (
     HIDDEN_STATES,
     OPAQUE_WRITES,
     OpKind,
@@ -49,8 +51,6 @@ from det_callbacks.trace.overloads import (
     written_arguments,
     written_by_call,
 )
-from det_callbacks.trace.program_trie import OpScope
-from det_callbacks.trace.sites import source_of
 from det_callbacks.verdict import TensorNumbers
 
 _OWN_NAMESPACES = frozenset({"aten", "quantized", "mkldnn", "onednn", "mkl"})

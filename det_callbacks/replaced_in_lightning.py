@@ -1,7 +1,7 @@
 """The registry of what is replaced in Lightning and in data loaders, always on the objects of one Trainer.
 
 All is put back when the fit ends or raises, but for what handles checkpoints: that stays until the next stage begins,
-since they are saved later, too. Read at Lightning 2.5 and 2.6; ``trace/replaced.py`` is the same for torch.
+since they are saved later, too. Read at Lightning 2.5 and 2.6; ``trace/compiled/replaced.py`` is the same for torch.
 """
 
 from collections.abc import Callable, Mapping

@@ -17,7 +17,7 @@ from det_callbacks.compare.differences import StepDifference
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.runs.program import Site
 from det_callbacks.runs.steps import StepTrace
-from det_callbacks.trace.replaced import REPLACED
+from det_callbacks.trace.compiled.replaced import REPLACED
 
 COMPILING = [
     pytest.mark.usefixtures("compiles_anew"),

@@ -38,7 +38,7 @@ def host_graphs() -> Iterator[None]:
     torch's graphs call the methods that the package replaces.
     """
     with (
-        mock.patch("det_callbacks.trace.replaced.CudaGraph", HostGraph),
+        mock.patch("det_callbacks.trace.compiled.replaced.CudaGraph", HostGraph),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", side_effect=lambda: get_ident() in _CAPTURING),
     ):
         yield

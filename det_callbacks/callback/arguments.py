@@ -25,7 +25,7 @@ from det_callbacks.runs.selection import Selection
 from det_callbacks.settings import DeterminismSettings, settings_in_force
 from det_callbacks.tensors.copies import TENSOR_BUDGET_MIB, check_budget
 from det_callbacks.tensors.replay import replay_patterns
-from det_callbacks.trace.generators import process_generators
+from det_callbacks.trace.state.generators import process_generators
 
 Mode = Literal["record", "verify", "audit", "disabled"]
 OnDivergence = Literal["raise", "collect", "warn"]

@@ -18,7 +18,7 @@ from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.report.fits import audit_line, audit_lines
 from det_callbacks.runs.disk import ANOTHER_FOLDER, make_folder, replace_atomically, writing
 from det_callbacks.runs.peers import Peers
-from det_callbacks.trace.optimizers import in_phase
+from det_callbacks.trace.state.optimizers import in_phase
 from det_callbacks.verification import free_folder
 
 AUDIT_FILE = "audit.json"

@@ -33,8 +33,8 @@ from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.report.fits import no_metrics_text
 from det_callbacks.settings import enforce_around_training, settings_in_force
 from det_callbacks.tensors.copies import require_room
-from det_callbacks.trace.nondeterministic_ops import NondeterministicOps, NondeterministicOpWatch
-from det_callbacks.trace.replaced import REPLACED
+from det_callbacks.trace.compiled.replaced import REPLACED
+from det_callbacks.trace.tables.nondeterministic_ops import NondeterministicOps, NondeterministicOpWatch
 from det_callbacks.verdict import Verdict
 
 

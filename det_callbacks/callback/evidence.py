@@ -30,9 +30,9 @@ from det_callbacks.internals.lightning import (
 from det_callbacks.internals.twins import either, own_class
 from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.runs.evidence import AFTER, BEFORE, CALLBACKS, CONSTANTS, SCRIPTED
-from det_callbacks.trace.components import has_parts, holds_data
-from det_callbacks.trace.generators import GeneratorReader, Ledger
-from det_callbacks.trace.leaves import flatten
+from det_callbacks.trace.op.components import has_parts, holds_data
+from det_callbacks.trace.state.generators import GeneratorReader, Ledger
+from det_callbacks.trace.state.leaves import flatten
 from det_callbacks.variables import NUM_WORKERS
 
 _FIT_START = "fit start"

@@ -21,9 +21,9 @@ from det_callbacks.internals.lightning import (
     results,
 )
 from det_callbacks.runs.metrics import RESUMED, Metric, Reading
-from det_callbacks.trace.components import holds_data
-from det_callbacks.trace.generators import Ledger
-from det_callbacks.trace.leaves import flatten
+from det_callbacks.trace.op.components import holds_data
+from det_callbacks.trace.state.generators import Ledger
+from det_callbacks.trace.state.leaves import flatten
 
 CALLS = {TrainerFn.VALIDATING: "trainer.validate", TrainerFn.TESTING: "trainer.test"}  # what logs without a fit
 

@@ -23,10 +23,10 @@ from det_callbacks.tensors.copies import TensorBudget
 from det_callbacks.tensors.files import KEPT, REPLAY, SavedStep, StepWriter
 from det_callbacks.tensors.keep import Keeper
 from det_callbacks.tensors.replay import OpReplay, Replay
-from det_callbacks.trace.generators import GeneratorReader
+from det_callbacks.trace.compiled.replaced import forget_compiled
 from det_callbacks.trace.hash_mode import HashMode
-from det_callbacks.trace.nondeterministic_ops import NondeterministicOps
-from det_callbacks.trace.replaced import forget_compiled
+from det_callbacks.trace.state.generators import GeneratorReader
+from det_callbacks.trace.tables.nondeterministic_ops import NondeterministicOps
 from det_callbacks.verdict import Verdict
 from det_callbacks.verification import Verification
 
@@ -150,8 +150,8 @@ class TracedSession(Session):
         self._hash_mode = HashMode.for_training(trainer.lightning_module, selection)
         recorder = self._hash_mode.recorder
         recorder.generators.reader = self.reader
-        recorder.nondeterministic_ops = ops
-        recorder.output_hooks = tuple(hook for hook in (self.op_replay, self.keeper) if hook is not None)
+        recorder.plans.nondeterministic_ops = ops
+        recorder.output_hooks.every = tuple(hook for hook in (self.op_replay, self.keeper) if hook is not None)
         owner = f"the DeterminismCallback of {self.path}"
         self._observations = Observations(recorder, owner=owner, level=selection.level)
         REGISTRY.activate(self._observations)

@@ -29,8 +29,8 @@ from det_callbacks.report.console import print_closing_line
 from det_callbacks.report.tensors import unrestored_line
 from det_callbacks.rng import GeneratorStates, Held
 from det_callbacks.runs.peers import Peers
-from det_callbacks.trace.generators import GeneratorReader
-from det_callbacks.trace.leaves import leaves
+from det_callbacks.trace.state.generators import GeneratorReader
+from det_callbacks.trace.state.leaves import leaves
 
 Resume = Literal["exact", "plain"]
 

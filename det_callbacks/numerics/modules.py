@@ -25,7 +25,7 @@ from det_callbacks.observers.values import leaves_of
 from det_callbacks.patterns import as_names
 from det_callbacks.report.console import count
 from det_callbacks.settings import MAX_SEED, DeterminismSettings, enforce_determinism
-from det_callbacks.trace.components import has_parts
+from det_callbacks.trace.op.components import has_parts
 from det_callbacks.verdict import TensorNumbers
 
 _CHUNK_ELEMENTS = 1 << 22  # that are compared with their tolerance together

@@ -108,7 +108,7 @@ class ObserverContext:
         REGISTRY.activate(self._observations)
         try:
             self._open_files()
-            self._recorder.modules.open()
+            self._recorder.places.modules.open()
             self._recorder.phase = "forward"
             self._state = "open"
             self._begin_step()
@@ -179,7 +179,7 @@ class ObserverContext:
         expected = None if verification is None else verification.expectation(self._step)
         if verification is not None and expected is not None:
             saved = SavedStep.of(verification.reference, rank=0, segment=0, step=self._step)
-        self._recorder.modules.forget()
+        self._recorder.places.modules.forget()
         self._recorder.begin(expected)
         self._replay.begin(saved)
         self._observations.begin(self._replay)
@@ -237,7 +237,7 @@ class ObserverContext:
         """Leave nothing open; may be called more than once, and the first call says whether the run is complete."""
         self._state = "left"
         self._observations.abandon()
-        self._recorder.modules.close()
+        self._recorder.places.modules.close()
         self._recorder.abandon()
         REGISTRY.deactivate(self._observations)
         if self._verification is not None:

@@ -16,9 +16,8 @@ from torch.utils.hooks import RemovableHandle
 from det_callbacks.errors import CoverageWarning, SelectionError, TraceError
 from det_callbacks.internals.torch import graph_task_id
 from det_callbacks.tensors.replay import Replay
-from det_callbacks.trace.components import holds_data, unwrapped
 from det_callbacks.trace.hash_mode import OpRegion
-from det_callbacks.trace.named_tensors import record_group
+from det_callbacks.trace.op.components import holds_data, unwrapped
 from det_callbacks.trace.recorder import Recorder
 
 Leaves = Sequence[tuple[str, Any]]
@@ -71,7 +70,7 @@ class Observations:
         for gradient in self._gradients:
             if not gradient.num_received and not (gradient.is_repeated and gradient.name in received):
                 absent: list[tuple[str, Any]] = [(gradient.name, None)]  # recorded like a plain value
-                record_group(self._recorder, "observation", "backward", absent, owner=gradient.module)
+                self._recorder.named.group("observation", "backward", absent, owner=gradient.module)
                 self._report(
                     f"{gradient.name} was observed, and no backward pass of the step computed it: it is recorded as "
                     "missing. Does the tensor require a gradient, and is it used for the loss?"
@@ -105,14 +104,16 @@ class Observations:
             value = leaf
             if is_replayed:
                 key = f"observation:{name}#{occurrence}.{index}"
-                value = self._replay.exchange(key, leaf, op=name, deferred=self._recorder.deferred)
+                value = self._replay.exchange(key, leaf, op=name, deferred=self._recorder.step.deferred)
                 if not isinstance(leaf, Tensor) and repr(value) != repr(leaf):
                     changed[path] = value
             if isinstance(value, Tensor):
                 is_there = holds_data(value)  # of one without data (meta, fake) at least what it is
                 value = unwrapped(value) if is_there else f"no data: {value.dtype} {list(value.shape)} {value.device}"
             entries.append((path, value))
-        self._record(*self._place(), entries, is_source=is_replayed)
+        strands = self._recorder.strands
+        with self._recorder.step.lock, strands.recording(strands.here()):
+            self._record(*self._place(), entries, is_source=is_replayed)
         return changed
 
     def observe_gradient(self, name: str, tensor: Tensor, *, is_replayed: bool, is_compiled: bool) -> None:
@@ -149,14 +150,14 @@ class Observations:
             return None  # an undefined gradient stays one that never came
         if not self._takes(gradient.name, is_replayed=gradient.is_replayed):
             return None
-        with self._recorder.lock:
+        with self._recorder.step.lock:
             name = gradient.name
             key = f"observation:{name}#{gradient.occurrence}.{gradient.num_received}"
             gradient.num_received += 1
             replaced = None
             if gradient.is_replayed:
                 # Another branch of the graph may hold this very tensor as its gradient, so it is not changed in place.
-                replaced = self._replay.exchange_apart(key, value, op=name, deferred=self._recorder.deferred)
+                replaced = self._replay.exchange_apart(key, value, op=name, deferred=self._recorder.step.deferred)
             entry = (name, unwrapped(value if replaced is None else replaced))
             self._record("backward", gradient.module, [entry], is_source=gradient.is_replayed)
             return replaced
@@ -173,7 +174,7 @@ class Observations:
             where = f"outside the steps of {self.owner} (in a validation, between batches, or in a step left out)"
         elif os.getpid() != self._process:
             where = "in another process than the run's, such as a DataLoader's worker: observe what it returns"
-        elif self._recorder.undigested.is_captured():
+        elif self._recorder.captures.is_captured():
             where = "while a CUDA graph was being captured, whose replay calls no Python: observe what the graph leaves"
         if where:
             self._report(f"{name!r} was observed {where}. Nothing was recorded, compared, saved or put back there.")
@@ -182,11 +183,11 @@ class Observations:
     def _place(self) -> tuple[str, str]:
         """Return phase and module."""
         if graph_task_id() == -1:
-            return self._recorder.phase, self._recorder.modules.current.module
-        return "backward", self._recorder.backward.scope().module
+            return self._recorder.phase, self._recorder.places.calls.current.module
+        return "backward", self._recorder.places.backward.scope().module
 
     def _record(self, phase: str, module: str, entries: list[tuple[str, Any]], *, is_source: bool) -> None:
-        record_group(self._recorder, "observation", phase, entries, owner=module, is_source=is_source)
+        self._recorder.named.group("observation", phase, entries, owner=module, is_source=is_source)
 
     def _report(self, text: str) -> None:
         if text not in self._reported:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from det_callbacks.trace.leaves import MAX_DEPTH, entries
+from det_callbacks.trace.state.leaves import MAX_DEPTH, entries
 
 MAX_NAME = 1000
 """Characters that the name of an observation may have."""

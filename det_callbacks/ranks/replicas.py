@@ -15,8 +15,8 @@ from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import NothingComparedError
 from det_callbacks.host_digest import digest_bytes
 from det_callbacks.ranks.group import RankGroup, by_majority
-from det_callbacks.trace.components import holds_data
-from det_callbacks.trace.named_tensors import states_of_parameters
+from det_callbacks.trace.op.components import holds_data
+from det_callbacks.trace.state.named_sites import states_of_parameters
 
 Ranks = tuple[int, ...]
 

@@ -51,7 +51,7 @@ MISSES_PARAMETERS = "reads_parameters_without_digest"  # argument of a region wh
 GRAPH = "cuda_graph"  # stands for the graphs that were replayed, in the coverage
 
 # Compact JSON in UTF-8; a tenth of json.dumps, which was most of what the reading of a program took.
-_to_json = msgspec.json.Encoder().encode
+to_json = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +125,7 @@ class Program:
     @cached_property
     def id(self) -> int:
         """64-bit digest of the sites' identities in order (JSON, one line a site, UTF-8)."""
-        return digest_bytes(b"\n".join([_to_json(site.identity()) for site in self.sites]))
+        return digest_bytes(b"\n".join([to_json(site.identity()) for site in self.sites]))
 
     @cached_property
     def roles(self) -> np.ndarray:
@@ -179,7 +179,7 @@ def entry_digest(entry: TensorLayout | None) -> int:
     """Return the 64-bit digest of one layout entry."""
     if entry is None:
         return digest_bytes(b"null")
-    return digest_bytes(_to_json([entry.dtype, list(entry.shape), list(entry.stride), entry.detail]))
+    return digest_bytes(to_json([entry.dtype, list(entry.shape), list(entry.stride), entry.detail]))
 
 
 def layout_id(entry_digests: Sequence[int] | np.ndarray) -> int:

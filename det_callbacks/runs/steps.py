@@ -1,7 +1,7 @@
 """One traced step in memory, and what a verify run expects of it."""
 
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,11 +22,16 @@ class StepTrace:
     unseen_writes: frozenset[int]
     values: Mapping[int, str]
     _make_layout: Callable[[], Layout]
+    _places: Mapping[int, int] | None = None  # where several threads ran: site, as they came -> its position
 
     @property
     def layout(self) -> Layout:
         """The layout of each site; built on demand, valid until the next step begins."""
         return self._make_layout()
+
+    def place_of(self, number: int) -> int:
+        """Return the position of the site that was the n-th to be recorded."""
+        return number if self._places is None else self._places[number]
 
     def view(self, *, rank: int = 0, step: int = 0, epoch: int = 0, chain: int = 0, segment: int = 0) -> StepView:
         """Return the step opened for a comparison."""
@@ -51,6 +56,8 @@ class Expectation:
     digests: "array[int]"
     unseen_writes: set[int] = field(default_factory=set)
     checks_left: int = MAX_INPUT_CHECKS
+    among: frozenset[int] | None = None  # all digests, once other threads record, too: sites then come in any order
+    looked_at: set[int] = field(default_factory=set)  # from then on, the sites whose inputs were digested again
 
     @classmethod
     def of(cls, digests: np.ndarray) -> "Expectation":
@@ -58,5 +65,26 @@ class Expectation:
         return cls(digests=array("Q", np.ascontiguousarray(digests, dtype=np.uint64).tobytes()))
 
     def differs(self, position: int, digest: int) -> bool:
-        """Return whether the reference had something else at this position."""
+        """Return whether the reference had something else at this position; anywhere, once sites come in any order."""
+        if self.among is not None:
+            return digest not in self.among
         return position >= len(self.digests) or self.digests[position] != digest
+
+    def forget_order(self) -> None:
+        """Note that sites come in any order from here on."""
+        if self.among is None:
+            self.among = frozenset(self.digests)
+
+    def unproven(self, order: Sequence[int], digests: np.ndarray) -> set[int]:
+        """Return the positions of sites of which nobody can say that what they read is what its writers left.
+
+        Args:
+            order: the sites, as they came, in the order of their positions.
+            digests: by position.
+        """
+        changed = {position for position, number in enumerate(order) if number in self.unseen_writes}
+        reference = np.frombuffer(self.digests, dtype=np.uint64)
+        is_other = np.ones(len(digests), dtype=bool)
+        common = min(len(digests), len(reference))
+        is_other[:common] = digests[:common] != reference[:common]
+        return changed | {at for at in np.flatnonzero(is_other).tolist() if order[at] not in self.looked_at}

@@ -13,8 +13,8 @@ from det_callbacks.runs.steps import StepTrace
 from det_callbacks.tensors.copies import TensorBudget
 from det_callbacks.tensors.files import LEFT_OUT, KeptCounts, SavedTensor, StepWriter
 from det_callbacks.tensors.replay import OpSelection
-from det_callbacks.trace.components import holds_data
-from det_callbacks.trace.deferred_sites import DeferredSites
+from det_callbacks.trace.op.components import holds_data
+from det_callbacks.trace.op.deferred_sites import DeferredSites
 
 
 class Keeper(OpSelection):
@@ -71,7 +71,7 @@ class Keeper(OpSelection):
 
 def _entries(trace: StepTrace, op: str, first: int, outputs: dict[int, SavedTensor]) -> dict[str, SavedTensor]:
     """Return the copies of a call by key, with the site that each belongs to; none where it made no sites."""
-    sites = trace.program.sites
+    sites, first = trace.program.sites, trace.place_of(first)
     if first < len(sites) and sites[first].role == "argument":
         first += 1
     entries = {}

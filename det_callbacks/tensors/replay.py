@@ -14,8 +14,8 @@ from det_callbacks.internals.torch import without_modes
 from det_callbacks.patterns import OpPattern, as_patterns
 from det_callbacks.tensors.copies import TensorBudget, misfit, require_apart, write_bits
 from det_callbacks.tensors.files import MIB, SavedStep, SavedTensor, StepWriter
-from det_callbacks.trace.components import unwrapped
-from det_callbacks.trace.deferred_sites import DeferredSites
+from det_callbacks.trace.op.components import unwrapped
+from det_callbacks.trace.op.deferred_sites import DeferredSites
 
 
 def replay_patterns(replay: object) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,15 +16,15 @@ from torch import Tensor
 
 from det_callbacks.internals.torch import AsyncCollectiveTensor, process_group_named, storage_address
 from det_callbacks.runs.program import IN_FLIGHT, Site
-from det_callbacks.trace.components import STRIDED, has_parts, holds_data, parts_of
-from det_callbacks.trace.overloads import OpPlan, tensors_in
-from det_callbacks.trace.program_trie import NOWHERE, CallNode, OpScope
-from det_callbacks.trace.sites import InputName, SpecialInput, arguments_json, source_of
-from det_callbacks.trace.source import capture_source
-from det_callbacks.trace.storages import PartialWrites, region_of
-
-if TYPE_CHECKING:
-    from det_callbacks.trace.recorder import Recorder
+from det_callbacks.trace.attribution.places import Places
+from det_callbacks.trace.attribution.source import capture_source
+from det_callbacks.trace.op.components import STRIDED, has_parts, holds_data, parts_of
+from det_callbacks.trace.op.program_trie import NOWHERE, CallNode, OpScope
+from det_callbacks.trace.op.reads import Reads
+from det_callbacks.trace.op.sites import InputName, SpecialInput, arguments_json, source_of
+from det_callbacks.trace.op.storages import PartialWrites, region_of
+from det_callbacks.trace.step import Step
+from det_callbacks.trace.tables.overloads import OpPlan, tensors_in
 
 _WAIT = "_c10d_functional.wait_tensor"
 _WAITS = frozenset({_WAIT, "_c10d_functional.wait_tensors"})  # of several since torch 2.15
@@ -59,8 +59,8 @@ class Delivery:
 class Collectives:
     """Records the collectives of one step after the other."""
 
-    def __init__(self, recorder: "Recorder") -> None:
-        self._recorder = recorder
+    def __init__(self, step: Step, places: Places, reads: Reads) -> None:
+        self._step, self._places, self._reads = step, places, reads
         self._deliveries: list[Delivery] = []
         self._is_sending = False
 
@@ -79,51 +79,51 @@ class Collectives:
 
     def run(self, plan: OpPlan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a collective, or the op that waits for one."""
-        recorder = self._recorder
+        step = self._step
         given = {**dict(zip(plan.argument_names, args, strict=False)), **kwargs}
         if plan.base in _WAITS:
             out = func(*args, **kwargs)
-            recorder.counts.num_digested += 1
+            step.counts.num_digested += 1
             for tensor in tensors_in(given.values()):
                 self.arrive(tensor)
             return out
         if "gather" in plan.base:  # FSDP frees what it gathered, by a method of the storage that no mode sees
-            recorder.deferred.is_freed_unseen = True
+            step.deferred.is_freed_unseen = True
         if plan.base in _WITHOUT_DATA:
-            recorder.counts.skipped[plan.kind.value] += 1
+            step.counts.skipped[plan.kind.value] += 1
             return func(*args, **kwargs)
         phase, scope = self._place()
         tensors = list(tensors_in(given.values()))
         is_known = not plan.base.startswith(_UNKNOWN) and all(map(holds_data, tensors))
-        if is_known and recorder.selects(phase, scope):
+        if is_known and self._places.selects(phase, scope):
             return self._run(plan, partial(func, *args, **kwargs), phase, scope, given)
-        recorder.counts.skipped[plan.kind.value] += 1
+        step.counts.skipped[plan.kind.value] += 1
         out = func(*args, **kwargs)
         for tensor in tensors_in((*tensors, out)):
             for part in _parts(tensor):
-                recorder.ledger.forget(part)
+                step.ledger.forget(part)
         return out
 
     def read(
         self, tensor: Tensor, numbers: Sequence[int], edges: Sequence[int], reads: list[int], names: list[InputName]
     ) -> None:
         """Make the row of a tensor that collectives delivered, at its first read."""
-        recorder = self._recorder
+        step = self._step
         deliveries = [self._deliveries[number] for number in numbers]
         has_arrived = all(delivery.has_arrived(for_collective=self._is_sending) for delivery in deliveries)
-        position = len(recorder.digests)
+        position = len(step.digests)
         site = deliveries[-1].site
         key = (site.op, numbers[-1], site.output, has_arrived)
-        names.append(SpecialInput("delivered", recorder.names.of(tensor), key))
+        names.append(SpecialInput("delivered", self._places.names.of(tensor), key))
         sent = (place for delivery in deliveries for place in delivery.inputs)
-        recorder.reads.row_edges.append(tuple(sorted({*edges, *sent})))
+        self._reads.row_edges.append(tuple(sorted({*edges, *sent})))
         reads.append(position)
         if has_arrived:
-            recorder.append(tensor)
-            recorder.ledger.write(tensor, position)
+            step.append(tensor)
+            step.ledger.write(tensor, position)
         else:
-            recorder.append_bits(0, recorder.layouts.without_bits(tensor, IN_FLIGHT))
-            recorder.counts.skipped["in_flight"] += 1
+            step.append_bits(0, step.layouts.without_bits(tensor, IN_FLIGHT))
+            step.counts.skipped["in_flight"] += 1
 
     def site_of(self, name: SpecialInput) -> Site:
         """Return the site of a row with this name, but for its edges."""
@@ -144,21 +144,21 @@ class Collectives:
         """
         if not self._deliveries:
             return True
-        recorder = self._recorder
+        step = self._step
         reads: list[int] = []
         names: list[InputName] = []
         delivered = [part for part in _parts(tensor) if self._numbers(part)]
         for part in delivered:
-            recorder.reads.read(part, reads, names)
+            self._reads.read(part, reads, names)
         if names:
             phase, scope = self._place()
 
             def build(node: CallNode) -> None:
                 node.source = source_of(scope) or capture_source()
-                node.rows = tuple(recorder.reads.sites(node))
+                node.rows = tuple(self._reads.sites(node))
 
-            recorder.trie.step_to(("arrival", phase, scope, [], reads, names, 0), build)
-            recorder.reads.row_edges.clear()
+            step.trie.step_to(("arrival", phase, scope, [], reads, names, 0), build)
+            self._reads.row_edges.clear()
         return not any(map(self._numbers, delivered))
 
     def note_copy(self, plan: OpPlan, args: tuple[Any, ...]) -> None:
@@ -169,17 +169,17 @@ class Collectives:
         if not self._deliveries or plan.base != "aten.copy_" or any(map(has_parts, args[:2])):
             return
         target, source, *_ = args
-        if target.nbytes != source.nbytes or storage_address(source.untyped_storage()) in self._recorder.ledger.writers:
+        if target.nbytes != source.nbytes or storage_address(source.untyped_storage()) in self._step.ledger.writers:
             return
         for number in self._numbers(target):
             delivery = self._deliveries[number]
             if "reduce_scatter" in delivery.site.op:
                 delivery.work = None
-                self._recorder.ledger.deliver(source, number)
+                self._step.ledger.deliver(source, number)
 
     def _run(self, plan: OpPlan, call: partial[Any], phase: str, scope: OpScope, given: dict[str, Any]) -> Any:
-        recorder = self._recorder
-        mark = len(recorder.digests)
+        step = self._step
+        mark = len(step.digests)
         reads: list[int] = []
         names: list[InputName] = []
         group = _group_of(given)
@@ -190,22 +190,22 @@ class Collectives:
             sent = _sent_tensors(plan.base, given, group)
             for tensor in sent:
                 first = len(reads)
-                recorder.reads.read(tensor, reads, names)
+                self._reads.read(tensor, reads, names)
                 edges.append(tuple(sorted(set(reads[first:]))))
-            start = len(recorder.digests)
+            start = len(step.digests)
             for tensor in sent:
                 if any(map(self._numbers, _parts(tensor))):
-                    recorder.append_bits(0, recorder.layouts.without_bits(tensor, IN_FLIGHT))
+                    step.append_bits(0, step.layouts.without_bits(tensor, IN_FLIGHT))
                 else:
-                    recorder.append(tensor)
+                    step.append(tensor)
             if not sent:
                 edges.append(())
-                recorder.append_bits(0, recorder.layouts.none)
-            positions = tuple(range(start, len(recorder.digests)))
-            recorder.deferred.flush()  # before another stream writes there
+                step.append_bits(0, step.layouts.none)
+            positions = tuple(range(start, len(step.digests)))
+            step.deferred.flush()  # before another stream writes there
             out = call()
         except BaseException:  # Ctrl-C too: a user may catch it and go on with the step
-            recorder.reads.roll_back(mark)
+            self._reads.roll_back(mark)
             raise
         finally:
             self._is_sending = False
@@ -216,11 +216,11 @@ class Collectives:
                 phase=phase, module=scope.module, op=plan.name, role="sent", arguments=arguments, source=node.source
             )
             sites = [replace(sent, output=index, inputs=inputs) for index, inputs in enumerate(edges)]
-            node.rows = (*recorder.reads.sites(node), *sites)
+            node.rows = (*self._reads.sites(node), *sites)
 
-        node = recorder.trie.step_to((call.func, phase, scope, [arguments], reads, names, len(positions)), build)
-        recorder.reads.row_edges.clear()
-        recorder.counts.num_digested += 1
+        node = step.trie.step_to((call.func, phase, scope, [arguments], reads, names, len(positions)), build)
+        self._reads.row_edges.clear()
+        step.counts.num_digested += 1
         self._deliver(plan, node, positions, out, given)
         return out
 
@@ -242,7 +242,7 @@ class Collectives:
         for index, tensor in enumerate(_received_tensors(plan.base, given, out)):
             for part in _parts(tensor):
                 if tensor.layout is not STRIDED:  # gloo's own thread gives it other indices and values, at any time
-                    self._recorder.ledger.forget(part)
+                    self._step.ledger.forget(part)
                     continue
                 delivery = Delivery(
                     site=replace(site, output=index),
@@ -255,14 +255,14 @@ class Collectives:
                 self._add(part, delivery)
 
     def _add(self, tensor: Tensor, delivery: Delivery) -> None:
-        self._recorder.ledger.deliver(tensor, len(self._deliveries))
+        self._step.ledger.deliver(tensor, len(self._deliveries))
         self._deliveries.append(delivery)
 
     def _numbers(self, tensor: Tensor) -> list[int]:
         """Return the deliveries into a tensor that nobody has read yet."""
         if isinstance(tensor, AsyncCollectiveTensor):
             tensor = tensor.elem
-        known = self._recorder.ledger.writers.get(storage_address(tensor.untyped_storage()))
+        known = self._step.ledger.writers.get(storage_address(tensor.untyped_storage()))
         return known.deliveries(region_of(tensor)) if isinstance(known, PartialWrites) else []
 
     def _place(self) -> tuple[str, OpScope]:
@@ -270,7 +270,7 @@ class Collectives:
 
         One that runs when a gradient was accumulated (DDP's reducer) belongs to many parameters, not to that one.
         """
-        phase, scope = self._recorder.place()
+        phase, scope = self._places.now()
         return phase, scope if scope.name is None else NOWHERE
 
 

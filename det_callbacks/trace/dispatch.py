@@ -18,7 +18,7 @@ from det_callbacks.internals.torch import (
     push_mode,
     without_autocast,
 )
-from det_callbacks.trace.overloads import tensors_in
+from det_callbacks.trace.tables.overloads import tensors_in
 
 if TYPE_CHECKING:
     from det_callbacks.trace.recorder import Recorder
@@ -109,9 +109,9 @@ class Interceptor(DispatchMode):
         super().__init__()
         self._recorder: Recorder | None = None
         self.recorder = recorder
-        self._captures = recorder.undigested.captures
-        self._inside = recorder.compiled.inside
-        self._lock = recorder.lock
+        self._captures = recorder.captures.begun
+        self._inside = recorder.places.inside
+        self._lock = recorder.step.lock
 
     @property
     def recorder(self) -> "Recorder | None":
@@ -122,7 +122,7 @@ class Interceptor(DispatchMode):
     def recorder(self, recorder: "Recorder | None") -> None:
         for one in (self._recorder, recorder):
             if one is not None:
-                one.deferred.see_writes(one is recorder)
+                one.step.deferred.see_writes(one is recorder)
         self._recorder = recorder
 
     @override
@@ -136,9 +136,9 @@ class Interceptor(DispatchMode):
         if recorder is None:
             return func(*args, **(kwargs or {}))
         with self._lock:
-            if self._captures and recorder.undigested.is_capturing():
+            if self._captures and recorder.captures.is_capturing():
                 out = recorder.undigested.captured(func, args, kwargs or {})
-            elif self._inside:
+            elif self._inside and recorder.places.is_in_region():
                 out = recorder.compiled.dispatch(func, args, kwargs or {})
             else:
                 out = recorder.op(func, args, kwargs or {})

@@ -16,21 +16,14 @@ from det_callbacks.patterns import as_names
 from det_callbacks.runs.program import scalar_bits
 from det_callbacks.runs.selection import PHASES, Selection
 from det_callbacks.runs.steps import Expectation, StepTrace
-from det_callbacks.trace.batches import Samples, record_batch
-from det_callbacks.trace.components import holds_data
+from det_callbacks.trace.attribution.names import has_place
 from det_callbacks.trace.dispatch import Interceptor
-from det_callbacks.trace.leaves import flatten
-from det_callbacks.trace.named_tensors import (
-    Entry,
-    ModuleOutputs,
-    StateWalker,
-    has_place,
-    record_generators,
-    record_group,
-    states_of_parameters,
-)
-from det_callbacks.trace.optimizers import OptimizerPhases, in_phase
+from det_callbacks.trace.op.components import holds_data
 from det_callbacks.trace.recorder import Recorder
+from det_callbacks.trace.state.batches import Samples, record_batch
+from det_callbacks.trace.state.leaves import flatten
+from det_callbacks.trace.state.named_sites import Entry, ModuleOutputs, StateWalker, states_of_parameters
+from det_callbacks.trace.state.optimizers import OptimizerPhases, in_phase
 
 
 class HashMode:
@@ -95,11 +88,11 @@ class HashMode:
         self._base_phase = base_phase
         self.recorder = Recorder(selection, model)
         self._phases = OptimizerPhases(
-            self.recorder, base_phase, on_new=self.recorder.names.refresh, on_update=self._record_gradients
+            self.recorder, base_phase, on_new=self.recorder.places.names.refresh, on_update=self._record_gradients
         )
         self._listener = Listener(self.recorder, self._phases)
-        self.recorder.names.list_state = self._state
-        self.recorder.names.list_parameters = self._parameters_of
+        self.recorder.places.names.list_state = self._state
+        self.recorder.places.names.list_parameters = self._parameters_of
         self._by_shape: dict[torch.Size, list[tuple[str, Tensor]]] = {}
         self.is_open = False
         self._samples: list[Samples] = []
@@ -143,13 +136,13 @@ class HashMode:
             recorder.phase = self._base_phase
             self._name_parameters()
             if is_first:
-                record_group(recorder, "initial state", "state", self._state(), is_source=True)
+                recorder.named.group("initial state", "state", self._state(), is_source=True)
             if batch is not None:
-                self._samples = record_batch(recorder, batch)
-            record_generators(recorder)
+                self._samples = record_batch(recorder.step, recorder.named, batch)
+            recorder.named.generators()
             self.is_open = True
             if self.selection.level != "state":
-                recorder.modules.open()
+                recorder.places.modules.open()
             self._listener.open(sees_ops=self.selection.level == "op")
         except BaseException:  # Ctrl-C between two of them: nobody will call __exit__
             self.abandon()
@@ -164,13 +157,14 @@ class HashMode:
             self.recorder.abandon()
             return None
         try:
-            self.recorder.undigested.wait_for_copies()
-            entries = self._state()
-            places = record_group(self.recorder, "state", "state", entries)
-            record_generators(self.recorder, is_end=True)
-            if self.selection.level == "op":
-                self.recorder.names.keep(places, entries)
-            self.trace = self.recorder.finish()
+            with self.recorder.step.lock:  # a module may still run in another thread
+                self.recorder.undigested.wait_for_copies()
+                entries = self._state()
+                places = self.recorder.named.group("state", "state", entries)
+                self.recorder.named.generators(is_end=True)
+                if self.selection.level == "op":
+                    self.recorder.places.names.keep(places, entries)
+                self.trace = self.recorder.finish()
         except BaseException:  # Ctrl-C too: nothing that follows the step may stay
             self.recorder.abandon()
             raise
@@ -185,9 +179,10 @@ class HashMode:
     def record_values(self, phase: str, values: Any, name: str) -> None:
         """Record the tensors and numbers of a nested structure, such as the loss, at this point of the step."""
         if self.is_open:
-            if phase == "state":
-                self.recorder.undigested.wait_for_copies()
-            record_group(self.recorder, name, phase, list(flatten(values, name)), owner="")
+            with self.recorder.step.lock:
+                if phase == "state":
+                    self.recorder.undigested.wait_for_copies()
+                self.recorder.named.group(name, phase, list(flatten(values, name)), owner="")
 
     def digest_state(self) -> dict[str, int]:
         """Return the digest of each parameter, buffer and state of an optimizer by name; of a number its 64 bits."""
@@ -218,7 +213,7 @@ class HashMode:
 
     def _leave(self) -> None:
         self.is_open = False
-        self.recorder.modules.close()
+        self.recorder.places.modules.close()
         if (above := self._listener.close()) is None:
             return
         self.is_off = True
@@ -231,7 +226,7 @@ class HashMode:
 
     def _state(self) -> list[Entry]:
         model: list[Entry] = [] if self._walker is None else [*self._walker.walk(PARAMETERS, BUFFERS)]
-        states = states_of_parameters(self._phases.seen, self.recorder.parameter_names)
+        states = states_of_parameters(self._phases.seen, self.recorder.places.parameter_names)
         return model + [entry for _, entry in states]
 
     def _parameters_of(self, shape: torch.Size) -> list[tuple[str, Tensor]]:
@@ -242,25 +237,26 @@ class HashMode:
 
     def _record_gradients(self, optimizer: Optimizer) -> None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        names = self.recorder.parameter_names
+        names = self.recorder.places.parameter_names
         entries: list[Entry] = [
             (f"grad of {names.get(id(parameter)) or f'parameter {number}'}", parameter.grad)
             for number, parameter in enumerate(parameters)
             if parameter.grad is not None
         ]
-        record_group(self.recorder, "gradients", "gradient", entries)
+        with self.recorder.step.lock:
+            self.recorder.named.group("gradients", "gradient", entries)
 
     def _name_parameters(self) -> None:
         parameters = [] if self._walker is None else self._walker.walk(PARAMETERS)
         self._by_shape.clear()
-        recorder = self.recorder
-        recorder.parameter_names.clear()
-        recorder.parameter_names.update((id(value), name) for name, value in parameters)
+        places = self.recorder.places
+        places.parameter_names.clear()
+        places.parameter_names.update((id(value), name) for name, value in parameters)
         if self.selection.level == "op" and (
-            not recorder.names.known
-            or any(recorder.names.of(value) != name for name, value in parameters if has_place(value))
+            not places.names.known
+            or any(places.names.of(value) != name for name, value in parameters if has_place(value))
         ):
-            recorder.names.refresh()
+            places.names.refresh()
 
 
 class Listener:
@@ -269,7 +265,7 @@ class Listener:
     def __init__(self, recorder: Recorder, phases: OptimizerPhases | None) -> None:
         self._recorder = recorder
         self._phases = phases
-        self._outputs = ModuleOutputs(recorder)
+        self._outputs = ModuleOutputs(recorder.named, recorder.places, recorder.step.lock)
         self.mode: Interceptor | None = None  # while none is open
 
     def open(self, *, sees_ops: bool) -> None:
@@ -282,6 +278,7 @@ class Listener:
         if sees_ops:
             self.mode = Interceptor(self._recorder)
             self.mode.__enter__()  # type: ignore[no-untyped-call]  # torch's own
+            self._recorder.strands.mode = self.mode
 
     def close(self) -> str | None:
         """Stop; return the class of a mode that is open above ours, which then stays and passes all ops on."""
@@ -290,6 +287,8 @@ class Listener:
             self._outputs.close()
         self._recorder.compiled.close()
         mode, self.mode = self.mode, None
+        if mode is not None:
+            self._recorder.strands.mode = None
         return None if mode is None else mode.leave()
 
 
@@ -348,8 +347,7 @@ class OpRegion:
         if self._listener.mode is None:
             return
         self.suspend()
-        self._recorder.ledger.close()
-        self._recorder.generators.clear()
+        self._recorder.forget_writers()
         if self._listener.close() is not None:
             warnings.warn(
                 "A region of enable_hash_mode ended below another dispatch mode that is still open; its own is turned "

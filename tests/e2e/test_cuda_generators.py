@@ -12,7 +12,7 @@ from trainers import LIGHTNING_ADVICE
 
 from det_callbacks import BitwiseEquivalenceMode, DeterminismCallback, DivergenceError
 from det_callbacks.rng import GeneratorStates, RewindPoint, used_generators
-from det_callbacks.trace.generators import Ledger
+from det_callbacks.trace.state.generators import Ledger
 
 pytestmark = [
     pytest.mark.gpu,

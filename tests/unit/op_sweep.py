@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from det_callbacks.trace.components import has_parts, parts_of
-from det_callbacks.trace.overloads import OPAQUE_WRITES, OpKind, OpPlan, make_plan, written_arguments
+from det_callbacks.trace.op.components import has_parts, parts_of
+from det_callbacks.trace.tables.overloads import OPAQUE_WRITES, OpKind, OpPlan, make_plan, written_arguments
 
 _M_PERTURB = -6  # glibc, malloc.h: allocated memory is filled with the complement of a byte, freed memory with the byte
 _LIBC = ctypes.CDLL(None)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from det_callbacks.runs.program import Site
-from det_callbacks.trace import backward
+from det_callbacks.trace.attribution import backward
 from det_callbacks.trace.hash_mode import HashMode
 
 # torch's, of hooks on inputs without gradients

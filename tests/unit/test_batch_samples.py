@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from det_callbacks.host_digest import digest_memory, digest_rows
-from det_callbacks.trace.batches import samples_of
+from det_callbacks.trace.state.batches import samples_of
 
 
 @given(

@@ -33,8 +33,8 @@ from versions import TORCH
 from det_callbacks import DeterminismCallback
 from det_callbacks.digest.components import digest_tensor
 from det_callbacks.runs.steps import StepTrace
+from det_callbacks.trace.compiled.replaced import REPLACED, forget_compiled
 from det_callbacks.trace.hash_mode import HashMode
-from det_callbacks.trace.replaced import REPLACED, forget_compiled
 
 pytestmark = COMPILING
 
@@ -147,7 +147,7 @@ def test_nothing_is_left_behind_when_a_region_raises() -> None:
     with pytest.raises(RuntimeError, match="the kernel failed"), mode:
         compiled(torch.ones(3))
     assert REPLACED.watchers == []
-    assert mode.recorder.compiled.inside == {}
+    assert mode.recorder.places.inside == {}
     assert step_of(mode, lambda: torch.ones(2) + 1).program.opaque_regions == ()
 
 

@@ -17,11 +17,11 @@ from det_callbacks.digest.components import digest_tensor
 from det_callbacks.errors import CoverageWarning
 from det_callbacks.observers.observations import Observations
 from det_callbacks.runs.selection import Selection
-from det_callbacks.trace import compiled_graphs
+from det_callbacks.trace.compiled import graphs as compiled_graphs
+from det_callbacks.trace.compiled.replaced import REPLACED
 from det_callbacks.trace.hash_mode import HashMode
+from det_callbacks.trace.op.storages import StorageLedger
 from det_callbacks.trace.recorder import Recorder
-from det_callbacks.trace.replaced import REPLACED
-from det_callbacks.trace.storages import StorageLedger
 
 pytestmark = COMPILING
 OF_TORCH = torch.cuda.graphs._CUDAGraph

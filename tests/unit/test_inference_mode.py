@@ -12,7 +12,7 @@ from torch.nn.functional import bilinear, scaled_dot_product_attention
 from tracing import reads_of, traced
 
 from det_callbacks import BitwiseEquivalenceMode, HashMode
-from det_callbacks.trace.nondeterministic_ops import NondeterministicOps, NondeterministicOpWatch
+from det_callbacks.trace.tables.nondeterministic_ops import NondeterministicOps, NondeterministicOpWatch
 
 DATA = torch.linspace(-1.0, 1.0, 72).view(6, 3, 4)
 SQUARE = torch.linspace(-2.0, 1.0, 16).view(4, 4)

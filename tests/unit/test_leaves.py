@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from det_callbacks.trace.leaves import MAX_DEPTH, flatten, leaves
+from det_callbacks.trace.state.leaves import MAX_DEPTH, flatten, leaves
 
 
 class Graph:

@@ -54,7 +54,7 @@ def test_no_hook_is_left_when_the_step_raises(level):  # which the fixture in co
     with pytest.raises(KeyboardInterrupt, match="planted"), mode:
         model(torch.ones(2))
     assert during == [level != "state"]
-    assert mode.recorder.modules.current.module == ""
+    assert mode.recorder.places.modules.current.module == ""
 
 
 def test_modules_added_within_a_step_and_strangers_that_count_as_their_callers():

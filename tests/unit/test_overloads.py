@@ -14,7 +14,7 @@ from torch.distributed import fsdp  # defines ops of its own
 from tracing import traced, with_role
 from versions import TORCH
 
-from det_callbacks.trace.overloads import (
+from det_callbacks.trace.tables.overloads import (
     AUTOCASTS_INSIDE,
     HIDDEN_STATES,
     HIDDEN_WRITES,

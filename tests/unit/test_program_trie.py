@@ -81,7 +81,7 @@ def test_equal_numbers_that_are_not_the_same_are_told_apart(values):
 
 @pytest.mark.parametrize("arguments", [[math.nan] * 20, [[math.nan, 1.0]] * 20, [-0.0] * 20, [*range(2, 22)]])
 def test_other_numbers_and_lengths_are_the_same_program_and_what_is_kept_is_bounded(arguments, monkeypatch):
-    monkeypatch.setattr("det_callbacks.trace.program_trie.MAX_TEXT", 40)
+    monkeypatch.setattr("det_callbacks.trace.op.program_trie.MAX_TEXT", 40)
 
     def step(value: float | list[float]) -> None:
         if isinstance(value, list):
@@ -96,10 +96,10 @@ def test_other_numbers_and_lengths_are_the_same_program_and_what_is_kept_is_boun
 
     mode = HashMode()
     first = step_of(mode, lambda: step(arguments[0]))
-    num_nodes = mode.recorder.trie.num_nodes
+    num_nodes = mode.recorder.step.trie.num_nodes
     traces = [step_of(mode, lambda value=value: step(value)) for value in arguments]
-    assert mode.recorder.trie.num_nodes == num_nodes
-    assert sum(map(len, mode.recorder.trie.values.values())) <= 40
+    assert mode.recorder.step.trie.num_nodes == num_nodes
+    assert sum(map(len, mode.recorder.step.trie.values.values())) <= 40
     assert_same(first, traces[0])
 
 

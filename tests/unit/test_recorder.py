@@ -140,16 +140,16 @@ def test_a_step_keeps_no_tensor_alive_and_gives_addresses_back():
         assert address not in {one.untyped_storage()._cdata for one in [torch.zeros(1000) for _ in range(40)]}
         gc.collect()
         assert [reference() for reference in references] == [None, None]
-        assert mode.recorder.ledger.pins
+        assert mode.recorder.step.ledger.pins
         leave()
-        assert mode.recorder.ledger.pins == []
-        assert mode.recorder.ledger.writers == {}
+        assert mode.recorder.step.ledger.pins == []
+        assert mode.recorder.step.ledger.writers == {}
 
 
 @pytest.mark.parametrize("is_strange", [False, True])
 def test_what_is_kept_from_step_to_step_is_bounded(monkeypatch, is_strange):
-    monkeypatch.setattr("det_callbacks.trace.layouts.MAX_ENTRIES", 50)
-    monkeypatch.setattr("det_callbacks.trace.program_trie.MAX_NODES", 200)
+    monkeypatch.setattr("det_callbacks.trace.op.layouts.MAX_ENTRIES", 50)
+    monkeypatch.setattr("det_callbacks.trace.op.program_trie.MAX_NODES", 200)
     mode = HashMode()
     x = torch.ones(130)
 
@@ -163,8 +163,8 @@ def test_what_is_kept_from_step_to_step_is_bounded(monkeypatch, is_strange):
     first = step_of(mode, lambda: step(3))
     for number in range(1, 120):
         step_of(mode, lambda number=number: step(number))
-        assert len(mode.recorder.layouts.order) <= 60
-        assert mode.recorder.trie.num_nodes <= 200 + 40
+        assert len(mode.recorder.step.layouts.order) <= 60
+        assert mode.recorder.step.trie.num_nodes <= 200 + 40
     assert_same(step_of(mode, lambda: step(3)), first)
 
 

@@ -35,8 +35,8 @@ from det_callbacks.tensors.copies import TensorBudget
 from det_callbacks.tensors.files import KEPT, REPLAY, SavedStep, StepPlace, StepWriter, tensor_path
 from det_callbacks.tensors.keep import Keeper
 from det_callbacks.tensors.replay import Replay
-from det_callbacks.trace.deferred_sites import DeferredSites
 from det_callbacks.trace.hash_mode import HashMode
+from det_callbacks.trace.op.deferred_sites import DeferredSites
 from det_callbacks.verdict import Divergence
 
 PLACE = StepPlace(run_id="run", rank=0, segment=0, step=12)
@@ -288,7 +288,7 @@ def keeper(folder: Path, *patterns: str, budget: TensorBudget | None = None) -> 
 
 def trace(keeping: Keeper, body: Callable[[], Any], step: int = 0) -> StepTrace:
     with HashMode() as mode:
-        mode.recorder.output_hooks = (keeping,)
+        mode.recorder.output_hooks.every = (keeping,)
         keeping.begin()
         body()
     keeping.write(mode.trace, step)

@@ -29,8 +29,8 @@ from det_callbacks.rng import (
     used_generators,
 )
 from det_callbacks.runs.program import AFTER_STEP
-from det_callbacks.trace import generators as traced
-from det_callbacks.trace.generators import GeneratorReader, Ledger, generator_of
+from det_callbacks.trace.state import generators as traced
+from det_callbacks.trace.state.generators import GeneratorReader, Ledger, generator_of
 
 
 class StandInGenerator(Generator):

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from det_callbacks.trace import source
+from det_callbacks.trace.attribution import source
+from det_callbacks.trace.attribution.source import capture_source
 from det_callbacks.trace.hash_mode import HashMode
-from det_callbacks.trace.source import capture_source
 
 SITE_PACKAGES = source._TORCH.removesuffix("/torch/")
 

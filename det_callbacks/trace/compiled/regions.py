@@ -4,10 +4,11 @@ Parameters that a region only reads have no rows. Inductor reuses buffers, so an
 in, and never is the origin: the region is. Its backward pass follows from the ops inside, too, which it may have saved.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,17 +17,29 @@ from det_callbacks.digest.components import digest_output
 from det_callbacks.internals.dynamo import ORIGINAL
 from det_callbacks.internals.torch import next_sequence_number, num_writes
 from det_callbacks.runs.program import MISSES_PARAMETERS, REGION, Role, Site
-from det_callbacks.trace.backward import compiled_nodes, scope_in
-from det_callbacks.trace.compiled_graphs import TracedGraph
-from det_callbacks.trace.components import holds_data, parts_with_memory
+from det_callbacks.trace.attribution.backward import compiled_nodes, scope_in
+from det_callbacks.trace.attribution.names import has_place
+from det_callbacks.trace.attribution.places import Places
+from det_callbacks.trace.compiled.captures import GraphCaptures
+from det_callbacks.trace.compiled.graphs import TracedGraph
 from det_callbacks.trace.dispatch import TAKE_APART, breaks_graph
-from det_callbacks.trace.named_tensors import has_place
-from det_callbacks.trace.overloads import OpKind, comes_apart, in_flight, tensors_in, written_arguments, written_by_call
-from det_callbacks.trace.program_trie import CallNode, OpScope
-from det_callbacks.trace.sites import InputName, arguments_json, source_of
-
-if TYPE_CHECKING:
-    from det_callbacks.trace.recorder import Recorder
+from det_callbacks.trace.op.components import holds_data, parts_with_memory
+from det_callbacks.trace.op.output_hooks import OutputHooks
+from det_callbacks.trace.op.program_trie import CallNode, OpScope
+from det_callbacks.trace.op.reads import Reads
+from det_callbacks.trace.op.sites import InputName, arguments_json, source_of
+from det_callbacks.trace.op.undigested_ops import UndigestedOps
+from det_callbacks.trace.step import Step
+from det_callbacks.trace.tables.overloads import (
+    OpKind,
+    comes_apart,
+    in_flight,
+    tensors_in,
+    written_arguments,
+    written_by_call,
+)
+from det_callbacks.trace.tables.plans import Plans
+from det_callbacks.trace.threads.strands import Strands
 
 _Row = tuple[str, int, Role, str | None]  # op, number, role and name
 _EARLIER = f"{REGION}graph_compiled_earlier"
@@ -36,7 +49,9 @@ _EARLIER = f"{REGION}graph_compiled_earlier"
 class Region:
     """The rows of one call of a compiled graph: ``enter`` before it, ``leave`` after it."""
 
-    recorder: "Recorder"
+    step: Step
+    places: Places
+    read: Reads
     graph: TracedGraph
     phase: str
     scope: OpScope
@@ -50,8 +65,8 @@ class Region:
 
         Parameters have rows of the state, and at level module are left out.
         """
-        recorder = self.recorder
-        is_op_level = recorder.selection.level == "op"
+        step = self.step
+        is_op_level = self.places.selection.level == "op"
         may_write_parameters = is_op_level and (self.phase == "optimizer" or not torch.is_grad_enabled())
         left_out = () if may_write_parameters else nn.Parameter
         entering: list[tuple[str, Any, list[int]]] = []
@@ -61,7 +76,7 @@ class Region:
                 continue
             writers: list[int] = []
             if isinstance(value, Tensor) and is_op_level:
-                recorder.reads.read(value, writers, read_first)
+                self.read.read(value, writers, read_first)
                 self.reads += writers
             if isinstance(value, Tensor | int | float) and not isinstance(value, left_out):
                 entering.append((name, value, writers))
@@ -71,12 +86,12 @@ class Region:
         rows: list[_Row] = [(f"{region}.graph", 0, "graph", None)]
         rows += [(f"{region}.inputs", index, "region_input", name) for index, name in enumerate(names)]
         self._step_to(self.graph, "inputs", reads, [*read_first, *names], rows)
-        graph_row = recorder.num_sites
+        graph_row = step.num_sites
         detail = f"{self.graph.num_ops} ops, {self.graph.fingerprint:016x}"
-        recorder.append_bits(self.graph.fingerprint, recorder.layouts.special("graph", (), detail))
+        step.append_bits(self.graph.fingerprint, step.layouts.special("graph", (), detail))
         for _, value, _ in entering:
-            recorder.append_value(value)
-        self.reads_of_inner = [*range(graph_row, recorder.num_sites)]
+            step.append_value(value)
+        self.reads_of_inner = [*range(graph_row, step.num_sites)]
         self.reads = [*every, *self.reads_of_inner]
         positions = enumerate(entering, start=graph_row + 1)
         return [(name, value, at) for at, (name, value, _) in positions if isinstance(value, Tensor)]
@@ -89,46 +104,46 @@ class Region:
         ]
         self._step_to(func, "inner", [self.reads_of_inner for _ in outputs], [], rows)
         for output in outputs:
-            self.inner.append(self.recorder.num_sites)
-            self.recorder.append_value(output)
-        self.recorder.deferred.flush()  # the region's kernels, which nobody sees, reuse this memory
+            self.inner.append(self.step.num_sites)
+            self.step.append_value(output)
+        self.step.deferred.flush()  # the region's kernels, which nobody sees, reuse this memory
 
     def leave(self, outputs: Iterable[tuple[str | None, Any]], given: Iterable[tuple[str, Tensor, int]] = ()) -> None:
         """Record what came out, and what of the ``given`` has, or may have, other bits now.
 
         Autograd is told of some writes only: not of those to buffers, nor of any where no gradients are computed.
         """
-        recorder = self.recorder
+        step = self.step
         values = [(name, value) for name, value in outputs if isinstance(value, Tensor) and holds_data(value)]
         if self.graph.is_graphed:
             # inductor looks at who holds what a CUDA graph of its gave, before it reuses that memory
             for _, value in values:
                 for part in parts_with_memory(value):
-                    recorder.deferred.unhold(part.untyped_storage())
-        digests, deferred = recorder.digests, recorder.deferred.bits
+                    step.deferred.unhold(part.untyped_storage())
+        digests, deferred = step.digests, step.deferred.bits
         values += [(name, value) for name, value, at in given if at in deferred or digest_output(value) != digests[at]]
-        recorder.counts.num_digested += 1
+        step.counts.num_digested += 1
         if values:
             names: list[InputName] = [name for name, _ in values]
             op = f"{self.graph.region}.outputs"
             rows: list[_Row] = [(op, index, "output", name) for index, (name, _) in enumerate(values)]
             self._step_to(self.graph, "outputs", [self.reads for _ in values], names, rows)
-            first = recorder.num_sites
+            first = step.num_sites
             for position, (_, value) in enumerate(values, start=first):
-                recorder.append(value)
+                step.append(value)
                 for part in parts_with_memory(value):
-                    recorder.ledger.write(part, position)
-            self.reads = [*self.reads, *range(first, recorder.num_sites)]
-            recorder.deferred.end_group()
+                    step.ledger.write(part, position)
+            self.reads = [*self.reads, *range(first, step.num_sites)]
+            step.deferred.end_group()
         if self.graph.is_graphed:
-            recorder.deferred.flush()
+            step.deferred.flush()
 
     def _step_to(
         self, func: object, part: str, reads: list[list[int]], names: list[InputName], rows: Iterable[_Row]
     ) -> None:
         """Go to the call that has these rows, of which each reads something."""
         arguments: dict[str, Any] = {"backend": self.graph.backend}
-        if self.recorder.selection.level != "op":
+        if self.places.selection.level != "op":
             arguments[MISSES_PARAMETERS] = True
 
         def build(node: CallNode) -> None:
@@ -147,25 +162,37 @@ class Region:
                 )
                 for edges, (op, index, role, name) in zip(reads, rows, strict=True)
             )
-            node.rows = (*self.recorder.reads.sites(node), *sites)
+            node.rows = (*self.read.sites(node), *sites)
 
         call = (func, self.phase, self.scope, [part], reads, names, len(reads))
-        self.source = self.recorder.trie.step_to(call, build).source
-        self.recorder.reads.row_edges.clear()
+        self.source = self.step.trie.step_to(call, build).source
+        self.read.row_edges.clear()
 
 
 class CompiledRegions:
     """Records the compiled regions of one step after the other."""
 
-    def __init__(self, recorder: "Recorder") -> None:
-        self._recorder = recorder
+    def __init__(
+        self,
+        step: Step,
+        places: Places,
+        reads: Reads,
+        plans: Plans,
+        undigested: UndigestedOps,
+        captures: GraphCaptures,
+        output_hooks: OutputHooks,
+        strands: Strands,
+    ) -> None:
+        self._step, self._places, self._reads, self._plans = step, places, reads, plans
+        self._undigested, self._captures = undigested, captures
+        self._output_hooks, self._strands = output_hooks, strands
+        self._inside = places.inside
         self._stances: list[Any] = []  # one for each ``open``; None where compiled code runs
-        self._step: object = None
-        self.inside: dict[int, Region | None] = {}  # thread -> the region that runs in it; None where it has no rows
+        self._token: object = None  # of the step under way
 
     def open(self) -> None:
         """Record regions from here on, or have nothing compiled run; may be called again before ``close``."""
-        is_eager = self._recorder.selection.compiled == "eager"
+        is_eager = self._places.selection.compiled == "eager"
         self._stances.append(torch.compiler.set_stance("force_eager") if is_eager else None)
 
     def close(self) -> None:
@@ -175,41 +202,42 @@ class CompiledRegions:
 
     def begin(self) -> None:
         """Start a step."""
-        self._step = object()
+        self._token = object()
 
     def end(self) -> None:
         """End a step: backward passes of graphs that outlive it are not recorded."""
-        self._step = None
-        self.inside.clear()
-
-    def is_inside(self) -> bool:
-        """Return whether a region runs in this thread."""
-        return get_ident() in self.inside
+        self._token = None
+        self._inside.clear()
 
     def run(self, graph: TracedGraph, call: Callable[..., Any], *args: Any) -> Any:
         """Run a compiled graph in the forward pass, or where a checkpoint repeats it."""
-        recorder = self._recorder
+        step, places = self._step, self._places
         if not self._is_recorded():
             return call(*args)
-        phase, scope = recorder.place()
-        scope = self._in_own_module(graph, args, scope)
-        if not self._selects(phase, scope):
+        with self._recording():
+            calls = places.calls
+            phase, scope = places.now()
+            scope = self._in_own_module(graph, args, scope)
+            is_selected = self._selects(phase, scope)
+            if is_selected:
+                region = Region(step, places, self._reads, graph, phase, scope)
+                entering = [*zip(graph.inputs, args, strict=True), *graph.held]
+                inputs = [(self._name(known, value), value) for known, value in entering]
+                given = region.enter(inputs)
+                number = next_sequence_number()
+                self._start(region)
+                calls.current = scope
+        if not is_selected:
             return self._unselected(call, args)
-        region = Region(recorder, graph, phase, scope)
-        entering = [*zip(graph.inputs, args, strict=True), *graph.held]
-        inputs = [(self._name(known, value), value) for known, value in entering]
-        given = region.enter(inputs)
-        number = next_sequence_number()
-        self._start(region)
-        recorder.modules.current = scope
         try:
             outputs = call(*args)
         finally:
-            self.inside.pop(get_ident(), None)
-            recorder.modules.return_to_stack()
+            self._inside.pop(get_ident(), None)
+            calls.return_to_stack()
         results = list(tensors_in([outputs]))
-        region.leave(((None, value) for value in results), given)
-        if "backward" in recorder.selection.phases and torch.is_grad_enabled():
+        with self._recording():
+            region.leave(((None, value) for value in results), given)
+        if "backward" in places.selection.phases and torch.is_grad_enabled():
             for node in compiled_nodes(results, number):
                 outer = {one.output_nr: f"grad of output {at}" for at, one in enumerate(results) if one.grad_fn is node}
                 self._follow_backward(region, node, outer, inputs[: len(args)])
@@ -219,65 +247,77 @@ class CompiledRegions:
         """Run a graph that inductor compiled before anybody followed, forward or backward: it may write anything."""
         if not self._is_recorded():
             return call()
-        self._recorder.deferred.before_any_write()
+        self._step.deferred.before_any_write()
         try:
             return self._without_rows(call)
         finally:
-            self._recorder.run_unseen(_EARLIER)
+            with self._recording():
+                self._step.run_unseen(_EARLIER, *self._places.now())
+
+    def before_capture(self, graph: Any) -> None:
+        """Note that a CUDA graph is about to be captured."""
+        self._captures.before_capture(graph)
+
+    def before_replay(self, graph: Any) -> None:
+        """Note that a CUDA graph is about to be replayed."""
+        self._captures.before_replay(graph)
 
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an op while a region runs in some thread; of this one's, record what the op wrote."""
-        recorder = self._recorder
-        if not self.is_inside():
-            return recorder.op(func, args, kwargs)
-        region = self.inside[get_ident()]
-        if region is None:
-            return recorder.undigested.captured(func, args, kwargs)
-        plan = recorder.plan_of(func)
+        """Run an op inside the region that runs in this thread, and record what it wrote."""
+        step, region = self._step, self._inside[get_ident()]
+        if not isinstance(region, Region):
+            return self._undigested.captured(func, args, kwargs)
+        plan = self._plans.of(func)
         if comes_apart(plan, args, kwargs):
             return TAKE_APART
         plan = plan.whole or plan
         if plan.kind is not OpKind.DIGEST:
-            recorder.counts.skipped[plan.kind.value] += 1
+            step.counts.skipped[plan.kind.value] += 1
             return func(*args, **kwargs)
         phase, scope = region.phase, region.scope
-        if recorder.deferred.is_used and not plan.is_functional:
-            recorder.deferred.before_writes(written_arguments(plan, args, kwargs))
+        if step.deferred.is_used and not plan.is_functional:
+            step.deferred.before_writes(written_arguments(plan, args, kwargs))
         out = plan.call(*args, **kwargs)
         if plan.may_be_in_flight and all(flying := in_flight(plan, out, args, kwargs)):
-            recorder.undigested.mark_in_flight(*flying)
+            self._undigested.mark_in_flight(*flying)
             return out
         outputs: Sequence[Any] = [output for output in written_by_call(plan, out, args, kwargs) if holds_data(output)]
         if not outputs:
-            recorder.counts.skipped["no_data"] += 1
+            step.counts.skipped["no_data"] += 1
             return out
-        out, outputs = recorder.call_hooks(plan, phase, scope, out, outputs, args, kwargs)
+        out, outputs = self._output_hooks.call(plan, phase, scope, out, outputs, args, kwargs)
         region.record_op(func, plan.name, outputs)
-        recorder.counts.num_digested += 1
+        step.counts.num_digested += 1
         return out
 
     def _is_recorded(self) -> bool:
         """Return whether a graph that is about to run makes rows, and is not a part of another one, or of a capture."""
-        recorder = self._recorder
-        is_open = bool(self._stances) and self._step is not None and recorder.selection.level != "state"
-        return is_open and not self.is_inside() and not recorder.undigested.is_capturing()
+        places = self._places
+        is_open = bool(self._stances) and self._token is not None and places.selection.level != "state"
+        return is_open and not places.is_in_region() and not self._captures.is_capturing()
+
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        """Have what is recorded meanwhile count as this thread's."""
+        with self._step.lock, self._strands.recording(self._strands.here()):
+            yield
 
     def _start(self, region: Region) -> None:
-        self._recorder.deferred.flush()  # its kernels reuse memory, also of what it is given
-        self._recorder.counts.opaque.add(region.graph.region)
-        self.inside[get_ident()] = None if region.graph.is_graphed else region
+        self._step.deferred.flush()  # its kernels reuse memory, also of what it is given
+        self._step.counts.opaque.add(region.graph.region)
+        self._inside[get_ident()] = None if region.graph.is_graphed else region
 
     def _without_rows(self, call: Callable[..., Any], *args: Any) -> Any:
-        self.inside[get_ident()] = None
+        self._inside[get_ident()] = None
         try:
             return call(*args)
         finally:
-            self.inside.pop(get_ident(), None)
+            self._inside.pop(get_ident(), None)
 
     def _name(self, known: str, value: Any) -> str:
-        name = self._recorder.parameter_names.get(id(value))
+        name = self._places.parameter_names.get(id(value))
         if name is None and isinstance(value, Tensor) and has_place(value):
-            name = self._recorder.names.of(value)
+            name = self._places.names.of(value)
         return name or known
 
     def _in_own_module(self, graph: TracedGraph, args: Sequence[Any], scope: OpScope) -> OpScope:
@@ -286,7 +326,7 @@ class CompiledRegions:
         ``nn.Module.compile`` compiles the call of a module with its hooks, so that the stack does not show it.
         """
         for known, value in zip(graph.inputs, args, strict=False):
-            name = self._recorder.parameter_names.get(id(value), "")
+            name = self._places.parameter_names.get(id(value), "")
             if known in graph.members and name.endswith(known):
                 module = name[: -len(known)].rstrip(".")
                 is_known = _unwrapped(module) == _unwrapped(scope.module)
@@ -295,39 +335,43 @@ class CompiledRegions:
 
     def _selects(self, phase: str, scope: OpScope) -> bool:
         """Return whether the region's module is selected, or one inside it, which may be a part of the region."""
-        recorder = self._recorder
-        inside = (name for name in recorder.modules.names if name.startswith(f"{scope.module}.".lstrip(".")))
-        return any(recorder.selects(phase, OpScope(module=name)) for name in (scope.module, *inside))
+        places = self._places
+        inside = (name for name in places.modules.names if name.startswith(f"{scope.module}.".lstrip(".")))
+        return any(places.selects(phase, OpScope(module=name)) for name in (scope.module, *inside))
 
     def _unselected(self, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run a region outside the selection: what it writes is unknown from here on."""
-        self._recorder.deferred.flush()
+        self._step.deferred.flush()
         versions = [_version_of(value) for value in args]
         outputs = self._without_rows(call, *args)
         written = [value for value, before in zip(args, versions, strict=True) if _version_of(value) != before]
-        for value in tensors_in([outputs, *written]):
-            for part in parts_with_memory(value):
-                self._recorder.ledger.forget(part)
-        self._recorder.counts.skipped["unselected"] += 1
+        with self._recording():
+            for value in tensors_in([outputs, *written]):
+                self._step.forget(value)
+        self._step.counts.skipped["unselected"] += 1
         return outputs
 
     def _follow_backward(
         self, forward: Region, node: Any, outer: dict[int, str], inputs: Sequence[tuple[str, Any]]
     ) -> None:
         """Record the backward pass when its ``node`` runs in this step; ``outer`` names gradients by output number."""
-        step, recorder = self._step, self._recorder
+        token, step, places = self._token, self._step, self._places
         scope = OpScope(module=forward.scope.module, source=forward.source)
-        is_op_level = recorder.selection.level == "op"  # below it, parameters have no rows
+        is_op_level = places.selection.level == "op"  # below it, parameters have no rows
         names = [f"grad of {name}" if is_op_level or not isinstance(one, nn.Parameter) else "" for name, one in inputs]
         running: list[Region] = []
 
         @breaks_graph("det_callbacks: what goes into a compiled region is recorded when it runs")
         def before(gradients: Sequence[Any]) -> None:
-            if step is not self._step or recorder.undigested.is_capturing():
+            if token is not self._token or self._captures.is_capturing():
                 return
-            with recorder.lock:
+            with step.lock:
                 # what the forward pass saved may be anything that was seen in it
-                running.append(Region(recorder, forward.graph, "backward", scope, [*forward.reads, *forward.inner]))
+                running.append(
+                    Region(
+                        step, places, self._reads, forward.graph, "backward", scope, [*forward.reads, *forward.inner]
+                    )
+                )
                 # what is none of the outputs is an input that the region wrote, or what views among them are of
                 given = enumerate(gradients)
                 running[-1].enter((outer.get(index, f"grad of result {index}"), value) for index, value in given)
@@ -335,10 +379,10 @@ class CompiledRegions:
 
         @breaks_graph("det_callbacks: what comes out of a compiled region is recorded when it has run")
         def after(gradients: Sequence[Any], _of_outputs: Sequence[Any]) -> None:
-            if not running or step is not self._step:
+            if not running or token is not self._token:
                 return
-            with recorder.lock:
-                self.inside.pop(get_ident(), None)
+            with step.lock:
+                self._inside.pop(get_ident(), None)
                 known = names if len(gradients) == len(names) else [None] * len(gradients)
                 running.pop().leave(pair for pair in zip(known, gradients, strict=True) if pair[0] != "")
 

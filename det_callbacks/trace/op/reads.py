@@ -1,8 +1,8 @@
 """What a call of an op reads: the sites that wrote its inputs, and input sites where nobody recorded did."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Generator, Tensor
@@ -11,46 +11,62 @@ from det_callbacks.host_digest import digest_memory
 from det_callbacks.internals.torch import AsyncCollectiveTensor, storage_address
 from det_callbacks.rng import digest_generator
 from det_callbacks.runs.program import IN_FLIGHT, UNWRITTEN, Site
-from det_callbacks.trace.components import address_of, has_parts, holds_data, parts_of
-from det_callbacks.trace.generators import PASSED, generator_of
-from det_callbacks.trace.overloads import OpPlan, tensors_read
-from det_callbacks.trace.program_trie import CallNode
-from det_callbacks.trace.sites import InputName, SpecialInput, owner_of
-from det_callbacks.trace.storages import region_of
+from det_callbacks.trace.attribution.places import Places
+from det_callbacks.trace.op.components import address_of, has_parts, holds_data, parts_of
+from det_callbacks.trace.op.program_trie import CallNode
+from det_callbacks.trace.op.sites import InputName, SpecialInput, owner_of
+from det_callbacks.trace.op.storages import region_of
+from det_callbacks.trace.state.generators import PASSED, GeneratorTrail, generator_of
+from det_callbacks.trace.step import Step
+from det_callbacks.trace.tables.overloads import OpPlan, tensors_read
 
 _ELEMENTWISE = ("aten._foreach_", "aten._fused_")
 
-if TYPE_CHECKING:
-    from det_callbacks.trace.recorder import Recorder
+
+class Deliveries(Protocol):
+    """What collectives bring."""
+
+    def read(
+        self, tensor: Tensor, numbers: Sequence[int], edges: Sequence[int], reads: list[int], names: list[InputName]
+    ) -> None:
+        """Make the row of a tensor that collectives delivered, at its first read."""
+
+    def site_of(self, name: SpecialInput) -> Site:
+        """Return the site of a row with this name, but for its edges."""
+
+    def wait(self, tensor: AsyncCollectiveTensor) -> None:
+        """Wait for a functional collective whose result is about to be read."""
 
 
 class Reads:
     """Collects the reads of one call after the other; the recorder itself handles the common case."""
 
-    def __init__(self, recorder: "Recorder") -> None:
-        self._recorder = recorder
+    collectives: Deliveries  # set by whoever records them, before the first step
+
+    def __init__(self, step: Step, places: Places, generators: GeneratorTrail) -> None:
+        self._step, self._places, self._generators = step, places, generators
         self.row_edges: list[tuple[int, ...]] = []  # of each input site made for the call under way
         self.unwritten: list[Tensor] = []  # what it reads that was only allocated in this step
 
     def read(self, tensor: Tensor, reads: list[int], names: list[InputName]) -> None:
         """Collect who wrote the bytes of a tensor; make an input site where nobody recorded did."""
-        recorder = self._recorder
+        step = self._step
         if has_parts(tensor):
             if isinstance(tensor, AsyncCollectiveTensor):
-                recorder.undigested.collectives.wait(tensor)
+                self.collectives.wait(tensor)
             parts = list(parts_of(tensor))
             if not parts:
                 if holds_data(tensor):  # without a storage (mkldnn), so that nobody knows who wrote it
                     names.append(None)
                     self.row_edges.append(())
-                    reads.append(len(recorder.digests))
-                    recorder.append(tensor)
+                    reads.append(len(step.digests))
+                    step.append(tensor)
                 return
             if parts[0] is not tensor:
                 for part in parts:
                     self.read(part, reads, names)
                 return
-        ledger = recorder.ledger
+        ledger = step.ledger
         storage = tensor.untyped_storage()
         known = ledger.writers.get(storage_address(storage))
         if isinstance(known, int):
@@ -69,22 +85,22 @@ class Reads:
                 return
             delivered = known.deliveries(region)
             if delivered:
-                recorder.undigested.collectives.read(tensor, delivered, edges, reads, names)
+                self.collectives.read(tensor, delivered, edges, reads, names)
                 return
-        position = len(recorder.digests)
-        name: InputName = recorder.names.of(tensor)
+        position = len(step.digests)
+        name: InputName = self._places.names.of(tensor)
         if ledger.is_invalidated:
-            name = SpecialInput("graph_output", recorder.names.of(tensor))
+            name = SpecialInput("graph_output", self._places.names.of(tensor))
         names.append(name)
         self.row_edges.append(edges)
         reads.append(position)
         if storage_address(storage) in ledger.in_flight:  # the host may have waited for it, of which nobody is told
-            recorder.append_bits(0, recorder.layouts.without_bits(tensor, IN_FLIGHT))
+            step.append_bits(0, step.layouts.without_bits(tensor, IN_FLIGHT))
             return
         offset = 0
         if not has_parts(tensor) and not tensor.is_nested and tensor.storage_offset():
-            offset = recorder.names.offset_in(tensor) if recorder.place()[0] == "forward" else 0
-        slot = recorder.append(tensor, recorder.layouts.of(tensor, offset))
+            offset = self._places.names.offset_in(tensor) if self._places.now()[0] == "forward" else 0
+        slot = step.append(tensor, step.layouts.of(tensor, offset))
         if known is None and slot.is_dense and slot.num_bytes == storage.nbytes():
             ledger.writers[ledger.pin(tensor)] = position
         else:
@@ -94,18 +110,18 @@ class Reads:
         self, tensor: Tensor, storage: torch.UntypedStorage, reads: list[int], names: list[InputName]
     ) -> None:
         """Do the same, sooner, for a strided tensor whose storage no site of this step has written or read."""
-        recorder = self._recorder
-        ledger = recorder.ledger
+        step = self._step
+        ledger = step.ledger
         if tensor.is_cpu and not ledger.is_invalidated and not tensor.is_neg() and not tensor.is_nested:
-            slot = recorder.layouts.slots.get((tensor.dtype, tensor.shape, tensor.stride()))
+            slot = step.layouts.slots.get((tensor.dtype, tensor.shape, tensor.stride()))
             address = address_of(tensor)  # 0 for an efficient zero tensor, which has no memory
             if slot is not None and slot.is_raw and slot.num_bytes == storage.nbytes() and address:
                 pin = ledger.pin(tensor)
-                reads.append(len(recorder.digests))
-                ledger.writers[pin] = len(recorder.digests)
-                names.append(recorder.names.known.get((pin, address)))
+                reads.append(len(step.digests))
+                ledger.writers[pin] = len(step.digests)
+                names.append(self._places.names.known.get((pin, address)))
                 self.row_edges.append(())
-                recorder.append_bits(digest_memory(address, slot.num_bytes), slot)
+                step.append_bits(digest_memory(address, slot.num_bytes), slot)
                 return
         self.read(tensor, reads, names)
 
@@ -126,13 +142,13 @@ class Reads:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], reads: list[int], names: list[InputName]
     ) -> None:
         """Make a site of the state of the generator that a call draws from."""
-        recorder = self._recorder
-        name, generator = generator_of(args, kwargs, recorder.generators.homes)
-        position = len(recorder.digests)
+        step = self._step
+        name, generator = generator_of(args, kwargs, self._generators.homes)
+        position = len(step.digests)
         names.append(SpecialInput("generator", name))
         passed = generator if name.startswith(PASSED) else None
-        self.row_edges.append(recorder.generators.read(name, position, passed))
-        recorder.append_bits(digest_generator(generator), recorder.layouts.none)
+        self.row_edges.append(self._generators.read(name, position, passed))
+        step.append_bits(digest_generator(generator), step.layouts.none)
         reads.append(position)
 
     def read_unwritten(
@@ -143,16 +159,16 @@ class Reads:
         Not of what the call itself writes, nor of what it is told to ignore: that may be uninitialised.
         """
         unwritten, self.unwritten = self.unwritten, []
-        recorder = self._recorder
+        step = self._step
         read = {id(tensor) for tensor in tensors_read(plan, args, kwargs)}
         for tensor in unwritten:
             if id(tensor) in read:
-                position = len(recorder.digests)
-                names.append(recorder.names.of(tensor))
-                self.row_edges.append(tuple(recorder.ledger.writers_of(tensor)))
+                position = len(step.digests)
+                names.append(self._places.names.of(tensor))
+                self.row_edges.append(tuple(step.ledger.writers_of(tensor)))
                 reads.append(position)
-                recorder.append_bits(0, recorder.layouts.without_bits(tensor, UNWRITTEN))
-                recorder.ledger.write(tensor, position)
+                step.append_bits(0, step.layouts.without_bits(tensor, UNWRITTEN))
+                step.ledger.write(tensor, position)
 
     def by_output(
         self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], num_outputs: int
@@ -163,7 +179,7 @@ class Reads:
         """
         if not plan.base.startswith(_ELEMENTWISE):
             return None
-        writers_of = self._recorder.ledger.writers_of
+        writers_of = self._step.ledger.writers_of
         lists: list[list[Tensor]] = []
         shared: list[int] = []
         for _, value in plan.inputs(args, kwargs):
@@ -186,7 +202,7 @@ class Reads:
         for name, edges in zip(node.names, self.row_edges, strict=False):  # a region has names of its own after them
             role, shown, _ = special = name if isinstance(name, SpecialInput) else SpecialInput("input", name)
             if role == "delivered":
-                yield replace(self._recorder.undigested.collectives.site_of(special), name=shown, inputs=edges)
+                yield replace(self.collectives.site_of(special), name=shown, inputs=edges)
                 continue
             phase = {"input": "input", "generator": "rng"}.get(role, "other")
             module, source = (node.module, node.source) if shown is None else (self._owner_of(shown), ())
@@ -194,13 +210,10 @@ class Reads:
             yield Site(phase=phase, module=module, role=role, name=shown, inputs=edges, source=source)
 
     def _owner_of(self, name: str) -> str:
-        return owner_of(name, self._recorder.parameter_names.values())
+        return owner_of(name, self._places.parameter_names.values())
 
     def roll_back(self, mark: int) -> None:
         """Undo the input sites of a call that raised."""
-        self._recorder.deferred.roll_back(mark)
-        del self._recorder.digests[mark:]
-        del self._recorder.layout_indices[mark:]
+        self._step.roll_back(mark)
         self.row_edges.clear()
         self.unwritten.clear()
-        self._recorder.ledger.drop_from(mark)

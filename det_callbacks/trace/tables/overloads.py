@@ -25,7 +25,7 @@ from det_callbacks.internals.torch import (
     overload_name,
     schema_of,
 )
-from det_callbacks.trace.components import has_parts
+from det_callbacks.trace.op.components import has_parts
 
 OPAQUE_OUTPUTS: Mapping[str, frozenset[int]] = {
     # workspaces and reserved buffers: other bits at every call of the same kernel on the same inputs

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from det_callbacks.host_digest import digest_bytes
 from det_callbacks.internals.dynamo import GRAPH_MEMBER, GRAPH_SOURCE
 from det_callbacks.runs.program import REGION
-from det_callbacks.trace.source import RESUMED
+from det_callbacks.trace.attribution.source import RESUMED
 
 _TORCH = str(Path(torch.__file__).parent)
 _SYMBOL = re.compile(r"\b[suz]+\d+\b")

@@ -14,11 +14,11 @@ from det_callbacks.digest.device.deferred import Bits, derived
 from det_callbacks.host_digest import digest_bytes, digest_rows
 from det_callbacks.internals.torch import without_dispatch
 from det_callbacks.runs.program import UNREAD
-from det_callbacks.trace.components import has_parts, holds_data
-from det_callbacks.trace.deferred_sites import DeferredSites
-from det_callbacks.trace.leaves import is_constant, leaves
-from det_callbacks.trace.named_tensors import record_bits, record_group
-from det_callbacks.trace.recorder import Recorder
+from det_callbacks.trace.op.components import has_parts, holds_data
+from det_callbacks.trace.op.deferred_sites import DeferredSites
+from det_callbacks.trace.state.leaves import is_constant, leaves
+from det_callbacks.trace.state.named_sites import NamedSites
+from det_callbacks.trace.step import Step
 
 MAX_SAMPLES = 1024  # up to which samples are also digested one by one, to tell their order from their content
 MAX_SKETCHED = 8
@@ -39,7 +39,7 @@ class Samples:
     num_bytes: int
 
 
-def record_batch(recorder: Recorder, batch: Any) -> list[Samples]:
+def record_batch(step: Step, named: NamedSites, batch: Any) -> list[Samples]:
     """Record the tensors of a batch (phase data), each followed by the order-free digest of its samples.
 
     What cannot be looked into is recorded by its type. Samples on a device are in the list when the step is settled.
@@ -51,16 +51,16 @@ def record_batch(recorder: Recorder, batch: Any) -> list[Samples]:
             if not is_constant(tensor):
                 unread.setdefault(f"{type(tensor).__module__}.{type(tensor).__qualname__}", name)
             continue
-        record_group(recorder, "batch", "data", [(name, tensor)], owner="", is_source=True)
+        named.group("batch", "data", [(name, tensor)], owner="", is_source=True)
         if _has_samples(tensor):
-            bits = _digest_samples(recorder.deferred, tensor, found)
+            bits = _digest_samples(step.deferred, tensor, found)
             if tensor.shape[0] > 1:
-                record_bits(recorder, "samples", "data", name, bits, role="samples")
+                named.bits("samples", "data", name, bits, role="samples")
     for kind, name in unread.items():
-        slot = recorder.layouts.special(kind, (), UNREAD)
-        record_bits(recorder, "unread", "data", name, 0, role="named", slot=slot)
-        recorder.counts.opaque.add(f"{name} ({kind})")
-    recorder.deferred.end_group()
+        slot = step.layouts.special(kind, (), UNREAD)
+        named.bits("unread", "data", name, 0, role="named", slot=slot)
+        step.counts.opaque.add(f"{name} ({kind})")
+    step.deferred.end_group()
     return found
 
 

@@ -6,21 +6,34 @@ under way, that costs 0.1 microseconds. A CUDA graph that C++ code or cuda-pytho
 
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from det_callbacks.internals import dynamo
 from det_callbacks.internals.torch import CudaGraph
-from det_callbacks.trace.compiled_graphs import TracedGraph, describe_graph
+from det_callbacks.trace.compiled.graphs import TracedGraph, describe_graph
 
-if TYPE_CHECKING:
-    from det_callbacks.trace.recorder import Recorder
+
+class Watcher(Protocol):
+    """Is told of what runs in the steps of a recorder."""
+
+    def run(self, graph: TracedGraph, call: Callable[..., Any], *args: Any) -> Any:
+        """Run a compiled graph."""
+
+    def run_earlier(self, call: Callable[[], Any]) -> Any:
+        """Run a graph that inductor compiled before anybody followed."""
+
+    def before_capture(self, graph: Any) -> None:
+        """Note that a CUDA graph is about to be captured."""
+
+    def before_replay(self, graph: Any) -> None:
+        """Note that a CUDA graph is about to be replayed."""
 
 
 class ReplacedInTorch:
     """Methods that stand where torch's stood, and who needs that."""
 
     def __init__(self) -> None:
-        self.watchers: list[Recorder] = []  # of the steps under way, outermost first: told of what runs
+        self.watchers: list[Watcher] = []  # of the steps under way, outermost first: told of what runs
         self._followers: set[int] = set()
         self._methods: dict[tuple[Any, str], tuple[Any, Any]] = {}
 
@@ -36,10 +49,10 @@ class ReplacedInTorch:
         if inductor_graph is not None:
             self._replace(inductor_graph, "__call__", self._run_earlier)
 
-    def watch(self, recorder: "Recorder") -> None:
-        """Tell a recorder of what runs from now on, until ``unfollow``."""
-        self.watchers.append(recorder)
-        self.follow(recorder)
+    def watch(self, watcher: Watcher) -> None:
+        """Tell a watcher of what runs from now on, until ``unfollow``."""
+        self.watchers.append(watcher)
+        self.follow(watcher)
 
     def unfollow(self, follower: object) -> None:
         """Put everything back when nobody else follows, but for what somebody else has replaced since."""
@@ -81,18 +94,18 @@ class ReplacedInTorch:
         def run(*args: Any) -> Any:
             call = compiled
             for watcher in self.watchers:
-                call = partial(watcher.compiled.run, graph, call)
+                call = partial(watcher.run, graph, call)
             return call(*args)
 
         return run
 
     def _run_earlier(self, call_graph: Callable[..., Any], graph: Any, inputs: Any) -> Any:
         run = partial(call_graph, graph, inputs)
-        return self.watchers[-1].compiled.run_earlier(run) if self.watchers else run()
+        return self.watchers[-1].run_earlier(run) if self.watchers else run()
 
     def _tell(self, before: str, method: Callable[..., Any], graph: Any, *args: Any, **kwargs: Any) -> Any:
         for watcher in self.watchers:
-            getattr(watcher.undigested, before)(graph)
+            getattr(watcher, before)(graph)
         return method(graph, *args, **kwargs)
 
 

@@ -6,7 +6,7 @@ difference makes ``is_origin`` null. Where digests are known only at the step's 
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -16,25 +16,23 @@ from det_callbacks.host_digest import digest_memory
 from det_callbacks.internals.torch import storage_address, storage_at
 from det_callbacks.runs.program import Program
 from det_callbacks.runs.steps import Expectation
-from det_callbacks.trace.components import has_parts
-from det_callbacks.trace.overloads import OpPlan, tensors_in, tensors_read
-from det_callbacks.trace.storages import Region, region_of
-
-if TYPE_CHECKING:
-    from det_callbacks.trace.recorder import Recorder
+from det_callbacks.trace.op.components import has_parts
+from det_callbacks.trace.op.storages import Region, region_of
+from det_callbacks.trace.step import Step
+from det_callbacks.trace.tables.overloads import OpPlan, tensors_in, tensors_read
 
 
 class UnseenWriteCheck:
     """Looks at the inputs of ops whose output is not what the reference had."""
 
-    def __init__(self, recorder: "Recorder") -> None:
-        self._recorder = recorder
+    def __init__(self, step: Step) -> None:
+        self._step = step
         self._update = 0
         self._changed_at: dict[int, int] = {}  # address of a storage -> number of sites when it was found changed
 
     def begin_update(self) -> None:
         """Note that an optimizer begins its own update: no code of the user's runs until it ends."""
-        self._update = self._recorder.num_sites
+        self._update = self._step.num_sites
 
     def begin(self) -> None:
         """Start a step."""
@@ -74,11 +72,12 @@ class UnseenWriteCheck:
 
         Those whose digests are known later are noted whether they differ or not; see also ``look_back``.
         """
-        digests, deferred = self._recorder.digests, self._recorder.deferred.bits
+        digests, deferred = self._step.digests, self._step.deferred.bits
         positions = range(first, len(digests))
         waiting = [at for at in positions if at in deferred]
         if expected.checks_left and any(expected.differs(at, digests[at]) for at in positions if at not in deferred):
             expected.checks_left -= 1
+            expected.looked_at.update(positions)
             if was_changed or any(map(self._is_changed, _ordinary(tensors_read(plan, args, kwargs)))):
                 expected.unseen_writes.update(positions)
         elif waiting:
@@ -91,17 +90,18 @@ class UnseenWriteCheck:
 
         What they read is looked at where it is alive still, and no recorded site has written it since.
         """
-        sites, digests = program.sites, self._recorder.digests
+        sites, digests = program.sites, self._step.digests
         differing = [at for at in sorted(deferred) if sites[at].role == "output" and expected.differs(at, digests[at])]
         differing = differing[: expected.checks_left]
         expected.checks_left -= len(differing)
-        recorder, wanted = self._recorder, {writer for at in differing for writer in sites[at].inputs}
+        expected.looked_at.update(differing)
+        step, wanted = self._step, {writer for at in differing for writer in sites[at].inputs}
         queues = DeferredDigests()
         found: list[tuple[int, Bits]] = []
-        for address, writer in recorder.ledger.writers.items() if wanted else ():
+        for address, writer in step.ledger.writers.items() if wanted else ():
             if not isinstance(writer, int) or writer not in wanted:
                 continue
-            left = recorder.layouts.order[recorder.layout_indices[writer]]
+            left = step.layout_of(writer)
             # the ledger holds a weak reference to it; torch 2.13: None where it is gone
             storage = storage_at(address)
             if storage is not None and left.is_raw and storage.nbytes() == left.num_bytes:
@@ -114,8 +114,8 @@ class UnseenWriteCheck:
 
     def _is_changed(self, tensor: Tensor, trusted: int | None = None) -> bool:
         """Return whether bytes that one site before ``trusted`` wrote have changed; with holes it cannot be told."""
-        recorder, storage = self._recorder, tensor.untyped_storage()
-        writer = recorder.ledger.writers.get(storage_address(storage))
+        step, storage = self._step, tensor.untyped_storage()
+        writer = step.ledger.writers.get(storage_address(storage))
         if trusted is not None and isinstance(writer, int) and writer >= trusted:
             return False
         if (found := self._changed_at.get(storage_address(storage))) is not None:
@@ -125,10 +125,10 @@ class UnseenWriteCheck:
         end = storage.nbytes()
         left_alone = [(Region(0, end), writer)] if isinstance(writer, int) else writer.untouched(region_of(tensor))
         for region, at in left_alone:
-            left, digest = recorder.layouts.order[recorder.layout_indices[at]], recorder.digests[at]
+            left, digest = step.layout_of(at), step.digests[at]
             is_known = left.is_raw and left.num_bytes == region.high - region.low and region.high <= end
-            is_whole = recorder.layouts.of(tensor).is_raw and tensor.nbytes == left.num_bytes
-            if not is_known or at in recorder.deferred.bits or not (tensor.is_cpu or is_whole):
+            is_whole = step.layouts.of(tensor).is_raw and tensor.nbytes == left.num_bytes
+            if not is_known or at in step.deferred.bits or not (tensor.is_cpu or is_whole):
                 continue
             now = digest_memory(address + region.low, left.num_bytes) if tensor.is_cpu else digest_output(tensor)
             # a named tensor is digested in row-major order, whatever its strides

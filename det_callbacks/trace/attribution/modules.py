@@ -7,7 +7,8 @@ repeats in the backward pass is told by the stack (looked at in torch 2.13).
 import re
 import warnings
 from collections.abc import Callable
-from typing import Any
+from threading import local
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -20,9 +21,9 @@ from det_callbacks.internals.torch import (
     global_pre_hooks,
     graph_task_id,
 )
+from det_callbacks.trace.attribution.engine import frames_above_engine
 from det_callbacks.trace.dispatch import runs_uncompiled
-from det_callbacks.trace.engine import frames_above_engine
-from det_callbacks.trace.program_trie import NOWHERE, OpScope
+from det_callbacks.trace.op.program_trie import NOWHERE, OpScope
 
 UNKNOWN_MODULE = "?"
 
@@ -31,27 +32,83 @@ _ABOUT_HOOKS = re.compile(r"Using `torch\.compile\(module\)` when there are glob
 _NO_WARNING = ("ignore", _ABOUT_HOOKS, UserWarning, None, 0)
 
 
-class ModuleStack:
-    """The modules that are running, by names relative to ``root``, or to the class of the outermost."""
+class _Here(local):
+    """Whether this thread is the step's own: read without a call, since every module call asks."""
 
-    def __init__(self, root: nn.Module | None) -> None:
-        self.on_enter: Callable[[], None] | None = None  # called before a module is entered
-        self.on_output: Callable[[str, Any], None] | None = None  # with the name, when one returns in no backward pass
-        self._root = root
-        self._scopes: dict[int, OpScope] = {}
-        self._modules: list[nn.Module] = []
-        self._key: int | None = None
-        self._hooks = (self._enter, self._leave)
-        self._has_refreshed = False
-        self._filters: list[Any] = []
+    is_own = False
+
+
+class ModuleCalls:
+    """The module calls that are under way in one thread."""
+
+    def __init__(self) -> None:
         # each running module, its scope, the backward pass that it was called in (-1 for none), and whether that call
         # repeats one of the forward pass under activation checkpointing
         self.stack: list[tuple[nn.Module, OpScope, int, bool]] = []
         # the same of the innermost; while a compiled region runs, the scope is that of the module whose code it is
         self.current, self.backward_pass, self.is_recomputed = NOWHERE, -1, False
 
+    def enter(self, module: nn.Module, scope: OpScope) -> None:
+        """Note that a module is called."""
+        backward_pass = graph_task_id()
+        is_recomputed = backward_pass != -1 and (
+            (self.is_recomputed and self.backward_pass == backward_pass) or repeated_region() is not None
+        )
+        self.stack.append((module, scope, backward_pass, is_recomputed))
+        self.current, self.backward_pass, self.is_recomputed = scope, backward_pass, is_recomputed
+
+    def find(self, module: nn.Module) -> int:
+        """Return how many modules are running up to the innermost call of this one, itself included; 0 for none."""
+        running = (depth for depth in range(len(self.stack), 0, -1) if self.stack[depth - 1][0] is module)
+        return next(running, 0)
+
+    def clear(self) -> None:
+        """Leave every module."""
+        self.stack.clear()
+        self.return_to_stack()
+
+    def return_to_stack(self) -> None:
+        """Make the innermost running module the current one."""
+        innermost = self.stack[-1][1:] if self.stack else (NOWHERE, -1, False)
+        self.current, self.backward_pass, self.is_recomputed = innermost
+
+
+class OtherThreads(Protocol):
+    """Follows the modules that are called in other threads than the step's own."""
+
+    def enter(self, module: nn.Module, scope: OpScope | None, args: tuple[Any, ...]) -> None:
+        """Note that a module is called in this thread; without a scope it is not part of the model."""
+
+    def leave(self, module: nn.Module, output: Any, *, is_of_model: bool) -> None:
+        """Note that a module returns in this thread, None where it raises."""
+
+    def is_followed(self) -> bool:
+        """Return whether a module is running in this thread."""
+
+
+class ModuleStack(ModuleCalls):
+    """The modules that run in the step's own thread, by names relative to ``root``, or to the class of the outermost.
+
+    Threads of the autograd engine, which run parts of a backward pass for it, count as that thread.
+    """
+
+    def __init__(self, root: nn.Module | None) -> None:
+        super().__init__()
+        self.on_enter: Callable[[], None] | None = None  # called before a module is entered
+        self.on_output: Callable[[str, Any], None] | None = None  # with the name, when one returns in no backward pass
+        self.others: OtherThreads | None = None  # None leaves out what runs in them
+        self._root = root
+        self._here = _Here()
+        self._scopes: dict[int, OpScope] = {}
+        self._modules: list[nn.Module] = []
+        self._key: int | None = None
+        self._hooks = (self._enter, self._leave)
+        self._has_refreshed = False
+        self._filters: list[Any] = []
+
     def open(self) -> None:
-        """Register the hooks."""
+        """Register the hooks; this thread is the step's own."""
+        self._here.is_own = True
         self._has_refreshed = False
         if self._root is not None and not self._scopes:
             self._refresh(self._root, "")
@@ -75,8 +132,8 @@ class ModuleStack:
             if _NO_WARNING in self._filters:
                 self._filters.remove(_NO_WARNING)
         self._key = None
-        self.stack.clear()
-        self.return_to_stack()
+        self._here = _Here()
+        self.clear()
 
     def forget(self) -> None:
         """Forget the modules named by their class, which would be kept alive; call between steps."""
@@ -86,13 +143,8 @@ class ModuleStack:
 
     @property
     def names(self) -> list[str]:
-        """Qualified names of the modules known so far."""
+        """Qualified names of the modules known so far, in the order in which the model lists them."""
         return [scope.module for scope in self._scopes.values()]
-
-    def return_to_stack(self) -> None:
-        """Make the innermost running module the current one."""
-        innermost = self.stack[-1][1:] if self.stack else (NOWHERE, -1, False)
-        self.current, self.backward_pass, self.is_recomputed = innermost
 
     def _refresh(self, root: nn.Module, prefix: str) -> None:
         for name, module in root.named_modules(prefix=prefix):
@@ -100,41 +152,48 @@ class ModuleStack:
                 self._scopes[id(module)] = OpScope(module=name)
                 self._modules.append(module)  # keeps the id from being reused
 
-    def _scope_of(self, module: nn.Module) -> OpScope:
+    def _scope_of(self, module: nn.Module) -> OpScope | None:
+        """Return the scope of a module, None where it is not part of the model: a wrapper, a metric."""
         if (key := id(module)) not in self._scopes:
             if self._root is None and not self.stack:
                 self._refresh(module, type(module).__name__)
             elif self._root is not None and not self._has_refreshed:
                 self._has_refreshed = True
                 self._refresh(self._root, "")
-        # not part of the model (a wrapper, a metric): its ops count as its caller's
-        return self._scopes.get(key, self.current)
+        return self._scopes.get(key)
+
+    def _is_for_itself(self) -> bool:
+        """Return whether a thread that is not the step's own runs here for itself, and not for the autograd engine."""
+        return graph_task_id() == -1 or (self.others is not None and self.others.is_followed())
 
     @runs_uncompiled  # compiled by itself it would do nothing, for good: what is compiled is told by is_compiling
-    def _enter(self, module: nn.Module, _args: Any) -> None:
+    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling():
+            return
+        if not self._here.is_own and self._is_for_itself():
+            if self.others is not None:
+                self.others.enter(module, self._scope_of(module), args)
             return
         if self.on_enter is not None:
             self.on_enter()
-        backward_pass = graph_task_id()
-        is_recomputed = backward_pass != -1 and (
-            (self.is_recomputed and self.backward_pass == backward_pass) or repeated_region() is not None
-        )
-        self.stack.append((module, self._scope_of(module), backward_pass, is_recomputed))
-        self.return_to_stack()
+        self.enter(module, self._scope_of(module) or self.current)  # the ops of a stranger count as its caller's
 
     @runs_uncompiled  # likewise
     def _leave(self, module: nn.Module, _args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        # an exception (checkpointing's early stop is one) may have skipped the hooks of modules further in
+        if not self._here.is_own and self._is_for_itself():
+            if self.others is not None:
+                self.others.leave(module, output, is_of_model=id(module) in self._scopes)
+            return
         depth = len(self.stack)
-        while depth and self.stack[depth - 1][0] is not module:
-            depth -= 1
+        if not (depth and self.stack[-1][0] is module):
+            depth = self.find(module)
         if depth:
             _, scope, backward_pass, _ = self.stack[depth - 1]
             if self.on_output is not None and output is not None and backward_pass == -1 and id(module) in self._scopes:
                 self.on_output(scope.module, output)
+            # an exception (checkpointing's early stop is one) may have skipped the hooks of modules further in
             del self.stack[depth - 1 :]
             self.return_to_stack()
 

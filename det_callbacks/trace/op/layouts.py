@@ -12,7 +12,7 @@ from torch import Tensor
 from det_callbacks.digest.components import is_dense
 from det_callbacks.internals.torch import without_dispatch
 from det_callbacks.runs.program import READS, Layout, TensorLayout, entry_digest, layout_id
-from det_callbacks.trace.components import PLAIN, STRIDED, has_parts
+from det_callbacks.trace.op.components import PLAIN, STRIDED, has_parts
 
 MAX_ENTRIES = 100_000
 

@@ -8,6 +8,7 @@ never a wrong one.
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from threading import get_ident
 from types import CodeType
@@ -27,11 +28,11 @@ from det_callbacks.internals.torch import (
     sequence_number,
     top_hooks,
 )
-from det_callbacks.trace.engine import Entry, engine_entry, frames_above_engine
-from det_callbacks.trace.modules import UNKNOWN_MODULE, ModuleStack, repeated_region
-from det_callbacks.trace.overloads import OpPlan
-from det_callbacks.trace.program_trie import CallNode, OpScope
-from det_callbacks.trace.sites import source_of
+from det_callbacks.trace.attribution.engine import Entry, engine_entry, frames_above_engine
+from det_callbacks.trace.attribution.modules import UNKNOWN_MODULE, ModuleCalls, ModuleStack, repeated_region
+from det_callbacks.trace.op.program_trie import CallNode, OpScope
+from det_callbacks.trace.op.sites import source_of
+from det_callbacks.trace.tables.overloads import OpPlan
 
 _is_grad_enabled = torch.is_grad_enabled
 
@@ -60,22 +61,61 @@ proper; then the other calls that carry the number follow.
 """
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class ThreadNodes:
+    """The autograd nodes that another thread made while it ran one module.
+
+    Each thread numbers its own, and an idle one may be reused, or its identity be given to a new one: so a node of it
+    is told by the object, and a number that is told so means no other node.
+    """
+
+    nodes: _Nodes
+    first: int  # the numbers from here on are of these calls
+    numbers: set[int] = field(default_factory=set)  # of the nodes whose objects are known
+
+
 class BackwardMap:
     """Sequence number -> the forward call that made the autograd node, for one step."""
 
     def __init__(self, parameter_names: Mapping[int, str], modules: ModuleStack) -> None:
         self._parameter_names = parameter_names  # by the ``id`` of the parameter; the owner keeps it current
-        self._modules = modules
-        modules.on_enter = self._note_region
+        self.calls: ModuleCalls = modules  # of the thread that is recorded now
+        modules.on_enter = self.note_region
         self._callers: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # of checkpoints: regions -> modules
         self._threads: defaultdict[int, _Nodes] = defaultdict(dict)
+        self._others: list[ThreadNodes] = []
+        self._other_of: dict[Any, ThreadNodes] = {}  # by the node
         # by the ids of the codes: many calls share one stack, and hashing code objects runs over their constants
         self._stacks: dict[tuple[int, ...], tuple[CodeType, ...]] = {}
 
     def clear(self) -> None:
         """Forget the nodes of the last step; those made up to now belong to no op that was seen."""
         self._threads.clear()
+        self._others.clear()
+        self._other_of.clear()
         self.note_unseen()
+
+    def begin_thread(self) -> ThreadNodes:
+        """Note that this thread, which is not the step's own, begins to run a module."""
+        nodes = self._threads[get_ident()] = {}
+        self.note_unseen()
+        return ThreadNodes(nodes=nodes, first=next_sequence_number())
+
+    def end_thread(self, made: ThreadNodes, outputs: Iterable[Any], inputs: Iterable[Any]) -> None:
+        """Note that the module has returned; its nodes lie from those of ``outputs`` up to those of ``inputs``."""
+        self._threads.pop(get_ident(), None)
+        self._others.append(made)
+        end = next_sequence_number()
+        seen, waiting = set(inputs), list(outputs)
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen or node.name() == _ACCUMULATE:
+                continue
+            seen.add(node)
+            if made.first <= (number := sequence_number(node)) < end and node not in self._other_of:
+                made.numbers.add(number)
+                self._other_of[node] = made
+                waiting.extend(parent for parent, _ in node.next_functions)
 
     @property
     def num_nodes(self) -> int:
@@ -90,7 +130,7 @@ class BackwardMap:
         first = calls[0]
         hooks = top_hooks(True)
         if hooks is not None:
-            self._note_region()
+            self.note_region()
         if first is not call and (hooks is not None or first.op_base == "aten.clone"):
             calls.append(call)
             if call.is_in_place and first.op_base == "aten.clone":
@@ -111,9 +151,9 @@ class BackwardMap:
         An op of a hook belongs with the node that the hook runs at, and has a source of its own. What a checkpoint
         repeats outside any module call belongs to the module that called the checkpoint.
         """
-        modules = self._modules
-        if modules.backward_pass == graph_task_id():
-            return scope_in(modules.current.module, recomputed=modules.is_recomputed)
+        calls = self.calls
+        if calls.backward_pass == graph_task_id():
+            return scope_in(calls.current.module, recomputed=calls.is_recomputed)
         entry = engine_entry(_FRAMES_BELOW)
         node = current_node()
         if node is None:
@@ -138,17 +178,17 @@ class BackwardMap:
             self._stacks.clear()
         call.codes = self._stacks.setdefault(tuple(map(id, codes)), codes)
         task = graph_task_id()
-        modules = [scope.module for _, scope, called_in, _ in reversed(self._modules.stack) if called_in == task]
+        modules = [scope.module for _, scope, called_in, _ in reversed(self.calls.stack) if called_in == task]
         modules.append("" if task == -1 else self._caller_of(repeated_region()))
         call.running_modules = tuple(modules)
 
-    def _note_region(self) -> None:
+    def note_region(self) -> None:
         """Note which module called the checkpoint whose region runs, when the first op or module in it does."""
         hooks = top_hooks(True)
         if hooks is not None and getattr(hooks[0], "__qualname__", None) == CHECKPOINT_PACK_HOOK:
             region = hooks[0].__closure__[0].cell_contents
             if region not in self._callers:
-                self._callers[region] = (self._modules.current if graph_task_id() == -1 else self.scope()).module
+                self._callers[region] = (self.calls.current if graph_task_id() == -1 else self.scope()).module
 
     def _caller_of(self, region: Any) -> str:
         if type(region).__name__ == _REENTRANT:
@@ -158,12 +198,15 @@ class BackwardMap:
     def _of_node(self, node: Any, name: str) -> OpScope:
         """Return the scope of a node by the forward op that made it; all threads that know one must agree."""
         number = sequence_number(node)
-        if len(self._threads) == 1:
+        if len(self._threads) == 1 and not self._others:
             (nodes,) = self._threads.values()
             if (calls := nodes.get(number)) is not None and (known := calls[0].scopes.get(name)) is not None:
                 return known
         code = forward_code(node)
-        every = (_find_in(nodes, number, name, code) for nodes in self._threads.values())
+        if (made := self._other_of.get(node)) is not None:
+            return _find_in(made.nodes, number, name, code)
+        others = (one.nodes for one in self._others if number not in one.numbers)
+        every = (_find_in(nodes, number, name, code) for nodes in (*self._threads.values(), *others))
         found = [scope for scope in every if scope is not UNKNOWN]
         return found[0] if len({scope.module for scope in found}) == 1 else UNKNOWN
 

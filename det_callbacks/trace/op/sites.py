@@ -3,19 +3,19 @@
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from det_callbacks.runs.program import Role, Site, parameter_in, plain_value
-from det_callbacks.trace.components import has_parts
-from det_callbacks.trace.engine import Entry, engine_entry, frames_above_engine
-from det_callbacks.trace.overloads import OpPlan
-from det_callbacks.trace.program_trie import CallNode, OpScope, is_number
-from det_callbacks.trace.source import MAX_LINES, capture_source, is_of_torch
+from det_callbacks.trace.attribution.engine import Entry, engine_entry, frames_above_engine
+from det_callbacks.trace.attribution.source import MAX_LINES, capture_source, is_of_torch
+from det_callbacks.trace.op.components import has_parts
+from det_callbacks.trace.op.program_trie import CallNode, OpScope, ProgramTrie, is_number
+from det_callbacks.trace.tables.overloads import OpPlan
 
 if TYPE_CHECKING:
-    from det_callbacks.trace.recorder import Recorder
+    from det_callbacks.trace.attribution.places import Places
 
 
 class SpecialInput(NamedTuple):
@@ -29,8 +29,22 @@ class SpecialInput(NamedTuple):
 InputName = str | SpecialInput | None
 
 
+class ReadSites(Protocol):
+    """What the call under way reads, for its new node."""
+
+    def by_output(
+        self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], num_outputs: int
+    ) -> list[list[int]] | None:
+        """Return what each output of an op on lists of tensors reads, None for other ops."""
+
+    def sites(self, node: CallNode) -> Iterator[Site]:
+        """Yield the input sites of the call."""
+
+
 def build_op(
-    recorder: "Recorder",
+    trie: ProgramTrie,
+    places: "Places",
+    read: ReadSites,
     plan: OpPlan,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -39,21 +53,21 @@ def build_op(
 ) -> None:
     """Fill in a new node of the call of an op."""
     scope = node.scope
-    recorder.backward.note_stack(node)
+    places.backward.note_stack(node)
     node.op_base, node.is_in_place, node.source = plan.base, bool(plan.writes), source_of_call(node)
     # which memory becomes a gradient, autograd and DDP choose by what was before the step: a name is known after it
-    name_of = recorder.names.of if node.phase == "backward" else recorder.names.of_written
+    name_of = places.names.of if node.phase == "backward" else places.names.of_written
     default = None if scope.name is None else f"grad of {scope.name}"
     may_be_named = [not plan.is_functional and isinstance(one, Tensor) and not has_parts(one) for one in outputs]
     output_names = [(may and name_of(one)) or default for may, one in zip(may_be_named, outputs, strict=True)]
-    by_output = recorder.reads.by_output(plan, args, kwargs, len(outputs))
+    by_output = read.by_output(plan, args, kwargs, len(outputs))
     names = list(_names_of_arguments(plan, args, kwargs))
     assert len(names) == len(node.consts), plan.name
     node.numbers = tuple(index for index, value in enumerate(node.consts) if is_number(value))
     node.any_number = frozenset(
         index for index, name in enumerate(names) if name.partition("[")[0] in plan.number_arguments
     )
-    recorder.trie.set_numbers(node, node.consts)
+    trie.set_numbers(node, node.consts)
     varying = tuple(names[index] for index in node.numbers)
     constants = {
         name: value
@@ -84,7 +98,7 @@ def build_op(
         )
         for index, (output, name) in enumerate(zip(outputs, output_names, strict=True))
     ]
-    node.rows = (*recorder.reads.sites(node), *([numbers] if varying else ()), *written)
+    node.rows = (*read.sites(node), *([numbers] if varying else ()), *written)
 
 
 def owner_of(name: str, parameters: Iterable[str]) -> str:

@@ -18,7 +18,7 @@ MAX_FRAMES = 200
 MAX_COLUMNS = 200
 
 # Unresolved, as frames have it: an environment may be reached through a symbolic link.
-_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+_PACKAGE = f"{Path(__file__).parents[2]}{os.sep}"
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+")  # what follows a graph break (torch 2.13)
 _PATHS: dict[str, str] = {}  # of files as they are shown; "" where two are shown alike

@@ -14,7 +14,7 @@ from types import CodeType
 from typing import Any
 
 from det_callbacks.runs.program import ArgumentTag, Program, Site, argument_bits
-from det_callbacks.trace.source import read_text
+from det_callbacks.trace.attribution.source import read_text
 
 MAX_NODES = 200_000
 _MAX_SIBLINGS = 64
@@ -148,19 +148,19 @@ class ProgramTrie:
                 self.values[node.bits] = text
                 self._num_characters += len(text)
 
-    def rows(self) -> list[Site]:
-        """Return the sites of the step up to here."""
+    def calls(self) -> list[CallNode]:
+        """Return the calls of the step up to here."""
         path: list[CallNode] = []
         node: CallNode | None = self.at
         while node is not None:
             path.append(node)
             node = node.parent
-        return [row for node in reversed(path) for row in node.rows]
+        return path[::-1]
 
     def program(self, counts: StepCounts) -> Program:
         """Return the program of the step that ends here, built at most once."""
         if self.at.program is None:
-            sites = with_occurrences(self.rows())
+            sites = with_occurrences([row for call in self.calls() for row in call.rows])
             skipped = {"view": counts.num_views, **counts.skipped}
             self.at.program = Program(
                 sites=sites,

@@ -1,0 +1,62 @@
+"""Where what runs belongs: its phase, its module, and the names of tensors; and whether that is recorded."""
+
+from threading import get_ident
+from typing import Protocol
+
+from torch import nn
+
+from det_callbacks.internals.torch import graph_task_id
+from det_callbacks.runs.selection import PHASES, Selection
+from det_callbacks.trace.attribution.backward import BackwardMap
+from det_callbacks.trace.attribution.modules import ModuleCalls, ModuleStack
+from det_callbacks.trace.attribution.names import NameTable
+from det_callbacks.trace.op.program_trie import OpScope
+
+
+class Place(Protocol):
+    """Where something runs."""
+
+    phase: str
+    scope: OpScope
+
+
+class Places:
+    """Phase and module of what runs, in one step after the other."""
+
+    def __init__(self, selection: Selection, root: nn.Module | None) -> None:
+        self.selection = selection
+        self.phase = "other"  # of what runs outside a backward pass
+        self.names = NameTable()
+        self.parameter_names: dict[int, str] = {}  # by the ``id`` of the parameter
+        self.modules = ModuleStack(root)
+        self.calls: ModuleCalls = self.modules  # of the thread that is recorded now, while the lock is held
+        self.backward = BackwardMap(self.parameter_names, self.modules)
+        self.inside: dict[int, Place | None] = {}  # thread -> the compiled region that runs in it; None without rows
+        self.selects_all = selection.modules == ("*",) and len(selection.phases) == len(PHASES)
+        self._selected: dict[tuple[str, str], bool] = {}
+
+    def follow(self, calls: ModuleCalls) -> None:
+        """Take the modules that run from these calls, which are those of the thread that is recorded."""
+        self.calls = self.backward.calls = calls
+
+    def now(self) -> tuple[str, OpScope]:
+        """Return phase and scope of what runs."""
+        if self.inside and (region := self.inside.get(get_ident())) is not None:
+            return region.phase, region.scope
+        if graph_task_id() == -1:
+            return self.phase, self.calls.current
+        return "backward", self.backward.scope()
+
+    def is_in_region(self) -> bool:
+        """Return whether a compiled region runs in this thread."""
+        return get_ident() in self.inside
+
+    def selects(self, phase: str, scope: OpScope) -> bool:
+        """Return whether ops at this place are digested."""
+        if self.selects_all:
+            return True
+        selected = self._selected.get(key := (phase, scope.module))
+        if selected is None:
+            selected = self.selection.selects_phase(phase) and self.selection.selects_module(scope.module)
+            self._selected[key] = selected
+        return selected

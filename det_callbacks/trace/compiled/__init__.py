@@ -1,0 +1,1 @@
+"""Regions that ``torch.compile`` compiled, and CUDA graphs."""

@@ -1,0 +1,1 @@
+"""State, batches, generators and optimizers: what is recorded by its name."""

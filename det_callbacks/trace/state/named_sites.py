@@ -1,0 +1,260 @@
+"""Sites of tensors that have names, and that no op makes: state, batch, loss, gradients, outputs of modules."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from threading import RLock
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from det_callbacks.digest.components import tensor_bits
+from det_callbacks.digest.device.deferred import Bits
+from det_callbacks.host_digest import digest_spans
+from det_callbacks.internals.torch import CHILDREN, storage_address
+from det_callbacks.runs.program import AFTER_STEP, IN_FLIGHT, Role, Site, scalar_bits
+from det_callbacks.trace.attribution.backward import scope_in
+from det_callbacks.trace.attribution.names import Place, has_place, place_of
+from det_callbacks.trace.attribution.places import Places
+from det_callbacks.trace.collectives import Collectives
+from det_callbacks.trace.compiled.captures import GraphCaptures
+from det_callbacks.trace.op.components import PLAIN, STRIDED, address_of, has_parts, holds_data, unwrapped
+from det_callbacks.trace.op.layouts import LayoutSlot
+from det_callbacks.trace.op.program_trie import CallNode
+from det_callbacks.trace.op.sites import owner_of
+from det_callbacks.trace.op.storages import PartialWrites
+from det_callbacks.trace.state.generators import GeneratorTrail, process_generators
+from det_callbacks.trace.state.leaves import flatten
+from det_callbacks.trace.step import Step
+
+Entry = tuple[str, Tensor | int | float | bool]
+
+
+class NamedSites:
+    """Makes these sites in one step after the other."""
+
+    def __init__(
+        self, step: Step, places: Places, generators: GeneratorTrail, collectives: Collectives, captures: GraphCaptures
+    ) -> None:
+        self._step, self._places, self._generators = step, places, generators
+        self._collectives, self._captures = collectives, captures
+
+    def generators(self, *, is_end: bool = False) -> None:
+        """Record the states of the generators of the process as the step begins or ends (phase rng)."""
+        step, trail = self._step, self._generators
+        first = step.num_sites
+        names: list[str] = []
+        reads: list[list[int]] = []
+        for number, (name, generator) in enumerate(process_generators(trail.homes)):
+            names.append(name + AFTER_STEP if is_end else name)
+            reads.append([*trail.read(name, first + number)])
+            step.digests.append(trail.reader.read(name, generator))
+        step.layout_indices.extend([step.layouts.none.index] * len(names))
+        self._step_to("generators", "rng", "", reads, names, "generator")
+
+    def group(
+        self,
+        label: str,
+        phase: str,
+        entries: Sequence[Entry],
+        *,
+        owner: str | None = None,
+        is_source: bool = False,
+    ) -> dict[Place, str]:
+        """Record named tensors and numbers as sites, in row-major order; return where ordinary strided tensors lie.
+
+        ``label`` tells groups at the same place apart. Their module is ``owner``, or follows from each name ("net.head"
+        for "net.head.weight"). Where it ``is_source``, ops that read these tensors later in the step read these sites.
+        Left out are tensors without data (meta, fake, uninitialised), and what a CUDA graph that is being captured will
+        hold.
+        """
+        if self._captures.is_captured():
+            return {}
+        names: list[str] = []
+        reads: list[list[int]] = []
+        indices: list[int] = []
+        spans: list[tuple[int, int]] = []  # of memory of the host, which is digested at once
+        others: list[tuple[int, Any]] = []
+        sources: list[Any] = []
+        found: dict[Place, str] = {}
+        value: Any  # told apart by class, which is sooner done than by isinstance
+        step = self._step
+        layouts, writers = step.layouts, step.ledger.writers
+        for name, value in entries:
+            edges: list[int] = []
+            is_plain = value.__class__ in PLAIN and value.layout is STRIDED and value.is_cpu and not value.is_nested
+            storage = value.untyped_storage() if is_plain else None
+            known: Any = writers.get(storage_address(storage)) if storage is not None else None
+            if storage is not None and known.__class__ is not PartialWrites:
+                edges = [] if known is None else [known]
+                slot = layouts.slots.get((value.dtype, value.shape, value.stride())) or layouts.of(value)
+                address = address_of(value)
+                if slot.num_bytes:
+                    found.setdefault((storage_address(storage), address), name)
+                if slot.is_row_major and address and not value.is_neg() and storage.nbytes() >= slot.num_bytes:
+                    spans.append((address, slot.num_bytes))
+                else:
+                    others.append((len(names), value))
+            elif not isinstance(value, Tensor):
+                slot = layouts.special(scalar_bits(value)[1])
+                others.append((len(names), value))
+            elif not holds_data(value):
+                continue
+            elif self._collectives.arrive(value):
+                edges, slot = step.writers_of(value), layouts.of(value)
+                others.append((len(names), value))
+                if has_place(value):
+                    found.setdefault(place_of(value), name)
+            else:
+                edges, slot = step.writers_of(value), layouts.without_bits(value, IN_FLIGHT)
+                others.append((len(names), 0))
+            names.append(name)
+            reads.append(edges)
+            indices.append(slot.index)
+            if is_source:
+                sources.append(value)
+        if not names:
+            return found
+        self._step_to(label, phase, owner, reads, names)
+        first = step.num_sites
+        digests = digest_spans(spans)
+        for index, value in others:
+            bits = tensor_bits(value, step.deferred) if isinstance(value, Tensor) else scalar_bits(value)[0]
+            digests.insert(index, step.deferred.defer(first + index, bits))
+        step.digests.extend(digests)
+        step.layout_indices.extend(indices)
+        for position, value in enumerate(sources, start=first):
+            if isinstance(value, Tensor) and not has_parts(value) and value.numel():
+                step.ledger.write(value, position)
+        step.deferred.end_group()
+        return found
+
+    def bits(
+        self, label: str, phase: str, name: str, bits: Bits, *, role: Role, slot: LayoutSlot | None = None
+    ) -> None:
+        """Record 64 bits that are no tensor's."""
+        self._step_to(label, phase, "", [[]], [name], role)
+        self._step.append_bits(self._step.deferred.defer(self._step.num_sites, bits), slot or self._step.layouts.none)
+
+    def output(self, phase: str, module: str, name: str, tensor: Tensor) -> None:
+        """Record an output of a module, or the gradient of one, in memory order like the outputs of ops."""
+        step = self._step
+        if not holds_data(tensor) or self._captures.is_captured():
+            return
+        if not self._collectives.arrive(tensor):
+            step.counts.skipped["in_flight"] += 1
+        else:
+            reads = step.writers_of(tensor)
+            self._step_to("output", phase, module, [reads], [name])
+            step.append_output(tensor, reads)
+            step.deferred.end_group()
+
+    def _step_to(
+        self,
+        label: str,
+        phase: str,
+        owner: str | None,
+        reads: list[list[int]],
+        names: Sequence[str],
+        role: Role = "named",
+    ) -> None:
+        def build(node: CallNode) -> None:
+            parameters = self._places.parameter_names.values()
+            modules = [owner_of(name, parameters) if owner is None else owner for name in names]
+            node.rows = tuple(
+                Site(phase=phase, module=module, role=role, name=name, inputs=tuple(sorted(set(edges))))
+                for module, name, edges in zip(modules, names, reads, strict=True)
+            )
+
+        self._step.trie.step_to(
+            (label, phase, scope_in(owner or "", recomputed=False), [], reads, names, len(names)), build
+        )
+
+
+class ModuleOutputs:
+    """Records what selected modules return, and the gradients of it: full backward hooks break in-place activations."""
+
+    def __init__(self, named: NamedSites, places: Places, lock: RLock) -> None:
+        self._named, self._places, self._lock = named, places, lock
+        self._step: object = None
+
+    def open(self) -> None:
+        """Listen from here on."""
+        self._step = object()
+        self._places.modules.on_output = self._record
+
+    def close(self) -> None:
+        """Stop listening; gradients of graphs that outlive the step are not recorded."""
+        self._step = None
+        self._places.modules.on_output = None
+
+    def _record(self, module: str, output: Any) -> None:
+        places = self._places
+        phase = places.phase
+        if not places.selects(phase, scope_in(module, recomputed=False)):
+            return
+        is_followed = "backward" in places.selection.phases and torch.is_grad_enabled()
+        entries = (("output", output),) if isinstance(output, Tensor) else flatten(output, "output")
+        for name, tensor in entries:
+            if not isinstance(tensor, Tensor):
+                continue
+            inner = unwrapped(tensor)
+            with self._lock:
+                self._named.output(phase, module, name, inner)
+            if is_followed and inner is tensor and tensor.requires_grad and not has_parts(tensor):
+                tensor.register_hook(partial(self._record_gradient, self._step, module, f"grad of {name}"))
+
+    def _record_gradient(self, step: object, module: str, name: str, gradient: Tensor | None) -> None:
+        # undefined: autograd runs the hooks of a node with zeros that it does not make
+        if gradient is not None and step is self._step:
+            with self._lock:
+                self._named.output("backward", module, name, gradient)
+
+
+class StateWalker:
+    """Lists the parameters and buffers of a module by qualified name, shared ones once.
+
+    ``nn.Module.named_parameters`` builds every name at every call; here only when a module got or lost a child.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._modules: list[tuple[str, nn.Module, tuple[int, ...]]] = []
+
+    def walk(self, *kinds: str) -> list[tuple[str, Tensor]]:
+        """Return (name, tensor) of what modules have in these attributes, "_parameters" and "_buffers", in turn."""
+        if not self._modules or any(children != _children_of(module) for _, module, children in self._modules):
+            self._modules = [
+                (f"{name}." if name else "", module, _children_of(module))
+                for name, module in self._root.named_modules()
+            ]
+        known = set()
+        entries: list[tuple[str, Tensor]] = []
+        for kind in kinds:
+            for prefix, module, _ in self._modules:
+                for name, value in getattr(module, kind).items():
+                    if value is not None and id(value) not in known:
+                        known.add(id(value))
+                        entries.append((prefix + name, value))
+        return entries
+
+
+def _children_of(module: nn.Module) -> tuple[int, ...]:
+    return tuple(map(id, getattr(module, CHILDREN).values()))
+
+
+def states_of_parameters(
+    optimizers: Iterable[Optimizer], parameter_names: Mapping[int, str]
+) -> list[tuple[Tensor, Entry]]:
+    """Return the optimizers' tensors and numbers: (parameter, ("exp_avg of net.head.weight", tensor))."""
+    entries: list[tuple[Tensor, Entry]] = []
+    for index, optimizer in enumerate(optimizers):
+        for group_index, group in enumerate(optimizer.param_groups):
+            for number, parameter in enumerate(group["params"]):
+                owner = parameter_names.get(id(parameter)) or f"optimizer {index} group {group_index} [{number}]"
+                for key, value in (optimizer.state.get(parameter) or {}).items():
+                    is_one = isinstance(value, Tensor | bool | int | float)
+                    for path, item in ((key, value),) if is_one else flatten(value, str(key)):
+                        entries.append((parameter, (f"{path} of {owner}", item)))
+    return entries

@@ -1,0 +1,1 @@
+"""What is known of ops before they run."""

@@ -1,0 +1,330 @@
+"""The order of the sites of a step that ran modules in several threads, which is not that of the clock.
+
+The sites of the step's own thread keep their order. Those of a strand keep theirs, and come before the first site that
+reads one of them; a strand that nobody reads comes before what its model lists after its module. In a backward pass
+the autograd engine goes by numbers that each thread counts for itself: there, what the forward pass called last comes
+first, and what is ready at once and of one module goes by what it is. A tensor that nobody in the step wrote has its
+site before its first reader.
+"""
+
+import heapq
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, count
+
+import torch
+
+from det_callbacks.host_digest import digest_bytes
+from det_callbacks.runs.program import Site, to_json
+from det_callbacks.trace.op.program_trie import CallNode
+from det_callbacks.trace.threads.strands import Strand
+
+_READ_FIRST = frozenset({"input", "delivered", "graph_output"})  # roles of what has its site at its first read
+
+_SUMS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
+
+_Key = tuple[int, int, int]
+"""Orders what could come in any order: what it is, what it is with all bits that it follows from, when it came."""
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """Sites that stay together: one that was made at a first read, or all others of a call."""
+
+    call: CallNode
+    positions: list[int]
+    strand: Strand | None
+    reads: list[int]  # positions of sites, in the order of the arguments
+    key: _Key
+    previous: "Group | None" = None  # of its strand
+    is_read_first: bool = False
+    is_placed: bool = False
+
+    @property
+    def is_of_backward(self) -> bool:
+        """Whether the step's own thread ran it in a backward pass."""
+        return self.strand is None and not self.is_read_first and self.call.phase == "backward"
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether it is a sum of gradients, which the autograd engine makes in the order in which they come.
+
+        It does so where it ran last, so the call has the module and lines of whichever thread's op that was.
+        """
+        call = self.call
+        is_anywhere = call.scope.name is None and not call.scope.recomputed
+        return self.is_of_backward and call.func in _SUMS and is_anywhere and len(call.reads) == 2 and not call.consts
+
+
+@dataclass(slots=True, eq=False)
+class _Line:
+    """A strand: its groups, and how many of them have their place."""
+
+    strand: Strand
+    groups: list[Group] = field(default_factory=list)
+    num_placed: int = 0
+
+
+def canonical_order(
+    calls: Sequence[CallNode], strands: Sequence[Strand], modules: Sequence[str], digests: Sequence[int]
+) -> tuple[list[int], list[Site]]:
+    """Return the positions of a step's sites, as they came, in their order, and the sites in it.
+
+    ``modules`` are the names of the model's modules as it lists them.
+    """
+    ordering = _Ordering(calls, strands, modules, digests)
+    ordering.place_all()
+    return ordering.order, ordering.sites()
+
+
+class _Ordering:
+    def __init__(
+        self, calls: Sequence[CallNode], strands: Sequence[Strand], modules: Sequence[str], digests: Sequence[int]
+    ) -> None:
+        self._rows = [row for call in calls for row in call.rows]
+        self._listed = {name: index for index, name in enumerate(modules)}
+        self._lines = {id(strand): _Line(strand) for strand in strands}
+        self._begun: list[_Line] = []
+        self._own: list[Group] = []
+        self._group_of: list[Group] = []
+        self._readers: dict[int, CallNode] = {}  # of a site that was made at a first read: who has it now
+        self._last_of_module: dict[str, int] = {}  # where the forward pass was in a module last
+        self.order: list[int] = []
+        self._place_of: dict[int, int] = {}
+        self._split(calls, self._strand_by_position(strands), self._keys(digests))
+
+    def _strand_by_position(self, strands: Iterable[Strand]) -> list[Strand | None]:
+        found: list[Strand | None] = [None] * len(self._rows)
+        for strand in strands:
+            for first, end in strand.spans:
+                found[first:end] = [strand] * (end - first)
+        return found
+
+    def _keys(self, digests: Sequence[int]) -> list[_Key]:
+        """Return a key for each site; what is read from outside is what it is by its name, or by its bits."""
+        keys: list[_Key] = []
+        for position, (row, bits) in enumerate(zip(self._rows, digests, strict=True)):
+            is_anonymous = row.role in _READ_FIRST and row.name is None
+            is_placed_late = is_anonymous or (row.phase == "backward" and row.op.startswith("aten.add"))
+            place = [] if is_placed_late else [row.phase, row.module]
+            what = [*place, row.op, row.output, row.role, row.name, row.arguments, list(row.varying), row.recomputed]
+            kind = digest_bytes(to_json([what, sorted(keys[at][0] for at in row.inputs)]))
+            content = digest_bytes(to_json([kind, bits, sorted(keys[at][1] for at in row.inputs)]))
+            keys.append((kind, content, position))
+        return keys
+
+    def _split(self, calls: Sequence[CallNode], strand_of: Sequence[Strand | None], keys: Sequence[_Key]) -> None:
+        position = 0
+        for call in calls:
+            positions = [*range(position, position + len(call.rows))]
+            position += len(call.rows)
+            rest = [at for at in positions if self._rows[at].role not in _READ_FIRST or not call.reads]
+            for at in positions:
+                if at not in rest:
+                    self._add(Group(call, [at], None, [*self._rows[at].inputs], keys[at], is_read_first=True))
+            if not rest:
+                continue
+            reads = [*_flat(call.reads), *(read for at in rest for read in self._rows[at].inputs)]
+            group = Group(call, rest, strand_of[rest[-1]], [at for at in reads if at not in rest], keys[rest[-1]])
+            if group.is_sum:
+                group.reads.sort(key=lambda at: keys[at])
+            self._add(group)
+            if group.strand is None:
+                self._own.append(group)
+                continue
+            line = self._lines[id(group.strand)]
+            group.previous = line.groups[-1] if line.groups else None
+            line.groups.append(group)
+        by_position = sorted(self._group_of, key=lambda group: group.positions[0])
+        self._group_of = by_position
+
+    def _add(self, group: Group) -> None:
+        self._group_of.extend([group] * len(group.positions))
+
+    def place_all(self) -> None:
+        """Give every site its place."""
+        unread = self._unread()
+        at = 0
+        while at < len(self._own):
+            for line in unread.get(id(self._own[at]), ()):
+                self._place(line.groups[-1])
+            if not self._own[at].is_of_backward:
+                self._place(self._own[at])
+                at += 1
+                continue
+            end = next((end for end in range(at, len(self._own)) if not self._own[end].is_of_backward), len(self._own))
+            self._place_backward(self._own[at:end])
+            at = end
+        for line in sorted(self._lines.values(), key=self._key_of_line):
+            if line.groups:
+                self._place(line.groups[-1])
+        for group in self._group_of:
+            self._place(group)
+
+    def _unread(self) -> Mapping[int, list[_Line]]:
+        """Return the strands that nobody reads, by the group that they come before."""
+        read = {
+            id(reader_of.strand): True
+            for group in self._group_of
+            for reader_of in (self._group_of[at] for at in group.reads)
+            if reader_of.strand is not None and reader_of.strand is not group.strand and not group.is_of_backward
+        }
+        found: dict[int, list[_Line]] = {}
+        lines = (line for line in self._lines.values() if line.groups and id(line.strand) not in read)
+        for line in sorted(lines, key=self._key_of_line):
+            if (successor := self._successor_of(line)) is not None:
+                found.setdefault(id(successor), []).append(line)
+        return found
+
+    def _successor_of(self, line: _Line) -> Group | None:
+        """Return what comes right after a strand that nobody reads.
+
+        The call of a module around it returns after it, and that began before it; between the two, the order in which
+        the model lists its modules stands in for what is not known.
+        """
+        begin, end = line.groups[0].positions[0], line.groups[-1].positions[-1]
+        later = [group for group in self._own if group.positions[0] > end]
+        around = next((group for group in later if _is_output_around(group, line.strand.module)), None)
+        if around is None:
+            return next((group for group in later if group.call.phase not in ("forward", "input")), None)
+        first = 0
+        for index, group in enumerate(self._own):
+            if group.positions[0] > begin:
+                break
+            if group.call.module == around.call.module and _is_output(group):
+                first = index + 1
+        place = self._listed.get(line.strand.module, len(self._listed))
+        for group in self._own[first:]:
+            if group is around:
+                break
+            if group.call.phase == "forward" and self._listed.get(group.call.module, -1) > place:
+                return group
+        return around
+
+    def _key_of_line(self, line: _Line) -> tuple[int, list[tuple[int, int]], int]:
+        what = [group.key[:2] for group in line.groups]
+        first = line.groups[0].positions[0] if line.groups else 0
+        return self._listed.get(line.strand.module, len(self._listed)), what, first
+
+    def _place(self, group: Group) -> None:
+        """Place a group, after all that it reads and that comes before it in its strand."""
+        waiting = [group]
+        while waiting:
+            group = waiting[-1]
+            if group.is_placed:
+                waiting.pop()
+                continue
+            before = None if group.previous is None or group.previous.is_placed else group.previous
+            if before is None:
+                read = (self._group_of[at] for at in group.reads)
+                before = next((one for one in read if not one.is_placed), None)
+            if before is not None:
+                if before.is_read_first:
+                    self._readers[before.positions[0]] = self._readers.get(group.positions[0], group.call)
+                waiting.append(before)
+                continue
+            self._append(waiting.pop())
+            self._go_on()
+
+    def _append(self, group: Group) -> None:
+        group.is_placed = True
+        for position in group.positions:
+            self._place_of[position] = len(self.order)
+            self.order.append(position)
+        if group.call.phase == "forward" and not group.is_read_first:
+            self._last_of_module[group.call.module] = len(self.order)
+        if group.strand is not None:
+            line = self._lines[id(group.strand)]
+            line.num_placed += 1
+            if line.num_placed == 1:
+                self._begun.append(line)
+
+    def _go_on(self) -> None:
+        """Place what follows in strands that have begun, up to where one waits for something else."""
+        has_gone_on = bool(self._begun)
+        while has_gone_on:
+            has_gone_on = False
+            for line in self._begun:
+                while line.num_placed < len(line.groups) and self._place_if_ready(line.groups[line.num_placed]):
+                    has_gone_on = True
+            self._begun = [line for line in self._begun if line.num_placed < len(line.groups)]
+
+    def _place_if_ready(self, group: Group) -> bool:
+        missing = [one for one in (self._group_of[at] for at in group.reads) if not one.is_placed]
+        if not all(one.is_read_first and self._are_placed(one.reads) for one in missing):
+            return False
+        for one in missing:
+            if not one.is_placed:  # it may read one twice
+                self._readers[one.positions[0]] = group.call
+                self._append(one)
+        self._append(group)
+        return True
+
+    def _are_placed(self, positions: Iterable[int]) -> bool:
+        return all(self._group_of[at].is_placed for at in positions)
+
+    def _place_backward(self, groups: Sequence[Group]) -> None:
+        """Place what ran in a backward pass: of what is ready, first what the forward pass called last."""
+        block = {id(group) for group in groups}
+        num_missing: dict[int, int] = {}
+        readers: dict[int, list[Group]] = {}
+        for group in groups:
+            awaited = {id(one): one for one in self._awaited(group) if id(one) in block}
+            num_missing[id(group)] = len(awaited)
+            for one in awaited:
+                readers.setdefault(one, []).append(group)
+        tie = count()
+        ready = [(*self._rank(group), next(tie), group) for group in groups if not num_missing[id(group)]]
+        heapq.heapify(ready)
+        while ready:
+            group = heapq.heappop(ready)[-1]
+            self._place(group)
+            for reader in readers.get(id(group), ()):
+                num_missing[id(reader)] -= 1
+                if not num_missing[id(reader)]:
+                    heapq.heappush(ready, (*self._rank(reader), next(tie), reader))
+
+    def _awaited(self, group: Group) -> Iterator[Group]:
+        """Yield what a group reads, also through sites that were made at a first read."""
+        for at in group.reads:
+            read = self._group_of[at]
+            yield from self._awaited(read) if read.is_read_first else (read,)
+
+    def _rank(self, group: Group) -> tuple[int, bool, _Key]:
+        is_of_op = group.call.func != "output"  # not what comes back to a module as a whole
+        return -self._last_of_module.get(self._call_at(group).module, -1), is_of_op, group.key
+
+    def _call_at(self, group: Group) -> CallNode:
+        """Return the call that tells where a group ran, all that it reads being placed."""
+        while group.is_sum:
+            group = self._group_of[max(group.reads, key=self._place_of.__getitem__)]
+        return group.call
+
+    def sites(self) -> list[Site]:
+        """Return the sites in their order, with the positions that they now read."""
+        found = []
+        for position in self.order:
+            row = self._rows[position]
+            reader = self._readers.get(position)
+            if reader is not None and row.name is None and row.role != "delivered":
+                row = replace(row, module=reader.module, source=reader.source)
+            elif (group := self._group_of[position]).is_sum:
+                call = self._call_at(group)
+                row = replace(row, module=call.module, source=call.source)
+            found.append(replace(row, inputs=tuple(sorted(self._place_of[at] for at in row.inputs))))
+        return found
+
+
+def _flat(reads: Iterable[int | Sequence[int]]) -> Iterator[int]:
+    return chain.from_iterable((read,) if isinstance(read, int) else read for read in reads)
+
+
+def _is_output(group: Group) -> bool:
+    """Return whether a group is what a module returned."""
+    return group.call.func == "output" and group.call.phase != "backward"
+
+
+def _is_output_around(group: Group, module: str) -> bool:
+    """Return whether a group is what a module returned that this one is a part of."""
+    around = group.call.module
+    return _is_output(group) and around != module and (around == "" or module.startswith(f"{around}."))
