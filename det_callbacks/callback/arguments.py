@@ -155,9 +155,8 @@ def manifest_of(
     schedulers = [f"{type(one.scheduler).__name__} each {one.interval}" for one in trainer.lr_scheduler_configs]
     chosen["optimizer.lr_scheduler"] = ", ".join(schedulers) or "none"
     chosen |= {**_started_by(), **arguments.choices, "settings": {"allow": allow}}
-    environment = capture_environment(choices=chosen, lightning=package_of(trainer))
-    if not is_resumed:
-        environment |= _generator_starts()
+    starts = {} if is_resumed else _generator_starts()
+    environment = {**capture_environment(choices=chosen, lightning=package_of(trainer)), **starts}
     return {
         "selection": arguments.selection.to_dict(),
         "settings": {**settings_in_force(), "allow": allow},
