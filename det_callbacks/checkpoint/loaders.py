@@ -86,9 +86,9 @@ def follow(loader: Any, follower: Any) -> Callable[[], object]:
 
     Several may end in any order. As long as it is followed, the loader has a subclass of its own, under the same name.
     """
-    if not hasattr(loader, "_followers"):
+    if not hasattr(loader, "det_callbacks_followers"):
         loader.__class__ = _followed(type(loader))
-    followers = loader._followers
+    followers = loader.det_callbacks_followers
     followers.append(follower)
 
     def end() -> None:
@@ -120,5 +120,5 @@ def _followed(base: Any) -> Any:
             follower.end_draw(drawn[0])
         return drawn
 
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "_followers": followers}
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "det_callbacks_followers": followers}
     return type(base.__name__, (base,), {**names, "__iter__": begin, "__next__": draw})
