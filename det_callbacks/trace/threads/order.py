@@ -185,21 +185,25 @@ class _Ordering:
         begin, end = line.groups[0].positions[0], line.groups[-1].positions[-1]
         later = [group for group in self._own if group.positions[0] > end]
         around = next((group for group in later if _is_output_around(group, line.strand.module)), None)
-        if around is None:
-            return next((group for group in later if group.call.phase not in ("forward", "input")), None)
-        first = 0
-        for index, group in enumerate(self._own):
-            if group.positions[0] > begin:
-                break
-            if group.call.module == around.call.module and _is_output(group):
-                first = index + 1
+        end_of_pass = around or next((one for one in later if one.call.phase not in ("forward", "input")), None)
+        first = 0 if around is None else self._begin_of(around.call.module, begin)
         place = self._listed.get(line.strand.module, len(self._listed))
         for group in self._own[first:]:
-            if group is around:
+            if group is end_of_pass:
                 break
             if group.call.phase == "forward" and self._listed.get(group.call.module, -1) > place:
                 return group
-        return around
+        return end_of_pass
+
+    def _begin_of(self, module: str, position: int) -> int:
+        """Return how many groups of the step's own thread came before the call of a module that runs at a position."""
+        first = 0
+        for index, group in enumerate(self._own):
+            if group.positions[0] > position:
+                break
+            if group.call.module == module and _is_output(group):
+                first = index + 1
+        return first
 
     def _key_of_line(self, line: _Line) -> tuple[int, list[tuple[int, int]], int]:
         what = [group.key[:2] for group in line.groups]
