@@ -62,7 +62,7 @@ def differing(net: Branches, schedule: str, expected: StepTrace) -> tuple[list[s
     return [trace.program.sites[position].module for position in other], [one in trace.unseen_writes for one in other]
 
 
-def test_a_difference_in_a_thread_is_an_origin_unless_nobody_saw_who_wrote_what_it_read(
+def test_a_difference_in_a_thread_is_an_origin_unless_its_input_was_written_unseen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     net = Branches(3)
@@ -91,7 +91,7 @@ def test_one_module_in_two_threads() -> None:
     assert_same(traced(lambda: run(0), shared), traced(lambda: run(1), shared))
 
 
-def test_a_result_that_nobody_reads_has_its_place_all_the_same() -> None:
+def test_a_result_without_a_reader_has_its_place() -> None:
     net = nn.ModuleDict({"left": nn.Linear(4, 4), "right": nn.Linear(4, 4), "last": nn.Linear(4, 4)})
 
     def run(order: tuple[str, str]) -> None:
