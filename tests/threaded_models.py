@@ -23,7 +23,9 @@ class Turns:
 
     def wait_for(self, branch: int) -> "Turns":
         with self._changed:
-            assert self._changed.wait_for(lambda: self.schedule[self._at] == str(branch), PATIENCE), "nobody's turn"
+            assert self._changed.wait_for(lambda: self.schedule[self._at] == str(branch), PATIENCE), (
+                "its turn did not come"
+            )
         return self
 
     def __exit__(self, *_: object) -> None:

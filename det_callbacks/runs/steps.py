@@ -76,7 +76,7 @@ class Expectation:
             self.among = frozenset(self.digests)
 
     def unproven(self, order: Sequence[int], digests: np.ndarray) -> set[int]:
-        """Return the positions of sites of which nobody can say that what they read is what its writers left.
+        """Return the positions of sites that differ, and whose inputs changed unseen or were not digested again.
 
         Args:
             order: the sites, as they came, in the order of their positions.

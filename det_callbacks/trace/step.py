@@ -16,7 +16,7 @@ from det_callbacks.trace.op.storages import StorageLedger
 
 
 class Step:
-    """One step after the other; whoever makes a site appends its bits and its layout here.
+    """One step after the other; a site is made by appending its bits and its layout here.
 
     ``lock`` is held while something is recorded: the autograd engine runs each device's part of a backward pass in a
     thread of its own, modules may run in a pool of threads, and an op lets the others go on while it runs.

@@ -1,10 +1,12 @@
-"""The order of the sites of a step that ran modules in several threads, which is not that of the clock.
+"""The order of a step's sites when modules ran in several threads: it must not follow the clock.
 
-The sites of the step's own thread keep their order. Those of a strand keep theirs, and come before the first site that
-reads one of them; a strand that nobody reads comes before what its model lists after its module. In a backward pass
-the autograd engine goes by numbers that each thread counts for itself: there, what the forward pass called last comes
-first, and what is ready at once and of one module goes by what it is. A tensor that nobody in the step wrote has its
-site before its first reader.
+* Sites of the step's own thread keep their order.
+* Sites of a strand keep their order, too. They come before the first site that reads one of them. A strand without a
+  reader comes before the module that the model lists next.
+* In a backward pass, the autograd engine follows numbers that each thread counts separately. Here, sites of the module
+  that the forward pass called last come first. Sites of one module that are ready at the same time are sorted by their
+  content.
+* An input that no site of the step wrote comes before its first reader.
 """
 
 import heapq
@@ -162,7 +164,7 @@ class _Ordering:
             self._place(group)
 
     def _unread(self) -> Mapping[int, list[_Line]]:
-        """Return the strands that nobody reads, by the group that they come before."""
+        """Return the strands that no other thread reads, by the group that they come before."""
         read = {
             id(reader_of.strand): True
             for group in self._group_of
@@ -177,7 +179,7 @@ class _Ordering:
         return found
 
     def _successor_of(self, line: _Line) -> Group | None:
-        """Return what comes right after a strand that nobody reads.
+        """Return what comes right after a strand that no other thread reads.
 
         The call of a module around it returns after it, and that began before it; between the two, the order in which
         the model lists its modules stands in for what is not known.
@@ -185,21 +187,25 @@ class _Ordering:
         begin, end = line.groups[0].positions[0], line.groups[-1].positions[-1]
         later = [group for group in self._own if group.positions[0] > end]
         around = next((group for group in later if _is_output_around(group, line.strand.module)), None)
-        if around is None:
-            return next((group for group in later if group.call.phase not in ("forward", "input")), None)
-        first = 0
-        for index, group in enumerate(self._own):
-            if group.positions[0] > begin:
-                break
-            if group.call.module == around.call.module and _is_output(group):
-                first = index + 1
+        end_of_pass = around or next((one for one in later if one.call.phase not in ("forward", "input")), None)
+        first = 0 if around is None else self._begin_of(around.call.module, begin)
         place = self._listed.get(line.strand.module, len(self._listed))
         for group in self._own[first:]:
-            if group is around:
+            if group is end_of_pass:
                 break
             if group.call.phase == "forward" and self._listed.get(group.call.module, -1) > place:
                 return group
-        return around
+        return end_of_pass
+
+    def _begin_of(self, module: str, position: int) -> int:
+        """Return how many groups of the step's own thread came before the call of a module that runs at a position."""
+        first = 0
+        for index, group in enumerate(self._own):
+            if group.positions[0] > position:
+                break
+            if group.call.module == module and _is_output(group):
+                first = index + 1
+        return first
 
     def _key_of_line(self, line: _Line) -> tuple[int, list[tuple[int, int]], int]:
         what = [group.key[:2] for group in line.groups]

@@ -55,12 +55,13 @@ class Strands:
 
     def end(self) -> None:
         """End a step: modules that still run in other threads are left alone; may be called more than once."""
-        self._is_open = False
-        self.all = []
-        for strand in self._running.values():
-            if strand.mode is not None:
-                strand.mode.turn_off()
-        self._running.clear()
+        with self._step.lock:
+            self._is_open = False
+            self.all = []
+            for strand in self._running.values():
+                if strand.mode is not None:
+                    strand.mode.turn_off()
+            self._running.clear()
 
     def is_followed(self) -> bool:
         """Return whether a module is running in this thread."""
