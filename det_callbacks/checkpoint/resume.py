@@ -22,8 +22,12 @@ from det_callbacks.checkpoint.loaders import follow
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import NotResumableError
 from det_callbacks.host_digest import digest_bytes, format_digest
+<<<<<<< HEAD
 from det_callbacks.internals.lightning import LOAD_LOADER_STATES, RESTARTING, Loop, combined_loader
 from det_callbacks.internals.twins import own_class
+=======
+from det_callbacks.internals.lightning import LOAD_LOADER_STATES, Loop, combined_loader, end_restart
+>>>>>>> t-versions
 from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.report.console import print_closing_line
 from det_callbacks.report.tensors import unrestored_line
@@ -238,7 +242,7 @@ class Resuming:
         tensors, self._tensors = self._tensors, {}
         if state.position is not None:
             # else Lightning would leave out the plateau schedulers' update at the end of this epoch
-            setattr(loop, RESTARTING, False)
+            end_restart(loop)
             self._restore(state, tensors)
             if changed := _differing(state.values, fit.values(self._trainer)):
                 self._refuse(f"Lightning restored it, and {changed} is not what it was then")

@@ -93,9 +93,8 @@ loader_mode: Callable[[Any], Any] = LIGHTNING.of_instance(
     "in which order several loaders are drawn from",
     for_="a fit with several training loaders",
 )
-RESTARTING = "_restarting"
 is_restarting: Callable[[Any], Any] = LIGHTNING.of_instance(
-    f"_FitLoop.{RESTARTING}",
+    "_FitLoop._restarting",
     "whether a loop goes on from a checkpoint; its public setter also sets it on the loops inside",
 )
 data_fetcher: Callable[[Any], Any] = LIGHTNING.of_instance(
@@ -122,6 +121,11 @@ should_validate: Callable[[Any], Any] = LIGHTNING.of_instance(
 validation_data: Callable[[Any], Any] = LIGHTNING.of_instance(
     "_EvaluationLoop._data_source", "whether there is data to validate with"
 )
+
+
+def end_restart(loop: Any) -> None:
+    """Have this loop, and none of those inside, no longer count as one that goes on from a checkpoint."""
+    loop._restarting = False
 
 
 def all_missing() -> list[str]:

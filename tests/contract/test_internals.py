@@ -184,6 +184,7 @@ def test_a_lost_name_breaks_no_import_and_is_refused_or_told_in_the_coverage(tmp
     assert less["first"]["is_origin"] in (True, None)
 
 
+@pytest.mark.timeout(900)  # a process for each: a minute of work, of which a busy machine makes many
 @pytest.mark.slow
 def test_each_name_that_recording_needs_is_refused_by_name(tmp_path: Path) -> None:
     needed = [one.path for one in recording_names()]

@@ -175,6 +175,6 @@ def test_launchers(launcher: tuple[str, ...], name: str, started: str, tmp_path:
         num_threads = str(max(1, len(os.sched_getaffinity(0)) // 2))  # torchrun sets 1, Lightning shares the cores out
         env = {"OMP_NUM_THREADS": num_threads, **os.environ, "PYTHONPATH": path}
         command = [sys.executable, *launcher, processes.__file__, mode, str(tmp_path), name]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False, cwd=tmp_path, env=env)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, cwd=tmp_path, env=env)
         assert done.returncode == 0, done.stdout + done.stderr
     assert_match(tmp_path)
