@@ -22,12 +22,8 @@ from det_callbacks.checkpoint.loaders import follow
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import NotResumableError
 from det_callbacks.host_digest import digest_bytes, format_digest
-<<<<<<< HEAD
-from det_callbacks.internals.lightning import LOAD_LOADER_STATES, RESTARTING, Loop, combined_loader
-from det_callbacks.internals.twins import own_class
-=======
 from det_callbacks.internals.lightning import LOAD_LOADER_STATES, Loop, combined_loader, end_restart
->>>>>>> t-versions
+from det_callbacks.internals.twins import own_class
 from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.report.console import print_closing_line
 from det_callbacks.report.tensors import unrestored_line
