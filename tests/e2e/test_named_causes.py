@@ -185,7 +185,7 @@ FAULTS = {
     "unsorted listing": planted("data_order", "Sort what the data set lists", "the same indices", listing="unsorted"),
     "labels exchanged": planted(
         "data_content",
-        "batch[1] differs",
+        "the batch differs (batch[1])",
         "and the data itself (files, labels): the sampler drew the same indices",
         base={"batch_size": SAMPLES, "trainer": {"val_check_interval": None}},
         listing="labels exchanged",
@@ -201,7 +201,7 @@ FAULTS = {
     "another batch size": planted(
         "settings",
         "Give the loader the same batch size: batch_size of train_dataloader is 16 in the reference, 32 now",
-        "the same indices, which are cut into batches of another size",
+        "the same indices, and they are cut into batches of a different size",
         "!nowhere",
         "!drew other",
         batch_size=32,
@@ -210,7 +210,7 @@ FAULTS = {
         "rng",
         "Keep validation from drawing from torch.cpu",
         "equal before validation",
-        "another number of draws",
+        "a different number of draws",
         draws_in_validation=True,
     ),
     "callback draws": planted(
@@ -234,7 +234,7 @@ FAULTS = {
     "callback draws at the epoch's end": planted(
         "rng",
         "on_train_epoch_end of DrawsAtEpochEnd",
-        "the sampler drew other indices",
+        "the sampler drew different indices",
         base={"shuffle_seed": None},
         callbacks=(DrawsAtEpochEnd,),
     ),

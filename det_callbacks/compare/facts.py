@@ -1,27 +1,21 @@
-"""Why a step differs: one table of rules, asked in order, and the first that applies names the cause.
+"""What is known of the first step that differs: the rules in ``causes/`` ask it in the order of time."""
 
-The order is that of time: what a run starts with, what it is given, what it draws, what it computes.
-"""
-
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
 from det_callbacks.compare.differences import Finding, StepDifference
 from det_callbacks.compare.evidence import Evidence, GeneratorChange
-from det_callbacks.verdict import Cause, EnvironmentDifference
+from det_callbacks.verdict import EnvironmentDifference
 
 LENGTHS = frozenset({"trainer.min_epochs", "trainer.max_epochs", "trainer.min_steps", "trainer.max_steps"})
 """Choices that say how many steps there are, and change nothing in one that both runs have."""
 
 DTYPES = ("trainer.precision", "torch.default_dtype")
 """Choices of the dtype that weights and batches have before anything is computed."""
-
-CHOSEN = ("dtype", "choice")
-"""Rules whose explanation begins with the choice."""
 
 COLLECTIVES = ("c10d.", "_c10d_functional")
 
@@ -36,13 +30,6 @@ DataChange = Literal[
 ]
 """How a batch came to be another one."""
 
-_OTHER_CONTENT = ("transformed", "other data set", "made otherwise", "other")
-_PHASE_CAUSES: Mapping[str, Cause] = {
-    "forward": "forward",
-    "backward": "backward",
-    "gradient": "backward",
-    "optimizer": "optimizer",
-}
 _DRAWING = ("before the loader starts", "before a batch is drawn")
 """What begins when the data draws for itself."""
 _WITHIN_STEP = ("after forward", "after backward", "batch end")
@@ -61,6 +48,7 @@ class Facts:
     is_resumed: bool  # one of the runs had just been resumed from a checkpoint
     unrestored: Sequence[str]  # restored state that is not what the reference ended the step before with
     evidence: Evidence
+    shows_rank: bool  # several processes ran, so a sentence names the rank
 
     @cached_property
     def first(self) -> Finding:
@@ -85,9 +73,9 @@ class Facts:
         return self.is_after_unrecorded and not self.num_initial
 
     @property
-    def source_phases(self) -> set[str]:
-        """Phases of the sources: state, data, rng, input."""
-        return {finding.divergence.phase for finding in self.sources}
+    def source_phases(self) -> tuple[str, ...]:
+        """Phases of the sources, each once, in their order in the step: state, data, rng, input."""
+        return tuple(dict.fromkeys(finding.divergence.phase for finding in self.sources))
 
     @cached_property
     def restored(self) -> list[Finding]:
@@ -230,131 +218,3 @@ def choices_of_steps(environment: Sequence[EnvironmentDifference]) -> list[Envir
 def earlier_choice(choices: Sequence[EnvironmentDifference]) -> EnvironmentDifference | None:
     """Return a choice with which steps that were not recorded left other weights."""
     return next((one for one in choices if one.name.startswith(("optimizer", "trainer.", "settings."))), None)
-
-
-class Rule(NamedTuple):
-    """One way to a cause, or to what finds the cause; the docs and ``report/advice.py`` know it by its name."""
-
-    name: str
-    applies: Callable[[Facts], bool]
-    cause: Cause | Callable[[Facts], Cause]
-
-
-def find_cause(facts: Facts) -> tuple[str, Cause]:
-    """Return the name of the rule that applies to a differing step, from the earliest evidence, and the cause."""
-    rule = next(rule for rule in RULES if rule.applies(facts))
-    return rule.name, rule.cause(facts) if callable(rule.cause) else rule.cause
-
-
-def _has_other_epochs(facts: Facts) -> bool:
-    """Return whether an epoch ended, on the way to the step, in one run only."""
-    return not {"data", "rng"}.isdisjoint(facts.source_phases) and any(
-        {"epoch end", "epoch start"} & {*change.only_reference, *change.only_current}
-        for change in facts.evidence.generators
-        if facts.is_before_step(change)
-    )
-
-
-def _is_consumed_before_data(facts: Facts) -> bool:
-    """Return whether a generator was drawn from before the batch was, or did not come back with a checkpoint."""
-    if not facts.has_other_data:
-        return False
-    if facts.consumed is not None and facts.is_before_step(facts.consumed):
-        return True
-    # a generator that the checkpoint did not bring back draws other samples, and augments them otherwise
-    is_same_data = facts.has_equal_samples or facts.evidence.batch.is_whole
-    return facts.is_resumed and "rng" in facts.source_phases and not is_same_data
-
-
-def _is_drawn(facts: Facts) -> bool:
-    """Return whether a generator is what differs first, or what an op drew from that only one run has."""
-    first = facts.first.divergence
-    if "rng" in facts.source_phases:
-        return True
-    if facts.sources:
-        return False
-    within = [one for one in facts.evidence.generators if one.equal_at == (first.step, "batch start")]
-    draws = any(site.role == "generator" for site in facts.difference.sites_read(facts.first.row))
-    if first.kind == "extra" and first.op and draws:
-        return True
-    # below level op no op is recorded, and so none is blamed
-    return not first.op and first.phase == "forward" and first.kind == "content" and bool(within)
-
-
-def _differs_since_before(facts: Facts) -> bool:
-    """Return whether a step that nobody recorded may have changed the state that this one read."""
-    if not facts.is_after_gap:
-        return False
-    first = facts.first.divergence
-    if facts.sources:
-        return facts.sources[0].divergence.phase == "input" and bool(facts.sources[0].divergence.name)
-    # what it was computed from is not recorded
-    return facts.origin is None and not first.op and first.kind == "content"
-
-
-def _has_other_gradients(facts: Facts) -> bool:
-    """Return whether what differs first is which gradients optimizers were given, or their order."""
-    first, (ours, theirs) = facts.first.divergence, facts.gradients
-    is_in_one = first.phase == "gradient" and not first.op and first.kind in ("missing", "extra")
-    return is_in_one and ({*ours} != {*theirs} or len(ours) == len(theirs))
-
-
-def _has_other_batch_size(facts: Facts) -> bool:
-    return facts.has_other_data and any(name.startswith("batch_size") for name in facts.evidence.batch.settings)
-
-
-def _cause_of_input(facts: Facts) -> Cause:
-    """Return the cause of a tensor from outside the trace that differs."""
-    source, name = facts.sources[0], facts.sources[0].divergence.name or ""
-    if " of " in name:
-        return "unknown" if name.startswith("grad of ") else "optimizer"
-    if facts.is_first_seen and not facts.is_after_gap and name:
-        return "initial_weights"
-    return _PHASE_CAUSES.get(facts.difference.first_reader(source.row), "unknown") if name else "unknown"
-
-
-def _cause_of_origin(facts: Facts) -> Cause:
-    found = facts.origin or facts.first
-    if found.divergence.op.startswith(COLLECTIVES):
-        return "collective"
-    return "backward" if facts.starts_backward else _PHASE_CAUSES.get(found.divergence.phase, "unknown")
-
-
-def _cause_of_first(facts: Facts) -> Cause:
-    """Return the cause of what differs first, where no op is proven to be the origin."""
-    first = facts.first
-    if first.role in ("delivered", "graph_output"):
-        return "unknown"  # of a collective the other ranks know more: see ``compare/collectives.py``
-    if first.role != "named" or first.divergence.phase != "state":
-        return _cause_of_origin(facts)
-    # state that only differs after the step: an optimizer owns what it has a gradient of
-    gradients, name = {*facts.gradients[0], *facts.gradients[1]}, first.divergence.name or ""
-    return "optimizer" if " of " in name or f"grad of {name}" in gradients or not gradients else "forward"
-
-
-RULES: tuple[Rule, ...] = (
-    Rule("dtype", lambda facts: facts.dtype_choice is not None, "settings"),
-    Rule("restored state", lambda facts: facts.is_resumed and bool(facts.restored or facts.unrestored), "checkpoint"),
-    Rule("initial state", lambda facts: "state" in facts.source_phases, "initial_weights"),
-    Rule("another epoch", _has_other_epochs, "data_order"),
-    Rule("generator before the data", _is_consumed_before_data, "rng"),
-    Rule("batch size", _has_other_batch_size, "settings"),
-    Rule(
-        "batch",
-        lambda facts: facts.has_other_data,
-        lambda facts: "data_content" if facts.data_change in _OTHER_CONTENT else "data_order",
-    ),
-    Rule("generator", _is_drawn, "rng"),
-    Rule(
-        "steps that were not recorded",
-        _differs_since_before,
-        lambda facts: "settings" if earlier_choice(facts.choices) else "unknown",
-    ),
-    Rule("input from outside", lambda facts: bool(facts.sources), _cause_of_input),
-    Rule("choice", lambda facts: facts.explaining_choice is not None, "settings"),
-    Rule("other gradients", _has_other_gradients, "optimizer"),
-    Rule("compiled graph", lambda facts: facts.origin is not None and facts.origin.role == "graph", "structure"),
-    Rule("structure", lambda facts: not {"content", "argument"} & {*facts.difference.kinds.values()}, "structure"),
-    Rule("origin", lambda facts: facts.origin is not None, _cause_of_origin),
-    Rule("first difference", lambda facts: True, _cause_of_first),
-)

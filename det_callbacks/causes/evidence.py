@@ -1,0 +1,30 @@
+"""The evidence of a verdict: what led to its cause, one line a finding."""
+
+from det_callbacks.causes.phrases.batches import batch_lines
+from det_callbacks.causes.phrases.choices import both_values
+from det_callbacks.causes.phrases.generators import show_change
+from det_callbacks.compare.facts import Facts
+from det_callbacks.report.console import at_most, count
+
+MAX_LINES = 20  # of evidence
+
+
+def evidence_lines(facts: Facts) -> tuple[str, ...]:
+    """Return what led to a cause, one line a finding, in the order of time: weights, data, generators, choices."""
+    initial, lines = facts.initial_sources, list[str]()
+    if facts.evidence.unread:
+        lines.append(f"the evidence of generators and data could not be used: {facts.evidence.unread}")
+    if facts.is_first_seen and facts.num_initial:
+        lines.append(f"initial state: {_of_initial_state(len(initial), facts)}")
+    lines += batch_lines(facts)
+    lines += [show_change(one, facts.evidence) for one in facts.evidence.generators]
+    lines += [f"choice {both_values([entry])}" for entry in facts.choices]
+    return tuple(at_most(MAX_LINES, lines))
+
+
+def _of_initial_state(num_differing: int, facts: Facts) -> str:
+    if not num_differing:
+        return f"{count(facts.num_initial, 'tensor')}, all equal"
+    text = f"{num_differing} of {facts.num_initial} tensors differ"
+    is_all_random = num_differing == facts.num_random < facts.num_initial
+    return f"{text}, all that hold more than one value" if is_all_random else text

@@ -1,0 +1,56 @@
+"""The state of a generator differs first, or only the current run has an op that draws from one.
+
+Example:
+    Step 3: the generator state differs (torch.cpu); it entered the step that way, so no op is to blame. Keep
+    validation from drawing from torch.cpu: give it a generator of its own, or restore the state after it.
+
+    Evidence
+      torch.cpu: equal before validation (ahead of step 3), different after validation (ahead of step 3), by a
+        different number of draws from the same seed; what ran in between: validation
+"""
+
+from typing import Literal
+
+from det_callbacks.causes.phrases.generators import RESUME_EXACTLY, keep_from_drawing, show_change
+from det_callbacks.causes.phrases.steps import explain_first as explain
+from det_callbacks.compare.facts import Facts
+
+__all__ = ["NAME", "advise", "cause", "explain"]
+
+NAME = "generator"
+
+
+def cause(facts: Facts) -> Literal["rng"] | None:
+    if "rng" in facts.source_phases:
+        return "rng"
+    return "rng" if not facts.sources and (_draws_in_one_run(facts) or _differs_in_forward(facts)) else None
+
+
+def _draws_in_one_run(facts: Facts) -> bool:
+    """Return whether the first difference is an op that draws, and that only the current run has."""
+    first = facts.first.divergence
+    reads_generator = any(site.role == "generator" for site in facts.difference.sites_read(facts.first.row))
+    return first.kind == "extra" and bool(first.op) and reads_generator
+
+
+def _differs_in_forward(facts: Facts) -> bool:
+    """Return whether a generator came to differ in the step itself, at a level that records no op to blame."""
+    first = facts.first.divergence
+    is_output = not first.op and first.phase == "forward" and first.kind == "content"
+    return is_output and any(one.equal_at == (first.step, "batch start") for one in facts.evidence.generators)
+
+
+def advise(facts: Facts) -> str:
+    consumed, changes = facts.consumed, facts.evidence.generators
+    was_before_fit = any(one.equal_at is None or "before the loader starts" in one.points for one in changes)
+    if facts.is_resumed and was_before_fit and "rng" in facts.source_phases:
+        return RESUME_EXACTLY
+    if consumed is not None:
+        return keep_from_drawing(consumed, facts.evidence)
+    if not changes:
+        return "Seed it, and let checkpoints keep its state"
+    first = changes[0]
+    what = show_change(first, facts.evidence)
+    if first.equal_at is None and first.seeds is None:
+        return f"Seed Python, NumPy and torch before the model is built: {what}"
+    return what

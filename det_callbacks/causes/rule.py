@@ -1,0 +1,45 @@
+"""What each file of a rule has; ``table.py`` lists the rules in the order in which they are asked."""
+
+from collections.abc import Mapping
+from typing import Literal, Protocol
+
+from det_callbacks.compare.facts import COLLECTIVES, Facts
+from det_callbacks.verdict import Cause
+
+Computation = Literal["forward", "backward", "optimizer", "collective", "unknown"]
+"""The causes that follow from where something ran, where nothing earlier explains it."""
+
+CAUSE_OF_PHASE: Mapping[str, Literal["forward", "backward", "optimizer"]] = {
+    "forward": "forward",
+    "backward": "backward",
+    "gradient": "backward",
+    "optimizer": "optimizer",
+}
+"""Phase of a site -> cause."""
+
+
+class Rule(Protocol):
+    """One way to a cause: a module with a name and three functions, and an example of the whole message.
+
+    The module's docstring says in its first paragraph when the rule applies. The example follows "Example:". The page
+    ``docs/reference/causes.md`` is made of both (``make causes``), and a test compares the example with a real verdict.
+    """
+
+    NAME: str
+
+    def cause(self, facts: Facts) -> Cause | None:
+        """Return the cause where the rule applies, else None; the annotation lists the causes that it may name."""
+
+    def explain(self, facts: Facts) -> str:
+        """Return what differs and where it starts, without a final stop."""
+
+    def advise(self, facts: Facts) -> str:
+        """Return what to do about it, without a final stop; "" where there is nothing to add."""
+
+
+def cause_of_op(facts: Facts) -> Computation:
+    """Return the cause that follows from where the origin ran, or what differs first where none is proven."""
+    found = facts.origin or facts.first
+    if found.divergence.op.startswith(COLLECTIVES):
+        return "collective"
+    return "backward" if facts.starts_backward else CAUSE_OF_PHASE.get(found.divergence.phase, "unknown")
