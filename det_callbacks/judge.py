@@ -20,7 +20,7 @@ from det_callbacks.compare.step import compare_steps
 from det_callbacks.errors import NothingComparedError, ReferenceFormatError, SelectionError
 from det_callbacks.report.console import capitalised, count
 from det_callbacks.report.metrics import advise_metric, explain_metric, metric_lines
-from det_callbacks.report.sentences import explain_match, explain_ranks, explain_whole_steps, steps_agree
+from det_callbacks.report.sentences import code_lines, explain_match, explain_ranks, explain_whole_steps, steps_agree
 from det_callbacks.runs.environment import LOST, compare_environments
 from det_callbacks.runs.metrics import read_metrics
 from det_callbacks.runs.store import Run
@@ -358,12 +358,15 @@ class _Judge:
 
 
 def _environment_notes(environment: Sequence[EnvironmentDifference], verdict: VerdictName) -> list[str]:
-    """Return what is to be said of environments that differ."""
+    """Return the sentences on environments that differ: the code, choices, and the machine."""
     changing = sorted(
         (entry for entry in environment if entry.changes_bits), key=lambda entry: not entry.name.startswith("settings.")
     )
     choices = both_values([entry for entry in changing if not entry.is_machine])
     machine = both_values([entry for entry in changing if entry.is_machine])
     too = " too, so nothing is proven either way" if verdict == "not_comparable" else ""
-    notes = [f"Choices differ: {choices}"] if choices and verdict != "match" else []
+    notes = []
+    if verdict != "match":
+        notes += code_lines(environment)
+        notes += [f"Choices differ: {choices}"] if choices else []
     return notes + ([f"The machine differs{too}: {machine}"] if machine else [])

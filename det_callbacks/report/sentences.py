@@ -1,6 +1,6 @@
 """The sentences of a verdict that belong to no single rule: ranks, steps that only one run has, how much agrees."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from det_callbacks.causes.phrases.sites import number_text, source_text
 from det_callbacks.causes.phrases.steps import of_segment
@@ -8,6 +8,8 @@ from det_callbacks.compare.collectives import Classification, CollectiveCall
 from det_callbacks.compare.ranks import WholeSteps
 from det_callbacks.compare.record import Tally
 from det_callbacks.report.console import count, listed, ranks_text
+from det_callbacks.runs.environment import AS_COMMITTED, CHANGED_FILE, COMMIT, NOT_RECORDED
+from det_callbacks.verdict import EnvironmentDifference
 
 MAX_RANGES = 4  # of steps that a sentence names; the others are counted
 
@@ -66,3 +68,20 @@ def explain_match(tally: Tally, *, num_ranks: int) -> str:
     found = [*sites, *([count(tally.num_metrics, "metric")] if tally.num_metrics else [])]
     ranks = f" of {num_ranks} ranks" if num_ranks > 1 else ""
     return f"All {' and '.join(found)}{ranks} agree, bit for bit" if found else ""
+
+
+def code_lines(environment: Sequence[EnvironmentDifference]) -> list[str]:
+    """Return which commit and which files of the code are not those of the reference, as far as that is certain."""
+    commit = next((one for one in environment if one.name == COMMIT), None)
+    files = [one for one in environment if one.name.startswith(CHANGED_FILE)]
+    if commit is not None:  # what was changed in one run may have been committed for the other
+        files = [one for one in files if AS_COMMITTED not in (one.reference, one.current)]
+    lines = []
+    if commit is not None and not {None, NOT_RECORDED} & {commit.reference, commit.current}:
+        lines.append(
+            f"The code is at another commit: {commit.reference[:9]} in the reference, {commit.current[:9]} now"
+        )
+    if files:
+        names = listed(one.name.removeprefix(CHANGED_FILE) for one in files)
+        lines.append(f"{names} changed since the reference was recorded")
+    return lines
