@@ -35,6 +35,37 @@ def verdict_lines(verdict: Verdict) -> str:
     return to_text(verdict_report(verdict))
 
 
+def headline(verdict: Verdict) -> str:
+    """Return a verdict that is no match in one line: "DIVERGED settings: optimizer.Adam.lr 0.1 -> 0.2 (step 0)"."""
+    first, head = verdict.first_divergence, _word(verdict)
+    if first is None:
+        return f"{head}: {verdict.explanation}"
+    named = (one for one in verdict.environment if verdict.explanation.startswith(f"{one.name}: "))
+    choice = next(named, None)
+    if choice is not None:
+        what = f"{choice.name} {choice.reference} -> {choice.current}"
+    elif first.op:
+        what = f"{first.op} in {first.module or 'no module'}"
+    else:
+        what = first.name or f"a step that is {_KINDS[first.kind]}"
+    place = f"step {first.step}" if verdict.coverage.ranks < 2 else f"step {first.step} of rank {first.rank}"
+    return f"{head} {verdict.cause}: {what} ({place})"
+
+
+def is_certain_change(verdict: Verdict) -> bool:
+    """Return whether the training was changed for certain, whatever the machine may have changed besides.
+
+    Another machine or version may change the bits of an op, and which ops run. It changes no choice, no shape of a
+    batch or a weight, and no number of steps.
+    """
+    first = verdict.first_divergence
+    has_other_choice = any(one.changes_bits and not one.is_machine for one in verdict.environment)
+    if first is None or has_other_choice:
+        return has_other_choice
+    is_given_or_a_step = not first.op and first.phase in ("state", "data", "other")
+    return is_given_or_a_step and first.kind in ("structure", "missing", "extra")
+
+
 def verdict_of_rank(verdict: Verdict, *, rank: int, world_size: int) -> str:
     """Return what a rank says of a verdict that all ranks have: all of it on rank 0, one line on the others."""
     if rank == 0:

@@ -6,7 +6,7 @@ import pytest
 from step_builder import StepBuilder, both, judge, training_step
 from verdicts import DIVERGED, DIVERGENCE
 
-from det_callbacks.report.verdict import details_report, verdict_lines
+from det_callbacks.report.verdict import details_report, headline, verdict_lines
 from det_callbacks.runs.environment import AS_COMMITTED
 from det_callbacks.verdict import EnvironmentDifference, Verdict
 
@@ -83,3 +83,16 @@ def test_whether_an_entry_can_change_bits_is_asked_of_the_machine_only() -> None
 def test_a_source_is_told_from_what_passed_a_difference_on(place, said) -> None:
     verdict: Verdict = replace(DIVERGED, first_divergence=replace(DIVERGENCE, **place))
     assert said in verdict_lines(verdict)
+
+
+def test_the_headline_is_the_verdict_in_one_line(tmp_path) -> None:
+    environment = [differing("optimizer.Adam.lr", 0.1, 0.2, changes_bits=True)]
+    by_choice = judge(tmp_path, (training_step(), training_step(lr=0.2)), environment=environment)
+    assert headline(by_choice) == "DIVERGED settings: optimizer.Adam.lr 0.1 -> 0.2 (step 7)"
+    by_op = judge(tmp_path, (training_step(), training_step(noise_at=3)))
+    assert headline(by_op) == "DIVERGED forward: aten.mul.Tensor in net.chain (step 7)"
+    by_batch = judge(tmp_path, None, (training_step(), training_step(rows=(4, 3, 2, 1))))
+    assert headline(by_batch) == "DIVERGED data_order: batch[0] (step 7 of rank 1)"
+    whole = replace(DIVERGENCE, op="", module="", phase="other", kind="missing")
+    by_step = replace(DIVERGED, first_divergence=whole, cause="structure")
+    assert headline(by_step) == "DIVERGED structure: a step that is only in the reference (step 3)"
