@@ -22,7 +22,7 @@ from det_callbacks.errors import SettingsError
 from det_callbacks.host_digest import digest_bytes
 from det_callbacks.internals.lightning import LOAD_LOADER_STATES, PrefetchFetcher, combined_loader, data_fetcher
 from det_callbacks.replaced_in_lightning import ReplacedInLightning
-from det_callbacks.runs.evidence import AFTER, BEFORE, CALLBACKS, CONSTANTS
+from det_callbacks.runs.evidence import AFTER, BEFORE, CALLBACKS, CONSTANTS, OPTIONS
 from det_callbacks.trace.components import has_parts, holds_data
 from det_callbacks.trace.generators import Ledger
 from det_callbacks.trace.leaves import flatten
@@ -51,9 +51,12 @@ class Evidence(Ledger):
         if NUM_WORKERS in os.environ and combined_loader(trainer.fit_loop) is not None:
             set_workers([], os.environ[NUM_WORKERS])  # too late, so it raises: the loader has been iterated over
         self.mark(_FIT_START, with_seeds=True)
-        state = (*trainer.lightning_module.parameters(), *trainer.lightning_module.buffers())
+        module = trainer.lightning_module
         with unobserved():
-            self.note(_FIT_START, CONSTANTS, sum(map(_is_constant, state)))
+            state = (*module.named_parameters(), *module.named_buffers())
+            constants = [name for name, tensor in state if _is_constant(tensor)]
+        self.note(_FIT_START, CONSTANTS, len(constants), json.dumps(constants))
+        self._options: dict[str, object] = {}
         self._note_hooks(own)
 
     def _note_hooks(self, own: pl.Callback) -> None:
@@ -70,6 +73,18 @@ class Evidence(Ledger):
                     names.insert(0, type(module).__qualname__)  # its hooks are called after those of all callbacks
                 if names:
                     self.note(_FIT_START, f"{CALLBACKS}{order} {hook}", text=", ".join(names))
+
+    def note_options(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Note the numbers among the optimizers' options that are not as in the update before."""
+        for number, optimizer in enumerate(optimizers):
+            of_optimizer = f" of optimizer {number}" if len(optimizers) > 1 else ""
+            for index, group in enumerate(optimizer.param_groups):
+                for option, value in group.items():
+                    name = f"{option} of group {index}{of_optimizer}"
+                    # a tensor is left out: to read it would wait for its device
+                    if isinstance(value, int | float) and self._options.get(name) != value:
+                        self._options[name] = value
+                        self.note(OPTIONS, name, text=json.dumps(value))
 
     def attach(self) -> None:
         """Follow the loaders once they are there."""

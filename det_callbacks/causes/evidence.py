@@ -11,20 +11,21 @@ MAX_LINES = 20  # of evidence
 
 def evidence_lines(facts: Facts) -> tuple[str, ...]:
     """Return what led to a cause, one line a finding, in the order of time: weights, data, generators, choices."""
-    initial, lines = facts.initial_sources, list[str]()
+    lines = list[str]()
     if facts.evidence.unread:
         lines.append(f"the evidence of generators and data could not be used: {facts.evidence.unread}")
     if facts.is_first_seen and facts.num_initial:
-        lines.append(f"initial state: {_of_initial_state(len(initial), facts)}")
+        lines.append(f"initial state: {_of_initial_state(facts)}")
     lines += batch_lines(facts)
     lines += [show_change(one, facts.evidence) for one in facts.evidence.generators]
     lines += [f"choice {both_values([entry])}" for entry in facts.choices]
     return tuple(at_most(MAX_LINES, lines))
 
 
-def _of_initial_state(num_differing: int, facts: Facts) -> str:
-    if not num_differing:
+def _of_initial_state(facts: Facts) -> str:
+    names = facts.initial_sources
+    if not names:
         return f"{count(facts.num_initial, 'tensor')}, all equal"
-    text = f"{num_differing} of {facts.num_initial} tensors differ"
-    is_all_random = num_differing == facts.num_random < facts.num_initial
+    text = f"{len(names)} of {facts.num_initial} tensors differ"
+    is_all_random = {*names} == facts.random_initial and len(names) < facts.num_initial
     return f"{text}, all that hold more than one value" if is_all_random else text

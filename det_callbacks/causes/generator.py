@@ -23,7 +23,9 @@ NAME = "generator"
 def cause(facts: Facts) -> Literal["rng"] | None:
     if "rng" in facts.source_phases:
         return "rng"
-    return "rng" if not facts.sources and (_draws_in_one_run(facts) or _differs_in_forward(facts)) else None
+    if facts.sources or facts.model_choice is not None:
+        return None
+    return "rng" if facts.draws_in_step or _draws_in_one_run(facts) else None
 
 
 def _draws_in_one_run(facts: Facts) -> bool:
@@ -31,13 +33,6 @@ def _draws_in_one_run(facts: Facts) -> bool:
     first = facts.first.divergence
     reads_generator = any(site.role == "generator" for site in facts.difference.sites_read(facts.first.row))
     return first.kind == "extra" and bool(first.op) and reads_generator
-
-
-def _differs_in_forward(facts: Facts) -> bool:
-    """Return whether a generator came to differ in the step itself, at a level that records no op to blame."""
-    first = facts.first.divergence
-    is_output = not first.op and first.phase == "forward" and first.kind == "content"
-    return is_output and any(one.equal_at == (first.step, "batch start") for one in facts.evidence.generators)
 
 
 def advise(facts: Facts) -> str:

@@ -34,10 +34,16 @@ def advise(facts: Facts) -> str:
     if any(one.kind != "content" for one in state):
         return "Build the same model: some of its tensors have another name, shape or dtype, or are in one run only"
     names = facts.initial_sources
-    is_few = facts.num_random < 2 or 2 * len(names) <= facts.num_random
-    if is_few:
+    random = [name for name in names if name not in facts.evidence.constants]
+    if not random:
         return (
-            f"Look at how {names[0]} is initialised or loaded: the code, the weights that were loaded, or what was "
+            f"Look at what changes {names[0]} before the first step: it holds one value when the fit starts. A sanity "
+            "check or a forward pass in training mode moves the statistics of a BatchNorm"
+        )
+    num_random = len(facts.random_initial)
+    if num_random < 2 or 2 * len(random) <= num_random:
+        return (
+            f"Look at how {random[0]} is initialised or loaded: the code, the weights that were loaded, or what was "
             "drawn before (seed first) is not the same"
         )
     reseeded = (one for one in facts.evidence.generators if one.equal_at is None and one.is_reseeded)

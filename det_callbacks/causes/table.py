@@ -2,6 +2,7 @@
 
 from det_callbacks.causes import (
     another_epoch,
+    another_order,
     batch,
     batch_size,
     choice,
@@ -11,6 +12,7 @@ from det_callbacks.causes import (
     generator,
     generator_before_data,
     initial_state,
+    optimizer_option,
     origin,
     other_gradients,
     outside_input,
@@ -34,8 +36,10 @@ RULES: tuple[Rule, ...] = (
     unrecorded_steps,
     outside_input,
     choice,
+    optimizer_option,
     other_gradients,
     compiled_graph,
+    another_order,
     structure,
     origin,
     first_difference,

@@ -16,6 +16,7 @@ from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.runs.evidence import (
     CALLBACKS,
     CONSTANTS,
+    OPTIONS,
     SEED,
     UNSEEN_WRITE,
     VALUES,
@@ -44,7 +45,8 @@ class Window:
     rows: tuple[Row, ...]
     settings: Mapping[str, str]  # of the loaders, as they last started: "num_workers of train_dataloader" -> "2"
     hooks: Mapping[str, str]  # "before on_train_batch_end" -> the callbacks called before ours; "after ..." alike
-    num_constant: int = 0  # initial tensors that hold one value only, whatever the seed
+    constants: frozenset[str] = frozenset()  # initial tensors that hold one value only, whatever the seed
+    options: Mapping[str, tuple[int, str]] = field(default_factory=dict)  # "lr of group 0" -> since which step, JSON
 
     def batch(self, step: int) -> dict[str, Row]:
         """Return the rows on the batch of a step, by name."""
@@ -96,13 +98,24 @@ class BatchChange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OptionChange:
+    """An option of an optimizer's group, such as "lr of group 0", that an update used with another value."""
+
+    name: str
+    reference: str
+    current: str
+    since: int  # step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
     """What is known of a step that differs, besides its sites; the generators in the order in which they came to."""
 
     generators: tuple[GeneratorChange, ...] = ()
     batch: BatchChange = BatchChange()
     hooks: Mapping[str, str] = field(default_factory=dict)  # of the current run, see ``Window``
-    num_constant: int = 0
+    constants: frozenset[str] = frozenset()  # initial tensors that hold one value only in both runs
+    options: tuple[OptionChange, ...] = ()
     unread: str = ""  # why it could not be read; "" where it could, or where a run has none
 
 
@@ -153,21 +166,26 @@ def read_window(run: Run, rank: int, segment: int, step: int) -> Window | None:
 def gather_window(rows: Iterable[Row], *, since: int | None) -> Window | None:
     """Return what rows say that come after a step that is known to be equal, or all rows; None where there are none."""
     kept, last = list[Row](), list[Row]()
-    settings, hooks, num_constant = dict[str, str](), dict[str, str](), 0
+    settings, hooks, options = dict[str, str](), dict[str, str](), dict[str, tuple[int, str]]()
+    constants = frozenset[str]()
     for row in rows:
         if row.text and row.point == _LOADER:
             settings[row.name] = row.text
         elif row.text and row.name.startswith(CALLBACKS):
             hooks[row.name.removeprefix(CALLBACKS)] = row.text
         elif row.name == CONSTANTS:
-            num_constant = row.value
+            constants = frozenset(json.loads(row.text or "[]"))
+        elif row.point == OPTIONS:
+            options[row.name] = (row.step, row.text)
         elif row.point not in (UNSEEN_WRITE, VALUES):
             if since is None or row.step > since:
                 kept.append(row)
             elif row.step == since:
                 last.append(row)
     kept = [*from_batch_start(last), *kept]
-    return Window(rows=tuple(kept), settings=settings, hooks=hooks, num_constant=num_constant) if kept else None
+    if not kept:
+        return None
+    return Window(rows=tuple(kept), settings=settings, hooks=hooks, constants=constants, options=options)
 
 
 def from_batch_start(rows: Iterable[Row]) -> Iterator[Row]:
@@ -213,8 +231,16 @@ def compare_windows(reference: Window, current: Window, step: int) -> Evidence:
         generators=tuple(sorted(changes, key=lambda change: order.get(change.differs_at, len(order)))),
         batch=_batch_change(reference, current, step),
         hooks=current.hooks,
-        num_constant=min(reference.num_constant, current.num_constant),
+        constants=reference.constants & current.constants,
+        options=tuple(_option_changes(reference, current)),
     )
+
+
+def _option_changes(reference: Window, current: Window) -> Iterator[OptionChange]:
+    for name in sorted(reference.options.keys() & current.options):
+        (ours_since, ours), (theirs_since, theirs) = reference.options[name], current.options[name]
+        if ours != theirs:
+            yield OptionChange(name=name, reference=ours, current=theirs, since=max(ours_since, theirs_since))
 
 
 def _generator_change(reference: Window, current: Window, step: int, name: str) -> GeneratorChange | None:

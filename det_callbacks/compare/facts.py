@@ -9,6 +9,7 @@ import numpy as np
 
 from det_callbacks.compare.differences import Finding, StepDifference
 from det_callbacks.compare.evidence import Evidence, GeneratorChange
+from det_callbacks.runs.environment import CONFIGURATION
 from det_callbacks.verdict import EnvironmentDifference
 
 LENGTHS = frozenset({"trainer.min_epochs", "trainer.max_epochs", "trainer.min_steps", "trainer.max_steps"})
@@ -33,6 +34,7 @@ DataChange = Literal[
 _DRAWING = ("before the loader starts", "before a batch is drawn")
 """What begins when the data draws for itself."""
 _WITHIN_STEP = ("after forward", "after backward", "batch end")
+_OF_MODEL = ("hparams.", CONFIGURATION)
 _STARTS_BACKWARD = "aten.ones_like.default"
 """The gradient of a loss with respect to itself: ``torch.autograd`` makes it before its engine runs."""
 
@@ -85,8 +87,12 @@ class Facts:
     @cached_property
     def num_initial(self) -> int:
         """Tensors of the initial state that both sides list before the step; 0 unless it is a fit's first."""
+        return len(self._initial_names)
+
+    @cached_property
+    def _initial_names(self) -> list[str]:
         rows = np.flatnonzero(self.difference.is_leading & (self.difference.roles == "named")).tolist()
-        return sum(map(self._is_state, rows))
+        return [self.difference.site(row).name or "" for row in rows if self._is_state(row)]
 
     def _is_state(self, row: int) -> bool:
         """Return whether a row is a tensor of the state as the step finds it: listed before it, or read first."""
@@ -103,9 +109,9 @@ class Facts:
         return list(dict.fromkeys(one.name or one.module for one in found))
 
     @property
-    def num_random(self) -> int:
-        """Initial tensors that follow from the seed: the others hold one value, whatever it is."""
-        return self.num_initial - self.evidence.num_constant
+    def random_initial(self) -> set[str]:
+        """Names of the initial tensors that may follow from the seed: the others hold one value, whatever it is."""
+        return {*self._initial_names} - self.evidence.constants
 
     # the data
 
@@ -172,6 +178,19 @@ class Facts:
         return [[site.name or "" for site in one.sites if site.phase == "gradient" and not site.op] for one in programs]
 
     @property
+    def normed_gradient(self) -> str | None:
+        """Name of the gradient whose norm differs first: the op that clips takes those of all parameters, in order."""
+        first = self.first.divergence
+        if first.phase != "gradient" or not first.op.startswith("aten._foreach_norm."):
+            return None
+        program, position = self.difference.side(self.first.row)
+        site = program.sites[position]
+        call = (site.phase, site.module, site.op, site.occurrence, "output")
+        num_outputs = sum((one.phase, one.module, one.op, one.occurrence, one.role) == call for one in program.sites)
+        names = self.gradients[-1]
+        return names[site.output] if num_outputs == len(names) else None
+
+    @property
     def dtype_choice(self) -> EnvironmentDifference | None:
         """The choice that explains that what differs first entered the step with another dtype, and no other shape."""
         ours, theirs = self.first.layouts or (None, None)
@@ -181,15 +200,41 @@ class Facts:
         return next(chosen, None) if ours.dtype != theirs.dtype else None
 
     @property
+    def model_choice(self) -> EnvironmentDifference | None:
+        """The hyperparameter, or key of the configuration, by which the first difference is another call.
+
+        One that became an option which is a choice of its own, such as a learning rate, explains no call of the model.
+        """
+        found = (self.origin or self.first).divergence
+        if found.phase not in ("forward", "backward") or not (self._is_other_call or self.draws_in_step):
+            return None
+        options = [(one.reference, one.current) for one in self.choices if not one.name.startswith(_OF_MODEL)]
+        of_model = (one for one in self.choices if one.name.startswith(_OF_MODEL))
+        return next((one for one in of_model if (one.reference, one.current) not in options), None)
+
+    @property
+    def _is_other_call(self) -> bool:
+        found = self.origin or self.first
+        return found.divergence.kind != "content" or found.layouts is not None
+
+    @property
+    def draws_in_step(self) -> bool:
+        """Whether a generator came to differ in the step itself, where no op is recorded that may have drawn."""
+        first = self.first.divergence
+        is_output = not first.op and first.phase == "forward" and first.kind == "content"
+        return is_output and any(one.equal_at == (first.step, "batch start") for one in self.evidence.generators)
+
+    @property
     def explaining_choice(self) -> EnvironmentDifference | None:
         """The choice that explains what differs first: without it, the two runs would have done the same there."""
-        return self.dtype_choice or next(filter(self._is_explained_by, self.choices), None)
+        explaining = filter(self._is_explained_by, self.choices)
+        return self.dtype_choice or next(explaining, None) or self.model_choice
 
     def _is_explained_by(self, chosen: EnvironmentDifference) -> bool:
         """Return whether a choice leads to what differs first."""
         choice, found = chosen.name, self.origin or self.first
         one = found.divergence
-        is_other_call = one.kind != "content" or found.layouts is not None
+        is_other_call = self._is_other_call
         is_between = one.phase == "other" and not self.starts_backward
         if choice.startswith("trainer.gradient_clip"):
             return one.phase == "gradient" or (one.phase == "other" and is_other_call)

@@ -18,11 +18,14 @@ EVIDENCE_SCHEMA = pa.schema(
 
 # Names of rows, or what they begin with.
 SEED = "seed of "  # the seed of a torch generator
-CONSTANTS = "constant initial tensors"  # how many parameters and buffers hold one value only, at the start of a fit
+CONSTANTS = (
+    "constant initial tensors"  # parameters and buffers that hold one value only at a fit's start: JSON of names
+)
 CALLBACKS = "callbacks "  # who has a hook; followed by whether it is called before or after ours, and the hook
 BEFORE, AFTER = "before", "after"
 
 # Points of rows that belong to no moment of a step.
+OPTIONS = "optimizer options"  # of the groups, when an update first uses them: "lr of group 0", as JSON
 UNSEEN_WRITE = "unseen write"  # of a step that a verification keeps: the values are ``StepView.unseen_writes``
 VALUES = "arguments"  # the digest and the JSON text of numbers among an op's arguments
 

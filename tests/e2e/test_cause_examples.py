@@ -60,6 +60,12 @@ def of_a_graph(step: StepBuilder, now: bool) -> None:
     step.row(3, op="compiled.Net_forward.outputs", role="output", module="net", inputs=(graph,))
 
 
+def of_swapped_lines(step: StepBuilder, now: bool) -> None:
+    value = step.batch("batch[0]", [1, 2])
+    for name, number in [("sin", 5), ("cos", 4)] if now else [("cos", 4), ("sin", 5)]:
+        step.op(f"aten.{name}.default", value, source=(f"train.py:{number} in forward",))
+
+
 def of_a_shape(step: StepBuilder, now: bool) -> None:
     shape = TensorLayout(dtype="float32", shape=(8, 3), stride=(3, 1)) if now else FLOAT
     step.op("aten.slice_copy.Tensor", "?x", layout=shape, source=("train.py:12 in forward",))
@@ -90,8 +96,10 @@ EXAMPLES: Mapping[str, Callable[[Path], Verdict]] = {
     "steps that were not recorded": built(read_a_weight, selection=Selection(only_steps=(7,))),
     "input from outside": built(from_outside),
     "choice": changed(options={"environment": [choice("optimizer.AdamW.lr", 0.1, 0.2)]}, lr=0.2),
+    "optimizer option": planted("a callback changes the learning rate", level="state"),
     "other gradients": built(without_a_gradient),
     "compiled graph": built(of_a_graph, step=12),
+    "another order": built(of_swapped_lines),
     "structure": built(of_a_shape),
     "origin": changed(noise_at=5),
     "first difference": built(of_the_loss, selection=Selection(level="state")),

@@ -50,6 +50,7 @@ class Training:
     draws_in_validation: bool = False
     callbacks: tuple[Callable[[], pl.Callback], ...] = ()
     first_callbacks: tuple[Callable[[], pl.Callback], ...] = ()
+    dropout: float = 0.1
     logs: bool = False
     skips: bool = False
     changes_in_step: int | None = None
@@ -121,8 +122,9 @@ class Listed(Dataset[tuple[Tensor, Tensor]]):
 class Module(pl.LightningModule):
     def __init__(self, training: Training) -> None:
         super().__init__()
+        self.save_hyperparameters({"dropout": training.dropout})
         self.made_of = training
-        layers = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.1)
+        layers = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(training.dropout)
         self.net = nn.Sequential(*layers, nn.Linear(256, 10))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
@@ -155,6 +157,23 @@ class DrawsAtBatchEnd(pl.Callback):
 class DrawsAtEpochEnd(pl.Callback):
     def on_train_epoch_end(self, *_: Any) -> None:
         torch.rand(3)
+
+
+class ChangesRate(pl.Callback):
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 4:
+            trainer.optimizers[0].param_groups[0]["lr"] = 0.011
+
+
+class SanityCheckInTrainingMode(pl.Callback):
+    """Moves the statistics of the BatchNorm in the sanity check of one run."""
+
+    def on_validation_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        if trainer.sanity_checking:
+            pl_module.train()
+
+    def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        pl_module.train()
 
 
 class SeedsAnew(pl.Callback):
@@ -218,6 +237,28 @@ FAULTS = {
     ),
     "callback before ours draws": planted("rng", "equal after backward of step 0", first_callbacks=(DrawsAtBatchEnd,)),
     "a step without a loss": planted("forward", "Step 2, forward: ", " is only in the reference", skips=True),
+    "dropout": planted(
+        "settings",
+        "hparams.dropout: 0.0 in the reference, 0.1 now, which explains the first difference. Step 0",
+        "!Keep the forward pass",
+        base={"dropout": 0.0},
+        dropout=0.1,
+    ),
+    "a callback changes the learning rate": planted(
+        "optimizer",
+        "lr of group 0 is 0.01 in the reference, 0.011 now, from step 4 on. Step 4",
+        "Look at what sets it during the fit",
+        callbacks=(ChangesRate,),
+    ),
+    "a sanity check in training mode": planted(
+        "initial_weights",
+        "initial state: 3 of 9 tensors differ",
+        "!all that hold more than one value",
+        "!Set the same seed",
+        "moves the statistics of a BatchNorm",
+        base={"trainer": {"num_sanity_val_steps": 1}},
+        callbacks=(SanityCheckInTrainingMode,),
+    ),
     # up to here at level "op" every day
     "seed set late": planted("initial_weights", "all that hold more than one value", is_seeded_late=True),
     "one weight": planted("initial_weights", "how net.5.bias is initialised", "1 of ", change_weight="net.5.bias"),
@@ -246,7 +287,7 @@ FAULTS = {
     "gradient clipping": planted("settings", "trainer.gradient_clip_val", trainer={"gradient_clip_val": 0.01}),
     "accumulation": planted("settings", "accumulate_grad_batches: 1", trainer={"accumulate_grad_batches": 2}),
 }
-EVERYDAY, SELDOM = [*FAULTS][:11], [*FAULTS][11:]
+EVERYDAY, SELDOM = [*FAULTS][:15], [*FAULTS][15:]
 
 
 @pytest.fixture(scope="module")

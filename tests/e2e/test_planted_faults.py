@@ -220,3 +220,12 @@ def test_the_gradient_is_named_and_no_op_of_the_optimizer(optimizer: Any, tmp_pa
     assert (first.step, first.phase, first.name) == (1, "gradient", "grad of head.weight")
     assert (first.kind, first.is_origin, verdict.origins, verdict.cause) == ("content", None, (), "backward")
     assert "the op that wrote it matches" in verdict.explanation
+
+
+def test_the_parameter_is_named_whose_gradient_differs_where_all_are_clipped(tmp_path: Path) -> None:
+    plain = Training(options={"max_steps": 2, "gradient_clip_val": 1.0})
+    flipped = replace(plain, callbacks=(LambdaCallback(on_before_optimizer_step=flip_a_bit),))
+    verdict = verify(plain.record(tmp_path / "reference"), flipped, tmp_path / "current")
+    first = verdict.first_divergence
+    assert (first.op, first.output > 0, first.is_origin) == ("aten._foreach_norm.Scalar", True, None)
+    assert f"output {first.output} is the norm of grad of head.weight" in verdict.explanation

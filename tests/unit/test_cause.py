@@ -75,6 +75,12 @@ def with_an_op_that_draws(step, now):
         step.op("aten.bernoulli_.float", state, arguments={"p": 0.1})
 
 
+def with_swapped_lines(step, now, noise=None):
+    value = step.op("aten.relu.default", "?x")
+    for name in ("sin", "cos") if now else ("cos", "sin"):
+        step.op(f"aten.{name}.default", value, noise=noise if now else None)
+
+
 def of_other_layout(step, now):
     step.op("aten.relu.default", "?x", layout=TensorLayout(dtype="float32", shape=(8, 4), stride=(1 + 3 * now, 1)))
     step.digests[-1] = 1
@@ -167,6 +173,14 @@ CASES = [
     case({"factor": 3.0}, "forward", f"!{LOST}", environment=[SEED], **AFTER_RESUME),
     case({"factor": 3.0, "rows": (2, 1, 3, 4)}, "data_order", f"!{LOST}", **AFTER_RESUME),
     case({"factor": 3.0, "weight": 3}, "checkpoint", f"!{LOST}", **AFTER_RESUME),
+    case(with_swapped_lines, "structure", "aten.cos.default in net ran in another order than in the reference"),
+    case(lambda *both: with_swapped_lines(*both, "ulp"), "forward", "!another order"),
+    # a hyperparameter explains a call of the model, and one that became an option of the optimizer does not
+    case(
+        with_an_op_that_draws, "settings", "hparams.dropout: 0.0 in", environment=[choice("hparams.dropout", 0.0, 0.1)]
+    ),
+    case(with_an_op_that_draws, "rng", environment=[choice("hparams.rate", 0.1, 0.2), LR]),
+    case({"noise_at": 3}, "forward", "!explains", environment=[choice("hparams.dropout", 0.0, 0.1)]),
     case(of_other_layout, "structure", "produced a different structure"),
     case(lambda step, now: step.batch("x", [1]) if now else step.named("x", 3, phase="data"), "data_content"),
     case(with_another_label, "data_content"),
