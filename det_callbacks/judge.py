@@ -18,10 +18,10 @@ from det_callbacks.compare.ranks import RankFindings, RankWalk, WholeSteps
 from det_callbacks.compare.record import TOGETHER, Tally, read_records
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.errors import NothingComparedError, ReferenceFormatError, SelectionError
-from det_callbacks.report.console import capitalised, count
+from det_callbacks.report.console import capitalised, count, listed
 from det_callbacks.report.metrics import advise_metric, explain_metric, metric_lines
 from det_callbacks.report.sentences import code_lines, explain_match, explain_ranks, explain_whole_steps, steps_agree
-from det_callbacks.runs.environment import LOST, compare_environments
+from det_callbacks.runs.environment import GENERATOR, LOST, compare_environments
 from det_callbacks.runs.metrics import read_metrics
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import (
@@ -245,7 +245,8 @@ class _Judge:
                 metrics=tally.num_metrics,
                 lost=self._lost,
             ),
-            environment=self.environment,
+            # a generator that began elsewhere is in the evidence where it may be the cause
+            environment=self.environment if verdict == "match" else tuple(_without_starts(self.environment)),
             evidence=answer.evidence,
         )
 
@@ -357,6 +358,10 @@ class _Judge:
         )
 
 
+def _without_starts(environment: Sequence[EnvironmentDifference]) -> list[EnvironmentDifference]:
+    return [one for one in environment if not one.name.startswith(GENERATOR)]
+
+
 def _environment_notes(environment: Sequence[EnvironmentDifference], verdict: VerdictName) -> list[str]:
     """Return the sentences on environments that differ: the code, choices, and the machine."""
     changing = sorted(
@@ -365,8 +370,13 @@ def _environment_notes(environment: Sequence[EnvironmentDifference], verdict: Ve
     choices = both_values([entry for entry in changing if not entry.is_machine])
     machine = both_values([entry for entry in changing if entry.is_machine])
     too = " too, so nothing is proven either way" if verdict == "not_comparable" else ""
+    starts = [one.name.removeprefix(GENERATOR) for one in environment if one.name.startswith(GENERATOR)]
     notes = []
     if verdict != "match":
         notes += code_lines(environment)
         notes += [f"Choices differ: {choices}"] if choices else []
+    elif starts:
+        notes.append(
+            f"Generators that had a different state at the start of the fit and changed no bit: {listed(starts)}"
+        )
     return notes + ([f"The machine differs{too}: {machine}"] if machine else [])

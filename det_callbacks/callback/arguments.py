@@ -1,5 +1,6 @@
 """What a fit is given: the arguments of the callback, and what run.json says of them, of Trainer and optimizers."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,20 +14,25 @@ from torch import Tensor
 from det_callbacks.checkpoint.resume import Resume
 from det_callbacks.environment import capture_environment, command_choice
 from det_callbacks.errors import SelectionError
+from det_callbacks.host_digest import format_digest
 from det_callbacks.internals.lightning import validation_data
 from det_callbacks.internals.torch import DDP_IGNORED
+from det_callbacks.internals.twins import either, join_twins, package_of
 from det_callbacks.patterns import as_patterns
-from det_callbacks.runs.environment import OPTIMIZER
+from det_callbacks.rng import digest_generator
+from det_callbacks.runs.environment import GENERATOR, OPTIMIZER, EnvironmentEntry
 from det_callbacks.runs.selection import Selection
 from det_callbacks.settings import DeterminismSettings, settings_in_force
 from det_callbacks.tensors.copies import TENSOR_BUDGET_MIB, check_budget
 from det_callbacks.tensors.replay import replay_patterns
+from det_callbacks.trace.generators import process_generators
 
 Mode = Literal["record", "verify", "audit", "disabled"]
 OnDivergence = Literal["raise", "collect", "warn"]
 Steps = Literal["all", "common"]
 
 
+@join_twins
 class CallbackArguments(pl.Callback):
     """The arguments of ``DeterminismCallback``, which documents them, checked and as attributes; nothing is open."""
 
@@ -56,6 +62,7 @@ class CallbackArguments(pl.Callback):
         log_metrics: bool = True,
     ) -> None:
         super().__init__()
+        join_twins(CallbackArguments)  # pytorch_lightning may have been imported after this module
         self.mode, self.steps, self.on_divergence, self.resume = mode, steps, on_divergence, resume
         self.overwrite, self.log_metrics = overwrite, log_metrics
         self.audit_replicas_every_n_steps = audit_replicas_every_n_steps
@@ -137,7 +144,9 @@ def require_one_of(name: str, value: object, kind: Any) -> None:
         raise SelectionError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.")
 
 
-def manifest_of(trainer: pl.Trainer, pl_module: pl.LightningModule, arguments: CallbackArguments) -> dict[str, Any]:
+def manifest_of(
+    trainer: pl.Trainer, pl_module: pl.LightningModule, arguments: CallbackArguments, *, is_resumed: bool = False
+) -> dict[str, Any]:
     """Return selection, settings, environment and patterns of a fit."""
     allow = [] if arguments.settings is None else list(arguments.settings.allow)
     chosen: dict[str, Any] = {"trainer": _trainer_choices(trainer), "hparams": dict(pl_module.hparams)}
@@ -145,14 +154,36 @@ def manifest_of(trainer: pl.Trainer, pl_module: pl.LightningModule, arguments: C
     # the classes of the learning rate schedulers, and when each is stepped
     schedulers = [f"{type(one.scheduler).__name__} each {one.interval}" for one in trainer.lr_scheduler_configs]
     chosen["optimizer.lr_scheduler"] = ", ".join(schedulers) or "none"
-    chosen |= {**command_choice(), **arguments.choices, "settings": {"allow": allow}}
+    chosen |= {**_started_by(), **arguments.choices, "settings": {"allow": allow}}
+    environment = capture_environment(choices=chosen, lightning=package_of(trainer))
+    if not is_resumed:
+        environment = {**environment, **_generator_starts()}
     return {
         "selection": arguments.selection.to_dict(),
         "settings": {**settings_in_force(), "allow": allow},
-        "environment": msgspec.to_builtins(capture_environment(choices=chosen)),
+        "environment": msgspec.to_builtins(environment),
         "replay": list(arguments.replay),
         "keep_tensors": list(arguments.keep_tensors),
     }
+
+
+def _generator_starts() -> dict[str, EnvironmentEntry]:
+    """Return where the generators of the process are; it changes no bits until something draws from them."""
+    return {
+        f"{GENERATOR}{name}": EnvironmentEntry(
+            value=format_digest(digest_generator(generator)), is_machine=True, changes_bits=False
+        )
+        for name, generator in process_generators()
+    }
+
+
+def _started_by() -> dict[str, Any]:
+    """Return what started this process as choices, with the configuration where Hydra runs a job in it."""
+    if "hydra.core.hydra_config" in sys.modules:
+        from det_callbacks.hydra.configuration import job_choices  # noqa: PLC0415  # a script need not load Hydra
+
+        return {**command_choice(), **job_choices()}
+    return command_choice()
 
 
 def _trainer_choices(trainer: pl.Trainer) -> dict[str, Any]:
@@ -170,7 +201,11 @@ def _trainer_choices(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def optimizer_choices(optimizers: Sequence[Any]) -> dict[str, Any]:
-    """Return the classes of the optimizers, and the options of each group as they are now."""
+    """Return the classes of the optimizers, and the options of each group as they are now.
+
+    Lightning's stand-in for an optimizer, where ``configure_optimizers`` returns None, has no groups: it is left out.
+    """
+    optimizers = [optimizer for optimizer in optimizers if optimizer.param_groups]
     choices: dict[str, Any] = {OPTIMIZER: ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"}
     for index, optimizer in enumerate(optimizers):
         groups = [
@@ -186,7 +221,7 @@ def optimizer_choices(optimizers: Sequence[Any]) -> dict[str, Any]:
 
 def replicated_weights(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Tensor] | None:
     """Return the parameters and buffers that are to be equal on all ranks; None where the strategy does not say so."""
-    if not isinstance(trainer.strategy, DDPStrategy):
+    if not isinstance(trainer.strategy, either(DDPStrategy)):
         return None
     ignored = set(getattr(module, DDP_IGNORED, ()))
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}

@@ -23,8 +23,9 @@ from det_callbacks.callback.replica_audit import Replicas, raise_if
 from det_callbacks.callback.session import Session
 from det_callbacks.callback.verifying import Verifying
 from det_callbacks.checkpoint.watch import CheckpointWatch
-from det_callbacks.errors import DetCallbacksError, NothingComparedError
+from det_callbacks.errors import DetCallbacksError, NothingComparedError, WriteError
 from det_callbacks.internals.lightning import RESTORE, checkpoint_connector, is_training_done, require
+from det_callbacks.internals.twins import package_of
 from det_callbacks.internals.versions import newer_than_tested
 from det_callbacks.ranks.group import RankGroup, require_same_start
 from det_callbacks.ranks.replicas import ReplicaReport
@@ -77,6 +78,7 @@ class DeterminismCallback(CallbackArguments):
     Raises:
         SelectionError, SettingsError: an argument is not one of the allowed ones (at construction), or comes too late.
         ReferenceNotFoundError, ReferenceFormatError, RunExistsError: the reference is missing or damaged, or is there.
+        RunInUseError, WriteError: another process writes to the folder; nothing can be written, as on a full disk.
         DivergenceError, NotComparableError: the run is not the reference, or not the run that it resumes.
         ReplayError, ReplicaError, AuditError: too much is saved; replicas differ; an op differs from itself.
         CheckpointMismatchError, CheckpointFormatError: a checkpoint is not what was saved.
@@ -173,13 +175,14 @@ class DeterminismCallback(CallbackArguments):
     def _begin_fit(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.selection.check_modules([name for name, _ in pl_module.named_modules()])
         assert self._checkpoints is not None, "setup was called"
-        for line in newer_than_tested() if trainer.is_global_zero else ():
+        for line in newer_than_tested(package_of(trainer)) if trainer.is_global_zero else ():
             print_beside_bar(trainer, f"det_callbacks: {line}")
         self._begin(trainer, pl_module, is_resumed=self._checkpoints.is_resumed)
         session, reference = self._session, None if self.reference is None else str(self.reference)
         run_id = None if session.run is None else session.run.manifest.run_id
         self._checkpoints.begin_fit({"id": run_id, "mode": self.mode, "reference": reference})
         session.follow(trainer, self._ops)
+        session.idle_before, self._checkpoints.resuming.reader = self._checkpoints.resuming.idle, session.reader
         self._hooks = session
         if self.log_metrics and self.mode != "audit":
             self._progress.begin_fit(trainer, is_recording=self.mode == "record")
@@ -187,7 +190,7 @@ class DeterminismCallback(CallbackArguments):
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, **options: Any) -> None:
         session = self._session
         session.print_line = partial(print_beside_bar, trainer)
-        session.manifest = manifest_of(trainer, pl_module, self)
+        session.manifest = manifest_of(trainer, pl_module, self, is_resumed=options.get("is_resumed", False))
         # what is no fit broadcasts no weights
         weights = None if "call" in options else replicated_weights(trainer, pl_module)
         require_same_start(self._group, session.manifest, weights)
@@ -354,10 +357,18 @@ class DeterminismCallback(CallbackArguments):
         self._progress.close()
         try:
             if was_open:
-                self._session.stop(type(exception).__name__)
+                self._stop(exception)
                 self.verdict, self.audit_report = self._session.verdict, self._session.audit_report
         finally:
             self._stage.close()
+
+    def _stop(self, exception: BaseException) -> None:
+        """Close the files of a fit that an exception ends; a full disk does not take that exception's place."""
+        try:
+            self._session.stop(type(exception).__name__)
+        except WriteError as error:
+            if not isinstance(exception, WriteError):
+                self._session.print_line(f"det_callbacks: {error}")
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

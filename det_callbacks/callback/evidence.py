@@ -21,10 +21,11 @@ from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import SettingsError
 from det_callbacks.host_digest import digest_bytes
 from det_callbacks.internals.lightning import LOAD_LOADER_STATES, PrefetchFetcher, combined_loader, data_fetcher
+from det_callbacks.internals.twins import either, own_class
 from det_callbacks.replaced_in_lightning import ReplacedInLightning
-from det_callbacks.runs.evidence import AFTER, BEFORE, CALLBACKS, CONSTANTS, OPTIONS
+from det_callbacks.runs.evidence import AFTER, BEFORE, CALLBACKS, CONSTANTS, OPTIONS, SCRIPTED
 from det_callbacks.trace.components import has_parts, holds_data
-from det_callbacks.trace.generators import Ledger
+from det_callbacks.trace.generators import GeneratorReader, Ledger
 from det_callbacks.trace.leaves import flatten
 from det_callbacks.variables import NUM_WORKERS
 
@@ -40,8 +41,8 @@ class Evidence(Ledger):
     It follows the batches that wait to be trained on, and the indices that samplers drew for them, if in order.
     """
 
-    def __init__(self, trainer: pl.Trainer, own: pl.Callback) -> None:
-        super().__init__()
+    def __init__(self, trainer: pl.Trainer, own: pl.Callback, reader: GeneratorReader, *, is_resumed: bool) -> None:
+        super().__init__(reader)
         self._trainer = trainer
         self._replaced = ReplacedInLightning()
         self._let_go: Callable[[], object] = lambda: None
@@ -50,12 +51,16 @@ class Evidence(Ledger):
         self._waiting: deque[tuple[Any, dict[str, Any]]] = deque(maxlen=MAX_WAITING)
         if NUM_WORKERS in os.environ and combined_loader(trainer.fit_loop) is not None:
             set_workers([], os.environ[NUM_WORKERS])  # too late, so it raises: the loader has been iterated over
+        if not is_resumed:
+            self.begin(_FIT_START)
         self.mark(_FIT_START, with_seeds=True)
         module = trainer.lightning_module
         with unobserved():
             state = (*module.named_parameters(), *module.named_buffers())
             constants = [name for name, tensor in state if _is_constant(tensor)]
         self.note(_FIT_START, CONSTANTS, len(constants), json.dumps(constants))
+        if scripted := _scripted(module):
+            self.note(_FIT_START, SCRIPTED, text=json.dumps(scripted))
         self._options: dict[str, object] = {}
         self._note_hooks(own)
 
@@ -64,12 +69,13 @@ class Evidence(Ledger):
         callbacks: list[pl.Callback] = vars(self._trainer)["callbacks"]
         place, module = callbacks.index(own), self._trainer.lightning_module
         for order, neighbours in ((BEFORE, callbacks[:place]), (AFTER, callbacks[place + 1 :])):
-            others = [one for one in neighbours if not isinstance(one, ProgressBar)]
-            others.sort(key=lambda callback: type(callback).__module__.startswith("lightning."))
+            others = [one for one in neighbours if not isinstance(one, either(ProgressBar))]
+            others.sort(key=lambda callback: type(callback).__module__.startswith(("lightning.", "pytorch_lightning.")))
             for hook in (name for name in vars(pl.Callback) if name.startswith("on_")):
-                users = [one for one in others if getattr(type(one), hook, None) is not getattr(pl.Callback, hook)]
+                inherited = [getattr(base, hook) for base in either(pl.Callback)]
+                users = [one for one in others if getattr(type(one), hook, None) not in inherited]
                 names = [type(one).__qualname__ for one in users]
-                if order == AFTER and is_overridden(hook, module, pl.LightningModule):
+                if order == AFTER and is_overridden(hook, module, own_class(module, pl.LightningModule)):
                     names.insert(0, type(module).__qualname__)  # its hooks are called after those of all callbacks
                 if names:
                     self.note(_FIT_START, f"{CALLBACKS}{order} {hook}", text=", ".join(names))
@@ -101,7 +107,7 @@ class Evidence(Ledger):
         if NUM_WORKERS in os.environ:
             set_workers(inner, os.environ[NUM_WORKERS])
         name, is_one = "train_dataloader", len(inner) == 1
-        self.held = find_generators({name: inner[0] if is_one else inner}, left=(pl.LightningModule,))
+        self.held = find_generators({name: inner[0] if is_one else inner}, left=either(pl.LightningModule))
         self._let_go = follow(loader, self)
         for number, one in enumerate(inner):
             place = name if is_one else f"{name} {number}"
@@ -162,7 +168,7 @@ class Evidence(Ledger):
         """Note what the batch of a step is made of, as the training step gets it, when its trace has begun."""
         self.mark("batch start", with_seeds=True)
         fetcher = data_fetcher(self._trainer.fit_loop)
-        num_fetched = len(fetcher.batches) if isinstance(fetcher, PrefetchFetcher) else 0
+        num_fetched = len(fetcher.batches) if isinstance(fetcher, either(PrefetchFetcher)) else 0
         if len(self._waiting) <= num_fetched:
             return
         loaded, indices_by_loader = self._waiting[-1 - num_fetched]
@@ -178,6 +184,18 @@ class Evidence(Ledger):
             for name, value in flatten(loaded, "batch", is_whole=True):
                 if isinstance(value, Tensor) and id(value) not in given and holds_data(value):
                     self.note_tensor(BATCH, f"{name} as loaded", value)
+
+
+def _scripted(root: torch.nn.Module) -> list[str]:
+    """Return the names of the modules that are TorchScript, without those inside them, or that hold such functions."""
+    found: list[str] = []
+    for name, module in root.named_modules():
+        holds = isinstance(module, torch.jit.ScriptModule) or any(
+            isinstance(value, torch.jit.ScriptFunction) for value in vars(module).values()
+        )
+        if holds and not any(name.startswith(f"{outer}.") for outer in found):
+            found.append(name)
+    return found
 
 
 def _is_constant(tensor: Tensor) -> bool:

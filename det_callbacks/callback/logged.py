@@ -91,7 +91,7 @@ class LoggedMetrics:
             metrics = {name: _metric(value) for name, value in values.items() if selects(name)}
         if not metrics and not evidence:
             return False
-        ledger = Ledger()
+        ledger = Ledger(session.reader)
         ledger.mark("")
         evidence |= {f"{GENERATOR}{row.name}": format_digest(row.value) for row in ledger.take(0)}
         evidence |= {} if where == "epoch" else {**_lengths(trainer, where), **first_batches}

@@ -17,6 +17,7 @@ from det_callbacks.callback.fits import note_fit
 from det_callbacks.callback.progress import print_beside_bar
 from det_callbacks.errors import DivergenceWarning, NothingComparedError, ReplicaError, SettingsError
 from det_callbacks.internals.lightning import model_averager
+from det_callbacks.internals.twins import either, join_twins
 from det_callbacks.patterns import as_names
 from det_callbacks.ranks.group import RankGroup
 from det_callbacks.ranks.replicas import ReplicaReport, ReplicatedState, compare_replicas, replicated_state
@@ -86,6 +87,7 @@ class Replicas:
         return ReplicaError(replicas_text(report), report) if stops else None
 
 
+@join_twins
 class ReplicaAuditCallback(Replicas, Callback):
     """Compare the replicas of a training on several ranks, without a reference.
 
@@ -120,6 +122,7 @@ class ReplicaAuditCallback(Replicas, Callback):
     ) -> None:
         require_one_of("on_divergence", on_divergence, OnDivergence)
         require_whole("every_n_steps", every_n_steps, 1)
+        join_twins(ReplicaAuditCallback)  # pytorch_lightning may have been imported after this module
         super().__init__(every_n_steps, on_divergence, ignore=as_names("ignore", ignore))
 
     @override
@@ -162,14 +165,14 @@ def _state_of(trainer: pl.Trainer, ignore: Sequence[str]) -> ReplicatedState:
     options: dict[str, Any] = {"everybody": range(trainer.world_size), "ignore": ignore}
     if isinstance(model, DistributedDataParallel):
         # post-local SGD, read at Lightning 2.6.6: its replicas are only equal every now and then
-        if isinstance(strategy, DDPStrategy) and model_averager(strategy) is not None:
+        if isinstance(strategy, either(DDPStrategy)) and model_averager(strategy) is not None:
             raise SettingsError(
                 "The replicas differ by design between two averagings of DDPStrategy(model_averaging_period=...), "
                 "so an audit of them would say nothing. Leave the audit out, or the averaging."
             )
         options["everybody"] = dist.get_process_group_ranks(model.process_group)
         options |= {"ddp_ignores": model.parameters_to_ignore, "has_own_buffers": not model.broadcast_buffers}
-    elif not isinstance(strategy, ModelParallelStrategy):
+    elif not isinstance(strategy, either(ModelParallelStrategy)):
         raise SettingsError(
             f"{type(strategy).__name__} does not say which ranks hold the same parameters, so its replicas cannot "
             "be compared. Those of DDP and of ModelParallelStrategy (FSDP2, tensor parallelism, meshes) can; "

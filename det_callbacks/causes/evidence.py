@@ -2,7 +2,7 @@
 
 from det_callbacks.causes.phrases.batches import batch_lines
 from det_callbacks.causes.phrases.choices import both_values
-from det_callbacks.causes.phrases.generators import show_change
+from det_callbacks.causes.phrases.generators import show_change, show_idle
 from det_callbacks.compare.facts import Facts
 from det_callbacks.report.console import at_most, count
 
@@ -18,6 +18,7 @@ def evidence_lines(facts: Facts) -> tuple[str, ...]:
         lines.append(f"initial state: {_of_initial_state(facts)}")
     lines += batch_lines(facts)
     lines += [show_change(one, facts.evidence) for one in facts.evidence.generators]
+    lines += [show_idle(one) for one in facts.evidence.idle]
     lines += [f"choice {both_values([entry])}" for entry in facts.choices]
     return tuple(at_most(MAX_LINES, lines))
 

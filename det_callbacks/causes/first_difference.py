@@ -10,7 +10,7 @@ Example:
 
 from det_callbacks.causes.phrases.steps import explain_first as explain
 from det_callbacks.causes.phrases.unrecorded import advise_lost_value as advise
-from det_callbacks.causes.rule import Computation, cause_of_op
+from det_callbacks.causes.rule import Computation, cause_of_op, is_of_parameter
 from det_callbacks.compare.facts import Facts
 
 __all__ = ["NAME", "advise", "cause", "explain"]
@@ -29,8 +29,8 @@ def cause(facts: Facts) -> Computation:
 
 def _cause_of_state_left(facts: Facts) -> Computation:
     """Return the cause of state that only differs after the step: an optimizer owns what it has a gradient of."""
-    name = facts.first.divergence.name or ""
     ours, theirs = facts.gradients
     gradients = {*ours, *theirs}
-    has_gradient = f"grad of {name}" in gradients
-    return "optimizer" if " of " in name or has_gradient or not gradients else "forward"
+    if is_of_parameter(facts.first) or f"grad of {facts.first.divergence.name}" in gradients:
+        return "optimizer"
+    return "forward" if gradients else "unknown"  # an update without an optimizer may run anywhere

@@ -13,6 +13,7 @@ from typing import Literal
 
 from det_callbacks.causes.phrases.generators import RESUME_EXACTLY, keep_from_drawing, show_change
 from det_callbacks.causes.phrases.steps import explain_first as explain
+from det_callbacks.compare.differences import Finding
 from det_callbacks.compare.facts import Facts
 
 __all__ = ["NAME", "advise", "cause", "explain"]
@@ -23,9 +24,18 @@ NAME = "generator"
 def cause(facts: Facts) -> Literal["rng"] | None:
     if "rng" in facts.source_phases:
         return "rng"
-    if facts.sources or facts.model_choice is not None:
+    if facts.sources:
+        is_of_drawn = bool(facts.drawn_within) and all(map(_is_made_outside, facts.sources))
+        return "rng" if is_of_drawn else None
+    if facts.model_choice is not None:
         return None
-    return "rng" if facts.draws_in_step or _draws_in_one_run(facts) else None
+    is_passed_on = bool(facts.drawn_within) and facts.first.start == "passed on"
+    return "rng" if is_passed_on or facts.draws_in_step or _draws_in_one_run(facts) else None
+
+
+def _is_made_outside(source: Finding) -> bool:
+    """Return whether a source has no name and no recorded op made it: a tensor of what NumPy or Python drew."""
+    return source.role == "input" and source.divergence.name is None
 
 
 def _draws_in_one_run(facts: Facts) -> bool:
@@ -46,6 +56,6 @@ def advise(facts: Facts) -> str:
         return "Seed it, and let checkpoints keep its state"
     first = changes[0]
     what = show_change(first, facts.evidence)
-    if first.equal_at is None and first.seeds is None:
+    if first in facts.evidence.other_starts and first.seeds is None:
         return f"Seed Python, NumPy and torch before the model is built: {what}"
     return what

@@ -8,15 +8,17 @@ Example:
 
     Evidence
       initial state: 4 of 9 tensors differ, all that hold more than one value
-      python had a different state from the start of the fit
-      numpy had a different state from the start of the fit
-      torch.cpu had a different state from the start of the fit, seeded with 0 in the reference, 77 now
+      torch.cpu had a different state from the start of the fit, seeded with 0 in the reference, 77 now; it was
+        unused at the batch start of step 0 and in use after forward of step 0; what ran in between: the forward
+        pass
+      python had a different state from the start of the fit, and nothing drew from it
+      numpy had a different state from the start of the fit, and nothing drew from it
       choice settings.seed: 0 in the reference, 77 now
 """
 
 from typing import Literal
 
-from det_callbacks.causes.phrases.generators import show_change
+from det_callbacks.causes.phrases.generators import show_change, show_start
 from det_callbacks.causes.phrases.steps import explain_first as explain
 from det_callbacks.compare.facts import Facts
 
@@ -46,8 +48,10 @@ def advise(facts: Facts) -> str:
             f"Look at how {random[0]} is initialised or loaded: the code, the weights that were loaded, or what was "
             "drawn before (seed first) is not the same"
         )
-    reseeded = (one for one in facts.evidence.generators if one.equal_at is None and one.is_reseeded)
+    reseeded = (one for one in facts.evidence.other_starts if one.is_reseeded)
     change = next(reseeded, None)
     if change is None:
         return "Set the same seed before the model is built, or load the same weights"
-    return f"Set the same seed before the model is built: {show_change(change, facts.evidence)}"
+    # where it is in use since does not matter here
+    what = show_change(change, facts.evidence) if change.equal_at is None else show_start(change)
+    return f"Set the same seed before the model is built: {what}"

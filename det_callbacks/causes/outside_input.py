@@ -10,7 +10,7 @@ from typing import Literal
 
 from det_callbacks.causes.phrases.steps import explain_first as explain
 from det_callbacks.causes.phrases.unrecorded import advise_lost_value as advise
-from det_callbacks.causes.rule import CAUSE_OF_PHASE
+from det_callbacks.causes.rule import CAUSE_OF_PHASE, is_of_parameter
 from det_callbacks.compare.facts import Facts
 
 __all__ = ["NAME", "advise", "cause", "explain"]
@@ -23,10 +23,10 @@ def cause(facts: Facts) -> Literal["initial_weights", "forward", "backward", "op
         return None
     source = facts.sources[0]
     name = source.divergence.name
-    if name is None or name.startswith("grad of "):
+    if name is None:
         return "unknown"
-    if " of " in name:
-        return "optimizer"
+    if is_of_parameter(source):
+        return "unknown" if name.startswith("grad of ") else "optimizer"
     if facts.is_first_seen and not facts.is_after_gap:
         return "initial_weights"
     return CAUSE_OF_PHASE.get(facts.difference.first_reader(source.row), "unknown")

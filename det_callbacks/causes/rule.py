@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Literal, Protocol
 
+from det_callbacks.compare.differences import Finding
 from det_callbacks.compare.facts import COLLECTIVES, Facts
 from det_callbacks.verdict import Cause
 
@@ -42,4 +43,25 @@ def cause_of_op(facts: Facts) -> Computation:
     found = facts.origin or facts.first
     if found.divergence.op.startswith(COLLECTIVES):
         return "collective"
-    return "backward" if facts.starts_backward else CAUSE_OF_PHASE.get(found.divergence.phase, "unknown")
+    if facts.starts_backward or _is_between_passes(facts):
+        return "backward"
+    return CAUSE_OF_PHASE.get(found.divergence.phase, "unknown")
+
+
+def _is_between_passes(facts: Facts) -> bool:
+    """Return whether the origin, or what differs first, ran after a forward pass and before its backward pass."""
+    program, position = facts.difference.side((facts.origin or facts.first).row)
+    if program.sites[position].phase != "other":
+        return False
+    before = (site.phase for site in reversed(program.sites[:position]) if site.op)
+    after = (site.phase for site in program.sites[position:] if site.op)  # the loss has a row of its own there
+    passes = [next((phase for phase in phases if phase in CAUSE_OF_PHASE), None) for phases in (before, after)]
+    return passes == ["forward", "backward"]
+
+
+def is_of_parameter(finding: Finding) -> bool:
+    """Return whether a tensor is a gradient or a state of a parameter: its name does not begin with its module's."""
+    name, module = finding.divergence.name or "", finding.divergence.module
+    if not name or not module:
+        return " of " in name
+    return not name.startswith(f"{module}.")

@@ -17,6 +17,7 @@ from det_callbacks.causes import (
     other_gradients,
     outside_input,
     restored_state,
+    scripted_module,
     structure,
     unrecorded_steps,
 )
@@ -39,6 +40,7 @@ RULES: tuple[Rule, ...] = (
     optimizer_option,
     other_gradients,
     compiled_graph,
+    scripted_module,
     another_order,
     structure,
     origin,

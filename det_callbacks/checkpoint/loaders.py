@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from det_callbacks.internals.lightning import Loop
 from det_callbacks.internals.torch import DataLoaderIter
+from det_callbacks.internals.twins import either
 from det_callbacks.rng import HELD_TYPES, Held, is_default
 
 MAX_OBJECTS = 20_000
@@ -28,9 +28,10 @@ MAX_ITEMS = 256
 _LEFT: tuple[Any, ...] = (
     *(bool, int, float, complex, str, bytes, bytearray, type(None), type, range, slice),
     *(torch.Tensor, np.ndarray, np.generic, torch.dtype, torch.device, types.ModuleType, types.BuiltinFunctionType),
-    # these lead to everything
-    *(pl.Trainer, Logger, Strategy, Loop, DataLoaderIter, torch.optim.Optimizer),
+    *(DataLoaderIter, torch.optim.Optimizer),
 )
+_OF_LIGHTNING = (pl.Trainer, Logger, Strategy, Loop)
+"""What leads to everything."""
 
 
 def find_generators(roots: Mapping[str, object], *, left: tuple[type, ...] = ()) -> dict[str, Held]:
@@ -42,9 +43,10 @@ def find_generators(roots: Mapping[str, object], *, left: tuple[type, ...] = ())
     own = random.getstate.__self__  # type: ignore[attr-defined]  # a bound method
     seen: dict[int, object] = {}  # kept alive, so that no identity is used twice
     pending = deque(roots.items())
+    left = (*_LEFT, *either(*_OF_LIGHTNING), *left)
     while pending and len(seen) < MAX_OBJECTS:
         path, value = pending.popleft()
-        is_left = isinstance(value, (*_LEFT, *left)) or type(value).__module__.startswith("det_callbacks.")
+        is_left = isinstance(value, left) or type(value).__module__.startswith("det_callbacks.")
         if is_left or id(value) in seen or value is own:
             continue
         seen[id(value)] = value
@@ -79,35 +81,13 @@ def _inside(value: Any) -> Iterator[tuple[str, object]]:
     yield from ((f".{name}", item) for name, item in found.items())
 
 
-class _Followed(CombinedLoader):
-    """A loader that calls its followers in the order in which they came: a resume restores before others read."""
-
-    _followers: list[Any]
-
-    def __iter__(self) -> Any:
-        for follower in self._followers:
-            follower.begin_iteration()
-        return super().__iter__()
-
-    def __next__(self) -> Any:
-        for follower in self._followers:
-            follower.begin_draw()
-        drawn = super().__next__()
-        for follower in self._followers:
-            follower.end_draw(drawn[0])
-        return drawn
-
-
 def follow(loader: Any, follower: Any) -> Callable[[], object]:
     """Call ``begin_iteration()``, ``begin_draw()`` and ``end_draw(batch)`` of a follower; return what ends that.
 
     Several may end in any order. As long as it is followed, the loader has a subclass of its own, under the same name.
     """
-    if not isinstance(loader, _Followed):
-        base = type(loader)
-        names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "_followers": []}
-        # ours first, so that its super() is the loader's own class
-        loader.__class__ = type(base.__name__, (_Followed, base), names)
+    if not hasattr(loader, "_followers"):
+        loader.__class__ = _followed(type(loader))
     followers = loader._followers
     followers.append(follower)
 
@@ -115,6 +95,30 @@ def follow(loader: Any, follower: Any) -> Callable[[], object]:
         if follower in followers:
             followers.remove(follower)
             if not followers:
-                loader.__class__ = type(loader).__bases__[1]
+                loader.__class__ = type(loader).__base__
 
     return end
+
+
+def _followed(base: Any) -> Any:
+    """Return a subclass of a CombinedLoader's class that calls followers in the order in which they came.
+
+    A resume, which comes first, restores generators before the others read them.
+    """
+    followers: list[Any] = []
+
+    def begin(loader: Any) -> Any:
+        for follower in followers:
+            follower.begin_iteration()
+        return base.__iter__(loader)
+
+    def draw(loader: Any) -> Any:
+        for follower in followers:
+            follower.begin_draw()
+        drawn = base.__next__(loader)
+        for follower in followers:
+            follower.end_draw(drawn[0])
+        return drawn
+
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "_followers": followers}
+    return type(base.__name__, (base,), {**names, "__iter__": begin, "__next__": draw})

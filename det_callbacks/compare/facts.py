@@ -66,8 +66,14 @@ class Facts:
     @cached_property
     def sources(self) -> list[Finding]:
         """What entered the step with other bits before its first origin."""
-        rows = self.difference.starting("outside")
+        rows = [row for row in self.difference.starting("outside") if row not in self.drawn_within]
         return [self.difference.finding(row) for row in rows if self.origin is None or row < self.origin.row]
+
+    @cached_property
+    def drawn_within(self) -> list[int]:
+        """The rows of generators from which the step drew otherwise, where other rows differ before them."""
+        rows = [row for row in self.difference.rows_after_step if self.difference.start(row) == "outside"]
+        return [row for row in rows if row != self.first.row]
 
     @property
     def is_after_gap(self) -> bool:
@@ -156,7 +162,7 @@ class Facts:
     def consumed(self) -> GeneratorChange | None:
         """The generator that something drew from in one run only; not the data, when its batch was drawn."""
         since = (one for one in self.evidence.generators if one.equal_at is not None and not one.is_reseeded)
-        return next((one for one in since if one.points[0] not in _DRAWING), None)
+        return next((one for one in since if one.points[0] not in _DRAWING and not one.has_other_start), None)
 
     def is_before_step(self, change: GeneratorChange) -> bool:
         """Return whether a generator came to differ before the step's batch was drawn."""
@@ -221,8 +227,10 @@ class Facts:
     def draws_in_step(self) -> bool:
         """Whether a generator came to differ in the step itself, where no op is recorded that may have drawn."""
         first = self.first.divergence
-        is_output = not first.op and first.phase == "forward" and first.kind == "content"
-        return is_output and any(one.equal_at == (first.step, "batch start") for one in self.evidence.generators)
+        if first.op or first.kind != "content":
+            return False
+        since_start = (one.equal_at == (first.step, "batch start") for one in self.evidence.generators)
+        return bool(self.drawn_within) or (first.phase == "forward" and any(since_start))
 
     @property
     def explaining_choice(self) -> EnvironmentDifference | None:
@@ -251,7 +259,7 @@ class Facts:
             return bool(one.op) and one.kind == "content"  # sums are split among threads
         if choice == "settings.seed" and None in (chosen.reference, chosen.current):
             # what the process seeded before by itself may have been the same seed
-            return any(change.equal_at is None for change in self.evidence.generators)
+            return bool(self.evidence.other_starts)
         return not one.is_origin if choice.startswith("settings.") else is_between
 
 

@@ -7,13 +7,16 @@ TESTED: Mapping[str, tuple[str, str]] = {"torch": ("2.11", "2.15"), "lightning":
 """Package -> the oldest and the newest minor version."""
 
 
-def newer_than_tested() -> list[str]:
-    """Return what to say of each installed package that is of a later minor version than any that was tested."""
-    installed = {package: version(package) for package in TESTED}
+def newer_than_tested(lightning: str = "lightning") -> list[str]:
+    """Return what to say of each installed package that is of a later minor version than any that was tested.
+
+    Lightning is the distribution that trains: it may be ``pytorch_lightning``, which has the versions of ``lightning``.
+    """
+    packages = {"torch": "torch", "lightning": lightning}
     return [
-        f"{package} {installed[package]} is newer than any version that det_callbacks was tested with ({newest})"
-        for package, (_, newest) in TESTED.items()
-        if _minor(installed[package]) > _minor(newest)
+        f"{package} {version(package)} is newer than any version that det_callbacks was tested with ({newest})"
+        for package, (_, newest) in ((packages[name], versions) for name, versions in TESTED.items())
+        if _minor(version(package)) > _minor(newest)
     ]
 
 

@@ -1,7 +1,9 @@
 """The example in each rule's docstring is the message of a real verdict, and the docs' page is made of them."""
 
+import re
 import textwrap
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +11,17 @@ import pytest
 from causes_page import PAGE, causes, example, page, when
 from step_builder import FLOAT, StepBuilder, both, judge, training_step
 from test_named_causes import FAULTS, Training
-from test_named_causes import pytestmark as pytestmark
+from test_named_causes import pytestmark as marks
+from test_torchscript import fit as fit_scripted
+from test_torchscript import pytestmark as scripted_marks
 
+from det_callbacks import DeterminismCallback, DivergenceError
 from det_callbacks.causes.table import RULES
 from det_callbacks.runs.program import TensorLayout
 from det_callbacks.runs.selection import Selection
 from det_callbacks.verdict import EnvironmentDifference, Verdict
+
+pytestmark = [*marks, *scripted_marks]
 
 
 def planted(name: str, **more: Any) -> Callable[[Path], Verdict]:
@@ -31,6 +38,19 @@ def planted(name: str, **more: Any) -> Callable[[Path], Verdict]:
 def built(fill: Callable[[StepBuilder, bool], object], **options: Any) -> Callable[[Path], Verdict]:
     """Compare two steps that one function fills."""
     return lambda folder: judge(folder, both(fill), **options)
+
+
+def scripted(folder: Path) -> Verdict:
+    """Train with a TorchScript module that only the current process has run before."""
+    reference, current = folder / "reference", folder / "current"
+    fit_scripted(DeterminismCallback(reference, mode="record"), is_scripted=True)
+    callback = DeterminismCallback(reference, current=current, on_divergence="collect")
+    with pytest.raises(DivergenceError):
+        fit_scripted(callback, is_scripted=True, num_before=3)
+    assert callback.verdict is not None
+    # the model is in a test, whose lines move
+    explanation = re.sub(r"\S+test_torchscript\.py:\d+", "train.py:12", callback.verdict.explanation)
+    return replace(callback.verdict, explanation=explanation)
 
 
 def changed(base: Mapping[str, Any] | None = None, options: Mapping[str, Any] | None = None, **change: Any) -> Any:
@@ -99,6 +119,7 @@ EXAMPLES: Mapping[str, Callable[[Path], Verdict]] = {
     "optimizer option": planted("a callback changes the learning rate", level="state"),
     "other gradients": built(without_a_gradient),
     "compiled graph": built(of_a_graph, step=12),
+    "scripted module": scripted,
     "another order": built(of_swapped_lines),
     "structure": built(of_a_shape),
     "origin": changed(noise_at=5),

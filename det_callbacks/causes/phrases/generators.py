@@ -34,13 +34,26 @@ def show_change(change: GeneratorChange, evidence: Evidence) -> str:
     """Return how a generator came to differ, as one sentence without its final stop."""
     why = _why_it_differs(change)
     if change.equal_at is None:
-        is_at_start = change.differs_at[0] == 0
-        since = "from the start of the fit" if is_at_start else f"already {_moment(change.differs_at)}"
-        return f"{change.name} had a different state {since}{why}"
+        if change.differs_at[0] == 0:
+            return show_start(change)
+        return f"{change.name} had a different state already {_moment(change.differs_at)}{why}"
+    if change.has_other_start:
+        use = f"it was unused {_moment(change.equal_at)} and in use {_moment(change.differs_at)}"
+        return f"{show_start(change)}; {use}; what ran in between: {_what_ran(change, evidence)}"
     text = f"{change.name}: equal {_moment(change.equal_at)}, different {_moment(change.differs_at)}{why}"
     sides = {"the reference": change.only_reference, "the current run": change.only_current}
     only = (f"; only in {side}: {', '.join(points)}" for side, points in sides.items() if points)
     return f"{text}; what ran in between: {_what_ran(change, evidence)}{''.join(only)}"
+
+
+def show_idle(change: GeneratorChange) -> str:
+    """Return that a generator began elsewhere and that nothing drew from it, without a final stop."""
+    return f"{show_start(change)}, and nothing drew from it"
+
+
+def show_start(change: GeneratorChange) -> str:
+    """Return that a generator began in another state, without a final stop."""
+    return f"{change.name} had a different state from the start of the fit{_why_it_differs(change)}"
 
 
 def _why_it_differs(change: GeneratorChange) -> str:

@@ -99,7 +99,7 @@ def source_name(finding: Finding) -> str:
     if divergence.name is None:
         where = f"in {_module(divergence.module)}" if divergence.module else "outside any module"
         return f"a tensor read {where}{line}"
-    is_generator_of_an_op = divergence.name.startswith("generator ")
+    is_generator_of_an_op = finding.role == "generator" and divergence.name.startswith("generator ")
     return f"{divergence.name}{line}" if is_generator_of_an_op else divergence.name
 
 
