@@ -28,6 +28,7 @@ from det_callbacks.internals.torch import TORCH
 from det_callbacks.runs.environment import (
     ARGUMENTS,
     CHANGED_FILE,
+    COMMIT,
     CONFIGURATION,
     DIGEST,
     LOST,
@@ -226,10 +227,10 @@ def code_state() -> dict[str, Any]:
     folder = Path.cwd() if script is None else Path(script).absolute().parent
     where = _ask_git(folder, "rev-parse", "HEAD", "--show-toplevel")
     if where is None:
-        return {"code.git_commit": None, "code.is_dirty": None}
+        return {COMMIT: None, "code.is_dirty": None}
     commit, root = where.splitlines()
     changed = _ask_git(Path(root), "status", "--porcelain", "-z", "--untracked-files=no", "--no-renames")
-    state: dict[str, Any] = {"code.git_commit": commit, "code.is_dirty": None if changed is None else bool(changed)}
+    state: dict[str, Any] = {COMMIT: commit, "code.is_dirty": None if changed is None else bool(changed)}
     for entry in filter(None, (changed or "").split("\0")):
         path = Path(root, name := entry[3:])  # two letters that say what was done to it, and a space
         state[f"{CHANGED_FILE}{name}"] = format_digest(digest_bytes(path.read_bytes())) if path.is_file() else None

@@ -6,28 +6,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from det_callbacks.compare.cause import CHOSEN, LENGTHS, Facts, choices_of_steps, find_cause
+from det_callbacks.causes.evidence import evidence_lines
+from det_callbacks.causes.phrases.choices import both_values, explained_by
+from det_callbacks.causes.table import find_cause
 from det_callbacks.compare.collectives import Classification, FirstDifference, classify
 from det_callbacks.compare.evidence import Evidence, find_evidence
+from det_callbacks.compare.facts import LENGTHS, Facts, choices_of_steps
 from det_callbacks.compare.metrics import MetricComparison, MetricDifference
 from det_callbacks.compare.numbers import next_recording, with_numbers
 from det_callbacks.compare.ranks import RankFindings, RankWalk, WholeSteps
 from det_callbacks.compare.record import TOGETHER, Tally, read_records
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.errors import NothingComparedError, ReferenceFormatError, SelectionError
-from det_callbacks.report.advice import advise, advise_metric, evidence_lines
 from det_callbacks.report.console import capitalised, count, listed
-from det_callbacks.report.sentences import (
-    explain_choice,
-    explain_match,
-    explain_metric,
-    explain_ranks,
-    explain_step,
-    explain_whole_steps,
-    metric_lines,
-    show_differences,
-    steps_agree,
-)
+from det_callbacks.report.metrics import advise_metric, explain_metric, metric_lines
+from det_callbacks.report.sentences import code_lines, explain_match, explain_ranks, explain_whole_steps, steps_agree
 from det_callbacks.runs.environment import GENERATOR, LOST, compare_environments
 from det_callbacks.runs.metrics import read_metrics
 from det_callbacks.runs.store import Run
@@ -323,19 +316,21 @@ class _Judge:
             leader = min((first[rank] for rank in ranks.ranks("origin")), key=lambda one: one.order)
         facts = self._facts(leader)
         rule, cause = find_cause(facts)
-        text = explain_step(facts, rule, show_rank=self.show_rank)
+        text = rule.explain(facts)
         if ranks is not None:
             text += f"; {explain_ranks(ranks)}"
         if whole:
-            text += f"; besides, {shown_whole}"
-        chosen = choice.name if rule in CHOSEN and (choice := facts.explaining_choice) else ""
-        return _Answer(shown, cause, text, advise(facts, rule), evidence_lines(facts), chosen)
+            text += f"; in addition, {shown_whole}"
+        chosen = next((one.name for one in facts.choices if text.startswith(f"{one.name}: ")), "")
+        return _Answer(shown, cause, text, rule.advise(facts), evidence_lines(facts), chosen)
 
     def _answer_metric(self, metric: MetricDifference, agree: str) -> _Answer:
         others = self.metrics.num_differing - 1
         more = f", and {count(others, 'more metric')}" if others else ""
         text, choice = explain_metric(metric) + more + agree, metric.explaining_choice
-        text, chosen = (capitalised(text), "") if choice is None else (explain_choice(choice, text), choice.name)
+        text, chosen = capitalised(text), "" if choice is None else choice.name
+        if choice is not None:
+            text = explained_by(choice, text)
         return _Answer(metric.divergence(), metric.cause, text, advise_metric(metric), metric_lines(metric), chosen)
 
     def _facts(self, known: FirstDifference) -> Facts:
@@ -359,6 +354,7 @@ class _Judge:
             is_resumed=before == "resumed",
             unrestored=() if fit is None or before != "resumed" or difference.starting("here") else fit.unrestored,
             evidence=evidence,
+            shows_rank=self.show_rank,
         )
 
 
@@ -367,17 +363,20 @@ def _without_starts(environment: Sequence[EnvironmentDifference]) -> list[Enviro
 
 
 def _environment_notes(environment: Sequence[EnvironmentDifference], verdict: VerdictName) -> list[str]:
-    """Return what is to be said of environments that differ."""
+    """Return the sentences on environments that differ: the code, choices, and the machine."""
     changing = sorted(
         (entry for entry in environment if entry.changes_bits), key=lambda entry: not entry.name.startswith("settings.")
     )
-    choices = show_differences([entry for entry in changing if not entry.is_machine])
-    machine = show_differences([entry for entry in changing if entry.is_machine])
+    choices = both_values([entry for entry in changing if not entry.is_machine])
+    machine = both_values([entry for entry in changing if entry.is_machine])
     too = " too, so nothing is proven either way" if verdict == "not_comparable" else ""
-    notes = [f"Choices differ: {choices}"] if choices and verdict != "match" else []
     starts = [one.name.removeprefix(GENERATOR) for one in environment if one.name.startswith(GENERATOR)]
-    if starts and verdict == "match":
+    notes = []
+    if verdict != "match":
+        notes += code_lines(environment)
+        notes += [f"Choices differ: {choices}"] if choices else []
+    elif starts:
         notes.append(
-            f"Generators that began in another state than in the reference, and changed no bit: {listed(starts)}"
+            f"Generators that had a different state at the start of the fit and changed no bit: {listed(starts)}"
         )
     return notes + ([f"The machine differs{too}: {machine}"] if machine else [])

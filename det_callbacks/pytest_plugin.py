@@ -96,25 +96,33 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     except DetCallbacksError as error:
         failure = error
     if failure is not None:
-        _end(failure, item.config)  # not while it is handled: pytest would show the text of both
+        _end(failure, item.config, command=runs.command)  # not while it is handled: pytest would show the text of both
     others = [it for it in item.user_properties if it[0] != _PROPERTY]  # of a test that was run before
     item.user_properties[:] = [*others, (_PROPERTY, json.dumps(done))]
     return result
 
 
-def _end(error: "DetCallbacksError", config: pytest.Config) -> NoReturn:
+def _end(error: "DetCallbacksError", config: pytest.Config, *, command: str) -> NoReturn:
+    """End a test that differs, or that could not be compared; the first line is what pytest's short summary shows."""
+    from det_callbacks.report.verdict import headline, is_certain_change, verdict_lines  # noqa: PLC0415  # loads numpy
+
     verdict = getattr(error, "verdict", None)
+    if verdict is None:
+        pytest.fail(f"{type(error).__name__}: {error}", pytrace=False)
     outcome = config.getini("determinism_not_comparable")
-    if verdict is not None and verdict.verdict == "not_comparable" and outcome != "fail":
+    if verdict.verdict == "not_comparable" and outcome != "fail" and not is_certain_change(verdict):
         differing = [f"{it.name}: {it.reference} -> {it.current}" for it in verdict.environment if it.is_machine]
         reason = f"the training is not comparable: {verdict.explanation} ({'; '.join(differing)})"
         (pytest.skip if outcome == "skip" else pytest.xfail)(reason)
-    text = str(error) if verdict is not None else f"{type(error).__name__}: {error}"
-    if verdict is not None and verdict.cause == "initial_weights":
-        text += "\nA model that was built before training_snapshot() was called may have other weights: call it first."
-    if verdict is not None and (report := Path(verdict.current, "report.html")).exists():
-        text += f"\nreport: {report}"
-    pytest.fail(text, pytrace=False)
+    lines = [headline(verdict), "", verdict_lines(verdict), ""]
+    if verdict.cause == "initial_weights":
+        lines.append(
+            "A model that was built before training_snapshot() was called may have other weights: call it first."
+        )
+    lines += ["If the change is intended, record the reference again and commit it:", f"    {command}"]
+    if (report := Path(verdict.current, "report.html")).exists():
+        lines.append(f"report: {report}")
+    pytest.fail("\n".join(lines), pytrace=False)
 
 
 def folder_name(nodeid: str) -> str:
@@ -159,8 +167,12 @@ class _Summary:
         is_whole = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
         if is_whole and self._has_run_all and not session.shouldstop and not session.shouldfail:
             self._unused = sorted(self._find_unused())
-        if self._unused and self._config.getoption("determinism_unused") == "fail" and not exitstatus:
+        if self._unused and self._fails_where_unused and not exitstatus:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    @property
+    def _fails_where_unused(self) -> bool:
+        return bool(self._config.getoption("determinism_unused") == "fail")
 
     def _find_unused(self) -> Iterator[Path]:
         for home in {file.parent / FOLDER for file in self._files}:
@@ -186,7 +198,10 @@ class _Summary:
                     f"{self._shown(path)} has {size / 1e6:.1f} MB: train fewer steps, or record level='state'"
                 )
         if self._unused:
-            terminalreporter.write_line("no test uses these references; remove them, or see why their test is gone:")
+            failed = "--determinism-unused=fail: the session fails, because " if self._fails_where_unused else ""
+            terminalreporter.write_line(
+                f"{failed}no test uses these references; remove them, or see why their test is gone:"
+            )
         for path in self._unused:
             terminalreporter.write_line(f"  {self._shown(path)}")
 

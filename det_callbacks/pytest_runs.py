@@ -47,7 +47,7 @@ class TrainingRuns:
     """
 
     def __init__(self, *, folder: Path, record: str | None, new_folder: Callable[[], Path], command: str) -> None:
-        self._folder, self._record, self._new_folder, self._command = folder, record, new_folder, command
+        self._folder, self._record, self._new_folder, self.command = folder, record, new_folder, command
         self._trainings: dict[str | None, _Training] = {}
         self._undo = ExitStack()
         self._undo.enter_context(enforce_determinism(DeterminismSettings.choose(seed=0)))
@@ -79,7 +79,7 @@ class TrainingRuns:
         if not is_recording and not is_there:
             raise ReferenceNotFoundError(
                 f"There is no reference in {reference}, so nothing can be compared. Record it and commit it:\n"
-                f"    {self._command}",
+                f"    {self.command}",
                 str(reference),
             )
         folder = self._new_folder() / "run"

@@ -29,7 +29,7 @@ from det_callbacks.internals.lightning import (
 )
 from det_callbacks.internals.twins import either, own_class
 from det_callbacks.replaced_in_lightning import ReplacedInLightning
-from det_callbacks.runs.evidence import AFTER, BEFORE, CALLBACKS, CONSTANTS, SCRIPTED
+from det_callbacks.runs.evidence import AFTER, BEFORE, CALLBACKS, CONSTANTS, OPTIONS, SCRIPTED
 from det_callbacks.trace.op.components import has_parts, holds_data
 from det_callbacks.trace.state.generators import GeneratorReader, Ledger
 from det_callbacks.trace.state.leaves import flatten
@@ -60,11 +60,14 @@ class Evidence(Ledger):
         if not is_resumed:
             self.begin(_FIT_START)
         self.mark(_FIT_START, with_seeds=True)
-        state = (*trainer.lightning_module.parameters(), *trainer.lightning_module.buffers())
+        module = trainer.lightning_module
         with unobserved():
-            self.note(_FIT_START, CONSTANTS, sum(map(_is_constant, state)))
-        if scripted := _scripted(trainer.lightning_module):
+            state = (*module.named_parameters(), *module.named_buffers())
+            constants = [name for name, tensor in state if _is_constant(tensor)]
+        self.note(_FIT_START, CONSTANTS, len(constants), json.dumps(constants))
+        if scripted := _scripted(module):
             self.note(_FIT_START, SCRIPTED, text=json.dumps(scripted))
+        self._options: dict[str, object] = {}
         self._note_hooks(own)
 
     def _note_hooks(self, own: pl.Callback) -> None:
@@ -82,6 +85,18 @@ class Evidence(Ledger):
                     names.insert(0, type(module).__qualname__)  # its hooks are called after those of all callbacks
                 if names:
                     self.note(_FIT_START, f"{CALLBACKS}{order} {hook}", text=", ".join(names))
+
+    def note_options(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Note the numbers among the optimizers' options that are not as in the update before."""
+        for number, optimizer in enumerate(optimizers):
+            of_optimizer = f" of optimizer {number}" if len(optimizers) > 1 else ""
+            for index, group in enumerate(optimizer.param_groups):
+                for option, value in group.items():
+                    name = f"{option} of group {index}{of_optimizer}"
+                    # a tensor is left out: to read it would wait for its device
+                    if isinstance(value, int | float) and self._options.get(name) != value:
+                        self._options[name] = value
+                        self.note(OPTIONS, name, text=json.dumps(value))
 
     def attach(self) -> None:
         """Follow the loaders once they are there."""

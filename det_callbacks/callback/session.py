@@ -210,6 +210,7 @@ class TracedSession(Session):
 
     @override
     def begin_gradients(self) -> None:
+        self._evidence.note_options(self._hash_mode.optimizers)
         self._hash_mode.recorder.phase = "gradient"
 
     @override

@@ -167,6 +167,11 @@ class StepDifference:
         program, position = self.side(row)
         return program.sites[position]
 
+    def digest(self, row: int) -> int:
+        """Return the bits of a row: those of the current step, where it has one."""
+        left, right = self.pairs[row]
+        return int(self.current.record.digests[right] if right >= 0 else self.reference.record.digests[left])
+
     def side(self, row: int) -> tuple[Program, int]:
         """Return the program that a row's site is in, and its position there."""
         left, right = self.pairs[row]

@@ -16,6 +16,7 @@ from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.runs.evidence import (
     CALLBACKS,
     CONSTANTS,
+    OPTIONS,
     SCRIPTED,
     SEED,
     START,
@@ -46,7 +47,8 @@ class Window:
     rows: tuple[Row, ...]
     settings: Mapping[str, str]  # of the loaders, as they last started: "num_workers of train_dataloader" -> "2"
     hooks: Mapping[str, str]  # "before on_train_batch_end" -> the callbacks called before ours; "after ..." alike
-    num_constant: int = 0  # initial tensors that hold one value only, whatever the seed
+    constants: frozenset[str] = frozenset()  # initial tensors that hold one value only, whatever the seed
+    options: Mapping[str, tuple[int, str]] = field(default_factory=dict)  # "lr of group 0" -> since which step, JSON
     starts: Mapping[str, int] = field(default_factory=dict)  # digest of the state in which each generator began
     scripted: tuple[str, ...] = ()  # modules that are, or hold, TorchScript
 
@@ -101,6 +103,16 @@ class BatchChange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OptionChange:
+    """An option of an optimizer's group, such as "lr of group 0", that an update used with another value."""
+
+    name: str
+    reference: str
+    current: str
+    since: int  # step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
     """What is known of a step that differs, besides its sites; the generators in the order in which they came to."""
 
@@ -108,7 +120,8 @@ class Evidence:
     idle: tuple[GeneratorChange, ...] = ()  # of generators that began elsewhere, and from which nothing drew
     batch: BatchChange = BatchChange()
     hooks: Mapping[str, str] = field(default_factory=dict)  # of the current run, see ``Window``
-    num_constant: int = 0
+    constants: frozenset[str] = frozenset()  # initial tensors that hold one value only in both runs
+    options: tuple[OptionChange, ...] = ()
     scripted: tuple[str, ...] = ()  # of the current run
     unread: str = ""  # why it could not be read; "" where it could, or where a run has none
 
@@ -166,8 +179,9 @@ def read_window(run: Run, rank: int, segment: int, step: int) -> Window | None:
 def gather_window(rows: Iterable[Row], *, since: int | None) -> Window | None:
     """Return what rows say that come after a step that is known to be equal, or all rows; None where there are none."""
     kept, last = list[Row](), list[Row]()
-    settings, hooks, starts = dict[str, str](), dict[str, str](), dict[str, int]()
-    num_constant, scripted = 0, tuple[str, ...]()
+    settings, hooks = dict[str, str](), dict[str, str]()
+    options, starts = dict[str, tuple[int, str]](), dict[str, int]()
+    constants, scripted = frozenset[str](), tuple[str, ...]()
     for row in rows:
         if row.text and row.point == _LOADER:
             settings[row.name] = row.text
@@ -176,9 +190,11 @@ def gather_window(rows: Iterable[Row], *, since: int | None) -> Window | None:
         elif row.name.startswith(START):
             starts[row.name.removeprefix(START)] = row.value
         elif row.name == CONSTANTS:
-            num_constant = row.value
+            constants = frozenset(json.loads(row.text or "[]"))
         elif row.name == SCRIPTED:
             scripted = tuple(json.loads(row.text))
+        elif row.point == OPTIONS:
+            options[row.name] = (row.step, row.text)
         elif row.point not in (UNSEEN_WRITE, VALUES):
             if since is None or row.step > since:
                 kept.append(row)
@@ -187,8 +203,15 @@ def gather_window(rows: Iterable[Row], *, since: int | None) -> Window | None:
     kept = [*from_batch_start(last), *kept]
     if not kept:
         return None
-    known: dict[str, Any] = {"settings": settings, "hooks": hooks, "starts": starts}
-    return Window(rows=tuple(kept), **known, num_constant=num_constant, scripted=scripted)
+    return Window(
+        rows=tuple(kept),
+        settings=settings,
+        hooks=hooks,
+        constants=constants,
+        options=options,
+        starts=starts,
+        scripted=scripted,
+    )
 
 
 def from_batch_start(rows: Iterable[Row]) -> Iterator[Row]:
@@ -235,9 +258,17 @@ def compare_windows(reference: Window, current: Window, step: int) -> Evidence:
         idle=tuple(_idle_generators(reference, current, step, moved={change.name for change in changes})),
         batch=_batch_change(reference, current, step),
         hooks=current.hooks,
-        num_constant=min(reference.num_constant, current.num_constant),
+        constants=reference.constants & current.constants,
+        options=tuple(_option_changes(reference, current)),
         scripted=current.scripted,
     )
+
+
+def _option_changes(reference: Window, current: Window) -> Iterator[OptionChange]:
+    for name in sorted(reference.options.keys() & current.options):
+        (ours_since, ours), (theirs_since, theirs) = reference.options[name], current.options[name]
+        if ours != theirs:
+            yield OptionChange(name=name, reference=ours, current=theirs, since=max(ours_since, theirs_since))
 
 
 def _generator_change(reference: Window, current: Window, step: int, name: str) -> GeneratorChange | None:

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from det_callbacks.compare.cause import COLLECTIVES
 from det_callbacks.compare.collectives import FirstDifference
+from det_callbacks.compare.facts import COLLECTIVES
 from det_callbacks.errors import ReferenceFormatError, SelectionError
 from det_callbacks.numbers import tensor_numbers
 from det_callbacks.patterns import OpPattern, as_patterns

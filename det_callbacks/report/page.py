@@ -37,7 +37,7 @@ def write_report(path: str | Path, verdict: Verdict, *, reference: str | Path, c
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
     environment.filters.update(count=count, number="{:,}".format)
-    head, sections = head_report(verdict)[1:], details_report(verdict)
+    head, sections = head_report(verdict)[1:], details_report(verdict, lists_all=True)
     content = environment.get_template("report.html.j2").render(
         verdict=verdict, head=head, sections=sections, maps=maps, num_left_out=num_left_out
     )

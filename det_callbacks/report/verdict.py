@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,15 +22,48 @@ _KINDS = {
     "extra": "only in the current run",
 }
 _ROLES = {
-    True: "origin: what it read agrees, so it starts here",
+    True: "origin: its inputs match, so the difference starts here",
     None: "cannot be proven to start here",
-    False: "passed on: what it read differs already, or it came in from outside the step's ops",
+    False: "passed on: one of its inputs differs",
 }
+_SOURCE_ROLE = "source: it entered the step with this difference, so the difference starts here"
+_SOURCE_PHASES = ("state", "data", "rng", "input")
 
 
 def verdict_lines(verdict: Verdict) -> str:
     """Return a verdict as plain text, for an exception's message or a log."""
     return to_text(verdict_report(verdict))
+
+
+def headline(verdict: Verdict) -> str:
+    """Return a verdict that is no match in one line: "DIVERGED settings: optimizer.Adam.lr 0.1 -> 0.2 (step 0)"."""
+    first, head = verdict.first_divergence, _word(verdict)
+    if first is None:
+        return f"{head}: {verdict.explanation}"
+    named = (one for one in verdict.environment if verdict.explanation.startswith(f"{one.name}: "))
+    choice = next(named, None)
+    if choice is not None:
+        what = f"{choice.name} {choice.reference} -> {choice.current}"
+    elif first.op:
+        what = f"{first.op} in {first.module or 'no module'}"
+    else:
+        what = first.name or f"a step that is {_KINDS[first.kind]}"
+    place = f"step {first.step}" if verdict.coverage.ranks < 2 else f"step {first.step} of rank {first.rank}"
+    return f"{head} {verdict.cause}: {what} ({place})"
+
+
+def is_certain_change(verdict: Verdict) -> bool:
+    """Return whether the training was changed for certain, whatever the machine may have changed besides.
+
+    Another machine or version may change the bits of an op, and which ops run. It changes no choice, no shape of a
+    batch or a weight, and no number of steps.
+    """
+    first = verdict.first_divergence
+    has_other_choice = any(one.changes_bits and not one.is_machine for one in verdict.environment)
+    if first is None or has_other_choice:
+        return has_other_choice
+    is_given_or_a_step = not first.op and first.phase in ("state", "data", "other")
+    return is_given_or_a_step and first.kind in ("structure", "missing", "extra")
 
 
 def verdict_of_rank(verdict: Verdict, *, rank: int, world_size: int) -> str:
@@ -54,7 +88,7 @@ def disagreement_text(verdict: Verdict, *, path: Path, num_agreed: int, num_drop
 
 def verdict_report(verdict: Verdict) -> list[Section]:
     """Return the word, the sentence, where it began, what was covered, and what to do next."""
-    return [*head_report(verdict), *details_report(verdict)]
+    return [*head_report(verdict), *details_report(verdict, lists_all=False)]
 
 
 def head_report(verdict: Verdict) -> list[Section]:
@@ -65,8 +99,11 @@ def head_report(verdict: Verdict) -> list[Section]:
     return [*report, Section(title="Evidence", items=verdict.evidence)] if verdict.evidence else report
 
 
-def details_report(verdict: Verdict) -> list[Section]:
-    """Return the first divergence, by how much it differs, all origins, what was compared, and what to do next."""
+def details_report(verdict: Verdict, *, lists_all: bool) -> list[Section]:
+    """Return the first divergence, by how much it differs, the origins, what was compared, and what to do next.
+
+    Unless it ``lists_all``, origins that are alike have one row.
+    """
     first, origins, report = verdict.first_divergence, verdict.origins, list[Section]()
     if first is not None:
         report.append(Section(title="First divergence", facts=_facts(first), code=_source_text(verdict)))
@@ -79,7 +116,7 @@ def details_report(verdict: Verdict) -> list[Section]:
     if origins:
         which = f"the first {MAX_ORIGINS}, " if len(origins) >= MAX_ORIGINS else ""
         title = f"Origins ({which}differing, though nothing they read differs)"
-        report.append(Section(title=title, table=_origin_table(verdict)))
+        report.append(Section(title=title, table=_every_origin(origins) if lists_all else _origins_by_kind(origins)))
     if verdict.environment:
         report.append(Section(title="Environment differences", table=environment_table(verdict.environment)))
     report.append(Section(title="Compared", items=_coverage(verdict)))
@@ -90,12 +127,23 @@ def details_report(verdict: Verdict) -> list[Section]:
 def environment_table(differences: Sequence[EnvironmentDifference]) -> Table:
     """Return a row for each entry in which two environments differ."""
     columns = ("name", "reference", "current", "kind", "can change bits")
-    kinds, words = ("choice", "machine"), ("no", "yes")
     rows = [
-        (one.name, str(one.reference), str(one.current), kinds[one.is_machine], words[one.changes_bits])
+        (
+            one.name,
+            str(one.reference),
+            str(one.current),
+            "machine" if one.is_machine else "choice",
+            _can_change_bits(one),
+        )
         for one in differences
     ]
     return Table(columns=columns, rows=rows)
+
+
+def _can_change_bits(difference: EnvironmentDifference) -> str:
+    if not difference.is_machine:
+        return "-"  # choices are made to change bits, by themselves or through another entry
+    return "yes" if difference.changes_bits else "no"
 
 
 def _word(verdict: Verdict) -> str:
@@ -112,10 +160,15 @@ def _facts(divergence: Divergence) -> list[tuple[str, str]]:
         ("kind", f"{divergence.kind}: {_KINDS[divergence.kind]}"),
         ("tensor", "" if divergence.dtype is None else f"{divergence.dtype}{shape}"),
         ("digests", f"{divergence.reference_digest or '-'} in the reference, {divergence.current_digest or '-'} now"),
-        ("origin", _ROLES[divergence.is_origin]),
+        ("origin", _role(divergence)),
         *(("" if index else "source", line) for index, line in enumerate(divergence.source)),
     ]
     return [(name, fact) for name, fact in facts if fact]
+
+
+def _role(divergence: Divergence) -> str:
+    is_source = divergence.is_origin is False and not divergence.op and divergence.phase in _SOURCE_PHASES
+    return _SOURCE_ROLE if is_source else _ROLES[divergence.is_origin]
 
 
 def _call(divergence: Divergence) -> str:
@@ -138,14 +191,34 @@ def _source_text(verdict: Verdict) -> list[str]:
     return [f"{'>' if str(at) == number else ' '} {at:>4}  {line}".rstrip() for at, line in text]
 
 
-def _origin_table(verdict: Verdict) -> Table:
-    columns = ("rank", "step", "phase", "module", "op", "name", "kind", "source")
-    rows = []
-    for one in verdict.origins:
-        op = f"{one.op}#{one.occurrence}" + f" output {one.output}" * bool(one.output)
-        source = next(iter(one.source), "-")
-        rows.append((one.rank, one.step, one.phase, one.module or "-", op, one.name or "-", one.kind, source))
-    return Table(columns=columns, rows=rows, limit=PRINTED_ORIGINS)
+_ORIGIN_COLUMNS = ("rank", "step", "phase", "module", "op", "name", "kind", "source")
+
+
+def _every_origin(origins: Sequence[Divergence]) -> Table:
+    return Table(columns=_ORIGIN_COLUMNS, rows=[_origin_row(one) for one in origins])
+
+
+def _origins_by_kind(origins: Sequence[Divergence]) -> Table:
+    """Return the first of the origins that are alike: one op in one step, such as the update of each parameter."""
+    groups: defaultdict[tuple[object, ...], list[Divergence]] = defaultdict(list)
+    for one in origins:
+        groups[one.rank, one.segment, one.step, one.phase, one.op, one.kind].append(one)
+    numbers = [len(alike) - 1 for alike in groups.values()]
+    rows = [_origin_row(alike[0]) for alike in groups.values()]
+    if not any(numbers):
+        return Table(columns=_ORIGIN_COLUMNS, rows=rows, limit=PRINTED_ORIGINS)
+    counted = [
+        (*row, f"and {number:,} more like it" if number else "") for row, number in zip(rows, numbers, strict=True)
+    ]
+    return Table(columns=(*_ORIGIN_COLUMNS, ""), rows=counted, limit=PRINTED_ORIGINS)
+
+
+def _origin_row(origin: Divergence) -> tuple[object, ...]:
+    output = f" output {origin.output}" if origin.output else ""
+    op = f"{origin.op}#{origin.occurrence}{output}"
+    source = origin.source[0] if origin.source else "-"
+    place = (origin.rank, origin.step, origin.phase, origin.module or "-")
+    return (*place, op, origin.name or "-", origin.kind, source)
 
 
 def _how_much(tensor: TensorNumbers) -> str:

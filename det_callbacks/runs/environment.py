@@ -13,6 +13,7 @@ AS_COMMITTED = "<as committed>"
 # What the names of entries begin with, or are.
 DIGEST = "digest."  # how digests are computed on a device
 CONFIGURATION = "config."  # a key of an application's configuration
+COMMIT = "code.git_commit"
 CHANGED_FILE = "code.file."  # digest of a file of the code that differs from the commit
 OPTIMIZER = "optimizer"  # the classes of the optimizers; their options have names that begin with it
 LOST = "torch.lost"  # what this version of torch does not let be seen, a sentence each

@@ -20,12 +20,15 @@ EVIDENCE_SCHEMA = pa.schema(
 # Names of rows, or what they begin with.
 SEED = "seed of "  # the seed of a torch generator
 START = "start of "  # the state that a generator of the process had when the fit began; its text is the same digest
-CONSTANTS = "constant initial tensors"  # how many parameters and buffers hold one value only, at the start of a fit
+CONSTANTS = (
+    "constant initial tensors"  # parameters and buffers that hold one value only at a fit's start: JSON of names
+)
 SCRIPTED = "TorchScript"  # the modules that are, or hold, TorchScript, as JSON, at the start of a fit
 CALLBACKS = "callbacks "  # who has a hook; followed by whether it is called before or after ours, and the hook
 BEFORE, AFTER = "before", "after"
 
 # Points of rows that belong to no moment of a step.
+OPTIONS = "optimizer options"  # of the groups, when an update first uses them: "lr of group 0", as JSON
 UNSEEN_WRITE = "unseen write"  # of a step that a verification keeps: the values are ``StepView.unseen_writes``
 VALUES = "arguments"  # the digest and the JSON text of numbers among an op's arguments
 

@@ -81,7 +81,7 @@ def test_the_first_other_sample_is_named_by_its_index(tmp_path: Path, monkeypatc
     assert texts == [ORDER[start : start + 3] for start in range(0, 24, 4)]
     verdict = verify(reference, DataLoader(NUMBERED, 4, sampler=other))
     assert verdict.first_divergence.step == 1
-    said = f"batch: first other sample: train_dataloader [2] drew {ORDER[6]} in the reference, 20 now"
+    said = f"batch: first different sample: train_dataloader [2] drew {ORDER[6]} in the reference, 20 now"
     assert said in verdict.evidence
 
 
@@ -94,7 +94,7 @@ def test_what_a_hook_makes_of_a_batch_is_told_from_what_was_loaded(tmp_path: Pat
         reference = record(tmp_path / name, DataLoader(Samples(), 4), before)
         verdict = verify(reference, DataLoader(Samples(), 4), shifted(0.5))
         assert (verdict.cause, "on_after_batch_transfer" in verdict.explanation) == ("data_content", True)
-        assert "batch: what left the loader agrees" in verdict.evidence
+        assert "batch: what left the loader matches" in verdict.evidence
 
 
 def test_a_verdict_stands_without_its_evidence(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_what_is_not_looked_into_is_told_and_may_have_given_an_argument(tmp_path
     assert (verdict.cause, verdict.coverage.opaque_regions) == ("forward", ("batch.unread (builtins.set)",))
     found = verdict.first_divergence
     assert (found.op, found.kind, found.is_origin, verdict.origins) == ("aten.mul.Tensor", "argument", None, ())
-    assert "the batch holds what cannot be looked into" in verdict.explanation
+    assert "the batch holds something that could not be inspected" in verdict.explanation
     assert "seen only from outside: batch.unread (builtins.set)" in capsys.readouterr().out
     found = verify(reference, loader(frozenset([1])), OfObjects).first_divergence
     assert (found.name, found.kind) == ("batch.unread", "structure")

@@ -89,11 +89,18 @@ def steps(num_steps: int, spreads_from: int = 999, **shape: Any) -> dict[int, St
     return {step: spread if step >= spreads_from else usual for step in range(num_steps)}
 
 
-def chain(*, num_sites: int = 8, num_modules: int = 2, prefix: str = "block", is_spread: bool = False) -> StepBuilder:
+def chain(
+    *,
+    num_sites: int = 8,
+    num_modules: int = 2,
+    prefix: str = "block",
+    file: str = "m.py",
+    is_spread: bool = False,
+) -> StepBuilder:
     step, reads = StepBuilder(), list[int]()
     for place in range(num_sites):
         module, noise = f"{prefix}{place * num_modules // num_sites}.proj", is_spread and 2 * place == num_sites
-        reads = [step.op("aten.mm.default", *reads, module=module, source=(f"m.py:{place}",), noise=noise)]
+        reads = [step.op("aten.mm.default", *reads, module=module, source=(f"{file}:{place}",), noise=noise)]
     return step
 
 
@@ -161,8 +168,12 @@ def test_it_has_no_script_and_no_address_and_no_text_of_a_run_is_markup(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
-def test_a_browser_opens_it_light_and_dark_wide_and_narrow(runs: Path) -> None:
+def test_a_browser_opens_it_light_and_dark_wide_and_narrow(runs: Path, tmp_path: Path) -> None:
     address = (runs / "spread" / "report.html").as_uri()
+    long = {"prefix": "model.encoder.transformer.layers.block", "file": "src/project/models/components/attention.py"}
+    for name, spreads_from in (("reference", 9), ("current", 1)):
+        record(tmp_path / name, steps(2, spreads_from, **long))
+    written(tmp_path)
     with sync_playwright() as playwright:
         options = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=options)
@@ -181,6 +192,12 @@ def test_a_browser_opens_it_light_and_dark_wide_and_narrow(runs: Path) -> None:
             assert not listed.is_visible()
             page.locator("a[href='#s0-0-3']").click(force=True)
             listed.wait_for(state="visible")
+        page = browser.new_page(viewport={"width": 1400, "height": 900})
+        page.goto((tmp_path / "report.html").as_uri())
+        tables = page.locator(".scroll:has(> table)")
+        assert tables.count() == 2
+        widths = tables.evaluate_all("all => all.map(one => [one.scrollWidth, one.clientWidth])")
+        assert all(content <= box for content, box in widths), "a column is out of sight"
         browser.close()
     assert len(colours) == 4, "text and ground are others in the dark"
 

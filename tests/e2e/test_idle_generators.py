@@ -23,7 +23,7 @@ pytestmark = LIGHTNING_ADVICE
 
 pl = pytest.importorskip("lightning.pytorch")
 LEVELS = ("op", "module", "state")
-NOTE = "Generators that began in another state than in the reference, and changed no bit: "
+NOTE = "Generators that had a different state at the start of the fit and changed no bit: "
 
 
 class Plain(pl.LightningModule):
@@ -103,9 +103,10 @@ def test_it_is_the_cause_from_the_first_draw_on(level: Any, draw: Any, name: str
     first = verdict.first_divergence
     assert first is not None
     assert (verdict.verdict, verdict.cause, first.step) == ("diverged", "rng", 3)
-    place = "between at the batch start of step 3 and after forward of step 3, where this ran: the forward pass"
+    use = "it was unused at the batch start of step 3 and in use after forward of step 3"
     (line,) = (line for line in verdict.evidence if line.startswith(name))
-    assert line == f"{name} was in another state from the start of the fit on; it was first drawn from {place}"
+    start = f"{name} had a different state from the start of the fit"
+    assert line == f"{start}; {use}; what ran in between: the forward pass"
     assert line in verdict.explanation
     assert NOTE not in verdict.explanation
     assert verdict.origins == ()
@@ -129,10 +130,10 @@ def test_another_seed_of_torch_is_still_the_first_thing_that_is_told(tmp_path: P
     fit(DeterminismCallback(tmp_path / "run", mode="record", level="state"), seed=1)
     verdict = verify(tmp_path / "run", tmp_path / "current", seed=2, torch_seed=5)
     assert verdict.cause == "initial_weights"
-    assert "torch.cpu was in another state from the start of the fit on, seeded with 0 in the reference, 5 now" in (
+    assert "torch.cpu had a different state from the start of the fit, seeded with 0 in the reference, 5 now" in (
         verdict.explanation
     )
-    assert "numpy was in another state from the start of the fit on, and nothing drew from it" in verdict.evidence
+    assert "numpy had a different state from the start of the fit, and nothing drew from it" in verdict.evidence
 
 
 @pytest.mark.parametrize("resume", ["exact", "plain"])
@@ -193,4 +194,6 @@ def test_check_of_a_script_that_seeds_torch_only(run_command: Run) -> None:
     assert (done.status, done.errors) == (0, ""), done.text
     done = run_command("check", "--level", "state", script="torch_only.py", faults=["draws"])
     assert done.status == 1
-    assert "numpy was in another state from the start of the fit on; it was first drawn from between" in done.text
+    assert (
+        "numpy had a different state from the start of the fit; it was unused at the batch start of step 3" in done.text
+    )

@@ -169,12 +169,12 @@ FEWER = {"limit_val_batches": 1}
         (None, {}, {"data": {"other": 0}}, "data_content", "first batch of loader 0: batch[0]"),
         pytest.param(None, {}, {"data": {"num_samples": 8}}, "data_content", "samples of loader 0", marks=SLOW),
         (None, {}, {"data": {"other": 5}}, "unknown", "only the first batch of each loader is compared"),
-        (None, {}, FEWER, "settings", "now, and that is what differs first: metric val/loss"),
+        (None, {}, FEWER, "settings", "now, which explains the first difference. Metric val/loss"),
         (None, {}, {"data": {"other": 0}, **FEWER}, "data_content", "first batch of loader 0"),
         (None, {}, {"check_val_every_n_epoch": 2}, "settings", "step 2 is only in the reference, and 1 more"),
-        (None, {}, {"val_check_interval": 2}, "settings", "metric val/loss in the validation after step 1 is only in"),
+        (None, {}, {"val_check_interval": 2}, "settings", "Metric val/loss in the validation after step 1 is only in"),
         # metrics are not blamed for steps that were not recorded
-        (0, {"also": "another step"}, {}, "unknown", "It may have begun before step 3, and steps before it were not"),
+        (0, {"also": "another step"}, {}, "unknown", "It may have started before step 3, and steps before it were not"),
         (2, {"also": "another loss"}, {}, "unknown", """again with modules=["*", "!metric/val/loss"]"""),
         (0, {}, {"limit_train_batches": 2}, "structure", "Look at where epochs end: limit_train"),
     ],
@@ -357,4 +357,4 @@ def test_a_draw_before_a_validation_is_named_where_no_step_is_recorded(tmp_path:
     session = Session("verify", reference, current=tmp_path / "current", on_divergence="collect", also="a draw")
     verdict = diverges(session, "differs", LambdaCallback(on_validation_start=draw))
     assert (verdict.verdict, verdict.cause, verdict.first_divergence.name) == ("diverged", "rng", "val/drawn")
-    assert "Seed what it is computed with alike" in verdict.explanation
+    assert "Seed what it is computed with: " in verdict.explanation

@@ -50,6 +50,7 @@ class Training:
     draws_in_validation: bool = False
     callbacks: tuple[Callable[[], pl.Callback], ...] = ()
     first_callbacks: tuple[Callable[[], pl.Callback], ...] = ()
+    dropout: float = 0.1
     logs: bool = False
     skips: bool = False
     changes_in_step: int | None = None
@@ -121,8 +122,9 @@ class Listed(Dataset[tuple[Tensor, Tensor]]):
 class Module(pl.LightningModule):
     def __init__(self, training: Training) -> None:
         super().__init__()
+        self.save_hyperparameters({"dropout": training.dropout})
         self.made_of = training
-        layers = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.1)
+        layers = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(training.dropout)
         self.net = nn.Sequential(*layers, nn.Linear(256, 10))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
@@ -157,6 +159,23 @@ class DrawsAtEpochEnd(pl.Callback):
         torch.rand(3)
 
 
+class ChangesRate(pl.Callback):
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 4:
+            trainer.optimizers[0].param_groups[0]["lr"] = 0.011
+
+
+class SanityCheckInTrainingMode(pl.Callback):
+    """Moves the statistics of the BatchNorm in the sanity check of one run."""
+
+    def on_validation_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        if trainer.sanity_checking:
+            pl_module.train()
+
+    def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        pl_module.train()
+
+
 class SeedsAnew(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == 2:
@@ -185,7 +204,7 @@ FAULTS = {
     "unsorted listing": planted("data_order", "Sort what the data set lists", "the same indices", listing="unsorted"),
     "labels exchanged": planted(
         "data_content",
-        "batch[1] differs",
+        "the batch differs (batch[1])",
         "and the data itself (files, labels): the sampler drew the same indices",
         base={"batch_size": SAMPLES, "trainer": {"val_check_interval": None}},
         listing="labels exchanged",
@@ -201,7 +220,7 @@ FAULTS = {
     "another batch size": planted(
         "settings",
         "Give the loader the same batch size: batch_size of train_dataloader is 16 in the reference, 32 now",
-        "the same indices, which are cut into batches of another size",
+        "the same indices, and they are cut into batches of a different size",
         "!nowhere",
         "!drew other",
         batch_size=32,
@@ -210,7 +229,7 @@ FAULTS = {
         "rng",
         "Keep validation from drawing from torch.cpu",
         "equal before validation",
-        "another number of draws",
+        "a different number of draws",
         draws_in_validation=True,
     ),
     "callback draws": planted(
@@ -218,6 +237,28 @@ FAULTS = {
     ),
     "callback before ours draws": planted("rng", "equal after backward of step 0", first_callbacks=(DrawsAtBatchEnd,)),
     "a step without a loss": planted("forward", "Step 2, forward: ", " is only in the reference", skips=True),
+    "dropout": planted(
+        "settings",
+        "hparams.dropout: 0.0 in the reference, 0.1 now, which explains the first difference. Step 0",
+        "!Keep the forward pass",
+        base={"dropout": 0.0},
+        dropout=0.1,
+    ),
+    "a callback changes the learning rate": planted(
+        "optimizer",
+        "lr of group 0 is 0.01 in the reference, 0.011 now, from step 4 on. Step 4",
+        "Look at what sets it during the fit",
+        callbacks=(ChangesRate,),
+    ),
+    "a sanity check in training mode": planted(
+        "initial_weights",
+        "initial state: 3 of 9 tensors differ",
+        "!all that hold more than one value",
+        "!Set the same seed",
+        "moves the statistics of a BatchNorm",
+        base={"trainer": {"num_sanity_val_steps": 1}},
+        callbacks=(SanityCheckInTrainingMode,),
+    ),
     # up to here at level "op" every day
     "seed set late": planted("initial_weights", "all that hold more than one value", is_seeded_late=True),
     "one weight": planted("initial_weights", "how net.5.bias is initialised", "1 of ", change_weight="net.5.bias"),
@@ -234,7 +275,7 @@ FAULTS = {
     "callback draws at the epoch's end": planted(
         "rng",
         "on_train_epoch_end of DrawsAtEpochEnd",
-        "the sampler drew other indices",
+        "the sampler drew different indices",
         base={"shuffle_seed": None},
         callbacks=(DrawsAtEpochEnd,),
     ),
@@ -246,7 +287,7 @@ FAULTS = {
     "gradient clipping": planted("settings", "trainer.gradient_clip_val", trainer={"gradient_clip_val": 0.01}),
     "accumulation": planted("settings", "accumulate_grad_batches: 1", trainer={"accumulate_grad_batches": 2}),
 }
-EVERYDAY, SELDOM = [*FAULTS][:11], [*FAULTS][11:]
+EVERYDAY, SELDOM = [*FAULTS][:15], [*FAULTS][15:]
 
 
 @pytest.fixture(scope="module")

@@ -49,7 +49,7 @@ HALF = applied(cast, torch.float16)
 ADAMW = partial(Deep, optimizer=torch.optim.AdamW, lr=0.01, foreach=True)
 NORM = "aten.native_layer_norm_backward"
 SAID_DTYPE = "float16 [8, 16] in the reference, bfloat16 [8, 16] now"
-SAID_PRECISION = "trainer.precision: 32-true in the reference, bf16-mixed now, and that is what differs first"
+SAID_PRECISION = "trainer.precision: 32-true in the reference, bf16-mixed now, which explains the first difference"
 
 
 @contextmanager
@@ -92,23 +92,27 @@ FAULTS: dict[str, tuple[Any, Training, str, str, str]] = {
     ),
     "one ULP in the backward of a custom Function": (
         *(Deep, Training(around=below(op="planted_faults.double", step=2))),
-        *("2|backward|custom|planted_faults.double.default|", "content backward", "inputs agree"),
+        *("2|backward|custom|planted_faults.double.default|", "content backward", "its inputs match"),
     ),
     "one ULP in one of many states that one op writes": (
         *(ADAMW, Training(model=ADAMW, around=below(op="aten._foreach_lerp_", step=1, written=14))),
-        *("1|optimizer||aten._foreach_lerp_.Scalar|exp_avg of net.3.up.weight", "content optimizer", "gave other bits"),
+        *(
+            "1|optimizer||aten._foreach_lerp_.Scalar|exp_avg of net.3.up.weight",
+            "content optimizer",
+            "produced different bits",
+        ),
     ),
     "one ULP in what Lightning does with the loss": (
         *(Deep, Training(around=other_division), "1|other||aten.div.Tensor|", "content backward", "starts here"),
     ),
     "other content in a batch": (
         *(Deep, Training(data=other_content), "2|data|||batch[0]", "content data_content"),
-        "batch[0] differs; the difference came in through it, and no op is to blame",
+        "the batch differs (batch[0]); it entered the step that way, so no op is to blame",
     ),
     "learning rate of SGD": (
         *(Deep, Training(model=partial(Deep, lr=0.02))),
         *("0|optimizer||aten.add_.Tensor|net.0.norm.weight", "argument settings"),
-        "called with other arguments (alpha: -0.01 -> -0.02)",
+        "called with different arguments (alpha: -0.01 -> -0.02)",
     ),
     "another precision": (
         *(Deep, Training(options={"precision": "bf16-mixed"})),
@@ -116,7 +120,7 @@ FAULTS: dict[str, tuple[Any, Training, str, str, str]] = {
     ),
     "an op that reads a weight before the others": (
         *(Deep, Training(around=other_first_reader), "1|forward|head|aten.linalg_vector_norm.default|"),
-        *("extra structure", "the inputs agree, so it starts here"),
+        *("extra structure", "its inputs match, so the difference starts here"),
     ),
     "another dtype of an op": (
         *(HALF, Training(model=applied(cast, torch.bfloat16))),
@@ -181,7 +185,7 @@ def test_an_unseen_writer_makes_no_origin(read: Any, tmp_path: Path) -> None:
     first = verdict.first_divergence
     assert (first.module, first.op.split(".")[1], first.kind, first.is_origin) == ("middle", "tanh", "content", None)
     assert verdict.origins == ()
-    assert "what it reads was written by nothing that the trace saw" in verdict.explanation
+    assert "the trace did not see what wrote its inputs" in verdict.explanation
     assert "cannot be proven" in verdict.explanation
 
 
@@ -207,7 +211,7 @@ def test_an_op_that_reads_another_part_is_called_otherwise(op: str, tmp_path: Pa
     verdict = verify(reference, Training(model=applied(VIEWS[op], 1)), tmp_path / "current")
     first = verdict.first_divergence
     assert (first.module, first.op, first.kind, first.is_origin) == ("middle", op, "structure", True)
-    assert "read another part of what it was given: " in verdict.explanation
+    assert "read a different part of its input: " in verdict.explanation
 
 
 @pytest.mark.parametrize("level", ["module", "state"])
@@ -235,4 +239,13 @@ def test_the_gradient_is_named_and_no_op_of_the_optimizer(optimizer: Any, tmp_pa
     first = verdict.first_divergence
     assert (first.step, first.phase, first.name) == (1, "gradient", "grad of head.weight")
     assert (first.kind, first.is_origin, verdict.origins, verdict.cause) == ("content", None, (), "backward")
-    assert "what wrote it agrees" in verdict.explanation
+    assert "the op that wrote it matches" in verdict.explanation
+
+
+def test_the_parameter_is_named_whose_gradient_differs_where_all_are_clipped(tmp_path: Path) -> None:
+    plain = Training(options={"max_steps": 2, "gradient_clip_val": 1.0})
+    flipped = replace(plain, callbacks=(LambdaCallback(on_before_optimizer_step=flip_a_bit),))
+    verdict = verify(plain.record(tmp_path / "reference"), flipped, tmp_path / "current")
+    first = verdict.first_divergence
+    assert (first.op, first.output > 0, first.is_origin) == ("aten._foreach_norm.Scalar", True, None)
+    assert f"output {first.output} is the norm of grad of head.weight" in verdict.explanation

@@ -30,12 +30,15 @@ TESTS = """
         def __init__(self):
             torch.rand(int(PLANTED == "before the seed"))
             super().__init__()
+            self.save_hyperparameters({"alpha": 2 if PLANTED == "elsewhere, another choice" else 1})
+            if PLANTED == "elsewhere, another shape":
+                self.layer = torch.nn.Linear(32, 3)
 
         def training_step(self, batch, batch_idx):
             return super().training_step(batch, batch_idx)["loss"] * (2 if PLANTED and batch_idx == 1 else 1)
 
     def train(callback):
-        torch.set_num_threads(2 if PLANTED == "elsewhere" else 1)
+        torch.set_num_threads(2 if PLANTED.startswith("elsewhere") else 1)
         quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
         pl.Trainer(callbacks=[callback], max_steps=2, limit_val_batches=0, accelerator="cpu", **quiet).fit(Model())
 
@@ -148,7 +151,15 @@ def test_a_difference_fails_its_test_and_is_recorded_where_that_is_asked_for(pro
     for arguments in ((), ("--determinism-record=missing",)):
         done = run_in(project, "-k", "plain", *arguments, PLANTED="yes")
         assert done.counts(failed=1, deselected=2), done.text
-        assert "DIVERGED\nStep 1, " in done.text
+        assert done.text.count("DIVERGED\nStep 1, ") == done.text.count("First divergence") == 1, "all of it, once"
+        accept = (
+            "record the reference again and commit it:\n    pytest --determinism-record tests/test_net.py::test_plain\n"
+        )
+        assert accept in done.text
+        line = "DIVERGED forward: loss (step 1)"
+        assert done.text.split("test_plain ___")[1].lstrip("_").lstrip().startswith(f"{line}\n")
+        summary = done.text.split("short test summary info")[1]
+        assert re.search(rf"FAILED tests/test_net.py::test_plain - .*{re.escape(line)}$", summary, re.MULTILINE)
         assert ("Traceback" in done.text, "det_callbacks/" in done.text) == (False, False)
         report = re.search(r"^report: (.*/temporary/.*/report\.html)$", done.text, re.MULTILINE)
         assert report is not None, done.text
@@ -169,6 +180,10 @@ def test_another_machine_is_what_the_project_says(outcome: str, word: str, proje
     done = run_in(project, "-rsx", "-k", "plain", PLANTED="elsewhere")
     assert done.counts(**{word: 1, "deselected": 2}), done.text
     assert "torch.num_threads" in done.text
+    for planted in ("elsewhere, another shape", "elsewhere, another choice"):
+        done = run_in(project, "-k", "plain", PLANTED=planted)
+        assert done.counts(failed=1, deselected=2), (planted, done.text)
+        assert "NOT COMPARABLE" in done.text
 
 
 BAD = """
@@ -219,7 +234,8 @@ def test_references_that_no_test_uses_or_that_are_large_are_listed_where_all_tes
     listed = re.findall(r"^  tests/__determinism__/(.*)$", done.text, re.MULTILINE)
     assert listed == ["test_net/test_gone", "test_removed/test_plain"], done.text
     assert re.search(r"(?m)^tests/__determinism__/test_net/test_plain has 0.\d MB: train fewer steps, or", done.text)
-    assert run_in(project, "--determinism-unused=fail").status == 1
+    done = run_in(project, "--determinism-unused=fail")
+    assert (done.status, "--determinism-unused=fail: the session fails" in done.text) == (1, True), done.text
     for arguments in (("--determinism-unused=fail", "tests/test_net.py::test_plain"), ("-k", "plain")):
         assert "no test uses" not in run_in(project, *arguments).text
     assert "no test uses" not in run_in(project, "-x", PLANTED="yes").text

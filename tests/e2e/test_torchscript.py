@@ -16,20 +16,25 @@ from det_callbacks import DeterminismCallback, DivergenceError
 pytestmark = [LIGHTNING_ADVICE, pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")]
 
 
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 8)
-        self.scale = nn.Parameter(torch.ones(8))
+def scaled() -> nn.Module:
+    """Return a module of a new class: TorchScript keeps what it compiled by class, and with it what has run."""
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        return torch.tanh(self.linear(inputs) * self.scale + self.scale)
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 8)
+            self.scale = nn.Parameter(torch.ones(8))
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return torch.tanh(self.linear(inputs) * self.scale + self.scale)
+
+    return Scaled()
 
 
 class Model(pl.LightningModule):
     def __init__(self, *, is_scripted: bool) -> None:
         super().__init__()
-        self.net = torch.jit.script(Scaled()) if is_scripted else Scaled()
+        self.net = torch.jit.script(scaled()) if is_scripted else scaled()
         self.head = nn.Linear(8, 1)
         self.has_more = False
 
@@ -64,7 +69,7 @@ def test_what_ran_before_is_named_where_the_executor_runs_other_ops(is_scripted:
     verdict = caught.value.verdict
     assert verdict is not None
     assert verdict.cause == "structure"
-    said = "TorchScript runs in net, and what ran before in the process decides which ops its executor runs"
+    said = "TorchScript runs in net, and what ran earlier in a process also decides which ops its executor runs"
     assert said in verdict.explanation
 
 

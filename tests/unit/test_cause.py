@@ -75,6 +75,12 @@ def with_an_op_that_draws(step, now):
         step.op("aten.bernoulli_.float", state, arguments={"p": 0.1})
 
 
+def with_swapped_lines(step, now, noise=None):
+    value = step.op("aten.relu.default", "?x")
+    for name in ("sin", "cos") if now else ("cos", "sin"):
+        step.op(f"aten.{name}.default", value, noise=noise if now else None)
+
+
 def of_other_layout(step, now):
     step.op("aten.relu.default", "?x", layout=TensorLayout(dtype="float32", shape=(8, 4), stride=(1 + 3 * now, 1)))
     step.digests[-1] = 1
@@ -154,33 +160,53 @@ def case(planted, cause, *said, **options):
     return pytest.param(planted, cause, said, options)
 
 
-GIVEN = "an input from outside the trace, net.weight differs; the difference came in through it, and no op is to blame"
-UNRECORDED = ("net.weight differs", "since before step 7, and steps before it were not recorded", "!initial state")
+GIVEN = "an input from outside the trace differs (net.weight); it entered the step that way, so no op is to blame"
+UNRECORDED = (
+    "differs (net.weight)",
+    "began to differ before step 7, and steps before it were not recorded",
+    "!initial state",
+)
 LOST = "look for a Python value that the checkpoint does not hold"
 PRECISION = choice("trainer.precision")
-PRECISION_FIRST = "trainer.precision: a in the reference, b now, and that is what differs first: "
+PRECISION_FIRST = "trainer.precision: a in the reference, b now, which explains the first difference. "
 AFTER_RESUME = {"is_resumed": True, "base": {"insert_at": 3}}
 CASES = [
     case({"insert_at": 10, "factor": 3.0}, "forward", "only in the current run", "train.py:50", "starts here"),
-    case({"weight": 3, "rows": (2, 1, 3, 4), "seed": 1}, "initial_weights", "the state of the generator differ too"),
-    case({"rows": (2, 1, 3, 4), "seed": 1}, "data_order", "batch[0] holds the same samples in another order"),
-    case({"weight": 3}, "checkpoint", "loaded, net.weight differs", "no op is to blame", is_resumed=True),
-    case({"weight": 3, "rows": (2, 1, 3, 4)}, "checkpoint", "(the batch differs too)", is_resumed=True),
-    case({"rows": (2, 1, 3, 4), "seed": 1}, "data_order", "the batch batch[0]", is_resumed=True),
-    case({"seed": 3}, "rng", "the state of the generator torch.cpu differs", is_resumed=True),
+    case(
+        {"weight": 3, "rows": (2, 1, 3, 4), "seed": 1},
+        "initial_weights",
+        "and the batch and the generator state also differ",
+    ),
+    case(
+        {"rows": (2, 1, 3, 4), "seed": 1},
+        "data_order",
+        "the batch holds the same samples in a different order (batch[0])",
+    ),
+    case({"weight": 3}, "checkpoint", "loaded differs (net.weight)", "no op is to blame", is_resumed=True),
+    case({"weight": 3, "rows": (2, 1, 3, 4)}, "checkpoint", ", and the batch also differs; ", is_resumed=True),
+    case({"rows": (2, 1, 3, 4), "seed": 1}, "data_order", "a different order (batch[0])", is_resumed=True),
+    case({"seed": 3}, "rng", "the generator state differs (torch.cpu)", is_resumed=True),
     case({"noise_at": 5}, "forward", "starts here", f"!{LOST}", **AFTER_RESUME),
     case({"factor": 3.0}, "forward", LOST, **AFTER_RESUME),
     case({"factor": 3.0}, "forward", f"!{LOST}", base={"insert_at": 3}),
     case({"factor": 3.0}, "forward", f"!{LOST}", environment=[SEED], **AFTER_RESUME),
     case({"factor": 3.0, "rows": (2, 1, 3, 4)}, "data_order", f"!{LOST}", **AFTER_RESUME),
     case({"factor": 3.0, "weight": 3}, "checkpoint", f"!{LOST}", **AFTER_RESUME),
-    case(of_other_layout, "structure", "gave another structure"),
+    case(with_swapped_lines, "structure", "aten.cos.default in net ran in another order than in the reference"),
+    case(lambda *both: with_swapped_lines(*both, "ulp"), "forward", "!another order"),
+    # a hyperparameter explains a call of the model, and one that became an option of the optimizer does not
+    case(
+        with_an_op_that_draws, "settings", "hparams.dropout: 0.0 in", environment=[choice("hparams.dropout", 0.0, 0.1)]
+    ),
+    case(with_an_op_that_draws, "rng", environment=[choice("hparams.rate", 0.1, 0.2), LR]),
+    case({"noise_at": 3}, "forward", "!explains", environment=[choice("hparams.dropout", 0.0, 0.1)]),
+    case(of_other_layout, "structure", "produced a different structure"),
     case(lambda step, now: step.batch("x", [1]) if now else step.named("x", 3, phase="data"), "data_content"),
     case(with_another_label, "data_content"),
     case(with_an_op_that_draws, "rng", "is only in the current run"),
-    case(of_other_tensors, "forward", "reads other tensors than in the reference"),
-    case(lambda *both: of_other_tensors(*both, (9, 4)), "structure", "[9, 4] now; it reads other tensors than in the"),
-    case(of_other_arguments, "forward", "digests of other arguments", "cannot be proven"),
+    case(of_other_tensors, "forward", "reads different tensors than in the reference"),
+    case(lambda *both: of_other_tensors(*both, (9, 4)), "structure", "[9, 4] now; it reads different tensors than"),
+    case(of_other_arguments, "forward", "digests of different arguments", "cannot be proven"),
     case(reading("net.weight"), "initial_weights", GIVEN),
     case(reading("net.weight"), "forward", GIVEN, begins_before=True),
     case(reading("net.weight", "backward"), "backward", GIVEN, begins_before=True),
@@ -188,8 +214,13 @@ CASES = [
     case(reading("exp_avg of net.weight"), "optimizer", "no op is to blame", begins_before=True),
     case(reading("?number"), "unknown", LOST, is_resumed=True),
     case(reading("?number"), "unknown", "observe_non_deterministic", f"!{LOST}"),
-    case(with_another_gradient, "backward", "grad of output of net.2 at train.py:6 in forward holds other bits"),
-    case(with_own_generator, "rng", "generator on cpu at train.py:5 in forward differs", "Seed it, and"),
+    case(with_another_gradient, "backward", "grad of output of net.2 at train.py:6 in forward holds different bits"),
+    case(
+        with_own_generator,
+        "rng",
+        "the generator state differs (generator on cpu at train.py:5 in forward)",
+        "Seed it, and",
+    ),
     case(after_an_unselected_op, "unknown", "net.weight, a tensor read in net, a tensor read", "(modules, phases) may"),
     *(
         case(reading("net.weight"), cause, *UNRECORDED, said, environment=known, **options)
@@ -206,20 +237,25 @@ CASES = [
     case(from_row(1), "settings", "settings.seed: 1 in the reference, 2 now", environment=[SEED]),
     # what nothing else explains is a seed's only where both runs know theirs
     case(from_row(1), "forward", "seed: None", environment=[choice("settings.seed", None, 0)], selection=STATE),
-    case({"dtype": "float64"}, "settings", f"{PRECISION_FIRST}step 7", environment=[PRECISION]),
-    case({"insert_at": 3, "factor": 2.0}, "settings", f"{PRECISION_FIRST}step 7", environment=[PRECISION]),
-    case({"lr": 0.2}, "settings", "0.2 now, and that is what differs first: step 7", environment=[LR]),
+    case({"dtype": "float64"}, "settings", f"{PRECISION_FIRST}Step 7", environment=[PRECISION]),
+    case({"insert_at": 3, "factor": 2.0}, "settings", f"{PRECISION_FIRST}Step 7", environment=[PRECISION]),
+    case({"lr": 0.2}, "settings", "0.2 now, which explains the first difference. Step 7", environment=[LR]),
     # other bits of an op that got the same follow from no such choice
-    case({"noise_at": 3}, "forward", "!that is what differs first", environment=[PRECISION, LR]),
+    case({"noise_at": 3}, "forward", "!which explains the first difference", environment=[PRECISION, LR]),
     case(of_dtype, "settings", PRECISION_FIRST, environment=[PRECISION, choice("settings.deterministic_algorithms")]),
-    case(of_dtype, "initial_weights", "!that is what differs first", environment=[LR]),
-    case(of_other_shape, "initial_weights", "!that is what differs first", environment=[PRECISION]),
+    case(of_dtype, "initial_weights", "!which explains the first difference", environment=[LR]),
+    case(of_other_shape, "initial_weights", "!which explains the first difference", environment=[PRECISION]),
     case(of_other_shape, "initial_weights", "Build the same model: some of its tensors have another name, shape"),
-    case(lambda step, now: step.named("ac"[now], 1), "initial_weights", "a, c is only in one run", "another name"),
+    case(
+        lambda step, now: step.named("ac"[now], 1),
+        "initial_weights",
+        "exists in one run only (a, c: 2 of 2 tensors)",
+        "another name",
+    ),
     case(with_another_closure, "settings", environment=[LR]),
     case(with_another_layer, "structure", environment=[LR]),
-    case(of_gradients("ab", "ba"), "optimizer", "the same gradients in another order", "configure_optimizers"),
-    case(of_gradients("ab", "a"), "optimizer", "4 gradients in the reference, 3 now: grad of b in one run"),
+    case(of_gradients("ab", "ba"), "optimizer", "the same gradients in a different order", "configure_optimizers"),
+    case(of_gradients("ab", "a"), "optimizer", "4 gradients in the reference, 3 now; in one run only: grad of b"),
     case(start_of_backward("other", "backward"), "backward", "ones_like", "starts here"),
     case(start_of_backward("forward", "backward"), "backward"),
     case(start_of_backward("other", "forward"), "unknown"),
@@ -275,4 +311,4 @@ def test_the_least_by_segment_step_position_and_rank_comes_first(tmp_path):
     assert (verdict.first_divergence.step, [item.step for item in verdict.origins]) == (9, [9])
     assert verdict.counts.sites_differing == 2 * 28
     runs = record(tmp_path / "c", steps_of(range(2))), record(tmp_path / "d", steps_of(range(1), s0={"noise_at": 1}))
-    assert "besides, step 1 is only in the reference" in compare_runs(*runs).explanation
+    assert "in addition, step 1 is only in the reference" in compare_runs(*runs).explanation

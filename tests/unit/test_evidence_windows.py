@@ -2,8 +2,8 @@
 
 import pytest
 
+from det_callbacks.causes.phrases.generators import show_change
 from det_callbacks.compare.evidence import Evidence, compare_windows, gather_window
-from det_callbacks.report.advice import show_change
 from det_callbacks.runs.evidence import Row
 
 POINTS = ("before a batch is drawn", "batch start", "after forward", "after backward", "batch end")
@@ -37,7 +37,7 @@ def test_who_drew_is_named_and_what_only_one_run_has():
     (change,) = evidence.generators
     assert (change.name, change.seeds) == ("torch.cpu", (5, 5))
     assert (change.equal_at, change.differs_at) == ((2, "after validation"), (2, "before a batch is drawn"))
-    assert "in between ran: something that no point encloses" in show_change(change, evidence)
+    assert "what ran in between: something outside every hook" in show_change(change, evidence)
     evidence = compare(fit(4, validates=False), fit(4, drawn_at=(2, "before validation")), 2)
     (change,) = evidence.generators
     assert change.only_current == ("before validation", "after validation")

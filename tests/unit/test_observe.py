@@ -285,7 +285,7 @@ def test_raising_at_the_end_of_the_step_that_differs_and_again_at_the_end(tmp_pa
                     break
 
     run(reference, 1, 2, 3)
-    with pytest.raises(DivergenceError, match=r"Step 1.* b holds other bits") as raised:
+    with pytest.raises(DivergenceError, match=r"Step 1.* b holds different bits") as raised:
         run(observer, 1, 9, 9)
     assert raised.value.verdict is observer.verdict
     assert (kinds(observer), observer.verdict.counts.sites_differing) == ([("b", "content")], 1)

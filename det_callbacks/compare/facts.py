@@ -1,27 +1,22 @@
-"""Why a step differs: one table of rules, asked in order, and the first that applies names the cause.
+"""What is known of the first step that differs: the rules in ``causes/`` ask it in the order of time."""
 
-The order is that of time: what a run starts with, what it is given, what it draws, what it computes.
-"""
-
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
 from det_callbacks.compare.differences import Finding, StepDifference
 from det_callbacks.compare.evidence import Evidence, GeneratorChange
-from det_callbacks.verdict import Cause, EnvironmentDifference
+from det_callbacks.runs.environment import CONFIGURATION
+from det_callbacks.verdict import EnvironmentDifference
 
 LENGTHS = frozenset({"trainer.min_epochs", "trainer.max_epochs", "trainer.min_steps", "trainer.max_steps"})
 """Choices that say how many steps there are, and change nothing in one that both runs have."""
 
 DTYPES = ("trainer.precision", "torch.default_dtype")
 """Choices of the dtype that weights and batches have before anything is computed."""
-
-CHOSEN = ("dtype", "choice")
-"""Rules whose explanation begins with the choice."""
 
 COLLECTIVES = ("c10d.", "_c10d_functional")
 
@@ -36,16 +31,10 @@ DataChange = Literal[
 ]
 """How a batch came to be another one."""
 
-_OTHER_CONTENT = ("transformed", "other data set", "made otherwise", "other")
-_PHASE_CAUSES: Mapping[str, Cause] = {
-    "forward": "forward",
-    "backward": "backward",
-    "gradient": "backward",
-    "optimizer": "optimizer",
-}
 _DRAWING = ("before the loader starts", "before a batch is drawn")
 """What begins when the data draws for itself."""
 _WITHIN_STEP = ("after forward", "after backward", "batch end")
+_OF_MODEL = ("hparams.", CONFIGURATION)
 _STARTS_BACKWARD = "aten.ones_like.default"
 """The gradient of a loss with respect to itself: ``torch.autograd`` makes it before its engine runs."""
 
@@ -61,6 +50,7 @@ class Facts:
     is_resumed: bool  # one of the runs had just been resumed from a checkpoint
     unrestored: Sequence[str]  # restored state that is not what the reference ended the step before with
     evidence: Evidence
+    shows_rank: bool  # several processes ran, so a sentence names the rank
 
     @cached_property
     def first(self) -> Finding:
@@ -91,9 +81,9 @@ class Facts:
         return self.is_after_unrecorded and not self.num_initial
 
     @property
-    def source_phases(self) -> set[str]:
-        """Phases of the sources: state, data, rng, input."""
-        return {finding.divergence.phase for finding in self.sources}
+    def source_phases(self) -> tuple[str, ...]:
+        """Phases of the sources, each once, in their order in the step: state, data, rng, input."""
+        return tuple(dict.fromkeys(finding.divergence.phase for finding in self.sources))
 
     @cached_property
     def restored(self) -> list[Finding]:
@@ -103,8 +93,12 @@ class Facts:
     @cached_property
     def num_initial(self) -> int:
         """Tensors of the initial state that both sides list before the step; 0 unless it is a fit's first."""
+        return len(self._initial_names)
+
+    @cached_property
+    def _initial_names(self) -> list[str]:
         rows = np.flatnonzero(self.difference.is_leading & (self.difference.roles == "named")).tolist()
-        return sum(map(self._is_state, rows))
+        return [self.difference.site(row).name or "" for row in rows if self._is_state(row)]
 
     def _is_state(self, row: int) -> bool:
         """Return whether a row is a tensor of the state as the step finds it: listed before it, or read first."""
@@ -121,9 +115,9 @@ class Facts:
         return list(dict.fromkeys(one.name or one.module for one in found))
 
     @property
-    def num_random(self) -> int:
-        """Initial tensors that follow from the seed: the others hold one value, whatever it is."""
-        return self.num_initial - self.evidence.num_constant
+    def random_initial(self) -> set[str]:
+        """Names of the initial tensors that may follow from the seed: the others hold one value, whatever it is."""
+        return {*self._initial_names} - self.evidence.constants
 
     # the data
 
@@ -183,20 +177,24 @@ class Facts:
         found = self.origin or self.first
         return found.divergence.op == _STARTS_BACKWARD and self.difference.first_reader(found.row) == "backward"
 
-    @property
-    def is_between_passes(self) -> bool:
-        """Whether the origin, or what differs first, ran after a forward pass and before its backward pass."""
-        program, position = self.difference.side((self.origin or self.first).row)
-        before = (site.phase for site in reversed(program.sites[:position]) if site.op)
-        after = (site.phase for site in program.sites[position:] if site.op)  # the loss has a row of its own there
-        passes = [next((phase for phase in phases if phase in _PHASE_CAUSES), "") for phases in (before, after)]
-        return program.sites[position].phase == "other" and passes == ["forward", "backward"]
-
     @cached_property
     def gradients(self) -> list[list[str]]:
         """Names of the gradients that optimizers were given in the reference and now, in their order."""
         programs = self.difference.reference.program, self.difference.current.program
         return [[site.name or "" for site in one.sites if site.phase == "gradient" and not site.op] for one in programs]
+
+    @property
+    def normed_gradient(self) -> str | None:
+        """Name of the gradient whose norm differs first: the op that clips takes those of all parameters, in order."""
+        first = self.first.divergence
+        if first.phase != "gradient" or not first.op.startswith("aten._foreach_norm."):
+            return None
+        program, position = self.difference.side(self.first.row)
+        site = program.sites[position]
+        call = (site.phase, site.module, site.op, site.occurrence, "output")
+        num_outputs = sum((one.phase, one.module, one.op, one.occurrence, one.role) == call for one in program.sites)
+        names = self.gradients[-1]
+        return names[site.output] if num_outputs == len(names) else None
 
     @property
     def dtype_choice(self) -> EnvironmentDifference | None:
@@ -208,15 +206,43 @@ class Facts:
         return next(chosen, None) if ours.dtype != theirs.dtype else None
 
     @property
+    def model_choice(self) -> EnvironmentDifference | None:
+        """The hyperparameter, or key of the configuration, by which the first difference is another call.
+
+        One that became an option which is a choice of its own, such as a learning rate, explains no call of the model.
+        """
+        found = (self.origin or self.first).divergence
+        if found.phase not in ("forward", "backward") or not (self._is_other_call or self.draws_in_step):
+            return None
+        options = [(one.reference, one.current) for one in self.choices if not one.name.startswith(_OF_MODEL)]
+        of_model = (one for one in self.choices if one.name.startswith(_OF_MODEL))
+        return next((one for one in of_model if (one.reference, one.current) not in options), None)
+
+    @property
+    def _is_other_call(self) -> bool:
+        found = self.origin or self.first
+        return found.divergence.kind != "content" or found.layouts is not None
+
+    @property
+    def draws_in_step(self) -> bool:
+        """Whether a generator came to differ in the step itself, where no op is recorded that may have drawn."""
+        first = self.first.divergence
+        if first.op or first.kind != "content":
+            return False
+        since_start = (one.equal_at == (first.step, "batch start") for one in self.evidence.generators)
+        return bool(self.drawn_within) or (first.phase == "forward" and any(since_start))
+
+    @property
     def explaining_choice(self) -> EnvironmentDifference | None:
         """The choice that explains what differs first: without it, the two runs would have done the same there."""
-        return self.dtype_choice or next(filter(self._is_explained_by, self.choices), None)
+        explaining = filter(self._is_explained_by, self.choices)
+        return self.dtype_choice or next(explaining, None) or self.model_choice
 
     def _is_explained_by(self, chosen: EnvironmentDifference) -> bool:
         """Return whether a choice leads to what differs first."""
         choice, found = chosen.name, self.origin or self.first
         one = found.divergence
-        is_other_call = one.kind != "content" or found.layouts is not None
+        is_other_call = self._is_other_call
         is_between = one.phase == "other" and not self.starts_backward
         if choice.startswith("trainer.gradient_clip"):
             return one.phase == "gradient" or (one.phase == "other" and is_other_call)
@@ -245,156 +271,3 @@ def choices_of_steps(environment: Sequence[EnvironmentDifference]) -> list[Envir
 def earlier_choice(choices: Sequence[EnvironmentDifference]) -> EnvironmentDifference | None:
     """Return a choice with which steps that were not recorded left other weights."""
     return next((one for one in choices if one.name.startswith(("optimizer", "trainer.", "settings."))), None)
-
-
-class Rule(NamedTuple):
-    """One way to a cause, or to what finds the cause; the docs and ``report/advice.py`` know it by its name."""
-
-    name: str
-    applies: Callable[[Facts], bool]
-    cause: Cause | Callable[[Facts], Cause]
-
-
-def find_cause(facts: Facts) -> tuple[str, Cause]:
-    """Return the name of the rule that applies to a differing step, from the earliest evidence, and the cause."""
-    rule = next(rule for rule in RULES if rule.applies(facts))
-    return rule.name, rule.cause(facts) if callable(rule.cause) else rule.cause
-
-
-def _has_other_epochs(facts: Facts) -> bool:
-    """Return whether an epoch ended, on the way to the step, in one run only."""
-    return not {"data", "rng"}.isdisjoint(facts.source_phases) and any(
-        {"epoch end", "epoch start"} & {*change.only_reference, *change.only_current}
-        for change in facts.evidence.generators
-        if facts.is_before_step(change)
-    )
-
-
-def _is_consumed_before_data(facts: Facts) -> bool:
-    """Return whether a generator was drawn from before the batch was, or did not come back with a checkpoint."""
-    if not facts.has_other_data:
-        return False
-    if facts.consumed is not None and facts.is_before_step(facts.consumed):
-        return True
-    # a generator that the checkpoint did not bring back draws other samples, and augments them otherwise
-    is_same_data = facts.has_equal_samples or facts.evidence.batch.is_whole
-    return facts.is_resumed and "rng" in facts.source_phases and not is_same_data
-
-
-def _is_drawn(facts: Facts) -> bool:
-    """Return whether a generator is what differs first, or what an op drew from that only one run has."""
-    first = facts.first.divergence
-    if "rng" in facts.source_phases:
-        return True
-    if facts.sources:
-        # a tensor made of what NumPy or Python drew
-        return bool(facts.drawn_within) and all(_is_made_outside(one) for one in facts.sources)
-    within = [one for one in facts.evidence.generators if one.equal_at == (first.step, "batch start")]
-    draws = any(site.role == "generator" for site in facts.difference.sites_read(facts.first.row))
-    if (first.kind == "extra" and first.op and draws) or (facts.drawn_within and facts.first.start == "passed on"):
-        return True
-    # below level op no op is recorded, and so none is blamed
-    is_drawn = bool(facts.drawn_within or (within and first.phase == "forward"))
-    return not first.op and first.kind == "content" and is_drawn
-
-
-def _is_made_outside(source: Finding) -> bool:
-    """Return whether a source is a tensor that has no name and that no recorded op made."""
-    return source.role == "input" and source.divergence.name is None
-
-
-def _differs_since_before(facts: Facts) -> bool:
-    """Return whether a step that nobody recorded may have changed the state that this one read."""
-    if not facts.is_after_gap:
-        return False
-    first = facts.first.divergence
-    if facts.sources:
-        return facts.sources[0].divergence.phase == "input" and bool(facts.sources[0].divergence.name)
-    # what it was computed from is not recorded
-    return facts.origin is None and not first.op and first.kind == "content"
-
-
-def _has_other_gradients(facts: Facts) -> bool:
-    """Return whether what differs first is which gradients optimizers were given, or their order."""
-    first, (ours, theirs) = facts.first.divergence, facts.gradients
-    is_in_one = first.phase == "gradient" and not first.op and first.kind in ("missing", "extra")
-    return is_in_one and ({*ours} != {*theirs} or len(ours) == len(theirs))
-
-
-def _is_of_torchscript(facts: Facts) -> bool:
-    """Return whether only one run has an op that a TorchScript executor may have chosen, or left out."""
-    one, scripted = (facts.origin or facts.first).divergence, facts.evidence.scripted
-    is_inside = one.module in scripted or one.module.startswith(tuple(f"{name}." for name in scripted))
-    is_unknown = one.module == "?" and bool(scripted)  # the backward pass of a scripted module has no source
-    return bool(one.op) and one.kind in ("missing", "extra") and (is_inside or is_unknown)
-
-
-def _has_other_batch_size(facts: Facts) -> bool:
-    return facts.has_other_data and any(name.startswith("batch_size") for name in facts.evidence.batch.settings)
-
-
-def _cause_of_input(facts: Facts) -> Cause:
-    """Return the cause of a tensor from outside the trace that differs."""
-    source, name = facts.sources[0], facts.sources[0].divergence.name or ""
-    if _is_of_parameter(source):
-        return "unknown" if name.startswith("grad of ") else "optimizer"
-    if facts.is_first_seen and not facts.is_after_gap and name:
-        return "initial_weights"
-    return _PHASE_CAUSES.get(facts.difference.first_reader(source.row), "unknown") if name else "unknown"
-
-
-def _cause_of_origin(facts: Facts) -> Cause:
-    found = facts.origin or facts.first
-    if found.divergence.op.startswith(COLLECTIVES):
-        return "collective"
-    is_backward = facts.starts_backward or facts.is_between_passes
-    return "backward" if is_backward else _PHASE_CAUSES.get(found.divergence.phase, "unknown")
-
-
-def _cause_of_first(facts: Facts) -> Cause:
-    """Return the cause of what differs first, where no op is proven to be the origin."""
-    first = facts.first
-    if first.role in ("delivered", "graph_output"):
-        return "unknown"  # of a collective the other ranks know more: see ``compare/collectives.py``
-    if first.role != "named" or first.divergence.phase != "state":
-        return _cause_of_origin(facts)
-    # state that only differs after the step: an optimizer owns what it has a gradient of
-    gradients, name = {*facts.gradients[0], *facts.gradients[1]}, first.divergence.name or ""
-    if _is_of_parameter(first) or f"grad of {name}" in gradients:
-        return "optimizer"
-    return "forward" if gradients else "unknown"  # an update without an optimizer runs anywhere
-
-
-def _is_of_parameter(finding: Finding) -> bool:
-    """Return whether a tensor is a gradient or a state of a parameter: its name does not begin with its module's."""
-    name, module = finding.divergence.name or "", finding.divergence.module
-    return not name.startswith(f"{module}.") if module and name else " of " in name
-
-
-RULES: tuple[Rule, ...] = (
-    Rule("dtype", lambda facts: facts.dtype_choice is not None, "settings"),
-    Rule("restored state", lambda facts: facts.is_resumed and bool(facts.restored or facts.unrestored), "checkpoint"),
-    Rule("initial state", lambda facts: "state" in facts.source_phases, "initial_weights"),
-    Rule("another epoch", _has_other_epochs, "data_order"),
-    Rule("generator before the data", _is_consumed_before_data, "rng"),
-    Rule("batch size", _has_other_batch_size, "settings"),
-    Rule(
-        "batch",
-        lambda facts: facts.has_other_data,
-        lambda facts: "data_content" if facts.data_change in _OTHER_CONTENT else "data_order",
-    ),
-    Rule("generator", _is_drawn, "rng"),
-    Rule(
-        "steps that were not recorded",
-        _differs_since_before,
-        lambda facts: "settings" if earlier_choice(facts.choices) else "unknown",
-    ),
-    Rule("input from outside", lambda facts: bool(facts.sources), _cause_of_input),
-    Rule("choice", lambda facts: facts.explaining_choice is not None, "settings"),
-    Rule("other gradients", _has_other_gradients, "optimizer"),
-    Rule("compiled graph", lambda facts: facts.origin is not None and facts.origin.role == "graph", "structure"),
-    Rule("scripted module", _is_of_torchscript, "structure"),
-    Rule("structure", lambda facts: not {"content", "argument"} & {*facts.difference.kinds.values()}, "structure"),
-    Rule("origin", lambda facts: facts.origin is not None, _cause_of_origin),
-    Rule("first difference", lambda facts: True, _cause_of_first),
-)

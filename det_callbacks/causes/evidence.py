@@ -1,0 +1,32 @@
+"""The evidence of a verdict: what led to its cause, one line a finding."""
+
+from det_callbacks.causes.phrases.batches import batch_lines
+from det_callbacks.causes.phrases.choices import both_values
+from det_callbacks.causes.phrases.generators import show_change, show_idle
+from det_callbacks.compare.facts import Facts
+from det_callbacks.report.console import at_most, count
+
+MAX_LINES = 20  # of evidence
+
+
+def evidence_lines(facts: Facts) -> tuple[str, ...]:
+    """Return what led to a cause, one line a finding, in the order of time: weights, data, generators, choices."""
+    lines = list[str]()
+    if facts.evidence.unread:
+        lines.append(f"the evidence of generators and data could not be used: {facts.evidence.unread}")
+    if facts.is_first_seen and facts.num_initial:
+        lines.append(f"initial state: {_of_initial_state(facts)}")
+    lines += batch_lines(facts)
+    lines += [show_change(one, facts.evidence) for one in facts.evidence.generators]
+    lines += [show_idle(one) for one in facts.evidence.idle]
+    lines += [f"choice {both_values([entry])}" for entry in facts.choices]
+    return tuple(at_most(MAX_LINES, lines))
+
+
+def _of_initial_state(facts: Facts) -> str:
+    names = facts.initial_sources
+    if not names:
+        return f"{count(facts.num_initial, 'tensor')}, all equal"
+    text = f"{len(names)} of {facts.num_initial} tensors differ"
+    is_all_random = {*names} == facts.random_initial and len(names) < facts.num_initial
+    return f"{text}, all that hold more than one value" if is_all_random else text

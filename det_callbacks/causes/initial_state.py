@@ -1,0 +1,57 @@
+"""A parameter or a buffer differs when the training starts: another seed, other weights, or another model.
+
+Example:
+    Step 0: the initial state differs (net.0.weight, net.0.bias, net.5.weight and 1 more: 4 of 9 tensors), and the
+    generator state also differs; it entered the step that way, so no op is to blame. Set the same seed before the
+    model is built: torch.cpu had a different state from the start of the fit, seeded with 0 in the reference, 77
+    now. Choices differ: settings.seed: 0 in the reference, 77 now.
+
+    Evidence
+      initial state: 4 of 9 tensors differ, all that hold more than one value
+      torch.cpu had a different state from the start of the fit, seeded with 0 in the reference, 77 now; it was
+        unused at the batch start of step 0 and in use after forward of step 0; what ran in between: the forward
+        pass
+      python had a different state from the start of the fit, and nothing drew from it
+      numpy had a different state from the start of the fit, and nothing drew from it
+      choice settings.seed: 0 in the reference, 77 now
+"""
+
+from typing import Literal
+
+from det_callbacks.causes.phrases.generators import show_change, show_start
+from det_callbacks.causes.phrases.steps import explain_first as explain
+from det_callbacks.compare.facts import Facts
+
+__all__ = ["NAME", "advise", "cause", "explain"]
+
+NAME = "initial state"
+
+
+def cause(facts: Facts) -> Literal["initial_weights"] | None:
+    return "initial_weights" if "state" in facts.source_phases else None
+
+
+def advise(facts: Facts) -> str:
+    state = [one.divergence for one in facts.sources if one.divergence.phase == "state"]
+    if any(one.kind != "content" for one in state):
+        return "Build the same model: some of its tensors have another name, shape or dtype, or are in one run only"
+    names = facts.initial_sources
+    random = [name for name in names if name not in facts.evidence.constants]
+    if not random:
+        return (
+            f"Look at what changes {names[0]} before the first step: it holds one value when the fit starts. A sanity "
+            "check or a forward pass in training mode moves the statistics of a BatchNorm"
+        )
+    num_random = len(facts.random_initial)
+    if num_random < 2 or 2 * len(random) <= num_random:
+        return (
+            f"Look at how {random[0]} is initialised or loaded: the code, the weights that were loaded, or what was "
+            "drawn before (seed first) is not the same"
+        )
+    reseeded = (one for one in facts.evidence.other_starts if one.is_reseeded)
+    change = next(reseeded, None)
+    if change is None:
+        return "Set the same seed before the model is built, or load the same weights"
+    # where it is in use since does not matter here
+    what = show_change(change, facts.evidence) if change.equal_at is None else show_start(change)
+    return f"Set the same seed before the model is built: {what}"

@@ -1,0 +1,32 @@
+"""A tensor that no recorded op made differs: an input from outside the trace.
+
+Example:
+    Step 7: an input from outside the trace differs (a tensor read in net.noise); it entered the step that way, so
+    no op is to blame. Seed what makes it, record it, or name it there: observe_non_deterministic
+    (docs/how-to/replay.md).
+"""
+
+from typing import Literal
+
+from det_callbacks.causes.phrases.steps import explain_first as explain
+from det_callbacks.causes.phrases.unrecorded import advise_lost_value as advise
+from det_callbacks.causes.rule import CAUSE_OF_PHASE, is_of_parameter
+from det_callbacks.compare.facts import Facts
+
+__all__ = ["NAME", "advise", "cause", "explain"]
+
+NAME = "input from outside"
+
+
+def cause(facts: Facts) -> Literal["initial_weights", "forward", "backward", "optimizer", "unknown"] | None:
+    if not facts.sources:
+        return None
+    source = facts.sources[0]
+    name = source.divergence.name
+    if name is None:
+        return "unknown"
+    if is_of_parameter(source):
+        return "unknown" if name.startswith("grad of ") else "optimizer"
+    if facts.is_first_seen and not facts.is_after_gap:
+        return "initial_weights"
+    return CAUSE_OF_PHASE.get(facts.difference.first_reader(source.row), "unknown")

@@ -1,0 +1,51 @@
+"""What is known of how a batch came to differ: what the sampler drew, what left the loader, the loader's settings."""
+
+from det_callbacks.causes.phrases.sites import source_name
+from det_callbacks.compare.facts import Facts
+from det_callbacks.report.console import listed
+
+_DREW = {
+    "same": "the same indices in the same order",
+    "reordered": "the same indices in a different order",
+    "cut": "the same indices, and they are cut into batches of a different size",
+    "other": "different indices",
+}
+
+
+def batch_lines(facts: Facts) -> list[str]:
+    """Return what led to another batch, one line a finding; [] where the batch is the same."""
+    tensors = [item for item in facts.sources if item.divergence.phase == "data"]
+    if not tensors:
+        return []
+    names = [source_name(item) for item in tensors if item.role != "samples"]
+    known = [f"different bits in {listed(names) or 'its samples'}", *_of_batch(facts)]
+    return [*(f"batch: {one}" for one in known), *(f"loader: {one}" for one in _of_loader(facts))]
+
+
+def because(todo: str, facts: Facts) -> str:
+    """Return what to do, with the settings of the loader that differ, or else with what is known of the batch."""
+    of_batch = _of_batch(facts) if facts.has_other_data else []
+    reasons = _of_loader(facts) or of_batch[:1]
+    return f"{todo}: {listed(reasons, '; ')}" if reasons else todo
+
+
+def _of_loader(facts: Facts) -> list[str]:
+    settings = facts.evidence.batch.settings
+    return [f"{name} is {ours} in the reference, {theirs} now" for name, (ours, theirs) in settings.items()]
+
+
+def _of_batch(facts: Facts) -> list[str]:
+    batch, found = facts.evidence.batch, list[str]()
+    if batch.indices is not None:
+        found.append(f"the sampler drew {_DREW[batch.indices]}")
+    if batch.is_loaded_alike is not None:
+        found.append("what left the loader matches" if batch.is_loaded_alike else "what left the loader differs")
+    if batch.found_at is not None:
+        which = "all of its samples are" if batch.is_whole else "one of its samples is"
+        found.append(f"{which} at step {batch.found_at} of the reference")
+    elif batch.was_searched and batch.indices != "cut":
+        found.append("its samples are nowhere in what the reference recorded")
+    if batch.first_index is not None and batch.indices != "cut":
+        loader, position, ours, theirs = batch.first_index
+        found.append(f"first different sample: {loader} [{position}] drew {ours} in the reference, {theirs} now")
+    return found

@@ -1,0 +1,16 @@
+"""What a choice says: a setting, an option of the optimizer or the Trainer, a hyperparameter."""
+
+from collections.abc import Sequence
+
+from det_callbacks.report.console import listed
+from det_callbacks.verdict import EnvironmentDifference
+
+
+def both_values(entries: Sequence[EnvironmentDifference]) -> str:
+    """Return entries of the environment in both runs, "" when there are none."""
+    return listed((f"{one.name}: {one.reference} in the reference, {one.current} now" for one in entries), "; ")
+
+
+def explained_by(choice: EnvironmentDifference, sentence: str) -> str:
+    """Return a choice, and after it the sentence on the first difference, which it explains."""
+    return f"{both_values([choice])}, which explains the first difference. {sentence}"

@@ -1,0 +1,100 @@
+"""How the state of a generator came to differ, what ran in between, and what to do about it."""
+
+from collections.abc import Mapping
+
+from det_callbacks.compare.evidence import Evidence, GeneratorChange
+from det_callbacks.runs.evidence import AFTER, BEFORE
+
+RESUME_EXACTLY = (
+    'Resume with resume="exact" from a checkpoint saved with the callback: Lightning does not restore generators'
+)
+
+_VALIDATION = "on_validation_epoch_start on_validation_batch_start on_validation_batch_end on_validation_epoch_end"
+_AFTER: Mapping[str, tuple[str, str, str]] = {
+    # point -> our hook in which it is read (callbacks listed after ours are called after it, the others before),
+    # what runs after it, and the hooks that are called there
+    "fit start": ("", "the set-up of the data", "on_train_start"),
+    "before the sanity check": ("on_sanity_check_start", "the sanity check", f"on_validation_start {_VALIDATION}"),
+    "after the sanity check": ("on_sanity_check_end", "", "on_train_start"),
+    "epoch start": ("on_train_epoch_start", "", ""),
+    "before the loader starts": ("", "the start of the loader's iterators", ""),
+    "before a batch is drawn": ("", "the drawing of the batch", ""),
+    "batch start": ("on_train_batch_start", "the forward pass", "on_before_zero_grad"),
+    "after forward": ("on_before_backward", "the backward pass", ""),
+    "after backward": ("on_after_backward", "the optimizer", "on_before_optimizer_step"),
+    "batch end": ("on_train_batch_end", "", ""),
+    "before validation": ("on_validation_start", "validation", _VALIDATION),
+    "after validation": ("on_validation_end", "", ""),
+    "epoch end": ("on_train_epoch_end", "", ""),
+}
+_WITHIN_STEP = ("batch start", "after forward", "after backward", "batch end")
+
+
+def show_change(change: GeneratorChange, evidence: Evidence) -> str:
+    """Return how a generator came to differ, as one sentence without its final stop."""
+    why = _why_it_differs(change)
+    if change.equal_at is None:
+        if change.differs_at[0] == 0:
+            return show_start(change)
+        return f"{change.name} had a different state already {_moment(change.differs_at)}{why}"
+    if change.has_other_start:
+        use = f"it was unused {_moment(change.equal_at)} and in use {_moment(change.differs_at)}"
+        return f"{show_start(change)}; {use}; what ran in between: {_what_ran(change, evidence)}"
+    text = f"{change.name}: equal {_moment(change.equal_at)}, different {_moment(change.differs_at)}{why}"
+    sides = {"the reference": change.only_reference, "the current run": change.only_current}
+    only = (f"; only in {side}: {', '.join(points)}" for side, points in sides.items() if points)
+    return f"{text}; what ran in between: {_what_ran(change, evidence)}{''.join(only)}"
+
+
+def show_idle(change: GeneratorChange) -> str:
+    """Return that a generator began elsewhere and that nothing drew from it, without a final stop."""
+    return f"{show_start(change)}, and nothing drew from it"
+
+
+def show_start(change: GeneratorChange) -> str:
+    """Return that a generator began in another state, without a final stop."""
+    return f"{change.name} had a different state from the start of the fit{_why_it_differs(change)}"
+
+
+def _why_it_differs(change: GeneratorChange) -> str:
+    if change.seeds is None:
+        return ""
+    ours, theirs = change.seeds
+    if change.is_reseeded:
+        return f", seeded with {ours} in the reference, {theirs} now"
+    return ", by a different number of draws from the same seed"
+
+
+def keep_from_drawing(change: GeneratorChange, evidence: Evidence) -> str:
+    """Return what to do about something that draws from a generator in one run only."""
+    ran = _what_ran(change, evidence)
+    return f"Keep {ran} from drawing from {change.name}: give it a generator of its own, or restore the state after it"
+
+
+def _what_ran(change: GeneratorChange, evidence: Evidence) -> str:
+    """Return what ran between the last point where a generator was equal and the first where it was not."""
+    ran: list[str] = []
+
+    def add(hook: str, *orders: str) -> None:
+        names = [evidence.hooks[key] for order in orders if (key := f"{order} {hook}") in evidence.hooks]
+        if names:
+            ran.append(f"{hook} of {', '.join(names)}")
+
+    ends = (*change.points[1:], change.differs_at[1])
+    for point, end in zip(change.points, ends, strict=True):
+        read_in, what, hooks = _AFTER.get(point, ("", "", ""))
+        add(read_in, AFTER)
+        if what:
+            ran.append(what)
+        for hook in hooks.split():
+            add(hook, BEFORE, AFTER)
+        read_at_end, _, _ = _AFTER.get(end, ("", "", ""))
+        add(read_at_end, BEFORE)
+    return ", ".join(dict.fromkeys(ran)) or "something outside every hook"
+
+
+def _moment(place: tuple[int, str]) -> str:
+    step, point = place
+    at = "" if point.startswith(("before ", "after ")) else "at the "
+    where = f"of step {step}" if point in _WITHIN_STEP else f"(ahead of step {step})"
+    return f"{at}{point} {where}"

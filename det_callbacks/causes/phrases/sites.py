@@ -1,0 +1,125 @@
+"""What a site is called, how it differs, and whether the difference starts there."""
+
+from collections.abc import Mapping, Sequence
+
+from det_callbacks.compare.differences import Finding, Start
+from det_callbacks.report.console import listed
+from det_callbacks.report.run import describe_tensor
+from det_callbacks.runs.program import READS, REGION, TensorLayout
+from det_callbacks.verdict import Divergence
+
+_UNPROVEN: Mapping[Start, str] = {
+    "inside a region": "it ran inside a compiled region, which the trace cannot see into",
+    "written since": "the op that wrote it matches, and something that leaves no row changed it since "
+    "(a view, NumPy, a raw kernel)",
+    "other arguments": "the two runs kept digests of different arguments of it",
+    "unread batch": "the batch holds something that could not be inspected, and Python may have read it",
+    "passed on": "a shape or a number that Python could read differs earlier, and Python may have passed that on",
+    "race": "it was read before the collective had been waited for, which is a race",
+    "collective": "what this rank sent matches, so it came from another rank or from the collective itself",
+    "graph replay": "a CUDA graph may have written it, and the trace cannot see into one",
+    "not recorded": "the op that wrote it was not recorded",
+    "region parameters": "the parameters that the compiled region reads have no digest at this level",
+    "unseen writer": "the trace did not see what wrote its inputs (NumPy, a raw kernel, torch.empty)",
+}
+_VERBS = {"region_input": "received", "graph_output": "holds", "sent": "received", "delivered": "delivered"}
+
+
+def describe(finding: Finding) -> str:
+    """Return "forward: aten.mul.Tensor in net produced different bits; its inputs match, so ..."."""
+    divergence = finding.divergence
+    return f"{divergence.phase}: {site_text(divergence)} {_how_it_differs(finding)}; {_where_it_starts(finding)}"
+
+
+def _where_it_starts(finding: Finding) -> str:
+    divergence = finding.divergence
+    if divergence.is_origin is False:
+        return "one of its inputs differs"
+    if divergence.is_origin is None:
+        return f"{_UNPROVEN[finding.start]}, so where it starts cannot be proven"
+    if divergence.op.startswith(REGION):
+        return "the inputs of the compiled region match, so the difference starts inside it"
+    if finding.is_rewired:
+        return "it reads different tensors than in the reference, and those match, so the difference starts here"
+    return "its inputs match, so the difference starts here"
+
+
+def _how_it_differs(finding: Finding) -> str:
+    divergence = finding.divergence
+    if divergence.kind == "argument" and finding.arguments is not None:
+        shown = [f"{name}: {ours} -> {theirs}" for name, (ours, theirs) in finding.arguments.items()]
+        called = f"was called with different arguments ({listed(shown, '; ')})"
+        return called if finding.layouts is None else f"{called} and produced {both_layouts(finding.layouts)}"
+    if divergence.kind == "structure" and finding.role == "graph":
+        return "is a different graph: a recompilation, a graph break or different code"
+    if divergence.kind == "structure" and finding.layouts is not None:
+        if reads_another_part(finding.layouts):
+            return f"read a different part of its input: {both_layouts(finding.layouts)}"
+        return f"produced a different structure: {both_layouts(finding.layouts)}"
+    if divergence.kind in ("missing", "extra"):
+        return f"is only in the {side_of(divergence)}"
+    verb = "produced" if divergence.op else "holds"
+    return f"{_VERBS.get(finding.role, verb) if divergence.kind == 'content' else verb} different bits"
+
+
+def site_text(divergence: Divergence) -> str:
+    """Return what a site is called in a sentence, with its module and its line."""
+    source = source_text(divergence.source)
+    if not divergence.op:
+        owner = f" of {_module(divergence.module)}" if divergence.module else ""
+        return f"{divergence.name or 'a tensor'}{owner}{source}"
+    output = f", output {divergence.output}," if divergence.output else ""
+    name = f" on {divergence.name}" if divergence.name else ""
+    number = number_text(divergence.occurrence)
+    return f"{divergence.op}{number}{name} in {_module(divergence.module)}{source}{output}"
+
+
+def source_text(lines: Sequence[str]) -> str:
+    """Return " at train.py:41 in forward", "" where no line is known."""
+    return f" at {lines[0]}" if lines else ""
+
+
+def number_text(index: int) -> str:
+    """Return " #2" for the third call of an op, "" for the first."""
+    return f" #{index}" if index else ""
+
+
+def side_of(divergence: Divergence) -> str:
+    """Return which run has a site or a step that the other lacks."""
+    return "reference" if divergence.kind == "missing" else "current run"
+
+
+def _module(module: str) -> str:
+    return {"": "no module", "?": "an unknown module"}.get(module, module)
+
+
+def source_name(finding: Finding) -> str:
+    """Return the name of a tensor or a generator that entered a step, or where it was read."""
+    divergence, line = finding.divergence, source_text(finding.divergence.source)
+    if divergence.name is None:
+        where = f"in {_module(divergence.module)}" if divergence.module else "outside any module"
+        return f"a tensor read {where}{line}"
+    is_generator_of_an_op = finding.role == "generator" and divergence.name.startswith("generator ")
+    return f"{divergence.name}{line}" if is_generator_of_an_op else divergence.name
+
+
+Layouts = tuple[TensorLayout | None, TensorLayout | None]
+
+
+def reads_another_part(layouts: Layouts) -> bool:
+    """Return whether two layouts differ only in which elements of a tensor are read."""
+    ours, theirs = layouts
+    if ours is None or theirs is None or (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
+        return False
+    return ours.detail != theirs.detail and f"{ours.detail}{theirs.detail}".startswith(READS)
+
+
+def both_layouts(layouts: Layouts) -> str:
+    """Return "float32 [2] in the reference, float64 [2] now", with strides or elements where only those differ."""
+    ours, theirs = layouts
+    shown = ["no tensor" if one is None else describe_tensor(one) for one in layouts]
+    if ours is not None and theirs is not None and (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape):
+        shown = [f"{describe_tensor(one)} with strides {list(one.stride)}" for one in (ours, theirs)]
+        if reads_another_part(layouts):
+            shown = [one.detail.removeprefix(READS) or "in order from element 0" for one in (ours, theirs)]
+    return f"{shown[0]} in the reference, {shown[1]} now"

@@ -1,0 +1,91 @@
+"""Where in a run a step is, and what entered it with other bits."""
+
+from collections.abc import Mapping, Sequence
+
+from det_callbacks.causes.phrases.sites import both_layouts, describe, reads_another_part, side_of, source_name
+from det_callbacks.compare.differences import Finding
+from det_callbacks.compare.facts import Facts
+from det_callbacks.report.console import listed
+
+_SUBJECTS = {
+    # phase of what entered the step -> as the subject of a sentence, and a part of it
+    "restored": ("the state after the checkpoint was loaded", "part of the state after the checkpoint was loaded"),
+    "state": ("the initial state", "part of the initial state"),
+    "data": ("the batch", "part of the batch"),
+    "rng": ("the generator state", "a generator"),
+    "input": ("an input from outside the trace", "an input from outside the trace"),
+}
+SUBJECT: Mapping[str, str] = {phase: subject for phase, (subject, _) in _SUBJECTS.items()}
+
+
+def place(facts: Facts) -> str:
+    """Return "Step 7 of rank 1, the first after resuming"."""
+    difference = facts.difference
+    of_rank = f" of rank {difference.rank}" if facts.shows_rank else ""
+    resumed = ", the first after resuming" if facts.is_resumed else ""
+    return f"Step {difference.step}{of_segment(difference.segment)}{of_rank}{resumed}"
+
+
+def of_segment(segment: int) -> str:
+    """Return " of segment 1"; "" for the first fit."""
+    return f" of segment {segment}" if segment else ""
+
+
+def explain_first(facts: Facts) -> str:
+    """Return what differs first in a step: something that entered it, or a site; and the first origin after that."""
+    first, origin = facts.first, facts.origin
+    is_entered = first.start == "outside"
+    what = _explain_sources(facts) if is_entered else f"{place(facts)}, {describe(first)}"
+    if facts.normed_gradient is not None:
+        what += f"; output {first.divergence.output} is the norm of {facts.normed_gradient}"
+    if origin is None or origin.row == first.row:
+        return what
+    return f"{what}; {'in addition, ' if is_entered else 'an origin is '}{describe(origin)}"
+
+
+def _explain_sources(facts: Facts) -> str:
+    """Return what entered the step with other bits, and that no op did that."""
+    phase = facts.sources[0].divergence.phase
+    named = [one for one in facts.sources if one.divergence.phase == phase and one.role != "samples"]
+    others = [one.divergence.phase for one in facts.sources if one.divergence.phase != phase]
+    what = how_it_entered(phase, named or facts.sources[:1], facts)
+    return f"{place(facts)}: {what}{also_differ(others)}; {_who_wrote_it(facts, phase)}"
+
+
+def _who_wrote_it(facts: Facts, phase: str) -> str:
+    if phase == "input" and "unselected" in facts.difference.current.program.ops_skipped:
+        return "an op that was not recorded (modules, phases) may have written it"
+    return "it entered the step that way, so no op is to blame"
+
+
+def how_it_entered(phase: str, found: Sequence[Finding], facts: Facts) -> str:
+    """Return how what entered a step in one phase differs, with the names of it: "the batch differs (batch[0])"."""
+    subject, part = _SUBJECTS[phase]
+    in_order = sorted(found, key=lambda one: one.divergence.name is None)
+    names = list(dict.fromkeys(map(source_name, in_order)))
+    kinds = {one.divergence.kind for one in found}
+    layouts = next((one.layouts for one in found if one.layouts is not None), None)
+    shown = listed(names)
+    if phase == "state" and facts.num_initial > 1:
+        shown = f"{shown}: {len(names)} of {facts.num_initial} tensors"
+    if phase == "data" and facts.has_equal_samples:
+        return f"{subject} holds the same samples in a different order ({shown})"
+    if "structure" in kinds and layouts is not None:
+        if reads_another_part(layouts):
+            return f"a different part of {subject} was read ({shown}): {both_layouts(layouts)}"
+        return f"{subject} has a different structure ({shown}): {both_layouts(layouts)}"
+    if kinds == {"missing", "extra"}:
+        return f"{part} exists in one run only ({shown})"
+    if kinds in ({"missing"}, {"extra"}):
+        return f"{part} exists only in the {side_of(in_order[0].divergence)} ({shown})"
+    return f"{subject} differs ({shown})"
+
+
+def also_differ(phases: Sequence[str]) -> str:
+    """Return what else entered the step with other bits, as a clause; "" where nothing did."""
+    subjects = [SUBJECT[phase] for phase in dict.fromkeys(phases)]
+    if not subjects:
+        return ""
+    if len(subjects) == 1:
+        return f", and {subjects[0]} also differs"
+    return f", and {', '.join(subjects[:-1])} and {subjects[-1]} also differ"

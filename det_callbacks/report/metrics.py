@@ -1,0 +1,47 @@
+"""The sentences on a metric that differs: its values, what led to it, and what to do."""
+
+from det_callbacks.causes.phrases.steps import of_segment
+from det_callbacks.causes.phrases.unrecorded import begun_before
+from det_callbacks.compare.metrics import GENERATOR, MetricDifference
+
+
+def explain_metric(metric: MetricDifference) -> str:
+    """Return what differs about the first metric that does, without a final stop."""
+    left, right = metric.values
+    what = f"metric {metric.name} {_reading(metric)}"
+    if left is None or right is None:
+        return f"{what} is only in the {'current run' if left is None else 'reference'}"
+    ours, theirs = (f"{one.value} ({one.dtype} {list(one.shape)}, {one.digest})" for one in (left, right))
+    if left.value != right.value:
+        ours, theirs = left.value, right.value
+    return f"{what} differs: {ours} in the reference, {theirs} now"
+
+
+def metric_lines(metric: MetricDifference) -> tuple[str, ...]:
+    """Return the evidence of a metric, one line a finding."""
+    where = _reading(metric)
+    return tuple(f"{name}, {where}: {ours} in the reference, {theirs} now" for name, ours, theirs in metric.evidence)
+
+
+def advise_metric(metric: MetricDifference) -> str:
+    """Return what to do about a metric that differs, without a final stop; "" where there is nothing to add."""
+    _, found = metric.known_reason
+    reading = metric.readings[1]
+    if metric.explaining_choice is not None:
+        return ""
+    if metric.kind != "content":
+        return "Look at where epochs end: limit_train_batches, drop_last, the data" if metric.is_read_in_one else ""
+    if found.startswith(GENERATOR):
+        return f"Seed what it is computed with: the {found} differs"
+    if found:
+        return f"Look at the data that it is computed from: the {found} differs"
+    if metric.is_after_gap:
+        return begun_before("It may have started", reading.step + 1, metric.choices)
+    later = "" if reading.where == "epoch" else ", and only the first batch of each loader is compared"
+    todo = f"Look at how it is computed: everything recorded of generators and data matches{later}"
+    left_out = f"""modules=["*", "!metric/{metric.name}"] (on the command line: --modules '*,!metric/{metric.name}')"""
+    return f"{todo}. To leave out what can never repeat, such as a wall clock, record the run again with {left_out}"
+
+
+def _reading(metric: MetricDifference) -> str:
+    return metric.readings[1].place + of_segment(metric.segment)

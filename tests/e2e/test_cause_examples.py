@@ -1,0 +1,153 @@
+"""The example in each rule's docstring is the message of a real verdict, and the docs' page is made of them."""
+
+import re
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from causes_page import PAGE, causes, example, page, when
+from step_builder import FLOAT, StepBuilder, both, judge, training_step
+from test_named_causes import FAULTS, Training
+from test_named_causes import pytestmark as marks
+from test_torchscript import fit as fit_scripted
+from test_torchscript import pytestmark as scripted_marks
+
+from det_callbacks import DeterminismCallback, DivergenceError
+from det_callbacks.causes.table import RULES
+from det_callbacks.runs.program import TensorLayout
+from det_callbacks.runs.selection import Selection
+from det_callbacks.verdict import EnvironmentDifference, Verdict
+
+pytestmark = [*marks, *scripted_marks]
+
+
+def planted(name: str, **more: Any) -> Callable[[Path], Verdict]:
+    """Train with one of the faults of ``test_named_causes``."""
+
+    def verify(folder: Path) -> Verdict:
+        _, _, base, change = FAULTS[name]
+        reference = Training(**base, **more).record(folder / "reference")
+        return Training(**{**base, **more, **change}).verify(reference, current=folder / "current")
+
+    return verify
+
+
+def built(fill: Callable[[StepBuilder, bool], object], **options: Any) -> Callable[[Path], Verdict]:
+    """Compare two steps that one function fills."""
+    return lambda folder: judge(folder, both(fill), **options)
+
+
+def scripted(folder: Path) -> Verdict:
+    """Train with a TorchScript module that only the current process has run before."""
+    reference, current = folder / "reference", folder / "current"
+    fit_scripted(DeterminismCallback(reference, mode="record"), is_scripted=True)
+    callback = DeterminismCallback(reference, current=current, on_divergence="collect")
+    with pytest.raises(DivergenceError):
+        fit_scripted(callback, is_scripted=True, num_before=3)
+    assert callback.verdict is not None
+    # the model is in a test, whose lines move
+    explanation = re.sub(r"\S+test_torchscript\.py:\d+", "train.py:12", callback.verdict.explanation)
+    return replace(callback.verdict, explanation=explanation)
+
+
+def changed(base: Mapping[str, Any] | None = None, options: Mapping[str, Any] | None = None, **change: Any) -> Any:
+    """Compare two steps of a small training that differ in one thing."""
+    steps = training_step(**(base or {})), training_step(**{**(base or {}), **change})
+    return lambda folder: judge(folder, steps, **(options or {}))
+
+
+def choice(name: str, reference: Any, current: Any) -> EnvironmentDifference:
+    return EnvironmentDifference(name=name, reference=reference, current=current, changes_bits=True, is_machine=False)
+
+
+def of_dtype(step: StepBuilder, now: bool) -> None:
+    layout = TensorLayout(dtype="bfloat16" if now else "float32", shape=(64, 32), stride=(32, 1))
+    step.named("net.weight", 1 + now, entry=layout)
+    step.op("aten.mm.default", "net.weight")
+
+
+def without_a_gradient(step: StepBuilder, now: bool) -> None:
+    for name in ("net.weight", "head.weight", "head.bias")[: 3 - now]:
+        step.named(f"grad of {name}", len(name), phase="gradient")
+
+
+def of_a_graph(step: StepBuilder, now: bool) -> None:
+    layout = TensorLayout(dtype="graph", shape=(), detail=f"{9 + now} ops")
+    graph = step.row(9 + now, layout, op="compiled.Net_forward.graph", role="graph", module="net")
+    step.row(3, op="compiled.Net_forward.outputs", role="output", module="net", inputs=(graph,))
+
+
+def of_swapped_lines(step: StepBuilder, now: bool) -> None:
+    value = step.batch("batch[0]", [1, 2])
+    for name, number in [("sin", 5), ("cos", 4)] if now else [("cos", 4), ("sin", 5)]:
+        step.op(f"aten.{name}.default", value, source=(f"train.py:{number} in forward",))
+
+
+def of_a_shape(step: StepBuilder, now: bool) -> None:
+    shape = TensorLayout(dtype="float32", shape=(8, 3), stride=(3, 1)) if now else FLOAT
+    step.op("aten.slice_copy.Tensor", "?x", layout=shape, source=("train.py:12 in forward",))
+
+
+def from_outside(step: StepBuilder, now: bool) -> None:
+    step.op("aten.mul.Tensor", "?noise", weights={"?noise": 1 + now}, module="net.noise")
+
+
+def read_a_weight(step: StepBuilder, now: bool) -> None:
+    step.op("aten.mm.default", "net.weight", weights={"net.weight": 1 + now}, module="net")
+
+
+def of_the_loss(step: StepBuilder, now: bool) -> None:
+    step.named("net.weight", 5)
+    step.named("loss", 1 + now, phase="forward")
+
+
+EXAMPLES: Mapping[str, Callable[[Path], Verdict]] = {
+    "dtype": built(of_dtype, environment=[choice("trainer.precision", "32-true", "bf16-true")], step=0),
+    "restored state": changed(options={"is_resumed": True}, weight=3),
+    "initial state": planted("another seed"),
+    "another epoch": planted("epochs of another length"),
+    "generator before the data": planted("callback draws at the epoch's end"),
+    "batch size": planted("another batch size"),
+    "batch": planted("unsorted listing"),
+    "generator": planted("validation draws"),
+    "steps that were not recorded": built(read_a_weight, selection=Selection(only_steps=(7,))),
+    "input from outside": built(from_outside),
+    "choice": changed(options={"environment": [choice("optimizer.AdamW.lr", 0.1, 0.2)]}, lr=0.2),
+    "optimizer option": planted("a callback changes the learning rate", level="state"),
+    "other gradients": built(without_a_gradient),
+    "compiled graph": built(of_a_graph, step=12),
+    "scripted module": scripted,
+    "another order": built(of_swapped_lines),
+    "structure": built(of_a_shape),
+    "origin": changed(noise_at=5),
+    "first difference": built(of_the_loss, selection=Selection(level="state")),
+}
+
+
+def message(verdict: Verdict) -> str:
+    """Return the explanation and the evidence as ``det-callbacks`` prints them, in lines that fit a docstring."""
+    lines = textwrap.wrap(verdict.explanation, 112, break_on_hyphens=False)
+    if verdict.evidence:
+        lines += ["", "Evidence"]
+    for item in verdict.evidence:
+        lines += textwrap.wrap(item, 112, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+    return "\n".join(lines)
+
+
+def test_every_rule_has_an_example() -> None:
+    assert [*EXAMPLES] == [rule.NAME for rule in RULES]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.NAME)
+def test_the_example_of_a_rule_is_what_a_verdict_says(rule: Any, tmp_path: Path) -> None:
+    verdict = EXAMPLES[rule.NAME](tmp_path)
+    assert message(verdict) == example(rule)
+    assert verdict.cause in causes(rule)
+
+
+def test_the_page_of_the_causes_is_made_of_their_files() -> None:
+    assert PAGE.read_text() == page(), "run make causes"
+    assert all(map(when, RULES))
