@@ -87,7 +87,7 @@ def test_whoever_reads_may_leave_and_a_pipe_gets_plain_text(runs: Path) -> None:
     ("words", "status", "text"),
     [
         ("reference reference", 0, "MATCH\nAll "),
-        ("reference other", 1, "the initial state first.weight differs"),
+        ("reference other", 1, "the initial state differs (first.weight: 1 of 9 tensors)"),
         ("short long", 1, "Steps 4 to 23 (20 of them) are only in the current run; the 4 steps that both have agree."),
         ("short long --steps common", 0, "Only steps that both runs have were compared."),
         ("reference elsewhere", 3, "num_threads: "),

@@ -55,17 +55,17 @@ FAULTS: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "data": (
         {"rank": 1, "phase": "data", "step": 2, "is_origin": False},
         "data_content",
-        ("it started on rank 1; rank 0 put in", REDUCED, "(ranks 0, 1 from step 2 on)"),
+        ("it started on rank 1; rank 0 sent", REDUCED, "(ranks 0, 1 from step 2 on)"),
     ),
     "weights": (
         {"rank": 1, "phase": "state", "step": 2, "name": "last.bias", "is_origin": None},
         "optimizer",
-        ("it started on rank 1; rank 0 put in", REDUCED, "(rank 1 from step 2 on, rank 0 from step 3 on)"),
+        ("it started on rank 1; rank 0 sent", REDUCED, "(rank 1 from step 2 on, rank 0 from step 3 on)"),
     ),
     "collective": (
         {"phase": "forward", "step": 2, "op": "c10d.allreduce_.default", "is_origin": True},
         "collective",
-        ("agrees on all ranks and what came out differs, so the collective itself is the origin",),
+        ("matches on all ranks and what came out differs, so the collective itself is the origin",),
     ),
 }
 

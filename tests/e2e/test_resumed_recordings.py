@@ -76,7 +76,7 @@ def test_steps_that_agree_are_not_written_twice(recorded: Path, run: Path, capsy
     assert (callback.verdict.verdict, callback.verdict.counts.steps_compared) == ("match", 4 * BATCHES)
 
 
-MOMENTUM, LACKS = "exp_avg of first.weight", "is only in the reference"
+MOMENTUM, LACKS = "exp_avg of first.weight", "exists only in the reference"
 
 
 def change_momentum(content: dict[str, Any]) -> None:

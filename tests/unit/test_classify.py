@@ -84,14 +84,14 @@ REDUCED, ULP = (reducing_step(), reducing_step(reduce="avg")), differing(noise="
 LATER, UNRECORDED = "rank 0 differs a step later", "the step before was not recorded"
 MUL = "aten.mul.Tensor"
 RECEIVED = "it started on rank 1; rank 0 received the difference"
-CANNOT_TELL = "started a difference or received it cannot be told"
+CANNOT_TELL = "started a difference or received it is unknown"
 
 
 @pytest.mark.parametrize(
     ("pairs", "cause", "origins", "is_origin", "said"),
     [
-        ([differing()] * 2, "collective", {0: REDUCE, 1: REDUCE}, True, "0-1 at train.py:9 in step agrees on all"),
-        ([differing()], "unknown", {}, None, "what this rank put in agrees, and it came from another rank or from the"),
+        ([differing()] * 2, "collective", {0: REDUCE, 1: REDUCE}, True, "0-1 at train.py:9 in step matches on all"),
+        ([differing()], "unknown", {}, None, "what this rank sent matches, and it came from another rank or from the"),
         ([REDUCED] * 2, "collective", {0: REDUCE, 1: REDUCE}, True, "sum -> avg"),
         ([sent_unseen()], "collective", {}, None, ""),
         ([collective_gone()], "collective", {0: REDUCE}, True, ""),
@@ -100,7 +100,7 @@ CANNOT_TELL = "started a difference or received it cannot be told"
         # what nobody saw written was received where another rank's batch differed, and so may an argument have been
         ([GRADIENTS, differing(batch=7)], "data_content", {}, False, RECEIVED),
         ([LATER, GRADIENTS, differing(batch=7)], "data_content", {}, False, RECEIVED),
-        ([differing(), ULP], "forward", {1: MUL}, True, "rank 1; rank 0 put in what the reference did"),
+        ([differing(), ULP], "forward", {1: MUL}, True, "rank 1; rank 0 sent what the reference did"),
         ([MADE, ULP], "forward", {1: MUL}, False, RECEIVED),
         ([WEIGHT] * 2, "initial_weights", {}, False, "it started on ranks 0, 1;"),
         ([UNRECORDED, *[WEIGHT] * 2], "unknown", {}, False, f"whether ranks 0, 1 {CANNOT_TELL}"),

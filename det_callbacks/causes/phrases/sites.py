@@ -16,7 +16,7 @@ _UNPROVEN: Mapping[Start, str] = {
     "unread batch": "the batch holds something that could not be inspected, and Python may have read it",
     "passed on": "a shape or a number that Python could read differs earlier, and Python may have passed that on",
     "race": "it was read before the collective had been waited for, which is a race",
-    "collective": "what this rank sent matches, so it came from another rank or from the collective itself",
+    "collective": "what this rank sent matches, and it came from another rank or from the collective itself",
     "graph replay": "a CUDA graph may have written it, and the trace cannot see into one",
     "not recorded": "the op that wrote it was not recorded",
     "region parameters": "the parameters that the compiled region reads have no digest at this level",
