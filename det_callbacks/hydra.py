@@ -20,11 +20,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from typing_extensions import override
 
-from det_callbacks.callback import DeterminismCallback, fits, take_unfinished
 from det_callbacks.environment import command_choice
 from det_callbacks.errors import DetCallbacksError, NothingComparedError, SelectionError, SettingsError
+from det_callbacks.integrations.lightning import DeterminismCallback
 from det_callbacks.report.console import print_error
 from det_callbacks.settings import DeterminismSettings, enforce_determinism
+from det_callbacks.training import fits
+from det_callbacks.training.fits import take_unfinished
 
 # of the running job; set before the task function and taken back after it
 _configuration: ContextVar[Mapping[str, Any] | None] = ContextVar("det_callbacks_configuration", default=None)

@@ -10,27 +10,26 @@ PACKAGE = "det_callbacks"
 
 # Lowest first; a module may import what stands in its own layer or below it. A cycle of modules cannot be imported.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "internals", "replaced_in_lightning", "host_digest", "numbers", "variables", "verdict"),
+    ("errors", "internals", "host_digest", "numbers", "variables", "verdict"),
     ("audit", "patterns", "rng", "nondeterminism"),
     ("runs",),
     ("digest", "environment", "settings"),
     ("trace",),
     ("tensors", "equivalence", "compare", "doctor", "export", "installation"),
     ("report", "checkpoint", "ranks", "numerics", "observers", "judge", "verification"),
-    ("callback", "hydra", "cli"),
+    ("training",),
+    ("integrations", "hydra", "cli"),
     ("launch", "pytest_runs"),
     ("pytest_plugin",),
     ("startup",),
     ("__init__", "__main__"),
 )
 
-_OF_TORCH = (
-    "callback checkpoint digest doctor environment equivalence internals nondeterminism numerics observers ranks rng"
-)
+_OF_TORCH = "checkpoint digest doctor environment equivalence internals nondeterminism numerics observers ranks rng"
 # Who may import a dependency, by the first part of its name.
 ONLY_IN: Mapping[str, tuple[str, ...]] = {
-    "torch": (*_OF_TORCH.split(), "settings", "tensors", "trace"),
-    "lightning": ("callback", "checkpoint", "internals"),
+    "torch": (*_OF_TORCH.split(), "settings", "tensors", "trace", "training", "integrations"),
+    "lightning": ("integrations", "training", "internals"),
     "pytorch_lightning": (),
     "hydra": ("hydra",),
     "rich": ("report", "cli"),
@@ -85,12 +84,12 @@ def test_imports_go_downwards_only() -> None:
         ("digest.lanes", "import det_callbacks.trace.recorder", "upwards"),
         ("runs.store", "try:\n    import det_callbacks\nexcept ImportError:\n    pass", "upwards"),
         ("runs.store", "if TYPE_CHECKING:\n    pass\nelse:\n    from det_callbacks.cli import main", "upwards"),
-        ("runs.store", "import lightning.pytorch as pl", "only callback, checkpoint, internals may"),
-        ("callback", "import pytorch_lightning", "only nobody may"),
-        ("runs.store", "class Run:\n    async def read(self):\n        import torch", "only callback"),
+        ("runs.store", "import lightning.pytorch as pl", "only integrations, training, internals may"),
+        ("integrations", "import pytorch_lightning", "only nobody may"),
+        ("runs.store", "class Run:\n    async def read(self):\n        import torch", "only checkpoint"),
         ("helper.things", "", "in no layer"),
         ("trace.reads", "if TYPE_CHECKING:\n    from det_callbacks.cli import main", ""),
-        ("hydra", "from det_callbacks.callback import DeterminismCallback\nimport hydra", ""),
+        ("hydra", "from det_callbacks.integrations.lightning import DeterminismCallback\nimport hydra", ""),
     ],
 )
 def test_the_rule_can_fail_and_pass(module: str, source: str, complaint: str) -> None:

@@ -19,9 +19,9 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
 import det_callbacks.hydra as job_callback
-from det_callbacks.callback import ReplicaAuditCallback
-from det_callbacks.callback.fits import note_fit, wait
 from det_callbacks.errors import DivergenceError, NotComparableError
+from det_callbacks.integrations.lightning import ReplicaAuditCallback
+from det_callbacks.training.fits import note_fit, wait
 
 RunApp = Callable[..., tuple[int, str]]
 

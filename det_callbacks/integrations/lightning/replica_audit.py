@@ -12,15 +12,15 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from det_callbacks.callback.arguments import OnDivergence, require_one_of, require_whole
-from det_callbacks.callback.fits import note_fit
-from det_callbacks.callback.progress import print_beside_bar
 from det_callbacks.errors import DivergenceWarning, NothingComparedError, ReplicaError, SettingsError
+from det_callbacks.integrations.lightning.progress import print_beside_bar
 from det_callbacks.internals.lightning import model_averager
 from det_callbacks.patterns import as_names
 from det_callbacks.ranks.group import RankGroup
 from det_callbacks.ranks.replicas import ReplicaReport, ReplicatedState, compare_replicas, replicated_state
 from det_callbacks.report.fits import replicas_line, replicas_text
+from det_callbacks.training.arguments import OnDivergence, require_one_of, require_whole
+from det_callbacks.training.fits import note_fit
 
 
 class Replicas:

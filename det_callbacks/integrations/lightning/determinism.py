@@ -13,28 +13,30 @@ from torch import Tensor
 from typing_extensions import override
 
 from det_callbacks.audit import AuditReport
-from det_callbacks.callback.arguments import CallbackArguments, manifest_of, replicated_weights
-from det_callbacks.callback.auditing import Auditing
-from det_callbacks.callback.fits import note_fit
-from det_callbacks.callback.logged import CALLS, LoggedMetrics
-from det_callbacks.callback.progress import ProgressReporter, print_beside_bar
-from det_callbacks.callback.recording import Recording
-from det_callbacks.callback.replica_audit import Replicas, raise_if
-from det_callbacks.callback.session import Session
-from det_callbacks.callback.verifying import Verifying
-from det_callbacks.checkpoint.watch import CheckpointWatch
 from det_callbacks.errors import DetCallbacksError, NothingComparedError
+from det_callbacks.integrations.lightning.checkpoint.watch import CheckpointWatch
+from det_callbacks.integrations.lightning.logged import CALLS, LoggedMetrics
+from det_callbacks.integrations.lightning.progress import ProgressReporter, print_beside_bar
+from det_callbacks.integrations.lightning.replaced import ReplacedInLightning
+from det_callbacks.integrations.lightning.replica_audit import Replicas, raise_if
 from det_callbacks.internals.lightning import RESTORE, checkpoint_connector, is_training_done, require
 from det_callbacks.internals.versions import newer_than_tested
 from det_callbacks.ranks.group import RankGroup, require_same_start
 from det_callbacks.ranks.replicas import ReplicaReport
-from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.report.fits import no_metrics_text
 from det_callbacks.settings import enforce_around_training, settings_in_force
 from det_callbacks.tensors.copies import require_room
 from det_callbacks.trace.nondeterministic_ops import NondeterministicOps, NondeterministicOpWatch
 from det_callbacks.trace.replaced import REPLACED
+from det_callbacks.training.arguments import CallbackArguments, manifest_of, replicated_weights
+from det_callbacks.training.auditing import Auditing
+from det_callbacks.training.fits import note_fit
+from det_callbacks.training.recording import Recording
+from det_callbacks.training.session import Session
+from det_callbacks.training.verifying import Verifying
 from det_callbacks.verdict import Verdict
+
+_RAISING = ("det_callbacks.integrations", "det_callbacks.training", "det_callbacks.checkpoint")
 
 
 class DeterminismCallback(CallbackArguments):
@@ -347,7 +349,8 @@ class DeterminismCallback(CallbackArguments):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         note_fit(ended_by=exception)
         frames = walk_tb(exception.__traceback__) if isinstance(exception, DetCallbacksError) else ()
-        if any(frame.f_globals.get("__package__") in (__package__, "det_callbacks.checkpoint") for frame, _ in frames):
+        packages = (frame.f_globals.get("__package__") or "" for frame, _ in frames)
+        if any(package.startswith(_RAISING) for package in packages):
             exception.__traceback__ = exception.__cause__ = None  # it says where; frames of ours and the loops bury it
         was_open, self._call = self._is_open, None
         self._close_fit()

@@ -10,8 +10,6 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from det_callbacks.callback.fits import go_on, wait
-from det_callbacks.callback.session import FIT, TracedSession
 from det_callbacks.compare.record import REPORT_FILE
 from det_callbacks.errors import DivergenceError, DivergenceWarning, NotComparableError, NothingComparedError
 from det_callbacks.report import fits as closing
@@ -24,6 +22,8 @@ from det_callbacks.runs.peers import END_OF_FIT
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.runs.store import Run
+from det_callbacks.training.fits import go_on, wait
+from det_callbacks.training.session import FIT, TracedSession
 from det_callbacks.verdict import Verdict
 from det_callbacks.verification import Verification, free_folder, open_reference, write_verdict
 

@@ -10,15 +10,15 @@ import yaml
 from typing_extensions import override
 
 from det_callbacks.audit import AuditFinding, AuditReport, OpMismatch
-from det_callbacks.callback.arguments import CallbackArguments
-from det_callbacks.callback.session import FIT, Session
 from det_callbacks.equivalence import BitwiseEquivalenceMode
 from det_callbacks.errors import AuditError, DivergenceWarning, NothingComparedError
-from det_callbacks.replaced_in_lightning import ReplacedInLightning
+from det_callbacks.integrations.lightning.replaced import ReplacedInLightning
 from det_callbacks.report.fits import audit_line, audit_lines
 from det_callbacks.runs.files import replace_atomically
 from det_callbacks.runs.peers import Peers
 from det_callbacks.trace.optimizers import in_phase
+from det_callbacks.training.arguments import CallbackArguments
+from det_callbacks.training.session import FIT, Session
 from det_callbacks.verification import free_folder
 
 AUDIT_FILE = "audit.json"

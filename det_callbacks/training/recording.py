@@ -10,8 +10,6 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from det_callbacks.callback.arguments import CallbackArguments
-from det_callbacks.callback.session import FIT, TracedSession
 from det_callbacks.errors import CoverageWarning, DivergenceError, NotComparableError, NothingComparedError
 from det_callbacks.report import fits as closing
 from det_callbacks.report.console import count
@@ -20,6 +18,8 @@ from det_callbacks.runs.metrics import Reading
 from det_callbacks.runs.peers import END_OF_FIT, Peers
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.runs.writer import RunWriter
+from det_callbacks.training.arguments import CallbackArguments
+from det_callbacks.training.session import FIT, TracedSession
 from det_callbacks.verification import Verification
 
 

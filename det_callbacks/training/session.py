@@ -8,13 +8,11 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from det_callbacks.audit import AuditReport
-from det_callbacks.callback.arguments import CallbackArguments
-from det_callbacks.callback.evidence import Evidence
 from det_callbacks.compare.evidence import BATCH
 from det_callbacks.errors import TraceError
+from det_callbacks.integrations.lightning.replaced import ReplacedInLightning
 from det_callbacks.internals.lightning import epoch_results
 from det_callbacks.observers.observations import REGISTRY, Observations
-from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.runs.manifest import Manifest
 from det_callbacks.runs.peers import ALONE, Peers
 from det_callbacks.runs.selection import Selection
@@ -26,6 +24,8 @@ from det_callbacks.tensors.replay import OpReplay, Replay
 from det_callbacks.trace.hash_mode import HashMode
 from det_callbacks.trace.nondeterministic_ops import NondeterministicOps
 from det_callbacks.trace.replaced import forget_compiled
+from det_callbacks.training.arguments import CallbackArguments
+from det_callbacks.training.evidence import Evidence
 from det_callbacks.verdict import Verdict
 from det_callbacks.verification import Verification
 

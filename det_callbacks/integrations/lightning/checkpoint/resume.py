@@ -15,15 +15,15 @@ from typing import Any, Literal, NoReturn
 import lightning.pytorch as pl
 import torch
 
-from det_callbacks.checkpoint import buckets, fit
 from det_callbacks.checkpoint.entries import entries_of
 from det_callbacks.checkpoint.files import DataPosition, Part, Sidecar, part_path, read_part, write_part
-from det_callbacks.checkpoint.loaders import follow
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import NotResumableError
 from det_callbacks.host_digest import digest_bytes, format_digest
+from det_callbacks.integrations.lightning.checkpoint import buckets, fit
+from det_callbacks.integrations.lightning.checkpoint.loaders import follow
+from det_callbacks.integrations.lightning.replaced import ReplacedInLightning
 from det_callbacks.internals.lightning import LOAD_LOADER_STATES, Loop, combined_loader
-from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.report.console import print_closing_line
 from det_callbacks.report.tensors import unrestored_line
 from det_callbacks.rng import GeneratorStates, Held

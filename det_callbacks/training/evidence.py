@@ -15,13 +15,13 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from det_callbacks.checkpoint.loaders import find_generators, follow
 from det_callbacks.compare.evidence import BATCH
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import SettingsError
 from det_callbacks.host_digest import digest_bytes
+from det_callbacks.integrations.lightning.checkpoint.loaders import find_generators, follow
+from det_callbacks.integrations.lightning.replaced import ReplacedInLightning
 from det_callbacks.internals.lightning import LOAD_LOADER_STATES, PrefetchFetcher, combined_loader, data_fetcher
-from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.runs.evidence import AFTER, BEFORE, CALLBACKS, CONSTANTS
 from det_callbacks.trace.components import has_parts, holds_data
 from det_callbacks.trace.generators import Ledger

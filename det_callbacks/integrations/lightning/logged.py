@@ -6,12 +6,11 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, as_tensor
 
-from det_callbacks.callback.session import Session
-from det_callbacks.checkpoint.fit import local_part
 from det_callbacks.compare.metrics import FIRST_BATCH, GENERATOR, LENGTH, OTHER_HOOKS
 from det_callbacks.digest.components import digest_tensor
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.host_digest import format_digest
+from det_callbacks.integrations.lightning.checkpoint.fit import local_part
 from det_callbacks.internals.lightning import (
     callback_metrics,
     combined_loader,
@@ -24,6 +23,7 @@ from det_callbacks.runs.metrics import RESUMED, Metric, Reading
 from det_callbacks.trace.components import holds_data
 from det_callbacks.trace.generators import Ledger
 from det_callbacks.trace.leaves import flatten
+from det_callbacks.training.session import Session
 
 CALLS = {TrainerFn.VALIDATING: "trainer.validate", TrainerFn.TESTING: "trainer.test"}  # what logs without a fit
 

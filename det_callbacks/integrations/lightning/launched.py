@@ -10,12 +10,12 @@ from types import TracebackType
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from det_callbacks.callback.arguments import CallbackArguments
-from det_callbacks.callback.determinism import DeterminismCallback
-from det_callbacks.callback.progress import print_beside_bar
 from det_callbacks.errors import DetCallbacksError, DivergenceError, SelectionError, SettingsError
+from det_callbacks.integrations.lightning.determinism import DeterminismCallback
+from det_callbacks.integrations.lightning.progress import print_beside_bar
 from det_callbacks.report.console import print_error
 from det_callbacks.settings import DeterminismSettings
+from det_callbacks.training.arguments import CallbackArguments
 from det_callbacks.variables import LAUNCH
 
 

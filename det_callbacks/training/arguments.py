@@ -10,9 +10,9 @@ import msgspec
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
-from det_callbacks.checkpoint.resume import Resume
 from det_callbacks.environment import capture_environment, command_choice
 from det_callbacks.errors import SelectionError
+from det_callbacks.integrations.lightning.checkpoint.resume import Resume
 from det_callbacks.internals.lightning import validation_data
 from det_callbacks.internals.torch import DDP_IGNORED
 from det_callbacks.patterns import as_patterns
