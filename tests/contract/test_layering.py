@@ -1,6 +1,9 @@
 """The package's layers: imports go downwards only, and each heavy dependency has its few places."""
 
 import ast
+import json
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 
 import pytest
@@ -18,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("tensors", "equivalence", "compare", "doctor", "export", "installation"),
     ("report", "checkpoint", "ranks", "numerics", "observers", "judge", "verification"),
     ("training",),
-    ("integrations", "hydra", "cli"),
+    ("integrations", "integrations.lightning", "integrations.loop", "hydra", "cli"),
     ("launch", "pytest_runs"),
     ("pytest_plugin",),
     ("startup",),
@@ -28,9 +31,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 _OF_TORCH = "checkpoint digest doctor environment equivalence internals nondeterminism numerics observers ranks rng"
 # Who may import a dependency, by the first part of its name.
 ONLY_IN: Mapping[str, tuple[str, ...]] = {
-    "torch": (*_OF_TORCH.split(), "settings", "tensors", "trace", "training", "integrations"),
-    "lightning": ("integrations", "training", "internals"),
+    "torch": (*_OF_TORCH.split(), "settings", "tensors", "trace", "training", "integrations.lightning"),
+    "lightning": ("integrations.lightning", "internals"),
     "pytorch_lightning": (),
+    "transformers": (),
     "hydra": ("hydra",),
     "rich": ("report", "cli"),
 }
@@ -55,7 +59,11 @@ def package_imports() -> dict[str, list[tuple[str, int]]]:
 
 def unit(module: str) -> str:
     """Return the part of the package that a module belongs to: the name that LAYERS uses."""
-    return module.split(".")[1] if "." in module else "__init__"
+    if "." not in module:
+        return "__init__"
+    _, room, *inner = module.split(".")
+    # each way in is a part of its own: it may import its own framework, and no other
+    return f"{room}.{inner[0]}" if room == "integrations" and inner else room
 
 
 def violations(modules: Mapping[str, Sequence[tuple[str, int]]]) -> list[str]:
@@ -77,6 +85,24 @@ def test_imports_go_downwards_only() -> None:
     assert violations(modules) == []
 
 
+WITHOUT_FRAMEWORKS = """
+import importlib, json, sys
+sys.modules.update(dict.fromkeys(("lightning", "pytorch_lightning", "lightning_fabric", "transformers", "hydra")))
+for module in json.loads(sys.argv[1]):
+    importlib.import_module(module)
+"""
+
+
+def test_what_a_run_is_can_be_imported_without_any_framework() -> None:
+    """Also by what it imports: a module of None is one that cannot be imported."""
+    modules = [module for module in package_imports() if unit(module) == "training"]
+    assert len(modules) > 10
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_FRAMEWORKS, json.dumps(modules)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     ("module", "source", "complaint"),
     [
@@ -84,9 +110,15 @@ def test_imports_go_downwards_only() -> None:
         ("digest.lanes", "import det_callbacks.trace.recorder", "upwards"),
         ("runs.store", "try:\n    import det_callbacks\nexcept ImportError:\n    pass", "upwards"),
         ("runs.store", "if TYPE_CHECKING:\n    pass\nelse:\n    from det_callbacks.cli import main", "upwards"),
-        ("runs.store", "import lightning.pytorch as pl", "only integrations, training, internals may"),
-        ("integrations", "import pytorch_lightning", "only nobody may"),
+        ("runs.store", "import lightning.pytorch as pl", "only integrations.lightning, internals may"),
+        ("integrations.lightning", "import pytorch_lightning", "only nobody may"),
         ("runs.store", "class Run:\n    async def read(self):\n        import torch", "only checkpoint"),
+        ("training.session", "import lightning.pytorch as pl", "only integrations.lightning, internals may"),
+        ("training.session", "from transformers import Trainer", "only nobody may"),
+        ("training.session", "from det_callbacks.integrations.lightning.trainer import LightningTraining", "upwards"),
+        ("ranks.group", "from det_callbacks.training.training import Training", "upwards"),
+        ("integrations.lightning.trainer", "import lightning\nfrom det_callbacks.training import training", ""),
+        ("integrations.loop", "import lightning", "only integrations.lightning, internals may"),
         ("helper.things", "", "in no layer"),
         ("trace.reads", "if TYPE_CHECKING:\n    from det_callbacks.cli import main", ""),
         ("hydra", "from det_callbacks.integrations.lightning import DeterminismCallback\nimport hydra", ""),

@@ -18,10 +18,10 @@ from torch import Generator, Tensor, nn
 from det_callbacks import DeterminismSettings, HashMode, enforce_determinism
 from det_callbacks.digest.device.triton_digest import Choice
 from det_callbacks.environment import capture_environment
-from det_callbacks.integrations.lightning.checkpoint.loaders import MAX_ITEMS, find_generators
 from det_callbacks.rng import GeneratorStates, RewindPoint, digest_generator, home_devices, is_default, used_generators
 from det_callbacks.trace import generators as traced
 from det_callbacks.trace.generators import Ledger, generator_of
+from det_callbacks.training.held_generators import MAX_ITEMS, find_generators
 
 
 class StandInGenerator(Generator):

@@ -15,7 +15,6 @@ from det_callbacks.integrations.lightning.determinism import DeterminismCallback
 from det_callbacks.integrations.lightning.progress import print_beside_bar
 from det_callbacks.report.console import print_error
 from det_callbacks.settings import DeterminismSettings
-from det_callbacks.training.arguments import CallbackArguments
 from det_callbacks.variables import LAUNCH
 
 
@@ -32,7 +31,7 @@ class LaunchedCallback(DeterminismCallback):
                 "This script trains a model while another one trains, and det-callbacks records one fit after another. "
                 "Give the Trainer that matters a DeterminismCallback, and start the script without det-callbacks."
             )
-        others = [it for it in vars(trainer)["callbacks"] if isinstance(it, CallbackArguments) and not it.gives_way]
+        others = [it for it in vars(trainer)["callbacks"] if isinstance(it, DeterminismCallback) and not it.gives_way]
         if any(other.mode != "disabled" for other in others):
             if self._has_claimed:
                 raise SelectionError(

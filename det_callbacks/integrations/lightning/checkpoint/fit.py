@@ -15,7 +15,7 @@ from det_callbacks.digest.components import digest_tensor
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.host_digest import format_digest
-from det_callbacks.integrations.lightning.checkpoint.loaders import find_generators
+from det_callbacks.integrations.lightning.loaders import find_generators
 from det_callbacks.internals.lightning import (
     DataLoaderIterFetcher,
     combined_loader,

@@ -1,21 +1,16 @@
-"""What draws the batches of a fit: generators that objects hold, and a follower of what a loader does."""
+"""Generators that objects hold: those of a data set, a sampler or a module draw what a run depends on."""
 
 import functools
 import random
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
 import torch
-from lightning.pytorch.loggers import Logger
-from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
-from det_callbacks.internals.lightning import Loop
 from det_callbacks.internals.torch import DataLoaderIter
 from det_callbacks.rng import HELD_TYPES, Held, is_default
 
@@ -29,14 +24,14 @@ _LEFT: tuple[Any, ...] = (
     *(bool, int, float, complex, str, bytes, bytearray, type(None), type, range, slice),
     *(torch.Tensor, np.ndarray, np.generic, torch.dtype, torch.device, types.ModuleType, types.BuiltinFunctionType),
     # these lead to everything
-    *(pl.Trainer, Logger, Strategy, Loop, DataLoaderIter, torch.optim.Optimizer),
+    *(DataLoaderIter, torch.optim.Optimizer),
 )
 
 
 def find_generators(roots: Mapping[str, object], *, left: tuple[type, ...] = ()) -> dict[str, Held]:
     """Return path -> random generator for those that the roots reach by attributes, items, closures and partials.
 
-    The process's own are not among them. Looks into nothing of Lightning's loops, of ours, or of the types ``left``.
+    The process's own are not among them. Looks into nothing of ours, nor of the types ``left``.
     """
     found: dict[str, Held] = {}
     own = random.getstate.__self__  # type: ignore[attr-defined]  # a bound method
@@ -77,44 +72,3 @@ def _inside(value: Any) -> Iterator[tuple[str, object]]:
     if isinstance(value, torch.nn.Module):
         found |= dict(found.pop("_modules", {}).items())  # of a scripted module it is no dictionary
     yield from ((f".{name}", item) for name, item in found.items())
-
-
-class _Followed(CombinedLoader):
-    """A loader that calls its followers in the order in which they came: a resume restores before others read."""
-
-    _followers: list[Any]
-
-    def __iter__(self) -> Any:
-        for follower in self._followers:
-            follower.begin_iteration()
-        return super().__iter__()
-
-    def __next__(self) -> Any:
-        for follower in self._followers:
-            follower.begin_draw()
-        drawn = super().__next__()
-        for follower in self._followers:
-            follower.end_draw(drawn[0])
-        return drawn
-
-
-def follow(loader: Any, follower: Any) -> Callable[[], object]:
-    """Call ``begin_iteration()``, ``begin_draw()`` and ``end_draw(batch)`` of a follower; return what ends that.
-
-    Several may end in any order. As long as it is followed, the loader has a subclass of its own, under the same name.
-    """
-    if not isinstance(loader, _Followed):
-        base = type(loader)
-        names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "_followers": []}
-        # ours first, so that its super() is the loader's own class
-        loader.__class__ = type(base.__name__, (_Followed, base), names)
-    followers = loader._followers
-    followers.append(follower)
-
-    def end() -> None:
-        if follower in followers:
-            followers.remove(follower)
-            if not followers:
-                loader.__class__ = type(loader).__bases__[1]
-
-    return end
