@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         UnsupportedVersionError,
     )
     from det_callbacks.integrations.lightning import DeterminismCallback, ReplicaAuditCallback, prove_resume
+    from det_callbacks.integrations.loop import TrainingRun
     from det_callbacks.judge import compare_runs
     from det_callbacks.numerics.modules import compare_compiled, compare_modules
     from det_callbacks.numerics.result import NumericsReport, TensorComparison
@@ -103,6 +104,7 @@ __all__ = [
     "StateDigest",
     "TensorComparison",
     "TraceError",
+    "TrainingRun",
     "UnsupportedVersionError",
     "Verdict",
     "check_checkpoint",
@@ -124,6 +126,7 @@ __all__ = [
 _HOMES = {
     "det_callbacks.audit": ("AuditFinding", "AuditReport", "OpMismatch"),
     "det_callbacks.integrations.lightning": ("DeterminismCallback", "ReplicaAuditCallback", "prove_resume"),
+    "det_callbacks.integrations.loop": ("TrainingRun",),
     "det_callbacks.checkpoint.check": ("CheckpointReport", "EntryDifference", "check_checkpoint"),
     "det_callbacks.digest.components": ("digest_tensor",),
     "det_callbacks.digest.state": ("StateDigest", "digest_state"),

@@ -37,6 +37,7 @@ class ModuleStack:
     def __init__(self, root: nn.Module | None) -> None:
         self.on_enter: Callable[[], None] | None = None  # called before a module is entered
         self.on_output: Callable[[str, Any], None] | None = None  # with the name, when one returns in no backward pass
+        self._at_next: Callable[[], None] | None = None
         self._root = root
         self._scopes: dict[int, OpScope] = {}
         self._modules: list[nn.Module] = []
@@ -74,9 +75,13 @@ class ModuleStack:
                 hooks.pop(self._key, None)
             if _NO_WARNING in self._filters:
                 self._filters.remove(_NO_WARNING)
-        self._key = None
+        self._key = self._at_next = None
         self.stack.clear()
         self.return_to_stack()
+
+    def call_at_next(self, function: Callable[[], None]) -> None:
+        """Call a function once, before the next module is entered in this step."""
+        self._at_next = function
 
     def forget(self) -> None:
         """Forget the modules named by their class, which would be kept alive; call between steps."""
@@ -116,6 +121,9 @@ class ModuleStack:
             return
         if self.on_enter is not None:
             self.on_enter()
+        if self._at_next is not None:
+            at_next, self._at_next = self._at_next, None
+            at_next()
         backward_pass = graph_task_id()
         is_recomputed = backward_pass != -1 and (
             (self.is_recomputed and self.backward_pass == backward_pass) or repeated_region() is not None

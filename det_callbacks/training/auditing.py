@@ -58,8 +58,11 @@ class Auditing(Session):
             self._mode.begin()
 
     @override
-    def begin_gradients(self) -> None:
-        self._mode.places.phase = "gradient"
+    def begin_gradients(self, *, is_until_module: bool = False) -> None:
+        places = self._mode.places
+        places.phase = "gradient"
+        if is_until_module:
+            places.modules.call_at_next(partial(setattr, places, "phase", "forward"))
 
     @override
     def end_step(self, *_: object) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 OF_SAMPLERS = {"__class__": "of loaders and samplers: Python looks __iter__ and __next__ up in the class"}
@@ -16,11 +17,13 @@ class ReplacedMethods:
         self._undo: list[Callable[[], object]] = []
 
     def put(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        """Replace a method of an object by ``make(method)``; of ``__class__`` it makes a class of the class."""
+        """Replace a method of an object, or a function of a module, by ``make(method)``; of ``__class__`` the class."""
         assert name in self.places, "each place stands in the registry with its reason"
         before = getattr(owner, name)
         setattr(owner, name, make(before))
-        undo = partial(setattr, owner, name, before) if name == "__class__" else partial(vars(owner).pop, name, None)
+        # a method that an object has from its class is in the way only while ours is there
+        is_own = name == "__class__" or isinstance(owner, ModuleType)
+        undo = partial(setattr, owner, name, before) if is_own else partial(vars(owner).pop, name, None)
         self._undo.append(undo)
 
     def restore(self) -> None:

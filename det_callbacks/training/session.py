@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,7 +80,8 @@ class Session:
         """Stand for what a session need not do; its own is called at the hook of the same name, in a fit only."""
 
     # ``mark`` notes the generators at a point, ``end_step`` and ``put_metrics`` return whether to stop since something
-    # differs, ``drop_step`` forgets a step that was not ended, ``flush`` hands over the evidence before a step
+    # differs, ``begin_gradients`` sets the phase, where asked for until a module is called again, ``drop_step`` forgets
+    # a step that was not ended, ``flush`` hands over the evidence before a step
     begin_step = mark = note_loss = begin_gradients = end_step = drop_step = flush = _nothing
     # ``follow`` comes before the data of a fit is set up, ``attach`` after; ``close`` may be called more than once
     follow = attach = close = put_metrics = resume_metrics = _nothing
@@ -201,8 +203,11 @@ class TracedSession(Session):
         self._hash_mode.record_values("forward", loss, "loss")
 
     @override
-    def begin_gradients(self) -> None:
-        self._hash_mode.recorder.phase = "gradient"
+    def begin_gradients(self, *, is_until_module: bool = False) -> None:
+        recorder = self._hash_mode.recorder
+        recorder.phase = "gradient"
+        if is_until_module:
+            recorder.modules.call_at_next(partial(setattr, recorder, "phase", "forward"))
 
     @override
     def end_step(self, step: int, epoch: int, outputs: Any) -> bool:

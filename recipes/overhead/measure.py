@@ -18,12 +18,13 @@ import torch.distributed.tensor  # DebugMode imports it; here, so that every pro
 from device import counted_synchronizations, torch_device, wait_for
 from memory import resident_mib
 from models import Workload, make_workload
-from ours import Ours
+from ours import Loop, Ours
 from torch.utils._debug_mode import DebugMode  # looked at in torch 2.13
 from torch.utils._python_dispatch import TorchDispatchMode
 
 LEVELS = ("state", "module", "op")
-VARIANTS = ("plain", "empty mode", *LEVELS, "DebugMode hash_tensor", "DebugMode norm")
+LOOPS = {f"loop {level}": level for level in LEVELS}
+VARIANTS = ("plain", "empty mode", *LEVELS, *LOOPS, "DebugMode hash_tensor", "DebugMode norm")
 OPTIMIZERS = {"plain": {"foreach": False, "fused": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 
 
@@ -61,10 +62,15 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A training step of one variant: what trains, and what is done when it has trained."""
+    """A training step of one variant: what trains, and what is done when it has trained.
+
+    ``open`` and ``close`` come before and after steps in a row, and are not part of what is timed.
+    """
 
     train: Callable[[int], None]
     end: Callable[[], None]
+    open: Callable[[], object] = lambda: None
+    close: Callable[[], object] = lambda: None
 
     def __call__(self, number: int) -> None:
         self.train(number)
@@ -134,8 +140,16 @@ def make_steps(
 
         return Step(train=train, end=ours.end_step)
 
+    def looped(variant: str) -> Step:
+        loop = Loop(workload, update, LOOPS[variant], root / variant)
+        return Step(train=loop.train, end=lambda: None, open=loop.open, close=loop.close)
+
     steps = {
-        variant: recorded(recorders[variant]) if variant in LEVELS else watched(contexts[variant])
+        variant: recorded(recorders[variant])
+        if variant in LEVELS
+        else looped(variant)
+        if variant in LOOPS
+        else watched(contexts[variant])
         for variant in variants
     }
     return steps, recorders
@@ -156,19 +170,23 @@ def measure_time(
     with tempfile.TemporaryDirectory() as root:
         steps, recorders = make_steps(workload, case.optimizer, variants, Path(root))
         for step in steps.values():
+            step.open()
             for number in range(warm_up):
                 step(number)
+            step.close()
         for turn in range(rounds):
             first = warm_up + turn * num_steps
             shift = turn % len(variants)
             for variant in (*variants[shift:], *variants[:shift]):
                 step = steps[variant]
+                step.open()
                 wait_for(device)
                 start = time.perf_counter()
                 for number in range(first, first + num_steps):
                     step(number)
                     wait_for(device)
                 seconds[variant].append((time.perf_counter() - start) / num_steps)
+                step.close()
         for ours in recorders.values():
             ours.close()
     return {variant: Times(seconds=taken, plain=seconds["plain"]) for variant, taken in seconds.items()}
@@ -192,6 +210,7 @@ def measure_memory(case: Case, variant: str, num_steps: int) -> dict[str, Any]:
         if is_on_cuda:
             torch.cuda.reset_peak_memory_stats(workload.device)
             device_before = torch.cuda.memory_allocated(workload.device)
+        step.open()
         for number in range(num_steps):
             step(number)
         result: dict[str, Any] = {"peak_growth_mib": resident_mib("VmHWM") - before}

@@ -30,8 +30,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 
 _OF_TORCH = "checkpoint digest doctor environment equivalence internals nondeterminism numerics observers ranks rng"
 # Who may import a dependency, by the first part of its name.
-ONLY_IN: Mapping[str, tuple[str, ...]] = {
-    "torch": (*_OF_TORCH.split(), "settings", "tensors", "trace", "training", "integrations.lightning"),
+ONLY_IN: Mapping[str, Sequence[str]] = {
+    "torch": _OF_TORCH.split(),
     "lightning": ("integrations.lightning", "internals"),
     "pytorch_lightning": (),
     "transformers": (),
