@@ -28,7 +28,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__init__", "__main__"),
 )
 
-_OF_TORCH = "checkpoint digest doctor environment equivalence internals nondeterminism numerics observers ranks rng"
+_OF_TORCH = (
+    "checkpoint digest doctor environment equivalence internals nondeterminism numerics observers ranks rng settings "
+    "tensors trace training integrations.lightning integrations.loop"
+)
 # Who may import a dependency, by the first part of its name.
 ONLY_IN: Mapping[str, Sequence[str]] = {
     "torch": _OF_TORCH.split(),
