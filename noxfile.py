@@ -34,7 +34,8 @@ def tests(session: nox.Session, torch: str, lightning: str) -> None:
     pins = Path("constraints.txt").read_text().splitlines(keepends=True)
     others = Path(session.virtualenv.location) / "constraints.txt"
     others.write_text("".join(pin for pin in pins if not BOUND_BY_A_PAIR.match(pin)))
-    session.install("-c", str(others), f"torch=={torch}", f"lightning=={lightning}", "-e", ".[test,recipes]")
+    pair = f"torch=={torch}", f"lightning=={lightning}", f"pytorch-lightning=={lightning}"
+    session.install("-c", str(others), *pair, "-e", ".[test,recipes]")
     session.run(
         "python", "-m", "pytest", "-n", "2", "--dist", "worksteal", *session.posargs, env={"OMP_NUM_THREADS": "1"}
     )

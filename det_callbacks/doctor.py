@@ -17,7 +17,7 @@ from det_callbacks.verdict import EnvironmentDifference
 
 State = Literal["in force", "not in force", "too late", "no effect here", "left alone"]
 
-_FACTS = ("python.version", "torch.version", "lightning.version", "cpu.model", "torch.cpu_capability")
+_FACTS = ("cpu.model", "torch.cpu_capability", "torch.num_threads")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +69,11 @@ def diagnose(
     findings = tuple(_find(name, getattr(settings, name), found) for name, found in settings_in_force().items())
     if against is not None and torch.cuda.is_available():
         torch.cuda.init()  # only now: what is said of a GPU can be asked through a context alone
-    here = capture_environment()
-    facts = {name: here[name].value for name in (*_FACTS, "torch.num_threads")}
+    is_twin = against is not None and "pytorch_lightning.version" in against.manifest.environment
+    lightning = "pytorch_lightning" if is_twin else "lightning"
+    here = capture_environment(lightning=lightning)
+    versions = [f"{package}.version" for package in ("python", "torch", lightning)]
+    facts = {name: here[name].value for name in (*versions, *_FACTS)}
     count = torch.cuda.device_count()
     facts["cuda"] = f"{count} x {torch.cuda.get_device_name(0)}" if count else "no CUDA device"
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -129,6 +132,6 @@ def _line_for_entry(name: str, value: Any) -> str:
         return f"unset {rest}" if value is None else f"export {rest}={value}"
     if name == "torch.num_threads":
         return SETTINGS[rest].how(value)
-    if rest == "version" and start in ("torch", "numpy", "lightning", "triton", "det_callbacks"):
+    if rest == "version" and start in ("torch", "numpy", "lightning", "pytorch_lightning", "triton", "det_callbacks"):
         return f"pip install {start}=={str(value).partition('+')[0]}"
     return f"export ATEN_CPU_CAPABILITY={str(value).lower()}" if name == "torch.cpu_capability" else ""

@@ -34,6 +34,7 @@ from det_callbacks.runs.environment import (
     Environment,
     EnvironmentEntry,
 )
+from det_callbacks.runs.files import without_surrogates
 from det_callbacks.settings import SETTINGS, settings_in_force
 from det_callbacks.settings.catalogue import SDPA_BACKENDS, start_environment
 from det_callbacks.settings.enforce import enforced_names
@@ -66,14 +67,15 @@ _SECRET = re.compile(
 _PLACE = re.compile(r"(?<![\w.])(?:[A-Za-z][\w+.-]*://|~?/(?=\w)|[A-Za-z]:[\\/])[^\s'\",;)\]}]*")
 
 
-def capture_environment(*, choices: Mapping[str, Any] | None = None) -> Environment:
+def capture_environment(*, choices: Mapping[str, Any] | None = None, lightning: str = "lightning") -> Environment:
     """Return the environment of this process, and what the caller knows to have been decided, by name.
 
+    The version of Lightning is that of the distribution ``lightning``: it may be ``pytorch_lightning`` that trains.
     It asks no GPU that nothing used so far, which would create a CUDA context. Nested mappings of choices become dotted
     names; paths, addresses and what looks like a secret by its name are withheld.
     """
     enforced = {f"torch.{name}" for name in enforced_names()}
-    facts = [(name, value, name not in enforced, name not in _IDLE_FACTS) for name, value in _machine_facts()]
+    facts = [(name, value, name not in enforced, name not in _IDLE_FACTS) for name, value in _machine_facts(lightning)]
     facts += [(name, value, False, not _is_idle(name)) for name, value in _own_choices()]
     facts += [(name, value, False, False) for name, value in code_state().items()]
     flat = dict(_flatten("", choices or {}))
@@ -83,9 +85,18 @@ def capture_environment(*, choices: Mapping[str, Any] | None = None) -> Environm
         acts = name != ARGUMENTS and not (name.startswith(CONFIGURATION) and _last_part(name, value) in became)
         facts.append((name, value, False, acts))
     return {
-        name: EnvironmentEntry(value=value, is_machine=is_machine, changes_bits=changes_bits)
+        without_surrogates(name): EnvironmentEntry(
+            value=_as_text(value), is_machine=is_machine, changes_bits=changes_bits
+        )
         for name, value, is_machine, changes_bits in sorted(facts, key=itemgetter(0))
     }
+
+
+def _as_text(value: Any) -> Any:
+    """Return a value whose texts can be written as JSON."""
+    if isinstance(value, list | tuple):
+        return [_as_text(one) for one in value]
+    return without_surrogates(value) if isinstance(value, str) else value
 
 
 def _last_part(name: str, value: Any) -> tuple[str, str]:
@@ -93,7 +104,7 @@ def _last_part(name: str, value: Any) -> tuple[str, str]:
     return name.rpartition(".")[2], json.dumps(value, sort_keys=True)
 
 
-def _machine_facts() -> Iterator[tuple[str, Any]]:
+def _machine_facts(lightning: str) -> Iterator[tuple[str, Any]]:
     build, backends = torch.__config__.show(), torch.backends
     yield "python.version", platform.python_version()
     yield "python.implementation", platform.python_implementation()
@@ -104,7 +115,7 @@ def _machine_facts() -> Iterator[tuple[str, Any]]:
     # platform.processor() is empty or only the architecture on Linux
     yield "cpu.model", _first(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo")) or platform.processor() or None
     yield "numpy.version", np.__version__
-    for name in ("det_callbacks", "lightning", "triton"):
+    for name in ("det_callbacks", lightning, "triton"):
         yield f"{name}.version", _version(name)
     yield "torch.version", str(torch.__version__)  # which is of a type of torch's own
     yield "torch.git_version", torch.version.git_version
@@ -237,7 +248,7 @@ def _ask_git(folder: Path, *arguments: str) -> str | None:
 # Our overrides, but for the settings, which are a part of what trains.
 _OURS = re.compile(r"[+~]*(callbacks[./])?determinism(?!\.settings\.)([.=]|$)")
 # names of values, also in {nested: {mappings: 1}}
-_NAME = re.compile(r"([\w.\-/@]+)\s*[=:]")
+_NAME = re.compile(r"([\w.\-/@]+)[\"']?\s*[=:]")
 
 
 def script_words(start: str | Path | None = None) -> list[str]:
@@ -254,16 +265,39 @@ def script_words(start: str | Path | None = None) -> list[str]:
 
 
 def command_choice(overrides: Sequence[str] | None = None, *, start: str | Path | None = None) -> dict[str, Any]:
-    """Return what started this run, as a choice for ``capture_environment``: the script, and the overrides of Hydra.
+    """Return what started this run, as a choice for ``capture_environment``: the script, and the words after it.
 
-    Our own overrides say nothing of the training. Arguments of other programs are not recorded: nothing tells which of
-    their words is a secret.
+    Of a Hydra application these are the overrides without our own, which say nothing of the training. A word whose name
+    says that it is a secret is withheld.
     """
-    words = [_shown(word) for word in overrides or () if not _OURS.match(word)]
-    return {"process": {"argv": [*script_words(start), *words]}}
+    script = script_words(start)
+    words = _arguments(script) if overrides is None else [word for word in overrides if not _OURS.match(word)]
+    return {"process": {"argv": [*script, *_shown(words)]}}
 
 
-def _shown(override: str) -> str:
-    name, equals, _ = override.partition("=")
-    secret = any(_SECRET.search(re.split(r"[./@]", found)[-1]) for found in _NAME.findall(override))
-    return f"{name}{equals}{WITHHELD}" if secret else override
+def _arguments(script: Sequence[str]) -> list[str]:
+    """Return the words after the script as the process was started, also where the script has changed ``sys.argv``."""
+    if not script:
+        return []
+    name = script[1] if script[0] == "-m" else sys.argv[0]
+    given = sys.orig_argv
+    # a launcher such as coverage may have the script run in a way that its own command line does not show
+    return given[given.index(name) + 1 :] if name in given else sys.argv[1:]
+
+
+def _shown(words: Sequence[str]) -> Iterator[str]:
+    """Yield the words of a command line without secrets: ``name=secret``, and the word after ``--name``."""
+    is_secret = False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if is_secret or any(map(_names_secret, _NAME.findall(word))):
+            yield f"{name}{equals}{WITHHELD}" if equals and not is_secret else WITHHELD
+            is_secret = False
+        else:
+            yield word
+            is_secret = word.startswith("-") and _names_secret(word)
+
+
+def _names_secret(name: str) -> bool:
+    last = re.split(r"[./@]", name)[-1]
+    return _SECRET.search(last.lstrip("-").replace("-", "_")) is not None

@@ -118,6 +118,14 @@ class RunExistsError(_PathError, FileExistsError):
     """Recording was asked for where a run, or something that is not ours, already is."""
 
 
+class RunInUseError(_PathError):
+    """Another process writes into the folder of a run; the message names it."""
+
+
+class WriteError(_PathError):
+    """A file or folder cannot be written: the disk is full, it is read-only, or a file is in the way."""
+
+
 class ExportError(_PathError):
     """A data set cannot be written where it was asked for, or there is nothing to write."""
 

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from det_callbacks.errors import ExportError
+from det_callbacks.runs.disk import writing
 from det_callbacks.runs.store import Run
 
 _TEXT = pa.dictionary(pa.int32(), pa.string())
@@ -45,7 +46,7 @@ class Export:
 def export_run(run_folder: str | Path, to: str | Path) -> Export:
     """Write a run into a new folder, or an empty one, where it appears when it is whole."""
     to = Path(os.path.abspath(to))  # "." has no name to put a temporary folder beside
-    if to.exists() and not (to.is_dir() and not any(to.iterdir())):
+    if os.path.exists(to) and not (to.is_dir() and not any(to.iterdir())):
         what = "is no empty folder" if to.is_dir() else "is a file; a data set is a folder"
         raise ExportError(f"{to} {what}. Nothing was changed. Name a new folder, or an empty one.", str(to))
     run = Run.open(run_folder, check_steps=False)
@@ -54,15 +55,12 @@ def export_run(run_folder: str | Path, to: str | Path) -> Export:
         raise ExportError(f"{run_folder} holds no step, so there is nothing to export. {to} was not made.", str(to))
     temporary = to.with_name(f".{to.name}.{os.getpid()}.tmp")
     try:
-        num_rows = sum(_write_rank(run, rank, temporary / f"rank={rank}" / "part-0.parquet") for rank in ranks)
-        num_bytes = sum(file.stat().st_size for file in temporary.rglob("*.parquet"))
-        temporary.replace(to)
-    except OSError as error:
-        raise ExportError(
-            f"{to} could not be written ({error}). The run is as it was, and nothing is left there. Free some space, "
-            "or name another folder.",
-            str(to),
-        ) from error
+        with writing(to, instead="name another folder (--to of det-callbacks export)"):
+            for rank in ranks:
+                (temporary / f"rank={rank}").mkdir(parents=True)
+            num_rows = sum(_write_rank(run, rank, temporary / f"rank={rank}" / "part-0.parquet") for rank in ranks)
+            num_bytes = sum(file.stat().st_size for file in temporary.rglob("*.parquet"))
+            temporary.replace(to)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return Export(path=to, num_rows=num_rows, num_bytes=num_bytes, incomplete_reason=run.incomplete_reason)
@@ -70,7 +68,6 @@ def export_run(run_folder: str | Path, to: str | Path) -> Export:
 
 def _write_rank(run: Run, rank: int, path: Path) -> int:
     # pyarrow.dataset.write_dataset would do it by itself, with all rows in memory, and three times as slow
-    path.parent.mkdir(parents=True)
     num_rows, pending = 0, list[pa.RecordBatch]()
     with pq.ParquetWriter(path, EXPORT_SCHEMA, compression="zstd") as file:
 

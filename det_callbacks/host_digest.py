@@ -28,6 +28,7 @@ LEAF_BYTES = 256 * 1024
 THREADED_BYTES = 16 * 1024 * 1024  # from here on two threads: below it, starting one costs more than it saves
 _PIECE_BYTES = 8 * LEAF_BYTES  # of a thread at a time, so that one that is slowed down delays the end by under 1 ms
 _PADDING = bytes(BLOCK_BYTES)
+_COPIED_BYTES = 8 * BLOCK_BYTES  # of a buffer that is copied to be padded, which takes less than finding its address
 
 
 @functools.cache  # of at most 1,279 lengths: those up to 1,024, and multiples of 1,024 up to a leaf
@@ -72,8 +73,9 @@ def digest_bytes(buffer: "Buffer") -> int:
     view = memoryview(buffer)
     if not view.c_contiguous:
         raise ValueError("digest_bytes needs a C-contiguous buffer; pass a contiguous copy of it")
-    if view.nbytes <= BLOCK_BYTES:
-        return xxh3_64_intdigest(view.tobytes().ljust(BLOCK_BYTES, b"\0") if view.nbytes else b"")
+    if view.nbytes <= _COPIED_BYTES:
+        num_blocks = -(-view.nbytes // BLOCK_BYTES)
+        return xxh3_64_intdigest(view.tobytes().ljust(num_blocks * BLOCK_BYTES, b"\0"))
     # NumPy gives the address of a read-only buffer, which ctypes refuses to; the array keeps the buffer alive.
     array = np.frombuffer(view, dtype=np.uint8)
     return digest_memory(array.ctypes.data, array.nbytes)

@@ -16,7 +16,7 @@ from det_callbacks.compare.record import TOGETHER, Tally, read_records
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.errors import NothingComparedError, ReferenceFormatError, SelectionError
 from det_callbacks.report.advice import advise, advise_metric, evidence_lines
-from det_callbacks.report.console import capitalised, count
+from det_callbacks.report.console import capitalised, count, listed
 from det_callbacks.report.sentences import (
     explain_choice,
     explain_match,
@@ -28,7 +28,7 @@ from det_callbacks.report.sentences import (
     show_differences,
     steps_agree,
 )
-from det_callbacks.runs.environment import LOST, compare_environments
+from det_callbacks.runs.environment import GENERATOR, LOST, compare_environments
 from det_callbacks.runs.metrics import read_metrics
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import (
@@ -252,7 +252,8 @@ class _Judge:
                 metrics=tally.num_metrics,
                 lost=self._lost,
             ),
-            environment=self.environment,
+            # a generator that began elsewhere is in the evidence where it may be the cause
+            environment=self.environment if verdict == "match" else tuple(_without_starts(self.environment)),
             evidence=answer.evidence,
         )
 
@@ -361,6 +362,10 @@ class _Judge:
         )
 
 
+def _without_starts(environment: Sequence[EnvironmentDifference]) -> list[EnvironmentDifference]:
+    return [one for one in environment if not one.name.startswith(GENERATOR)]
+
+
 def _environment_notes(environment: Sequence[EnvironmentDifference], verdict: VerdictName) -> list[str]:
     """Return what is to be said of environments that differ."""
     changing = sorted(
@@ -370,4 +375,9 @@ def _environment_notes(environment: Sequence[EnvironmentDifference], verdict: Ve
     machine = show_differences([entry for entry in changing if entry.is_machine])
     too = " too, so nothing is proven either way" if verdict == "not_comparable" else ""
     notes = [f"Choices differ: {choices}"] if choices and verdict != "match" else []
+    starts = [one.name.removeprefix(GENERATOR) for one in environment if one.name.startswith(GENERATOR)]
+    if starts and verdict == "match":
+        notes.append(
+            f"Generators that began in another state than in the reference, and changed no bit: {listed(starts)}"
+        )
     return notes + ([f"The machine differs{too}: {machine}"] if machine else [])

@@ -1,16 +1,17 @@
 """A script that ``det-callbacks record``, ``verify`` or ``check`` started: settings first, then a callback.
 
-Lightning calls the entry point ``callbacks`` for each Trainer. Where settings are asked for, Python runs
-``startup/sitecustomize.py``, to which ``PYTHONPATH`` leads, before the script; it calls ``begin``. Both look at one
-environment variable: running the script by ``runpy`` would reach neither its ranks nor what a shell script starts.
+Lightning calls the entry point ``callbacks`` for each Trainer. Before the script Python runs
+``startup/sitecustomize.py``, to which ``PYTHONPATH`` leads; it calls ``begin``. Both look at one environment variable:
+running the script by ``runpy`` would reach neither its ranks nor what a shell script starts.
 """
 
+import atexit
 import importlib.util
 import json
 import os
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -28,18 +29,29 @@ def callbacks() -> list[Any]:
 
 
 def begin() -> None:
-    """Let the settings be in force from the script's first line on.
+    """Let the settings be in force from the script's first line on, and note at its end what it may have trained with.
 
     Nothing of torch or NumPy can be drawn before they are imported, so that is when each is set. To import torch here
     would come before the script's own ``os.environ["OMP_NUM_THREADS"] = "1"``, which torch reads when it is imported.
     """
     if LAUNCH not in os.environ:
         return
-    settings = json.loads(os.environ[LAUNCH])["settings"]
+    asked = json.loads(os.environ[LAUNCH])
+    atexit.register(_note_trainers, asked["trainers"], os.path.dirname(asked["claim"]))
+    settings = asked["settings"]
+    if not settings:
+        return
     if (seed := settings.get("seed")) is not None:
         random.seed(seed)
         sys.meta_path.insert(0, _AfterImport("numpy", lambda numpy: numpy.random.seed(seed)))
     sys.meta_path.insert(0, _AfterImport("torch", lambda torch: _enforce(settings)))
+
+
+def _note_trainers(names: Sequence[str], folder: str) -> None:
+    """Note for the command which of these modules are loaded; it may have ended before this process."""
+    if os.path.isdir(folder):
+        with open(os.path.join(folder, f"loaded-{os.getpid()}"), "w", encoding="utf-8") as file:
+            json.dump([name for name in names if name in sys.modules], file)
 
 
 class _AfterImport:

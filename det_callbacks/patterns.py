@@ -21,7 +21,8 @@ class OpPattern:
     @classmethod
     def parse(cls, text: str) -> "OpPattern":
         """Return the pattern a text stands for; raise ``SettingsError`` where it is none, or its phase is none."""
-        phase, has_phase, rest = text.rpartition("/")
+        # a module's name may hold "/" and ":", and those of phases and ops do not
+        phase, has_phase, rest = text.partition("/") if "/" in text else ("", "", text)
         module, has_module, op = rest.rpartition(":")
         pattern = cls(phase=phase if has_phase else "*", module=module if has_module else "*", op=op)
         if not op.strip() or ("." not in op and "*" not in op):

@@ -20,7 +20,9 @@ from det_callbacks.errors import (
 from det_callbacks.integrations.lightning import DeterminismCallback
 from det_callbacks.judge import compare_runs
 from det_callbacks.report.verdict import verdict_lines
+from det_callbacks.runs.disk import writing
 from det_callbacks.runs.files import MANIFEST
+from det_callbacks.runs.lock import FolderLock
 from det_callbacks.runs.place import REPLACEMENT, put_in_place
 from det_callbacks.runs.store import Run
 from det_callbacks.settings import DeterminismSettings, enforce_determinism
@@ -135,7 +137,13 @@ def _keep(training: _Training) -> str:
                 return "unchanged"
         except DetCallbacksError:  # another selection, or damaged: replacing it is what was asked for
             pass
-    shutil.rmtree(target / REPLACEMENT, ignore_errors=True)  # of a session that was killed
-    shutil.copytree(training.folder, target / REPLACEMENT)
-    put_in_place(target)
+    lock = FolderLock(target)  # of two sessions that record at once
+    lock.acquire(instead="run one session at a time")
+    try:
+        with writing(target, instead="run the tests where the folder of the test file can be written"):
+            shutil.rmtree(target / REPLACEMENT, ignore_errors=True)  # of a session that was killed
+            shutil.copytree(training.folder, target / REPLACEMENT)
+        put_in_place(target)
+    finally:
+        lock.release()
     return "re-recorded" if is_there else "recorded"

@@ -28,13 +28,13 @@ from det_callbacks.compare.record import (
 from det_callbacks.compare.step import StepCounter, compare_steps
 from det_callbacks.errors import NotComparableError, RankError, SelectionError
 from det_callbacks.judge import compare_runs, other_world_size, require_reference
+from det_callbacks.runs.disk import replace_atomically, writing
 from det_callbacks.runs.environment import compare_environments
 from det_callbacks.runs.evidence import UNSEEN_WRITE, NondeterministicOp, Row
-from det_callbacks.runs.files import replace_atomically
 from det_callbacks.runs.manifest import Manifest
 from det_callbacks.runs.metrics import Reading, Readings, read_metrics
 from det_callbacks.runs.peers import ALONE, END_OF_FIT, Peers
-from det_callbacks.runs.program import StepView
+from det_callbacks.runs.program import AFTER_STEP, IDLE, StepView, parameter_in
 from det_callbacks.runs.steps import Expectation, StepTrace
 from det_callbacks.runs.store import Run
 from det_callbacks.runs.writer import RunWriter
@@ -151,10 +151,11 @@ class Verification:
 
     def withdraw_verdict(self) -> None:
         """Take away what was written of a verdict that no longer holds: more is compared."""
-        record_path(self.current, self.rank).unlink(missing_ok=True)
-        if self.rank == 0:
-            for name in (VERDICT_FILE, REPORT_FILE):
-                (self.current / name).unlink(missing_ok=True)
+        with writing(self.current):
+            record_path(self.current, self.rank).unlink(missing_ok=True)
+            if self.rank == 0:
+                for name in (VERDICT_FILE, REPORT_FILE):
+                    (self.current / name).unlink(missing_ok=True)
 
     def reopen(self, manifest: Mapping[str, Any]) -> None:
         """Be ready for the first fit after a test, in the environment of the fit."""
@@ -215,8 +216,20 @@ class Verification:
         }
         changed = [name for name, bits in state.items() if left.get(name) != bits]
         # the step also recorded what training_step returned; state of an optimizer is of a parameter
-        others = (name for name in left if name not in state and " of " in name)
-        self.fit.unrestored = (*changed, *(name for name in others if name.rpartition(" of ")[2] in state))
+        others = (name for name in left if name not in state and parameter_in(name, state))
+        self.fit.unrestored = (*changed, *others)
+
+    def idle_generators(self, step: int) -> frozenset[str] | None:
+        """Return what nothing had drawn from by the last recorded step of the reference before this one, if any."""
+        before = max((known for known in self._known if known < step), default=None)
+        if before is None:
+            return None
+        view = self.reference.view(self.rank, self.segment, before)
+        states = zip(view.program.sites, view.record.digests.tolist(), strict=True)
+        ends = ((site.name or "", bits) for site, bits in states if site.role == "generator")
+        return frozenset(
+            name.removesuffix(AFTER_STEP) for name, bits in ends if name.endswith(AFTER_STEP) and bits == IDLE
+        )
 
     def put_evidence(self, rows: Iterable[Row]) -> None:
         """Take what explains the step that ends, as long as it may be the first that differs."""
@@ -296,7 +309,12 @@ class Verification:
 
         It is not written while fits or tests are pending and only missing. Steps after an early end are not missing.
         """
-        reason = TOGETHER if is_early else ""
+        try:
+            return self._finish(TOGETHER if is_early else "", is_pending=is_pending)
+        finally:
+            self._writer.release()
+
+    def _finish(self, reason: str, *, is_pending: bool) -> Verdict:
         self.differs_anywhere = any(self._peers.gather(lambda: self._seal(reason), task=END_OF_FIT))
         try:
             content = self._peers.broadcast(lambda: self._judge().to_dict(), task="judging the two runs")
@@ -314,11 +332,14 @@ class Verification:
 
     def stop(self, reason: str) -> Verdict | None:
         """Close the files after an exception; return the verdict of one process that differs, as others may be gone."""
-        if not self._seal(reason, complete=False) or self._peers.world_size > 1:
-            return None
-        verdict = self._judge()
-        self.write(verdict)
-        return verdict
+        try:
+            if not self._seal(reason, complete=False) or self._peers.world_size > 1:
+                return None
+            verdict = self._judge()
+            self.write(verdict)
+            return verdict
+        finally:
+            self._writer.release()
 
     def _judge(self) -> Verdict:
         return compare_runs(self.reference.path, self.current)
@@ -349,6 +370,7 @@ class Verification:
     def close(self, *, complete: bool) -> None:
         """Close the current run's files; may be called more than once."""
         self._writer.close(complete=complete)
+        self._writer.release()
 
 
 def write_step(writer: RunWriter, view: StepView) -> None:

@@ -241,6 +241,7 @@ def record(
             for step, builder in fit.items():
                 write_step(writer, builder.view(step=step, rank=rank))
         writer.close(complete=complete)
+        writer.release()
     return path
 
 

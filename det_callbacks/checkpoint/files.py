@@ -20,10 +20,12 @@ from det_callbacks.checkpoint.entries import Entries, Entry
 from det_callbacks.errors import CheckpointFormatError
 from det_callbacks.host_digest import DIGEST_VERSION, digest_bytes, digest_file, format_digest
 from det_callbacks.rng import GeneratorStates
+from det_callbacks.runs.disk import make_folder, writing
 
 SCHEMA = 1
 SIDECAR = ".digests.json"
 RESUME = ".resume"
+ANOTHER_PLACE = "save checkpoints elsewhere (dirpath of ModelCheckpoint, default_root_dir of the Trainer)"
 
 Content = TypeVar("Content")
 
@@ -98,6 +100,7 @@ class Part:
     is_epoch_over: bool  # the data of the epoch was used up
     # just before the next batch is drawn; where there is no position, before the hooks of the next epoch
     generators: GeneratorStates
+    idle: tuple[str, ...] | None = None  # those that nothing had drawn from; None where that is not known
     position: DataPosition | None = None  # from which the next batch is drawn; None where the next epoch had not begun
     values: Mapping[str, Any] = field(default_factory=dict)  # what loading has to bring back, by name
     # number -> state of a ReduceLROnPlateau, and the learning rates of its optimizer
@@ -191,10 +194,11 @@ def beside(path: Path, suffix: str) -> Path:
 
 def _write(path: Path, content: bytes) -> None:
     """Write a file durably under another name, without a digit in it, and give it its own when it is whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent, instead=ANOTHER_PLACE)
     temporary = beside(path, ".tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    with writing(path, instead=ANOTHER_PLACE):
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)

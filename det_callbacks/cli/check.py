@@ -16,16 +16,18 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from det_callbacks.cli.parser import SCRIPT_OPTIONS
+from det_callbacks.cli.trainers import TRAINERS, nothing_text
 from det_callbacks.compare.evidence import read_window
 from det_callbacks.compare.record import REPORT_FILE, VERDICT_FILE
-from det_callbacks.errors import CheckError
+from det_callbacks.errors import CheckError, ReferenceFormatError, RunExistsError
 from det_callbacks.patterns import as_patterns
-from det_callbacks.report.console import STYLES, Section, Table, make_console, print_line, print_report
+from det_callbacks.report.console import STYLES, Section, Table, make_console, print_line, print_report, printable
 from det_callbacks.report.verdict import verdict_report
+from det_callbacks.runs.disk import make_folder, writing
 from det_callbacks.runs.files import MANIFEST
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.store import Run
-from det_callbacks.variables import LAUNCH, NUM_WORKERS
+from det_callbacks.variables import LAUNCH, NUM_WORKERS, REFUSAL
 from det_callbacks.verdict import EXIT_CODES, Verdict
 
 RECORDING, PLAIN = "recording", "plain"
@@ -34,10 +36,6 @@ GRACE_SECONDS = 20.0  # for an interrupted script to end by itself
 
 _HASH_SEED = "PYTHONHASHSEED"
 _STARTUP = Path(__file__).parents[1] / "startup"
-_NOTHING = (
-    "the script ended well, and nothing was {}: no Trainer had a fit, or one had a DeterminismCallback of the "
-    "script's own, or the Python that trains has no det_callbacks installed"
-)
 _OF_SCRIPT = {
     "match": "the script repeats itself, bit for bit",
     "diverged": "the script does not repeat itself",
@@ -73,9 +71,9 @@ class Script:
     def record(self, run: Path, *, overwrite: bool = False, output: Path | None = None) -> CheckedRun:
         """Run the script, and record it into a folder; what it prints goes to ``output``, or is printed."""
         before = _manifest(run)
-        reason = self._start("record", output, mode="record", reference=str(run), overwrite=overwrite)
+        reason, nothing = self._start("record", output, mode="record", reference=str(run), overwrite=overwrite)
         if not reason and _manifest(run) == before:
-            reason = _NOTHING.format("recorded")
+            reason = nothing
         elif not reason and (incomplete := Run.open(run).incomplete_reason):
             reason = f"the script ended well, and its recording is incomplete: {incomplete}"
         return CheckedRun(name=RECORDING, outcome="failed" if reason else "recorded", reason=reason, output=output)
@@ -83,12 +81,12 @@ class Script:
     def verify(self, reference: Path, current: Path, output: Path | None = None) -> CheckedRun:
         """Run the script, and verify it against a run, into a folder that is empty or not there."""
         title = "verify" if self.name == PLAIN else f"verify, {self.name}, {self.change}"
-        reason = self._start(title, output, mode="verify", reference=str(reference), current=str(current))
+        reason, nothing = self._start(title, output, mode="verify", reference=str(reference), current=str(current))
         done = CheckedRun(name=self.name, change=self.change, outcome="failed", reason=reason, output=output)
         try:
             verdict = Verdict.from_dict(json.loads((current / VERDICT_FILE).read_text(encoding="utf-8")))
         except FileNotFoundError:
-            return replace(done, reason=reason or _NOTHING.format("verified"))
+            return replace(done, reason=reason or nothing)
         except ValueError as error:  # no JSON, no text, or no verdict
             return replace(done, reason=f"{current / VERDICT_FILE} cannot be read: {error}")
         done = replace(done, verdict=verdict)
@@ -98,32 +96,45 @@ class Script:
             return replace(done, reason=f"it could not be varied: {self.entry} is what it was, by the script itself")
         return replace(done, outcome=verdict.verdict, reason="")
 
-    def _start(self, title: str, output: Path | None, **arguments: Any) -> str:
-        """Run a process to its end, and return what was wrong with that, "" for nothing."""
+    def _start(self, title: str, output: Path | None, **arguments: Any) -> tuple[str, str]:
+        """Run a process to its end; return what was wrong, "" for nothing, and what it means if it left no files."""
         print_line(make_console(), f"det-callbacks: {title}: {shlex.join(self.words)}", "bold")
         sys.stdout.flush()  # before the process writes to the same place
         variables = {**os.environ, **self.variables}
-        if self.settings:
-            variables["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_STARTUP), variables.get("PYTHONPATH"))))
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_STARTUP), variables.get("PYTHONPATH"))))
         with contextlib.ExitStack() as files:
-            claim = Path(files.enter_context(tempfile.TemporaryDirectory(prefix="det_callbacks-")), "claim")
-            launch = {"arguments": {**self.arguments, **arguments}, "settings": self.settings, "claim": str(claim)}
-            variables[LAUNCH] = json.dumps(launch)
+            with writing(os.environ.get("TMPDIR") or "/tmp", instead="set TMPDIR to a folder that can be written"):
+                claim = Path(files.enter_context(tempfile.TemporaryDirectory(prefix="det_callbacks-")), "claim")
+            launch: dict[str, Any] = {"arguments": {**self.arguments, **arguments}, "settings": self.settings}
+            variables[LAUNCH] = json.dumps({**launch, "trainers": TRAINERS, "claim": str(claim)})
+            file = None
+            if output is not None:
+                with writing(output, instead="name another folder (--to)"):
+                    file = files.enter_context(output.open("wb"))
             try:
-                file = None if output is None else files.enter_context(output.open("wb"))
                 status = run_process(self.words, variables=variables, output=file)
             except OSError as error:
-                raise CheckError(f"{self.words[0]} cannot be started: {error}") from error
+                raise CheckError(f"{self.words[0]} cannot be started: {error}{_how_to_start(self.words)}") from error
             if claim.exists() and (text := claim.read_text(encoding="utf-8")):
                 raise CheckError(f"{text}. Start det-callbacks for each of them.")
+            nothing = nothing_text("recorded" if arguments["mode"] == "record" else "verified", claim.parent)
+            refusal = claim.with_name(REFUSAL)
+            if status > 0 and refusal.exists():
+                return refusal.read_text(encoding="utf-8"), nothing
         if status < 0:
-            return f"the process was killed by signal {-status} ({signal.strsignal(-status)})"
-        return f"the script failed with status {status}: see what it, or det_callbacks, printed" if status else ""
+            return f"the process was killed by signal {-status} ({signal.strsignal(-status)})", nothing
+        failed = f"the script failed with status {status}: see what it, or det_callbacks, printed"
+        return failed if status else "", nothing
+
+
+def _how_to_start(words: Sequence[str]) -> str:
+    """Return a hint where a file of Python is not executable, "" elsewhere."""
+    return f". Start it with Python: -- python {shlex.join(words)}" if words[0].endswith(".py") else ""
 
 
 def _manifest(run: Path) -> bytes:
     path = run / MANIFEST
-    return path.read_bytes() if path.is_file() else b""
+    return path.read_bytes() if os.path.isfile(path) else b""
 
 
 def check_script(script: Script, home: Path, vary: Sequence[str]) -> list[CheckedRun]:
@@ -172,15 +183,34 @@ def _varied(script: Script, name: str, run: Run, seed: str) -> Script:
 def record(options: argparse.Namespace) -> int:
     """Run a script and record it."""
     script, run = _script(options), Path(options.run_folder).absolute()
+    if not options.overwrite:
+        _require_no_whole_run(run)
     done = script.record(run, overwrite=options.overwrite)
     return _end("record", [done], "" if done.reason else f"; the run: {run}")
+
+
+def _require_no_whole_run(run: Path) -> None:
+    """Refuse to record where a run is whole, before the script loads anything; one that was cut off may be resumed."""
+    if not _manifest(run):
+        return
+    try:
+        is_whole = Run.open(run, check_steps=False).is_complete
+    except ReferenceFormatError:
+        is_whole = True  # there is nothing to go on with
+    if is_whole:
+        raise RunExistsError(
+            f"{run} holds a run already. Nothing was run or changed. Record to another folder, replace the run with "
+            "--overwrite, or compare with it: det-callbacks verify. To go on with it from a checkpoint, give the "
+            "training a DeterminismCallback of its own.",
+            str(run),
+        )
 
 
 def verify(options: argparse.Namespace) -> int:
     """Run a script and verify it against a run."""
     script, reference = _script(options), Path(options.run_folder).absolute()
     Run.open(reference)  # before a training is started for nothing
-    current = new_folder(options.current, "determinism-verify")
+    current = new_folder(options.current, "determinism-verify", option="--current")
     done = script.verify(reference, current / "run")
     if done.verdict is not None:
         print_report([Section(), *verdict_report(done.verdict), Section()])
@@ -193,13 +223,14 @@ def check(options: argparse.Namespace) -> int:
     script, vary = _script(options), options.vary.split(",") if options.vary else []
     if unknown := [factor for factor in vary if factor not in FACTORS]:
         raise CheckError(f"There is no {unknown[0]!r} to vary; there are {', '.join(FACTORS)}.")
-    home = new_folder(options.to, "determinism-check")
+    home = new_folder(options.to, "determinism-check", option="--to")
     runs = check_script(script, home, vary)
     is_varied, sections = len(runs) > 2, [Section()]
     for run in runs:
         if run.output is not None and (options.verbose or run.outcome == "failed"):
             print_line(make_console(), f"{run.name} printed:", "bold")
-            sys.stdout.write(run.output.read_text(encoding="utf-8", errors="replace"))
+            printed = run.output.read_text(encoding="utf-8", errors="replace")
+            sys.stdout.write(printable(printed, sys.stdout))
         if run.verdict is not None and (run.outcome in ("diverged", "not_comparable") or not is_varied):
             sections += [Section(title=f"{run.name}: {run.change}")] * is_varied + verdict_report(run.verdict)
     if is_varied:
@@ -207,6 +238,8 @@ def check(options: argparse.Namespace) -> int:
         sections.append(Section(table=Table(columns=columns, rows=[*map(_row, runs[1:])])))
     print_report([*sections, Section()])
     facts = _OF_SCRIPT[{run.name: run.outcome for run in runs}.get(PLAIN, "failed")]
+    if facts == _OF_SCRIPT["diverged"] and Run.open(home / "reference").manifest.settings.get("seed") is None:
+        facts += "; it sets no seed, and --seed 0 sets one before its first line"
     if names := [run.name for run in runs[2:] if run.outcome == "diverged"]:
         facts += f"; its bits depend on {', '.join(names)}"
     return _end("check", runs, f"; {facts}; kept in {home}")
@@ -224,7 +257,8 @@ def _end(command: str, runs: Sequence[CheckedRun], facts: str) -> int:
     worst = max(reversed(runs), key=lambda run: [0, 3, 2, 1].index(status[run.outcome]))
     for run in runs:
         if run.reason:
-            print_line(console, f"{run.name}: {run.reason}." if len(runs) > 1 else f"{run.reason}.")
+            reason = f"{run.reason.rstrip('.')}."
+            print_line(console, f"{run.name}: {reason}" if len(runs) > 1 else reason)
     word = f"{worst.outcome.replace('_', ' ')} (exit status {status[worst.outcome]})"
     style = {**STYLES, "failed": "bold red"}.get(worst.outcome, "bold")
     print_line(console, f"det-callbacks {command}: {word}{facts}", style)
@@ -248,13 +282,15 @@ def _script(options: argparse.Namespace) -> Script:
     return Script(words=options.words, arguments=arguments, settings=settings)
 
 
-def new_folder(to: str | Path | None, kind: str) -> Path:
+def new_folder(to: str | Path | None, kind: str, *, option: str) -> Path:
     """Make a folder for runs that git does not see: ``to``, or one named by the time below ``kind``."""
     home = Path.cwd() / (to or f"{kind}/{datetime.now():%Y-%m-%d_%H-%M-%S-%f}")
-    if home.exists() and (not home.is_dir() or any(home.iterdir())):
-        raise CheckError(f"{home} is there already, and is not an empty folder; nothing was run. Name another one.")
-    home.mkdir(parents=True, exist_ok=True)
-    (home / ".gitignore").write_text("*\n", encoding="utf-8")
+    instead = f"nothing was run; name another folder ({option})"
+    if os.path.isdir(home) and any(home.iterdir()):
+        raise CheckError(f"{home} is there already, and is not an empty folder; {instead}.")
+    make_folder(home, instead=instead)
+    with writing(home, instead=instead):
+        (home / ".gitignore").write_text("*\n", encoding="utf-8")
     return home
 
 

@@ -2,11 +2,11 @@
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
+from det_callbacks.cli.parser import silence_output
 from det_callbacks.errors import SelectionError
 from det_callbacks.export import export_run
 from det_callbacks.installation import look_at_installation
@@ -99,5 +99,5 @@ def _print(
             print_report(report())
         sys.stdout.flush()
     except (BrokenPipeError, SystemExit):  # rich makes the one into the other
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains at its end
+        silence_output()
     return status

@@ -1,10 +1,12 @@
 """The command line: what each command is given, and how one starts and ends; what it needs is loaded when it runs."""
 
 import argparse
+import os
 import shlex
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -18,21 +20,47 @@ SCRIPT_COMMANDS = ("record", "verify", "check")  # they stand in ``check.py``, t
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command, with these arguments or those of the process, and return its exit status."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    has_script = given[:1] and given[0] in SCRIPT_COMMANDS and "--" in given
-    end = given.index("--") if has_script else len(given)
+    status = DetCallbacksError.exit_code
     try:
-        project = _project_words() if has_script else []
-        parser = _parser(f"[tool.det_callbacks] of pyproject.toml adds {shlex.join(project)}" if project else "")
-        options = parser.parse_args([*given[:1], *project, *given[1:end]])  # the command line wins
-        options.words = given[end + 1 :]
-        module = import_module("det_callbacks.cli." + ("check" if options.command in SCRIPT_COMMANDS else "commands"))
-        return int(getattr(module, options.command.replace("-", "_"))(options))
+        status = _run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
     except DetCallbacksError as error:
         print_error(error, name="det-callbacks")
         return error.exit_code
+    except BrokenPipeError:  # the reader has gone
+        silence_output()
+    except OSError as error:  # no file of ours, which is a WriteError: standard output, or what a path leads to
+        where = error.filename or "standard output"
+        print_error(CheckError(f"{where} cannot be used: {error.strerror or error}."), name="det-callbacks")
+        silence_output()
+        return CheckError.exit_code
     except KeyboardInterrupt:
         return 130
+    return status
+
+
+def _run(given: list[str]) -> int:
+    is_of_script = given[:1] and given[0] in SCRIPT_COMMANDS
+    has_script = is_of_script and "--" in given
+    end = given.index("--") if has_script else len(given)
+    project = _project_words() if has_script else []
+    parser = _parser(f"[tool.det_callbacks] of pyproject.toml adds {shlex.join(project)}" if project else "")
+    options, unknown = parser.parse_known_args([*given[:1], *project, *given[1:end]])  # the command line wins
+    if unknown and is_of_script and not has_script and not unknown[0].startswith("-"):
+        at = given.index(unknown[0])
+        words = shlex.join(["det-callbacks", *given[:at], "--", *given[at:]])
+        raise CheckError(f"The command that trains comes after --: {words}")
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    options.words = given[end + 1 :]
+    module = import_module("det_callbacks.cli." + ("check" if options.command in SCRIPT_COMMANDS else "commands"))
+    return int(getattr(module, options.command.replace("-", "_"))(options))
+
+
+def silence_output() -> None:
+    """Let what is still to be printed go nowhere: the interpreter would complain at its end, with its own status."""
+    with suppress(OSError, ValueError):  # there may be no file below
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _project_words() -> list[str]:

@@ -76,8 +76,14 @@ class Facts:
     @cached_property
     def sources(self) -> list[Finding]:
         """What entered the step with other bits before its first origin."""
-        rows = self.difference.starting("outside")
+        rows = [row for row in self.difference.starting("outside") if row not in self.drawn_within]
         return [self.difference.finding(row) for row in rows if self.origin is None or row < self.origin.row]
+
+    @cached_property
+    def drawn_within(self) -> list[int]:
+        """The rows of generators from which the step drew otherwise, where other rows differ before them."""
+        rows = [row for row in self.difference.rows_after_step if self.difference.start(row) == "outside"]
+        return [row for row in rows if row != self.first.row]
 
     @property
     def is_after_gap(self) -> bool:
@@ -162,7 +168,7 @@ class Facts:
     def consumed(self) -> GeneratorChange | None:
         """The generator that something drew from in one run only; not the data, when its batch was drawn."""
         since = (one for one in self.evidence.generators if one.equal_at is not None and not one.is_reseeded)
-        return next((one for one in since if one.points[0] not in _DRAWING), None)
+        return next((one for one in since if one.points[0] not in _DRAWING and not one.has_other_start), None)
 
     def is_before_step(self, change: GeneratorChange) -> bool:
         """Return whether a generator came to differ before the step's batch was drawn."""
@@ -176,6 +182,15 @@ class Facts:
         """Whether the origin, or what differs first, is the gradient that a backward pass starts with."""
         found = self.origin or self.first
         return found.divergence.op == _STARTS_BACKWARD and self.difference.first_reader(found.row) == "backward"
+
+    @property
+    def is_between_passes(self) -> bool:
+        """Whether the origin, or what differs first, ran after a forward pass and before its backward pass."""
+        program, position = self.difference.side((self.origin or self.first).row)
+        before = (site.phase for site in reversed(program.sites[:position]) if site.op)
+        after = (site.phase for site in program.sites[position:] if site.op)  # the loss has a row of its own there
+        passes = [next((phase for phase in phases if phase in _PHASE_CAUSES), "") for phases in (before, after)]
+        return program.sites[position].phase == "other" and passes == ["forward", "backward"]
 
     @cached_property
     def gradients(self) -> list[list[str]]:
@@ -218,7 +233,7 @@ class Facts:
             return bool(one.op) and one.kind == "content"  # sums are split among threads
         if choice == "settings.seed" and None in (chosen.reference, chosen.current):
             # what the process seeded before by itself may have been the same seed
-            return any(change.equal_at is None for change in self.evidence.generators)
+            return bool(self.evidence.other_starts)
         return not one.is_origin if choice.startswith("settings.") else is_between
 
 
@@ -272,13 +287,20 @@ def _is_drawn(facts: Facts) -> bool:
     if "rng" in facts.source_phases:
         return True
     if facts.sources:
-        return False
+        # a tensor made of what NumPy or Python drew
+        return bool(facts.drawn_within) and all(_is_made_outside(one) for one in facts.sources)
     within = [one for one in facts.evidence.generators if one.equal_at == (first.step, "batch start")]
     draws = any(site.role == "generator" for site in facts.difference.sites_read(facts.first.row))
-    if first.kind == "extra" and first.op and draws:
+    if (first.kind == "extra" and first.op and draws) or (facts.drawn_within and facts.first.start == "passed on"):
         return True
     # below level op no op is recorded, and so none is blamed
-    return not first.op and first.phase == "forward" and first.kind == "content" and bool(within)
+    is_drawn = bool(facts.drawn_within or (within and first.phase == "forward"))
+    return not first.op and first.kind == "content" and is_drawn
+
+
+def _is_made_outside(source: Finding) -> bool:
+    """Return whether a source is a tensor that has no name and that no recorded op made."""
+    return source.role == "input" and source.divergence.name is None
 
 
 def _differs_since_before(facts: Facts) -> bool:
@@ -299,6 +321,14 @@ def _has_other_gradients(facts: Facts) -> bool:
     return is_in_one and ({*ours} != {*theirs} or len(ours) == len(theirs))
 
 
+def _is_of_torchscript(facts: Facts) -> bool:
+    """Return whether only one run has an op that a TorchScript executor may have chosen, or left out."""
+    one, scripted = (facts.origin or facts.first).divergence, facts.evidence.scripted
+    is_inside = one.module in scripted or one.module.startswith(tuple(f"{name}." for name in scripted))
+    is_unknown = one.module == "?" and bool(scripted)  # the backward pass of a scripted module has no source
+    return bool(one.op) and one.kind in ("missing", "extra") and (is_inside or is_unknown)
+
+
 def _has_other_batch_size(facts: Facts) -> bool:
     return facts.has_other_data and any(name.startswith("batch_size") for name in facts.evidence.batch.settings)
 
@@ -306,7 +336,7 @@ def _has_other_batch_size(facts: Facts) -> bool:
 def _cause_of_input(facts: Facts) -> Cause:
     """Return the cause of a tensor from outside the trace that differs."""
     source, name = facts.sources[0], facts.sources[0].divergence.name or ""
-    if " of " in name:
+    if _is_of_parameter(source):
         return "unknown" if name.startswith("grad of ") else "optimizer"
     if facts.is_first_seen and not facts.is_after_gap and name:
         return "initial_weights"
@@ -317,7 +347,8 @@ def _cause_of_origin(facts: Facts) -> Cause:
     found = facts.origin or facts.first
     if found.divergence.op.startswith(COLLECTIVES):
         return "collective"
-    return "backward" if facts.starts_backward else _PHASE_CAUSES.get(found.divergence.phase, "unknown")
+    is_backward = facts.starts_backward or facts.is_between_passes
+    return "backward" if is_backward else _PHASE_CAUSES.get(found.divergence.phase, "unknown")
 
 
 def _cause_of_first(facts: Facts) -> Cause:
@@ -329,7 +360,15 @@ def _cause_of_first(facts: Facts) -> Cause:
         return _cause_of_origin(facts)
     # state that only differs after the step: an optimizer owns what it has a gradient of
     gradients, name = {*facts.gradients[0], *facts.gradients[1]}, first.divergence.name or ""
-    return "optimizer" if " of " in name or f"grad of {name}" in gradients or not gradients else "forward"
+    if _is_of_parameter(first) or f"grad of {name}" in gradients:
+        return "optimizer"
+    return "forward" if gradients else "unknown"  # an update without an optimizer runs anywhere
+
+
+def _is_of_parameter(finding: Finding) -> bool:
+    """Return whether a tensor is a gradient or a state of a parameter: its name does not begin with its module's."""
+    name, module = finding.divergence.name or "", finding.divergence.module
+    return not name.startswith(f"{module}.") if module and name else " of " in name
 
 
 RULES: tuple[Rule, ...] = (
@@ -354,6 +393,7 @@ RULES: tuple[Rule, ...] = (
     Rule("choice", lambda facts: facts.explaining_choice is not None, "settings"),
     Rule("other gradients", _has_other_gradients, "optimizer"),
     Rule("compiled graph", lambda facts: facts.origin is not None and facts.origin.role == "graph", "structure"),
+    Rule("scripted module", _is_of_torchscript, "structure"),
     Rule("structure", lambda facts: not {"content", "argument"} & {*facts.difference.kinds.values()}, "structure"),
     Rule("origin", lambda facts: facts.origin is not None, _cause_of_origin),
     Rule("first difference", lambda facts: True, _cause_of_first),

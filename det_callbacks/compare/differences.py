@@ -10,6 +10,7 @@ import numpy as np
 from det_callbacks.compare.align import Alignment
 from det_callbacks.compare.arguments import ArgumentDifference, other_arguments
 from det_callbacks.runs.program import (
+    AFTER_STEP,
     IN_FLIGHT,
     MISSES_PARAMETERS,
     REGION,
@@ -195,8 +196,8 @@ class StepDifference:
         """Return the source of the one op that reads a generator or the output that a row is the gradient of, or ()."""
         program, position = self.side(row)
         sites, module, name = program.sites, program.sites[position].module, program.sites[position].name or ""
-        given = [position] if name.startswith("generator ") else []
-        if name.startswith("grad of output"):
+        given = [position] if sites[position].role == "generator" and name.startswith("generator ") else []
+        if name.startswith("grad of output") and sites[position].phase == "backward":
             outputs = [one for one in sites if one.module == module and name == f"grad of {one.name}"]
             given = [*outputs[0].inputs] if len(outputs) == 1 else []
         readers = program.edges[0][np.isin(program.edges[1], given)].tolist() if given else []
@@ -337,7 +338,24 @@ class StepDifference:
         is_readable = self._by_row(*(_readable_sites(view.program) for view in (self.reference, self.current)))
         is_number = np.isin(_with_blank(self.current.layout.dtypes), _READ_UNSEEN)[self.alignment.current]
         found = np.flatnonzero(self.differs & (is_readable | self._both & (self._other_layout | is_number)))
-        return int(found[0]) if len(found) else len(self.alignment)
+        drawn = (self._begin_row(row) for row in self.rows_after_step if self._is_of_host(row))
+        return min([*found[:1].tolist(), *drawn], default=len(self.alignment))
+
+    @cached_property
+    def rows_after_step(self) -> list[int]:
+        """The differing rows of generators as the step left them."""
+        rows = np.flatnonzero(self.differs & (self.roles == "generator")).tolist()
+        return [row for row in rows if (self.site(row).name or "").endswith(AFTER_STEP)]
+
+    def _is_of_host(self, row: int) -> bool:
+        return (self.site(row).name or "").removesuffix(AFTER_STEP) in _HOST_GENERATORS
+
+    def _begin_row(self, row: int) -> int:
+        """Return the row of a generator as the step found it, of that of the same one as the step left it."""
+        program, position = self.side(row)
+        side = self.alignment.current if program is self.current.program else self.alignment.reference
+        found = program.sites[position].inputs[:1]
+        return int(np.flatnonzero(side == found[0])[0]) if found else row
 
     def _call(self, row: int) -> tuple[bool, int]:
         """Return what the outputs of one call have in common: the side, and the position of the first of them."""

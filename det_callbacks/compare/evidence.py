@@ -2,7 +2,7 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from itertools import dropwhile, zip_longest
@@ -16,14 +16,16 @@ from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.runs.evidence import (
     CALLBACKS,
     CONSTANTS,
+    SCRIPTED,
     SEED,
+    START,
     UNSEEN_WRITE,
     VALUES,
     Row,
     evidence_path,
     read_evidence,
 )
-from det_callbacks.runs.program import StepView
+from det_callbacks.runs.program import IDLE, StepView
 from det_callbacks.runs.store import Run
 
 SKETCHED = 4
@@ -45,6 +47,8 @@ class Window:
     settings: Mapping[str, str]  # of the loaders, as they last started: "num_workers of train_dataloader" -> "2"
     hooks: Mapping[str, str]  # "before on_train_batch_end" -> the callbacks called before ours; "after ..." alike
     num_constant: int = 0  # initial tensors that hold one value only, whatever the seed
+    starts: Mapping[str, int] = field(default_factory=dict)  # digest of the state in which each generator began
+    scripted: tuple[str, ...] = ()  # modules that are, or hold, TorchScript
 
     def batch(self, step: int) -> dict[str, Row]:
         """Return the rows on the batch of a step, by name."""
@@ -70,7 +74,8 @@ class GeneratorChange:
 
     name: str
     equal_at: tuple[int, str] | None = None  # the last such place; None where it never was equal in this fit
-    differs_at: tuple[int, str]  # the first such place
+    differs_at: tuple[int, str]  # the first such place; of an idle generator the first place at all
+    has_other_start: bool = False  # it began elsewhere, and until ``differs_at`` neither run drew from it
     points: tuple[str, ...] = ()  # what ran in between in either run, from ``equal_at`` on
     only_reference: tuple[str, ...] = ()  # points there that only the reference has
     only_current: tuple[str, ...] = ()
@@ -100,10 +105,18 @@ class Evidence:
     """What is known of a step that differs, besides its sites; the generators in the order in which they came to."""
 
     generators: tuple[GeneratorChange, ...] = ()
+    idle: tuple[GeneratorChange, ...] = ()  # of generators that began elsewhere, and from which nothing drew
     batch: BatchChange = BatchChange()
     hooks: Mapping[str, str] = field(default_factory=dict)  # of the current run, see ``Window``
     num_constant: int = 0
+    scripted: tuple[str, ...] = ()  # of the current run
     unread: str = ""  # why it could not be read; "" where it could, or where a run has none
+
+    @property
+    def other_starts(self) -> list[GeneratorChange]:
+        """The generators that began in another state."""
+        never_equal = (one for one in self.generators if one.has_other_start or one.equal_at is None)
+        return [*never_equal, *self.idle]
 
 
 def find_evidence(reference: Run, current: Run, difference: StepDifference) -> Evidence:
@@ -153,21 +166,29 @@ def read_window(run: Run, rank: int, segment: int, step: int) -> Window | None:
 def gather_window(rows: Iterable[Row], *, since: int | None) -> Window | None:
     """Return what rows say that come after a step that is known to be equal, or all rows; None where there are none."""
     kept, last = list[Row](), list[Row]()
-    settings, hooks, num_constant = dict[str, str](), dict[str, str](), 0
+    settings, hooks, starts = dict[str, str](), dict[str, str](), dict[str, int]()
+    num_constant, scripted = 0, tuple[str, ...]()
     for row in rows:
         if row.text and row.point == _LOADER:
             settings[row.name] = row.text
         elif row.text and row.name.startswith(CALLBACKS):
             hooks[row.name.removeprefix(CALLBACKS)] = row.text
+        elif row.name.startswith(START):
+            starts[row.name.removeprefix(START)] = row.value
         elif row.name == CONSTANTS:
             num_constant = row.value
+        elif row.name == SCRIPTED:
+            scripted = tuple(json.loads(row.text))
         elif row.point not in (UNSEEN_WRITE, VALUES):
             if since is None or row.step > since:
                 kept.append(row)
             elif row.step == since:
                 last.append(row)
     kept = [*from_batch_start(last), *kept]
-    return Window(rows=tuple(kept), settings=settings, hooks=hooks, num_constant=num_constant) if kept else None
+    if not kept:
+        return None
+    known: dict[str, Any] = {"settings": settings, "hooks": hooks, "starts": starts}
+    return Window(rows=tuple(kept), **known, num_constant=num_constant, scripted=scripted)
 
 
 def from_batch_start(rows: Iterable[Row]) -> Iterator[Row]:
@@ -211,9 +232,11 @@ def compare_windows(reference: Window, current: Window, step: int) -> Evidence:
     changes = [change for change in found if change is not None]
     return Evidence(
         generators=tuple(sorted(changes, key=lambda change: order.get(change.differs_at, len(order)))),
+        idle=tuple(_idle_generators(reference, current, step, moved={change.name for change in changes})),
         batch=_batch_change(reference, current, step),
         hooks=current.hooks,
         num_constant=min(reference.num_constant, current.num_constant),
+        scripted=current.scripted,
     )
 
 
@@ -228,21 +251,37 @@ def _generator_change(reference: Window, current: Window, step: int, name: str) 
         return None
     a, b = pairs[first]
     place = theirs[b].step, theirs[b].point
-    seeds = reference.seed(name, place), current.seed(name, place)
-    known = None if seeds[0] is None or seeds[1] is None else (seeds[0], seeds[1])
-    change = GeneratorChange(name=name, differs_at=place, seeds=known)
+    change = GeneratorChange(name=name, differs_at=place, seeds=_seeds(reference, current, name, place))
     if not first:
         return change
     from_a, from_b = pairs[first - 1]
+    is_drawn_in_both = ours[from_a].value == IDLE and IDLE not in (ours[a].value, theirs[b].value)
     between = points[0][from_a + 1 : a], points[1][from_b + 1 : b]
     only_reference = tuple(point for point in between[0] if point not in between[1])
     return replace(
         change,
         equal_at=(theirs[from_b].step, theirs[from_b].point),
+        has_other_start=is_drawn_in_both and reference.starts.get(name) != current.starts.get(name),
         points=(theirs[from_b].point, *between[1], *only_reference),
         only_reference=only_reference,
         only_current=tuple(point for point in between[1] if point not in between[0]),
     )
+
+
+def _idle_generators(
+    reference: Window, current: Window, step: int, *, moved: Collection[str]
+) -> Iterator[GeneratorChange]:
+    """Yield the generators that began in another state and are not among those that differ since."""
+    for name, start in current.starts.items():
+        states = current.states(name, step)
+        if name not in moved and states and reference.starts.get(name, start) != start:
+            place = states[0].step, states[0].point
+            yield GeneratorChange(name=name, differs_at=place, seeds=_seeds(reference, current, name, place))
+
+
+def _seeds(reference: Window, current: Window, name: str, place: tuple[int, str]) -> tuple[int, int] | None:
+    ours, theirs = reference.seed(name, place), current.seed(name, place)
+    return None if ours is None or theirs is None else (ours, theirs)
 
 
 def _batch_change(reference: Window, current: Window, step: int) -> BatchChange:

@@ -410,7 +410,7 @@ class TrainingRun(FollowedRun):
         if self._logged:
             metrics, self._logged = self._logged, {}
             place: dict[str, Any] = {"number": self._step, "step": self._step, "epoch": max(0, self._training.epoch)}
-            reading = Reading(where=LOG, **place, metrics=metrics, evidence=generator_states())
+            reading = Reading(where=LOG, **place, metrics=metrics, evidence=generator_states(self._session.reader))
             self._has_differed |= bool(self._session.put_metrics(reading))
 
     def _require_open(self, what: str) -> None:

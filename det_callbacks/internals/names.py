@@ -111,7 +111,8 @@ class PrivateNames:
             found = getattr(instance, attribute, MISSING)
             if found is MISSING:
                 self._note_missing(name)
-                raise self.refusal(name)
+                module = type(instance).__module__.partition(".")[0]
+                raise self.refusal(name, package=module if module == "pytorch_lightning" else self.package)
             return found
 
         return read
@@ -122,13 +123,14 @@ class PrivateNames:
             if name.needed_for == for_:
                 raise self.refusal(name)
 
-    def refusal(self, name: PrivateName) -> UnsupportedVersionError:
-        """Return the error for a name that is missing and needed."""
-        version = import_module(self.package).__version__
+    def refusal(self, name: PrivateName, *, package: str = "") -> UnsupportedVersionError:
+        """Return the error for a name that is missing and needed, in this package or in its twin."""
+        package = package or self.package
+        version = import_module(package).__version__
         oldest, newest = TESTED[self.package]
         return UnsupportedVersionError(
-            f"Not supported: {self.package} {version} has no {name.path}, which {name.needed_for} needs "
-            f"({name.purpose}). Install a version that det_callbacks was tested with: {self.package} {oldest} to "
+            f"Not supported: {package} {version} has no {name.path}, which {name.needed_for} needs "
+            f"({name.purpose}). Install a version that det_callbacks was tested with: {package} {oldest} to "
             f"{newest}."
         )
 

@@ -7,13 +7,18 @@ TESTED: Mapping[str, tuple[str, str]] = {"torch": ("2.11", "2.15"), "lightning":
 """Package -> the oldest and the newest minor version."""
 
 
-def newer_than_tested() -> list[str]:
-    """Return what to say of each installed package that is of a later minor version than any that was tested."""
-    installed = {package: found for package in TESTED if (found := _version(package)) is not None}
+def newer_than_tested(lightning: str = "lightning") -> list[str]:
+    """Return what to say of each installed package that is of a later minor version than any that was tested.
+
+    Lightning is the distribution that trains: it may be ``pytorch_lightning``, which has the versions of ``lightning``.
+    """
+    packages = {"torch": "torch", "lightning": lightning}
+    tested = {packages[name]: newest for name, (_, newest) in TESTED.items()}
+    installed = {package: found for package in tested if (found := _version(package)) is not None}
     return [
-        f"{package} {installed[package]} is newer than any version that det_callbacks was tested with ({newest})"
-        for package, (_, newest) in TESTED.items()
-        if package in installed and _minor(installed[package]) > _minor(newest)
+        f"{package} {found} is newer than any version that det_callbacks was tested with ({tested[package]})"
+        for package, found in installed.items()
+        if _minor(found) > _minor(tested[package])
     ]
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from det_callbacks.errors import NumericsError
 from det_callbacks.report.tensors import numerics_text
-from det_callbacks.runs.files import replace_atomically
+from det_callbacks.runs.disk import replace_atomically
 from det_callbacks.verdict import TensorNumbers, as_json
 
 Phase = Literal["initial", "module", "output", "loss", "gradient", "parameter", "buffer"]
@@ -132,7 +132,7 @@ class NumericsReport:
     def to_json(self, path: str | Path) -> Path:
         """Write ``to_dict()`` to a JSON file, atomically; return its path."""
         content = json.dumps(self.to_dict(), indent=1, allow_nan=False)
-        replace_atomically(Path(path), content.encode() + b"\n")
+        replace_atomically(Path(path), content.encode() + b"\n", instead="name another file")
         return Path(path)
 
     def __str__(self) -> str:

@@ -56,6 +56,7 @@ class ObserverContext:
         ValueError: the name cannot be that of a folder.
         TraceError, RunExistsError, ReferenceNotFoundError, ReferenceFormatError: at entering: another observer is
             active, there is a run of that name, the reference is missing, damaged or of a DeterminismCallback.
+        RunInUseError, WriteError: another process writes to the run; nothing can be written, as on a full disk.
         DivergenceError, NotComparableError: with ``raise_on_mismatch``; ``.verdict`` says where.
         NothingComparedError: nothing was observed, or nothing compared (at the end).
 

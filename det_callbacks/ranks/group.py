@@ -20,6 +20,7 @@ from det_callbacks.digest.state import digest_state
 from det_callbacks.errors import RankError, SettingsError
 from det_callbacks.internals.torch import default_store, without_dispatch
 from det_callbacks.report.console import at_most, ranks_text
+from det_callbacks.runs.disk import writing
 from det_callbacks.runs.files import MANIFEST
 from det_callbacks.runs.peers import END_OF_FIT, Peers
 
@@ -32,8 +33,8 @@ Place = Literal["step", "between", "end", "gone"]
 _MAX_NAMED = 5  # of the entries in which ranks start otherwise
 
 _ALIKE = (
-    *("settings.", "python.", "numpy.", "lightning.", "det_callbacks.", "triton.", "trainer.", "torch."),
-    "code.git_commit",
+    *("settings.", "python.", "numpy.", "lightning.", "pytorch_lightning.", "det_callbacks.", "triton."),
+    *("trainer.", "torch.", "code.git_commit"),
 )
 """What entries of the environment begin with that have to be the same on all ranks."""
 
@@ -158,12 +159,14 @@ class RankGroup(Peers):
         task = f"looking into {folder}"
 
         def lead() -> str:
-            marker.touch()
+            with writing(folder):
+                marker.touch()
             return marker.name
 
         name = self.broadcast(lead, task=task)
         seen = self.gather(lambda: ((folder / name).exists(), socket.gethostname()), task=task)
-        marker.unlink(missing_ok=True)  # on rank 0; other ranks have made none
+        with writing(folder):
+            marker.unlink(missing_ok=True)  # on rank 0; other ranks have made none
         for rank, (sees_it, host) in enumerate(seen):
             if not sees_it:
                 raise RankError(

@@ -26,7 +26,7 @@ def _advise_initial(facts: Facts) -> str:
     if 2 * len(initial) <= facts.num_random or facts.num_random < 2:
         text = "the code, the weights that were loaded, or what was drawn before (seed first) is not the same"
         return f"Look at how {initial[0]} is initialised or loaded: {text}"
-    seeded = (one for one in facts.evidence.generators if one.equal_at is None and one.is_reseeded)
+    seeded = (one for one in facts.evidence.other_starts if one.is_reseeded)
     known = [show_change(one, facts.evidence) for one in seeded]
     return f"Set the same seed before the model is built{f': {known[0]}' if known else ', or load the same weights'}"
 
@@ -64,8 +64,10 @@ def _advise_generator(facts: Facts) -> str:
         return _UNRESTORED
     if change is None:
         todo = ": seed Python, NumPy and torch alike before the model is built"
-        known = ((show_change(one, facts.evidence), one.equal_at is None and one.seeds is None) for one in changes[:1])
-        return "".join(f"{text}{todo * adds}" for text, adds in known) or "Seed it, and let checkpoints keep its state"
+        if not changes:
+            return "Seed it, and let checkpoints keep its state"
+        is_unseeded = changes[0] in facts.evidence.other_starts and changes[0].seeds is None
+        return show_change(changes[0], facts.evidence) + todo * is_unseeded
     ran = _what_ran(change, facts.evidence)
     return f"Keep {ran} from drawing from {change.name}: give it a generator of its own, or put the state back after it"
 
@@ -79,6 +81,14 @@ def _begun_before(what: str, step: int, choices: Sequence[EnvironmentDifference]
     one = earlier_choice(choices)
     known = f"a choice explains it, {show_differences([one])}" if one else "record them too to see where it starts"
     return f"{what} before step {step}, and steps before it were not recorded: {known}"
+
+
+def _advise_scripted(modules: Sequence[str]) -> str:
+    names = listed(name or "the LightningModule" for name in modules)
+    return (
+        f"TorchScript runs in {names}, and what ran before in the process decides which ops its executor runs. Start "
+        "both runs in fresh processes, and run it as often before the fit"
+    )
 
 
 def _advise_lost_value(facts: Facts) -> str:
@@ -117,6 +127,7 @@ ADVICE: Mapping[str, str | Callable[[Facts], str]] = {
     "compiled graph": "torch.compile compiled another graph here. Start both runs in fresh processes, since what was "
     "compiled before decides as well (drop_last or dynamic=True keep to one graph); see why with "
     'TORCH_LOGS=recompiles,graph_breaks; or record step {step} of both with compiled="eager" (only_steps=[{step}])',
+    "scripted module": lambda facts: _advise_scripted(facts.evidence.scripted),
     "structure": _advise_lost_value,
     "origin": _advise_lost_value,
     "first difference": _advise_lost_value,
@@ -175,6 +186,7 @@ def evidence_lines(facts: Facts) -> tuple[str, ...]:
         which = ", all that hold more than one value" if len(initial) == facts.num_random < facts.num_initial else ""
         lines.append(f"initial state: {len(initial)} of {facts.num_initial} tensors differ{which}")
     lines += [*_batch_lines(facts), *(show_change(one, facts.evidence) for one in facts.evidence.generators)]
+    lines += [f"{show_start(one)}, and nothing drew from it" for one in facts.evidence.idle]
     lines += [f"choice {show_differences([entry])}" for entry in facts.choices]
     if facts.evidence.unread:
         lines.insert(0, f"the evidence of generators and data could not be used: {facts.evidence.unread}")
@@ -205,17 +217,31 @@ def _batch_lines(facts: Facts) -> list[str]:
 
 def show_change(change: GeneratorChange, evidence: Evidence) -> str:
     """Return how a generator came to differ, as one sentence without its final stop."""
-    ours, theirs = change.seeds or (None, None)
-    why = "" if change.seeds is None else ", by another number of draws from the same seed"
-    if change.is_reseeded:
-        why = f", seeded with {ours} in the reference, {theirs} now"
     if change.equal_at is None:
-        since = "from the start of the fit on" if change.differs_at[0] == 0 else f"{_moment(change.differs_at)} already"
-        return f"{change.name} was in another state {since}{why}"
-    text = f"{change.name}: equal {_moment(change.equal_at)}, different {_moment(change.differs_at)}{why}"
+        if not change.differs_at[0]:
+            return show_start(change)
+        return f"{change.name} was in another state {_moment(change.differs_at)} already{_why(change)}"
+    if change.has_other_start:
+        places = f"between {_moment(change.equal_at)} and {_moment(change.differs_at)}"
+        return f"{show_start(change)}; it was first drawn from {places}, where this ran: {_what_ran(change, evidence)}"
+    text = f"{change.name}: equal {_moment(change.equal_at)}, different {_moment(change.differs_at)}{_why(change)}"
     sides = {"the reference": change.only_reference, "the current run": change.only_current}
     only = (f"; only in {side}: {', '.join(points)}" for side, points in sides.items() if points)
     return f"{text}; in between ran: {_what_ran(change, evidence)}{''.join(only)}"
+
+
+def show_start(change: GeneratorChange) -> str:
+    """Return that a generator began elsewhere, as one sentence without its final stop."""
+    return f"{change.name} was in another state from the start of the fit on{_why(change)}"
+
+
+def _why(change: GeneratorChange) -> str:
+    if change.seeds is None:
+        return ""
+    ours, theirs = change.seeds
+    if change.is_reseeded:
+        return f", seeded with {ours} in the reference, {theirs} now"
+    return ", by another number of draws from the same seed"
 
 
 def _what_ran(change: GeneratorChange, evidence: Evidence) -> str:

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import NoReturn
+from typing import IO, NoReturn
 
 from rich.console import Console
 from rich.text import Text
@@ -118,7 +118,17 @@ def print_report(report: Sequence[Section], console: Console | None = None) -> N
 
 def print_line(console: Console, text: str = "", style: str = "") -> None:
     """Print a line in which nothing is markup, however long it is."""
-    console.print(Text(text, style=style), soft_wrap=True)
+    console.print(Text(printable(text, console.file), style=style), soft_wrap=True)
+
+
+def printable(text: str, file: IO[str]) -> str:
+    """Return a text as a file can print it: with escapes where its encoding, ASCII say, lacks a character."""
+    encoding, errors = getattr(file, "encoding", None) or "utf-8", getattr(file, "errors", None) or "strict"
+    try:
+        text.encode(encoding, errors)
+    except UnicodeEncodeError:
+        return text.encode(encoding, "backslashreplace").decode(encoding)
+    return text
 
 
 def print_closing_line(text: str, console: Console | None = None) -> None:

@@ -109,8 +109,9 @@ def doctor_report(diagnosis: "Diagnosis") -> list[Section]:
     """Return what is in force, what is not with the line to add, and what differs from a reference."""
     facts, against, missing = diagnosis.facts, diagnosis.against, diagnosis.missing
     place = f"{facts['cpu.model']} ({facts['torch.cpu_capability']}), {facts['cuda']}"
-    versions = ", ".join(f"{name} {facts[f'{name}.version']}" for name in ("python", "torch", "lightning"))
-    head = [f"{versions}; {count(facts['torch.num_threads'], 'thread')} on {place}"]
+    versions = {name.removesuffix(".version"): fact for name, fact in facts.items() if name.endswith(".version")}
+    shown = ", ".join(f"{name} {version}" for name, version in versions.items())
+    head = [f"{shown}; {count(facts['torch.num_threads'], 'thread')} on {place}"]
     head += [f"Digests of tensors on {facts['digest']}"] if "digest" in facts else []
     rows = [(one.state, one.name, f"{one.wanted}", f"{one.in_force}", one.to_do or "-") for one in diagnosis.settings]
     table = Table(columns=("state", "setting", "asked for", "here", "what to do"), rows=rows, is_wide=True)

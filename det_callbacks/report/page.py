@@ -13,11 +13,10 @@ from det_callbacks.compare.differences import StepDifference
 from det_callbacks.compare.ranks import num_equal_steps
 from det_callbacks.compare.record import read_record
 from det_callbacks.compare.step import compare_steps
-from det_callbacks.errors import DetCallbacksError
 from det_callbacks.report.console import Table, count
 from det_callbacks.report.run import describe_site, describe_tensor
 from det_callbacks.report.verdict import details_report, head_report
-from det_callbacks.runs.files import replace_atomically
+from det_callbacks.runs.disk import replace_atomically
 from det_callbacks.runs.program import Site
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import MAX_ORIGINS, Divergence, Verdict
@@ -26,6 +25,7 @@ MAX_MAPS, MAX_COLUMNS, MAX_ROWS = 8, 100, 60  # heat maps (one for each rank and
 NUM_BEFORE = 10  # columns before the first step that is not equal, of more steps than columns
 MAX_STEPS, MAX_SITES = 10, 25  # steps of each map whose sites are listed, and sites of each
 
+_INSTEAD = "name another file for the report (--html of det-callbacks diff); the verdict stands"
 _COLUMNS = ("site", "state", "phase", "module", "op or name", "tensor", "reference", "current", "kind", "source")
 _STATES = np.array([*".mco"])  # each worse than the one before: not compared, match, carried on, origin
 
@@ -41,11 +41,7 @@ def write_report(path: str | Path, verdict: Verdict, *, reference: str | Path, c
     content = environment.get_template("report.html.j2").render(
         verdict=verdict, head=head, sections=sections, maps=maps, num_left_out=num_left_out
     )
-    try:
-        replace_atomically(path, content.encode(errors="backslashreplace"))
-    except OSError as error:
-        text = f"The report cannot be written to {path} ({error.strerror or error}); name another file"
-        raise DetCallbacksError(f"{text}. The verdict stands.", str(path)) from error
+    replace_atomically(path, content.encode(errors="backslashreplace"), instead=_INSTEAD)
     return path
 
 

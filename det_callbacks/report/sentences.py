@@ -91,7 +91,8 @@ def source_name(finding: Finding) -> str:
     """Return the name of what entered a step, to follow a word for what it is, or where it was read."""
     divergence, line = finding.divergence, _source(finding.divergence.source)
     if divergence.name is not None:
-        return divergence.name.removeprefix("generator ") + line * divergence.name.startswith("generator ")
+        is_passed = finding.role == "generator" and divergence.name.startswith("generator ")
+        return divergence.name.removeprefix("generator ") + line if is_passed else divergence.name
     where = f"in {_module(divergence.module)}" if divergence.module else "outside any module"
     return f"a tensor read {where}{line}"
 

@@ -16,6 +16,7 @@ CONFIGURATION = "config."  # a key of an application's configuration
 CHANGED_FILE = "code.file."  # digest of a file of the code that differs from the commit
 OPTIMIZER = "optimizer"  # the classes of the optimizers; their options have names that begin with it
 LOST = "torch.lost"  # what this version of torch does not let be seen, a sentence each
+GENERATOR = "generators."  # digest of the state that a generator of rank 0 had when the first fit began
 ARGUMENTS = "process.argv"  # the words that started the program
 
 
@@ -46,6 +47,8 @@ def compare_environments(reference: Environment, current: Environment) -> tuple[
         absent = AS_COMMITTED if name.startswith(CHANGED_FILE) else NOT_RECORDED
         values = [absent if side is None else side.value for side in sides]
         if len(known) == 2 and json.dumps(values[0], sort_keys=True) == json.dumps(values[1], sort_keys=True):
+            continue
+        if name.startswith(GENERATOR) and len(known) < 2:  # a resumed fit goes on from wherever it is
             continue
         if has_other_optimizer and len(known) == 1 and name.startswith(f"{OPTIMIZER}."):
             continue

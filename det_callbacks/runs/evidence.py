@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.host_digest import digest_bytes, format_digest
+from det_callbacks.runs.disk import AppendedFile
 from det_callbacks.runs.files import FORMAT_VERSION, damaged
 
 EVIDENCE_SCHEMA = pa.schema(
@@ -18,7 +19,9 @@ EVIDENCE_SCHEMA = pa.schema(
 
 # Names of rows, or what they begin with.
 SEED = "seed of "  # the seed of a torch generator
+START = "start of "  # the state that a generator of the process had when the fit began; its text is the same digest
 CONSTANTS = "constant initial tensors"  # how many parameters and buffers hold one value only, at the start of a fit
+SCRIPTED = "TorchScript"  # the modules that are, or hold, TorchScript, as JSON, at the start of a fit
 CALLBACKS = "callbacks "  # who has a hook; followed by whether it is called before or after ours, and the hook
 BEFORE, AFTER = "before", "after"
 
@@ -72,7 +75,7 @@ class EvidenceWriter:
 
     def __init__(self, path: Path, *, run_id: str) -> None:
         self._rows: list[Row] = []
-        self._file = path.open("wb", buffering=0)
+        self._file = AppendedFile(path, is_new=True)
         options = pa.ipc.IpcWriteOptions(compression="zstd")
         self._stream = pa.ipc.new_stream(self._file, _schema_of(run_id), options=options)
 
@@ -91,8 +94,10 @@ class EvidenceWriter:
 
     def close(self) -> None:
         """Write the rest and close the file."""
-        with self._file, self._stream:
-            self.flush()
+        with self._file:
+            if not self._file.is_broken:
+                self.flush()
+                self._stream.close()
 
 
 def read_values(stream: Path, run_id: str) -> dict[int, str]:

@@ -1,8 +1,6 @@
-"""The files of a run that are written once, and how any of them is written, read and checked."""
+"""The files of a run that are written once, and how any of them is read and checked."""
 
 import json
-import os
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -15,6 +13,7 @@ import pyarrow.parquet as pq
 
 from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.host_digest import digest_bytes, format_digest
+from det_callbacks.runs.disk import make_folder, replace_atomically
 from det_callbacks.runs.program import Layout, Program, Site, TensorLayout
 
 FORMAT_VERSION = 1
@@ -61,21 +60,6 @@ def damaged(path: Path, what: object) -> ReferenceFormatError:
     )
 
 
-def replace_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that a reader sees all of it or what was there before."""
-    # processes of two nodes may have one number, and write the same program into a shared folder
-    temporary = path.with_name(f".{path.name}.{os.getpid()}{uuid.uuid4().int % 10**9:09d}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:  # Ctrl-C too: raised again
-        temporary.unlink(missing_ok=True)
-        raise
-
-
 def read_json(path: Path, kind: type[Content]) -> Content:
     """Return the content of a JSON file; ReferenceFormatError, which names the field, where it is not of that type."""
     try:
@@ -113,7 +97,7 @@ def write_program(folder: Path, program: Program) -> None:
     if path.exists():
         return
     columns = {field.name: [getattr(site, field.name) for site in program.sites] for field in fields(Site)}
-    columns["source"] = sources = [[_without_surrogates(line) for line in site.source] for site in program.sites]
+    columns["source"] = sources = [[without_surrogates(line) for line in site.source] for site in program.sites]
     counts = {name: getattr(program, name) for name in _COUNTS}
     _write_table(path, PROGRAM_SCHEMA, columns, counts=json.dumps(counts), digest=_counts_digest(sources, counts))
 
@@ -153,10 +137,10 @@ def read_layout(folder: Path, identity: int) -> Layout:
 
 def write_source_text(folder: Path, text: Mapping[str, Sequence[str]]) -> None:
     """Write the text of source lines: "train.py:41" -> the lines 40, 41 and 42."""
-    content = msgspec.json.encode({_without_surrogates(place): lines for place, lines in text.items()}, order="sorted")
+    content = msgspec.json.encode({without_surrogates(place): lines for place, lines in text.items()}, order="sorted")
     path = folder / SOURCES / f"{format_digest(digest_bytes(content))}.json"
     if not path.exists():
-        path.parent.mkdir(exist_ok=True)
+        make_folder(path.parent)
         replace_atomically(path, content)
 
 
@@ -217,9 +201,16 @@ def _read_table(path: Path, schema: pa.Schema, identity: int, make: Callable[[pa
     return content
 
 
-def _without_surrogates(text: str) -> str:
-    # a path that is not UTF-8 has them, and neither a text column nor JSON takes them
-    return text.encode(errors="backslashreplace").decode()
+def without_surrogates(text: str) -> str:
+    """Return a text that JSON and text columns take: bytes that are no text in the process's locale become UTF-8.
+
+    A path or an argument has them where it is not UTF-8, or the locale is C; what is no UTF-8 either is escaped.
+    """
+    try:
+        content = text.encode(errors="surrogateescape")
+    except UnicodeEncodeError:  # surrogates that stand for no bytes
+        content = text.encode(errors="backslashreplace")
+    return content.decode(errors="backslashreplace")
 
 
 def _counts_digest(sources: list[list[str]], counts: Mapping[str, Any]) -> str:

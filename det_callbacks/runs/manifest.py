@@ -1,6 +1,7 @@
 """run.json: what was recorded, and under which conditions."""
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -11,8 +12,9 @@ import msgspec
 
 from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError
 from det_callbacks.host_digest import DIGEST_VERSION, digest_bytes, format_digest
+from det_callbacks.runs.disk import replace_atomically
 from det_callbacks.runs.environment import EnvironmentEntry
-from det_callbacks.runs.files import FORMAT_VERSION, MANIFEST, damaged, read_json, replace_atomically
+from det_callbacks.runs.files import FORMAT_VERSION, MANIFEST, damaged, read_json
 from det_callbacks.runs.selection import Selection
 from det_callbacks.verdict import as_json
 
@@ -66,8 +68,9 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(folder: Path) -> Manifest:
     """Return the content of run.json; an error where there is no run, or it is damaged or of another version."""
     path = folder / MANIFEST
-    if not path.is_file():
-        inside = sorted(child.parent.name for child in folder.glob(f"*/{MANIFEST}"))[:10]
+    if not os.path.isfile(path):  # Path.is_file raises where the name is too long
+        runs = folder.glob(f"*/{MANIFEST}") if os.path.isdir(folder) else ()
+        inside = sorted(child.parent.name for child in runs)[:10]
         hint = f"but these folders in it are runs: {', '.join(inside)}" if inside else "record one there first"
         raise ReferenceNotFoundError(f"There is no run at {folder}: it has no {MANIFEST}; {hint}.", str(folder))
     content = read_json(path, dict[str, Any])

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from det_callbacks.runs.disk import AppendedFile
 from det_callbacks.runs.files import READ_ERRORS, damaged, seal, unseal
 from det_callbacks.runs.store import Run
 
@@ -87,7 +88,7 @@ def metrics_path(stream: Path) -> Path:
 
 def append_reading(path: Path, reading: Reading, *, run_id: str) -> None:
     """Add a reading to a file."""
-    with path.open("ab") as file:
+    with AppendedFile(path, is_new=False) as file:
         file.write(seal(reading, run_id=run_id) + b"\n")
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from det_callbacks.errors import RunExistsError
+from det_callbacks.runs.disk import ANOTHER_FOLDER, make_folder, writing
 from det_callbacks.runs.files import LAYOUTS, MANIFEST, PROGRAMS, SOURCES
 from det_callbacks.runs.manifest import Purpose, read_manifest
 
@@ -22,11 +23,7 @@ def make_room(path: Path, *, purpose: Purpose = "record", overwrite: bool = Fals
 
     With ``overwrite`` that is beside the run that is there. A verification takes away what an earlier one left.
     """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        text = f"{path} is a file, or lies below one; a run is a folder. Nothing was changed. Name another place."
-        raise RunExistsError(text, str(path)) from error
+    make_folder(path, instead=ANOTHER_FOLDER[purpose])
     ours = _ours(path)
     if not ours:
         return path
@@ -36,13 +33,13 @@ def make_room(path: Path, *, purpose: Purpose = "record", overwrite: bool = Fals
     if purpose == "verify" or not overwrite:
         raise RunExistsError(
             f"{path} holds a run already ({', '.join(child.name for child in ours[:4])}). Nothing was changed. "
-            "Record to another folder, replace the run with overwrite=True, or compare with it "
-            '(DeterminismCallback: mode="verify"; ObserverContext: reference=...).',
+            "Record to another folder, replace the run with overwrite=True (det-callbacks record: --overwrite), or "
+            'compare with it (DeterminismCallback: mode="verify"; ObserverContext: reference=...).',
             str(path),
         )
     beside = path / REPLACEMENT
     shutil.rmtree(beside, ignore_errors=True)  # of a recording that was not whole
-    beside.mkdir()
+    make_folder(beside)
     return beside
 
 
@@ -50,9 +47,10 @@ def put_in_place(path: Path) -> None:
     """Replace the run in a folder, and nothing else there, by the whole one beside it; a kill in it leaves no run."""
     beside = path / REPLACEMENT
     _remove(child for child in _ours(path) if child != beside)
-    for child in reversed(_ours(beside)):
-        child.rename(path / child.name)
-    beside.rmdir()
+    with writing(path):
+        for child in reversed(_ours(beside)):
+            child.rename(path / child.name)
+        beside.rmdir()
 
 
 def remove_run(path: Path) -> None:
@@ -70,10 +68,11 @@ def _ours(path: Path) -> list[Path]:
 
 def _remove(children: Iterable[Path], *, ignore_errors: bool = False) -> None:
     for child in children:
-        if child.is_dir() and not child.is_symlink():
-            shutil.rmtree(child, ignore_errors=ignore_errors)
-        else:
-            child.unlink(missing_ok=True)  # of the rank that is it, at the same time
+        with writing(child):
+            if child.is_dir() and not child.is_symlink():
+                shutil.rmtree(child, ignore_errors=ignore_errors)
+            else:
+                child.unlink(missing_ok=True)  # of the rank that is it, at the same time
 
 
 def _is_of_verification(path: Path) -> bool:

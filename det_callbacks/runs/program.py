@@ -5,7 +5,7 @@ Layouts are kept apart, so that a model whose shapes change every step keeps one
 
 import json
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -31,6 +31,14 @@ Role = Literal[
     "region_input",  # that goes into a compiled region, or the bits of a number that does
     "graph_output",  # memory that a replay of a CUDA graph may have written, at its first read after it
 ]
+
+IDLE = 0
+"""Bits of a generator that nothing has drawn from since its fit began, wherever it is."""
+
+AFTER_STEP = " after the step"
+"""Ends the names of the sites with the states that generators have when a step has ended."""
+
+_OF = " of "  # between what a tensor is, and the parameter that it is of
 
 # Layout details of sites.
 UNWRITTEN = "written by nothing seen"  # an input without bits: allocated memory which no recorded op has written
@@ -69,6 +77,18 @@ class Site:
         """Return what distinguishes this site: everything but its source lines."""
         place = [self.phase, self.module, self.op, self.occurrence, self.output, self.role, self.name]
         return [*place, self.arguments, list(self.varying), list(self.inputs), self.recomputed]
+
+
+def parameter_in(name: str, parameters: Container[str]) -> str | None:
+    """Return the parameter whose gradient or state a name is: "net.weight" of "exp_avg of net.weight"; None for others.
+
+    Names of modules may hold anything but a dot, " of " too, so one of the ``parameters`` has to be what follows it.
+    """
+    at = -1 if name not in parameters else len(name)
+    while (at := name.find(_OF, at + 1)) >= 0:
+        if name[at + len(_OF) :] in parameters:
+            return name[at + len(_OF) :]
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

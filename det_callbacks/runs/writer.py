@@ -2,20 +2,22 @@
 
 import shutil
 import uuid
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from det_callbacks.errors import SelectionError
+from det_callbacks.errors import RunExistsError, SelectionError, WriteError
 from det_callbacks.runs import files
+from det_callbacks.runs.disk import ANOTHER_FOLDER, AppendedFile, make_folder, replace_atomically, writing
 from det_callbacks.runs.environment import EnvironmentEntry
 from det_callbacks.runs.evidence import VALUES, EvidenceWriter, NondeterministicOp, Row, evidence_path
-from det_callbacks.runs.manifest import Attempt, Manifest, Purpose, ResumedFit, write_manifest
+from det_callbacks.runs.lock import FolderLock
+from det_callbacks.runs.manifest import Attempt, Manifest, Purpose, ResumedFit, read_manifest, write_manifest
 from det_callbacks.runs.metrics import Reading, append_reading, metrics_path
 from det_callbacks.runs.peers import ALONE, Peers
 from det_callbacks.runs.place import REPLACEMENT, make_room, put_in_place, remove_run
@@ -28,11 +30,15 @@ from det_callbacks.runs.stream import END_OF_STREAM, encode_header, encode_step
 class RunWriter:
     """Writes the steps of one process; made by ``create`` or ``resume``, by all processes at the same place.
 
-    Rank 0 writes run.json after the files of every process: wherever a kill comes, all that it tells of is there.
+    Rank 0 writes run.json after the files of every process: wherever a kill comes, all that it tells of is there. It
+    also holds the lock of the folder, for all processes, until ``close``; a verification until ``release``.
     """
 
-    def __init__(self, path: Path, peers: Peers, manifest: Manifest, attempt: int, segment: int) -> None:
+    def __init__(
+        self, path: Path, peers: Peers, manifest: Manifest, attempt: int, segment: int, lock: FolderLock | None = None
+    ) -> None:
         self.path = path
+        self._lock = lock  # None on other ranks
         self.segment = segment  # the fit whose steps are appended now
         self._peers = peers
         self.manifest = manifest
@@ -42,13 +48,17 @@ class RunWriter:
         self._places: set[str] = set()
         self._last_step = -1
         self._chain: int | None = 0 if not attempt else None
-        self._file: BinaryIO | None = None
+        self._file: AppendedFile | None = None
         self._evidence: EvidenceWriter | None = None
         self._values: dict[int, str] = {}
         self.earlier: Run | None = None  # as it was before this attempt
         self._shared_before = self._shared
-        self._open_stream(is_new=True)
-        self._tell_of_files()
+        try:
+            self._open_stream(is_new=True)
+            self._tell_of_files()
+        except BaseException:  # Ctrl-C too: raised again
+            self._close_files(complete=False)
+            raise
 
     @classmethod
     def create(
@@ -63,23 +73,38 @@ class RunWriter:
         """Start a new run; with ``overwrite`` it replaces the run that is there when it is closed as complete."""
         path = Path(path)
 
+        lock = FolderLock(path) if peers.rank == 0 else None
+
         def lead() -> list[str]:
+            assert lock is not None, "this is rank 0"
+            lock.acquire(instead=ANOTHER_FOLDER[purpose])
             return [uuid.uuid4().hex, str(make_room(path, purpose=purpose, overwrite=overwrite).relative_to(path))]
 
-        run_id, place = peers.broadcast(lead, task=f"making room in {path}")
-        peers.require_shared(path / place)
-        content = {"run_id": run_id, "purpose": purpose, "world_size": peers.world_size, **manifest}
-        return cls(path / place, peers, msgspec.convert(content, Manifest), attempt=0, segment=0)
+        with _releasing_on_errors(lock):
+            run_id, place = peers.broadcast(lead, task=f"making room in {path}")
+            peers.require_shared(path / place)
+            content = {"run_id": run_id, "purpose": purpose, "world_size": peers.world_size, **manifest}
+            return cls(path / place, peers, msgspec.convert(content, Manifest), attempt=0, segment=0, lock=lock)
 
     @classmethod
     def resume(cls, path: str | Path, *, manifest: Mapping[str, Any], peers: Peers = ALONE) -> "RunWriter":
         """Start the next attempt of a run that is there; steps recorded again count from the later attempt."""
         path = Path(path)
-        run = peers.run_on_all(lambda: _open_resumed(path, manifest, peers), task=f"opening the run {path}")
-        peers.require_shared(path)
-        attempts = run.manifest.attempts
-        manifest_now = replace(run.manifest, attempts=(*attempts, Attempt()))
-        writer = cls(run.path, peers, manifest_now, attempt=len(attempts), segment=run.segments[-1])
+        lock = FolderLock(path) if peers.rank == 0 else None
+
+        def lead() -> None:
+            read_manifest(path)  # where there is no run, no folder is made
+            assert lock is not None, "this is rank 0"
+            lock.acquire(instead=ANOTHER_FOLDER["record"])
+
+        with _releasing_on_errors(lock):
+            peers.broadcast(lead, task=f"going on with the run {path}")
+            run = peers.run_on_all(lambda: _open_resumed(path, manifest, peers), task=f"opening the run {path}")
+            peers.require_shared(path)
+            attempts = run.manifest.attempts
+            manifest_now = replace(run.manifest, attempts=(*attempts, Attempt()))
+            place: dict[str, Any] = {"attempt": len(attempts), "segment": run.segments[-1]}
+            writer = cls(run.path, peers, manifest_now, **place, lock=lock)
         writer.earlier = run
         return writer
 
@@ -131,14 +156,9 @@ class RunWriter:
             rank = self._peers.rank
             self._chain = Run.open(self.path, ranks=(rank,)).rank(rank).chain_before(self.segment, step)
         chain = chain_digest(self._chain, step, epoch, program_id, layout_id, digests)
-        content = encode_step(step, epoch, program_id, layout_id, chain, digests)
         if self._file is None:
             raise ValueError(f"{self.path}: the run is closed")
-        written = self._file.write(content)
-        if written != len(content):
-            # Nothing may follow half a step: it would be damage, where now it is a torn tail.
-            self.close(complete=False)
-            raise OSError(f"{self.path}: only {written} of {len(content)} bytes could be written; is the disk full?")
+        self._file.write(encode_step(step, epoch, program_id, layout_id, chain, digests))
         self._chain, self._last_step = chain, step
         return chain
 
@@ -162,17 +182,25 @@ class RunWriter:
 
     def put_reading(self, reading: Reading) -> None:
         """Add what the module logged, also after the fit, and say in run.json that it is there; by rank 0."""
+        was_held = self._is_held
+        self._take_lock()
         append_reading(metrics_path(self.stream), reading, run_id=self.manifest.run_id)
         last = self.manifest.attempts[-1]
         known = (*last.readings, *[0] * (last.segments - len(last.readings)))
         self._change_attempt(readings=(*known[:-1], known[-1] + 1))
         self._write_manifest()
+        if not was_held:
+            self.release()
 
     def put_nondeterministic_ops(self, ops: Sequence[NondeterministicOp]) -> None:
         """Write the list of ops without a deterministic implementation that this process has called so far."""
         path = self.path / files.rank_folder(self._peers.rank) / files.NONDETERMINISTIC_FILE
-        with suppress(FileNotFoundError):  # rank 0 has taken a run without a step back: see discard
-            files.replace_atomically(path, msgspec.json.encode(list(ops)))
+        try:
+            replace_atomically(path, msgspec.json.encode(list(ops)))
+        except WriteError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
+            # rank 0 has taken a run without a step back: see discard
 
     def note_resumed(self, step: int) -> None:
         """Say in run.json that the fit under way goes on from a checkpoint, and that this is the first step of it."""
@@ -184,12 +212,14 @@ class RunWriter:
         """Be ready for the steps of the first fit after a test, which had no optimizers and has closed the stream."""
         environment = msgspec.convert(manifest["environment"], dict[str, EnvironmentEntry])
         self.manifest = replace(self.manifest, environment=environment)
+        self._go_on()
         self._tell_of_files()
         if self._file is None:
             self._open_stream()
 
     def start_segment(self) -> None:
         """Go on with the steps of another fit of this process."""
+        self._go_on()
         finished = self._file
         self.segment += 1
         self._last_step = -1
@@ -202,12 +232,45 @@ class RunWriter:
 
     def close(self, *, complete: bool) -> None:
         """Close the stream, as incomplete or not; all processes call this where the run is to replace another one."""
+        try:
+            self._close_files(complete=complete)
+            if complete and self.path.name == REPLACEMENT:
+                self._peers.run_on_all(lambda: None, task=f"closing their streams in {self.path}")
+                if self._peers.broadcast(self._replace, task=f"replacing the run {self.path.parent}"):
+                    self.path = self.path.parent
+        finally:
+            if self.manifest.purpose == "record":
+                self.release()
+
+    def release(self) -> None:
+        """Let others write into the folder; a later fit, or a test, takes it again where it still holds this run."""
+        if self._lock is not None:
+            self._lock.release()
+
+    @property
+    def _is_held(self) -> bool:
+        return self._lock is None or self._lock.is_held
+
+    def _go_on(self) -> None:
+        self._peers.broadcast(self._take_lock, task=f"going on with the run {self.path}")
+
+    def _take_lock(self) -> None:
+        """Take the folder again after ``close``; RunExistsError where another process has changed the run since."""
+        if self._is_held or self._lock is None:
+            return
+        self._lock.acquire(instead=ANOTHER_FOLDER[self.manifest.purpose])
+        with _releasing_on_errors(self._lock):
+            now = read_manifest(self.path)
+            if (now.run_id, now.attempts) != (self.manifest.run_id, self.manifest.attempts):
+                raise RunExistsError(
+                    f"Another process has replaced {self.path} since this one closed it, or gone on with it: what is "
+                    "there was left as it is. Record several fits of one script at a time.",
+                    str(self.path),
+                )
+
+    def _close_files(self, *, complete: bool) -> None:
         finished, self._file = self._file, None
         self._end(finished, complete=complete)
-        if complete and self.path.name == REPLACEMENT:
-            self._peers.run_on_all(lambda: None, task=f"closing their streams in {self.path}")
-            if self._peers.broadcast(self._replace, task=f"replacing the run {self.path.parent}"):
-                self.path = self.path.parent
 
     def _replace(self) -> bool:
         """Put this run in the place of the one that it replaces, and return True, where it is whole."""
@@ -221,7 +284,13 @@ class RunWriter:
 
     def discard(self) -> None:
         """Take this attempt back, so that the folder is what it was before; on all ranks, unless it is the first."""
-        self.close(complete=False)
+        self._close_files(complete=False)
+        try:
+            self._remove_attempt()
+        finally:
+            self.release()
+
+    def _remove_attempt(self) -> None:
         if not self._attempt:
             if self._peers.rank == 0:
                 remove_run(self.path)
@@ -233,8 +302,9 @@ class RunWriter:
         # run.json first: what a kill leaves of the files after that is of no attempt, and the next one writes over it
         self._tell_of_files()
         of_streams = (place(stream) for stream in streams for place in (Path, evidence_path, metrics_path))
-        for path in (*of_streams, *self._shared - self._shared_before):
-            path.unlink(missing_ok=True)
+        with writing(self.path):
+            for path in (*of_streams, *self._shared - self._shared_before):
+                path.unlink(missing_ok=True)
 
     def _change_attempt(self, **changes: Any) -> None:
         *earlier, last = self.manifest.attempts
@@ -253,23 +323,36 @@ class RunWriter:
 
         def open_it() -> None:
             for folder in (files.PROGRAMS, files.LAYOUTS, path.parent.name):
-                (self.path / folder).mkdir(parents=True, exist_ok=True)
+                make_folder(self.path / folder)
             # files that are there are of an attempt killed before run.json told of it
             if is_new:
-                metrics_path(path).unlink(missing_ok=True)
-            files.replace_atomically(path, header)
-            self._file = path.open("ab", buffering=0)
+                with writing(path):
+                    metrics_path(path).unlink(missing_ok=True)
+            replace_atomically(path, header)
+            self._file = AppendedFile(path, is_new=False)
 
         self._peers.run_on_all(open_it, task=f"opening its stream in {self.path}")
 
-    def _end(self, file: BinaryIO | None, *, complete: bool) -> None:
+    def _end(self, file: AppendedFile | None, *, complete: bool) -> None:
         evidence, self._evidence = self._evidence, None
         self._values.clear()
-        if evidence is not None:
-            evidence.close()
-        if file is not None:
-            with file:
-                file.write(END_OF_STREAM if complete else b"")
+        with ExitStack() as streams:
+            if file is not None:
+                streams.enter_context(file)
+            if evidence is not None:
+                evidence.close()
+            if file is not None and complete:
+                file.write(END_OF_STREAM)
+
+
+@contextmanager
+def _releasing_on_errors(lock: FolderLock | None) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:  # Ctrl-C too: raised again
+        if lock is not None:
+            lock.release()
+        raise
 
 
 def _open_resumed(path: Path, manifest: Mapping[str, Any], peers: Peers) -> Run:

@@ -18,6 +18,7 @@ from typing import Any, Self
 import numpy as np
 
 from det_callbacks.host_digest import digest_bytes, format_digest
+from det_callbacks.runs.disk import make_folder, writing
 from det_callbacks.runs.files import damaged
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import Divergence
@@ -114,7 +115,8 @@ class StepWriter:
     def write(self, step: int, tensors: Mapping[str, SavedTensor], values: Mapping[str, Any]) -> None:
         """Write the tensors of a step that is settled, and plain values by key, atomically; an earlier file goes."""
         path = tensor_path(self._stream, self._kind, step)
-        path.unlink(missing_ok=True)
+        with writing(path):
+            path.unlink(missing_ok=True)
         if not tensors and not values:
             return
         # large elements first, as the format's own writer does, so that all of them are aligned
@@ -134,17 +136,18 @@ class StepWriter:
         text = json.dumps(content | asdict(replace(self._place, step=step)))
         header = json.dumps({"__metadata__": {_METADATA: text, _SEAL: _seal(text, sections)}, **sections}).encode()
         header += b" " * (-len(header) % 8)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            with temporary.open("wb") as file:
-                file.write(len(header).to_bytes(8, "little") + header)
-                for key in order:
-                    file.write(tensors[key].bits.data)
-            temporary.replace(path)
-        except BaseException:  # Ctrl-C too: raised again
-            temporary.unlink(missing_ok=True)
-            raise
+        with writing(path):
+            try:
+                with temporary.open("wb") as file:
+                    file.write(len(header).to_bytes(8, "little") + header)
+                    for key in order:
+                        file.write(tensors[key].bits.data)
+                temporary.replace(path)
+            except BaseException:  # Ctrl-C too: raised again
+                temporary.unlink(missing_ok=True)
+                raise
 
     def delete(self) -> None:
         """Delete everything that was written beside the stream: its attempt is taken back."""

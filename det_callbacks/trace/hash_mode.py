@@ -167,6 +167,7 @@ class HashMode:
             self.recorder.undigested.wait_for_copies()
             entries = self._state()
             places = record_group(self.recorder, "state", "state", entries)
+            record_generators(self.recorder, is_end=True)
             if self.selection.level == "op":
                 self.recorder.names.keep(places, entries)
             self.trace = self.recorder.finish()

@@ -12,10 +12,10 @@ from det_callbacks.digest.components import tensor_bits
 from det_callbacks.digest.device.deferred import Bits
 from det_callbacks.host_digest import digest_spans
 from det_callbacks.internals.torch import pin_storage, storage_address, unpin_storage
-from det_callbacks.rng import PROCESS, digest_generator, is_readable, used_generators
-from det_callbacks.runs.program import IN_FLIGHT, Role, Site, scalar_bits
+from det_callbacks.runs.program import AFTER_STEP, IN_FLIGHT, Role, Site, scalar_bits
 from det_callbacks.trace.backward import scope_in
 from det_callbacks.trace.components import PLAIN, STRIDED, address_of, has_parts, holds_data, parts_of, unwrapped
+from det_callbacks.trace.generators import process_generators
 from det_callbacks.trace.layouts import LayoutSlot
 from det_callbacks.trace.leaves import flatten
 from det_callbacks.trace.program_trie import CallNode
@@ -111,12 +111,17 @@ def place_of(tensor: Tensor) -> Place:
     return storage_address(part.untyped_storage()), address_of(part)
 
 
-def record_generators(recorder: "Recorder") -> None:
-    """Record the states of the generators of the process (phase rng); while a graph is captured, not of devices."""
-    for name, generator in (*PROCESS.items(), *used_generators(recorder.generators.homes)):
-        if is_readable(generator):
-            recorder.generators.read(name, recorder.num_sites)
-            record_bits(recorder, "generator", "rng", name, digest_generator(generator), role="generator")
+def record_generators(recorder: "Recorder", *, is_end: bool = False) -> None:
+    """Record the states of the generators of the process as the step begins or ends (phase rng)."""
+    trail, first = recorder.generators, recorder.num_sites
+    names: list[str] = []
+    reads: list[list[int]] = []
+    for number, (name, generator) in enumerate(process_generators(trail.homes)):
+        names.append(name + AFTER_STEP if is_end else name)
+        reads.append([*trail.read(name, first + number)])
+        recorder.digests.append(trail.reader.read(name, generator))
+    recorder.layout_indices.extend([recorder.layouts.none.index] * len(names))
+    _step_to(recorder, "generators", "rng", "", reads, names, "generator")
 
 
 def record_group(
@@ -213,7 +218,8 @@ def _step_to(
     role: Role = "named",
 ) -> None:
     def build(node: CallNode) -> None:
-        modules = [owner_of(name) if owner is None else owner for name in names]
+        parameters = recorder.parameter_names.values()
+        modules = [owner_of(name, parameters) if owner is None else owner for name in names]
         node.rows = tuple(
             Site(phase=phase, module=module, role=role, name=name, inputs=tuple(sorted(set(edges))))
             for module, name, edges in zip(modules, names, reads, strict=True)

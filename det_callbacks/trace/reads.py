@@ -189,9 +189,12 @@ class Reads:
                 yield replace(self._recorder.undigested.collectives.site_of(special), name=shown, inputs=edges)
                 continue
             phase = {"input": "input", "generator": "rng"}.get(role, "other")
-            module, source = (node.module, node.source) if shown is None else (owner_of(shown), ())
+            module, source = (node.module, node.source) if shown is None else (self._owner_of(shown), ())
             module = "" if role == "generator" else module
             yield Site(phase=phase, module=module, role=role, name=shown, inputs=edges, source=source)
+
+    def _owner_of(self, name: str) -> str:
+        return owner_of(name, self._recorder.parameter_names.values())
 
     def roll_back(self, mark: int) -> None:
         """Undo the input sites of a call that raised."""

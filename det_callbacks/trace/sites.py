@@ -1,13 +1,13 @@
 """The sites of a call that no earlier step had: the cold path, where text is made."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from det_callbacks.runs.program import Role, Site, plain_value
+from det_callbacks.runs.program import Role, Site, parameter_in, plain_value
 from det_callbacks.trace.components import has_parts
 from det_callbacks.trace.engine import Entry, engine_entry, frames_above_engine
 from det_callbacks.trace.overloads import OpPlan
@@ -87,9 +87,9 @@ def build_op(
     node.rows = (*recorder.reads.sites(node), *([numbers] if varying else ()), *written)
 
 
-def owner_of(name: str) -> str:
+def owner_of(name: str, parameters: Iterable[str]) -> str:
     """Return the module that a named tensor belongs to: "net.head" for "exp_avg of net.head.weight"."""
-    return name.rpartition(" ")[2].rpartition(".")[0]
+    return (parameter_in(name, frozenset(parameters)) or name).rpartition(".")[0]
 
 
 def source_of(scope: OpScope) -> tuple[str, ...]:

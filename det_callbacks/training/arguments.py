@@ -1,5 +1,6 @@
 """What a run is given: its arguments, and what run.json says of them and of the training."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,12 +10,15 @@ import msgspec
 
 from det_callbacks.environment import capture_environment, command_choice
 from det_callbacks.errors import SelectionError
+from det_callbacks.host_digest import format_digest
 from det_callbacks.patterns import as_patterns
-from det_callbacks.runs.environment import OPTIMIZER
+from det_callbacks.rng import digest_generator
+from det_callbacks.runs.environment import GENERATOR, OPTIMIZER, EnvironmentEntry
 from det_callbacks.runs.selection import Selection
 from det_callbacks.settings import DeterminismSettings, settings_in_force
 from det_callbacks.tensors.copies import TENSOR_BUDGET_MIB, check_budget
 from det_callbacks.tensors.replay import replay_patterns
+from det_callbacks.trace.generators import process_generators
 from det_callbacks.training.training import Training
 
 Mode = Literal["record", "verify", "audit", "disabled"]
@@ -128,7 +132,7 @@ def require_one_of(name: str, value: object, kind: Any) -> None:
         raise SelectionError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.")
 
 
-def manifest_of(training: Training, arguments: RunArguments) -> dict[str, Any]:
+def manifest_of(training: Training, arguments: RunArguments, *, is_resumed: bool = False) -> dict[str, Any]:
     """Return selection, settings, environment and patterns of a fit."""
     allow = [] if arguments.settings is None else list(arguments.settings.allow)
     chosen: dict[str, Any] = {**training.choices, **optimizer_choices(training.optimizers)}
@@ -136,18 +140,44 @@ def manifest_of(training: Training, arguments: RunArguments) -> dict[str, Any]:
         # the classes of the learning rate schedulers, and when each is stepped
         names = [f"{type(scheduler).__name__} each {interval}" for scheduler, interval in schedulers]
         chosen["optimizer.lr_scheduler"] = ", ".join(names) or "none"
-    chosen |= {**command_choice(), **arguments.choices, "settings": {"allow": allow}}
+    chosen |= {**_started_by(), **arguments.choices, "settings": {"allow": allow}}
+    environment = capture_environment(choices=chosen, lightning=training.framework)
+    if not is_resumed:
+        environment = {**environment, **_generator_starts()}
     return {
         "selection": arguments.selection.to_dict(),
         "settings": {**settings_in_force(), "allow": allow},
-        "environment": msgspec.to_builtins(capture_environment(choices=chosen)),
+        "environment": msgspec.to_builtins(environment),
         "replay": list(arguments.replay),
         "keep_tensors": list(arguments.keep_tensors),
     }
 
 
+def _generator_starts() -> dict[str, EnvironmentEntry]:
+    """Return where the generators of the process are; it changes no bits until something draws from them."""
+    return {
+        f"{GENERATOR}{name}": EnvironmentEntry(
+            value=format_digest(digest_generator(generator)), is_machine=True, changes_bits=False
+        )
+        for name, generator in process_generators()
+    }
+
+
+def _started_by() -> dict[str, Any]:
+    """Return what started this process as choices, with the configuration where Hydra runs a job in it."""
+    if "hydra.core.hydra_config" in sys.modules:
+        from det_callbacks.hydra.configuration import job_choices  # noqa: PLC0415  # a script need not load Hydra
+
+        return {**command_choice(), **job_choices()}
+    return command_choice()
+
+
 def optimizer_choices(optimizers: Sequence[Any]) -> dict[str, Any]:
-    """Return the classes of the optimizers, and the options of each group as they are now."""
+    """Return the classes of the optimizers, and the options of each group as they are now.
+
+    Lightning's stand-in for an optimizer, where ``configure_optimizers`` returns None, has no groups: it is left out.
+    """
+    optimizers = [optimizer for optimizer in optimizers if optimizer.param_groups]
     choices: dict[str, Any] = {OPTIMIZER: ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"}
     for index, optimizer in enumerate(optimizers):
         groups = [

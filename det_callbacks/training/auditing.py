@@ -12,7 +12,7 @@ from det_callbacks.audit import AuditFinding, AuditReport, OpMismatch
 from det_callbacks.equivalence import BitwiseEquivalenceMode
 from det_callbacks.errors import AuditError, DivergenceWarning, NothingComparedError
 from det_callbacks.report.fits import audit_line, audit_lines
-from det_callbacks.runs.files import replace_atomically
+from det_callbacks.runs.disk import ANOTHER_FOLDER, make_folder, replace_atomically, writing
 from det_callbacks.runs.peers import Peers
 from det_callbacks.trace.optimizers import in_phase
 from det_callbacks.training.arguments import RunArguments
@@ -44,7 +44,8 @@ class Auditing(Session):
             self._folder = self.arguments.current or free_folder(self.root, kind="audit")
             self._mode = BitwiseEquivalenceMode(model=training.module, base_phase=training.base_phase)
         for name in (AUDIT_FILE, REPLAY_FILE):  # of an earlier audit: not to be taken for this one's
-            (self._folder / name).unlink(missing_ok=True)
+            with writing(self._folder, instead=ANOTHER_FOLDER["audit"]):
+                (self._folder / name).unlink(missing_ok=True)
 
     @override
     def attach(self, training: Training) -> None:
@@ -92,7 +93,7 @@ class Auditing(Session):
             skipped=dict(mode.skipped),
             findings=tuple(map(AuditFinding.of, self._found.values())),
         )
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder, instead=ANOTHER_FOLDER["audit"])
         replace_atomically(folder / AUDIT_FILE, json.dumps(report.to_dict(), indent=1).encode())
         replay = folder / REPLAY_FILE
         steps = ", ".join(map(str, report.steps))

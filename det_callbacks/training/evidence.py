@@ -16,9 +16,9 @@ from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import SettingsError
 from det_callbacks.host_digest import digest_bytes
 from det_callbacks.rng import Held
-from det_callbacks.runs.evidence import CALLBACKS, CONSTANTS
+from det_callbacks.runs.evidence import CALLBACKS, CONSTANTS, SCRIPTED
 from det_callbacks.trace.components import has_parts, holds_data
-from det_callbacks.trace.generators import Ledger
+from det_callbacks.trace.generators import GeneratorReader, Ledger
 from det_callbacks.trace.leaves import flatten
 from det_callbacks.training.replaced import ReplacedMethods
 from det_callbacks.training.training import Training
@@ -36,18 +36,22 @@ class Evidence(Ledger):
     It follows the batches that wait to be trained on, and the indices that samplers drew for them, if in order.
     """
 
-    def __init__(self, training: Training) -> None:
-        super().__init__()
+    def __init__(self, training: Training, reader: GeneratorReader, *, is_resumed: bool) -> None:
+        super().__init__(reader)
         self._training = training
         self._samplers = ReplacedMethods()
         self._indices: dict[str, deque[Any]] = {}
         self._waiting: deque[tuple[Any, dict[str, Any]]] = deque(maxlen=MAX_WAITING)
         if NUM_WORKERS in os.environ and training.loaders is not None:
             set_workers([], os.environ[NUM_WORKERS])  # too late, so it raises: the loader has been iterated over
+        if not is_resumed:
+            self.begin(_FIT_START)
         self.mark(_FIT_START, with_seeds=True)
         state = (*training.module.parameters(), *training.module.buffers())
         with unobserved():
             self.note(_FIT_START, CONSTANTS, sum(map(_is_constant, state)))
+        if scripted := _scripted(training.module):
+            self.note(_FIT_START, SCRIPTED, text=json.dumps(scripted))
         for point, who in training.hooks.items():
             self.note(_FIT_START, f"{CALLBACKS}{point}", text=who)
 
@@ -125,6 +129,18 @@ class Evidence(Ledger):
             for name, value in flatten(loaded, "batch", is_whole=True):
                 if isinstance(value, Tensor) and id(value) not in given and holds_data(value):
                     self.note_tensor(BATCH, f"{name} as loaded", value)
+
+
+def _scripted(root: torch.nn.Module) -> list[str]:
+    """Return the names of the modules that are TorchScript, without those inside them, or that hold such functions."""
+    found: list[str] = []
+    for name, module in root.named_modules():
+        holds = isinstance(module, torch.jit.ScriptModule) or any(
+            isinstance(value, torch.jit.ScriptFunction) for value in vars(module).values()
+        )
+        if holds and not any(name.startswith(f"{outer}.") for outer in found):
+            found.append(name)
+    return found
 
 
 def _is_constant(tensor: Tensor) -> bool:

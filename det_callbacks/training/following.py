@@ -7,7 +7,7 @@ from typing import Any
 from typing_extensions import override
 
 from det_callbacks.audit import AuditReport
-from det_callbacks.errors import DetCallbacksError
+from det_callbacks.errors import DetCallbacksError, WriteError
 from det_callbacks.internals.versions import newer_than_tested
 from det_callbacks.ranks.group import RankGroup, require_same_start
 from det_callbacks.ranks.replicas import ReplicaReport
@@ -89,14 +89,14 @@ class FollowedRun(RunArguments):
     def _begin_fit(self, *, is_resumed: bool) -> None:
         """Begin the run of a fit, whose weights are those that it trains; ``_follow`` comes next."""
         self.selection.check_modules([name for name, _ in self._training.module.named_modules()])
-        for line in newer_than_tested() if not self._training.rank else ():
+        for line in newer_than_tested(self._training.framework) if not self._training.rank else ():
             self._training.print_line(f"det_callbacks: {line}")
         self._begin(is_resumed=is_resumed)
 
     def _begin(self, **options: Any) -> None:
         session, training = self._session, self._training
         session.print_line = training.print_line
-        session.manifest = manifest_of(training, self)
+        session.manifest = manifest_of(training, self, is_resumed=options.get("is_resumed", False))
         # what is no fit broadcasts no weights
         weights = None if "call" in options else training.replicated_weights()
         require_same_start(self._group, session.manifest, weights)
@@ -153,10 +153,18 @@ class FollowedRun(RunArguments):
         self._close_fit()
         try:
             if was_open:
-                self._session.stop(type(exception).__name__)
+                self._close_files(exception)
                 self.verdict, self.audit_report = self._session.verdict, self._session.audit_report
         finally:
             self._stage.close()
+
+    def _close_files(self, exception: BaseException) -> None:
+        """Close the files of a fit that an exception ends; a full disk does not take that exception's place."""
+        try:
+            self._session.stop(type(exception).__name__)
+        except WriteError as error:
+            if not isinstance(exception, WriteError):
+                self._session.print_line(f"det_callbacks: {error}")
 
     def _watch_ops(self, *, is_on: bool) -> None:
         """Watch for nondeterministic ops outside of the trace, if at all; closed more than once."""

@@ -37,9 +37,10 @@ def find_generators(roots: Mapping[str, object], *, left: tuple[type, ...] = ())
     own = random.getstate.__self__  # type: ignore[attr-defined]  # a bound method
     seen: dict[int, object] = {}  # kept alive, so that no identity is used twice
     pending = deque(roots.items())
+    left = (*_LEFT, *left)
     while pending and len(seen) < MAX_OBJECTS:
         path, value = pending.popleft()
-        is_left = isinstance(value, (*_LEFT, *left)) or type(value).__module__.startswith("det_callbacks.")
+        is_left = isinstance(value, left) or type(value).__module__.startswith("det_callbacks.")
         if is_left or id(value) in seen or value is own:
             continue
         seen[id(value)] = value

@@ -7,7 +7,7 @@ from det_callbacks.compare.metrics import GENERATOR
 from det_callbacks.digest.components import digest_tensor
 from det_callbacks.host_digest import format_digest
 from det_callbacks.runs.metrics import Metric
-from det_callbacks.trace.generators import Ledger
+from det_callbacks.trace.generators import GeneratorReader, Ledger
 
 
 def metric_of(value: Tensor | float) -> Metric:
@@ -19,8 +19,8 @@ def metric_of(value: Tensor | float) -> Metric:
     return Metric(dtype=dtype, shape=tuple(tensor.shape), digest=digest, value=repr(shown))
 
 
-def generator_states() -> dict[str, str]:
+def generator_states(reader: GeneratorReader) -> dict[str, str]:
     """Return the states of all generators now, as the evidence of a reading has them."""
-    ledger = Ledger()
+    ledger = Ledger(reader)
     ledger.mark("")
     return {f"{GENERATOR}{row.name}": format_digest(row.value) for row in ledger.take(0)}

@@ -1,7 +1,7 @@
 """What a mode does with the fits of a run: ``Session`` does nothing, and each mode has one of its own."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from det_callbacks.tensors.copies import TensorBudget
 from det_callbacks.tensors.files import KEPT, REPLAY, SavedStep, StepWriter
 from det_callbacks.tensors.keep import Keeper
 from det_callbacks.tensors.replay import OpReplay, Replay
+from det_callbacks.trace.generators import GeneratorReader
 from det_callbacks.trace.hash_mode import HashMode
 from det_callbacks.trace.nondeterministic_ops import NondeterministicOps
 from det_callbacks.trace.replaced import forget_compiled
@@ -50,6 +51,7 @@ class Session:
     print_line: Callable[[str], None]  # for closing lines
     may_stop = False  # what differs ends the fit
     is_resumed = False
+    idle_before: Collection[str] | None = None  # generators that nothing had drawn from when the checkpoint was saved
     call: str | None = None  # what began last where that is no fit: "trainer.test", say, of which metrics are taken
     run: Any = None  # a RunWriter or a Verification; None of an audit, and before the first stage
     verdict: Verdict | None = None
@@ -58,6 +60,7 @@ class Session:
     def __init__(self, arguments: Any = None, peers: Peers = ALONE) -> None:
         self.arguments: RunArguments = arguments
         self.peers = peers
+        self.reader = GeneratorReader()
         self.is_over = arguments is None  # another fit needs a new session: this one's files were taken back
         self.stages: list[str] = []  # FIT or the call; of calls outside of a fit only those that came to their end
 
@@ -68,8 +71,11 @@ class Session:
     def begin(self, *, is_resumed: bool = False, call: str | None = None) -> None:
         """Begin a fit, or another stage of which metrics are taken."""
         self.is_resumed, self.call = is_resumed, call
+        self.reader = GeneratorReader()
         if call is None:
             self.stages.append(FIT)
+        else:
+            self.reader.begin()
 
     def num_calls(self, call: str) -> int:
         """Return how many such calls outside of a fit came since the last fit began."""
@@ -148,9 +154,10 @@ class TracedSession(Session):
         self._ops, self._training = ops, training
         # A resumed step is recorded as one in the middle is, so that it can be compared with the same uninterrupted.
         self._is_first = not self.is_resumed
-        self._evidence = Evidence(training)
+        self._evidence = Evidence(training, self.reader, is_resumed=self.is_resumed)
         self._hash_mode = HashMode.for_training(training.module, selection, base_phase=training.base_phase)
         recorder = self._hash_mode.recorder
+        recorder.generators.reader = self.reader
         recorder.nondeterministic_ops = ops
         recorder.output_hooks = tuple(hook for hook in (self.op_replay, self.keeper) if hook is not None)
         owner = f"the {self.arguments.called} of {self.path}"
@@ -173,6 +180,9 @@ class TracedSession(Session):
     @override
     def begin_step(self, step: int, batch: Any) -> None:
         selection = self.arguments.selection
+        if not self.reader.has_begun:  # a checkpoint may have brought the generators back, just now
+            known = None if self.detector is None else self.detector.idle_generators(step)
+            self._evidence.begin("batch start", known if self.idle_before is None else self.idle_before)
         if selection.selects_step(step):
             # one that an exception had ended is done again after a resume; a step that was chosen by number is the same
             # one whether its fit came to it from the start or from a checkpoint

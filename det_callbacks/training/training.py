@@ -47,6 +47,7 @@ class Training:
         schedulers: each learning rate scheduler with when it is stepped ("epoch"); None where nobody tells.
         step: the number of the step under way, counted from 0, or of the last one.
         epoch: counted from 0.
+        framework: the distribution that trains, whose version is kept; a loop may use Lightning's Fabric.
         folder: where the folders of runs go by default; asked for on all ranks together.
     """
 
@@ -56,6 +57,7 @@ class Training:
     step = -1
     epoch = 0
     num_drawn_ahead = 0
+    framework = "lightning"
     choices: Mapping[str, Any]
     hooks: Mapping[str, str]
     schedulers: Sequence[tuple[object, str]] | None = None

@@ -15,6 +15,7 @@ from det_callbacks.report import fits as closing
 from det_callbacks.report.console import count, print_closing_line
 from det_callbacks.report.page import write_report
 from det_callbacks.report.verdict import verdict_of_rank
+from det_callbacks.runs.disk import ANOTHER_FOLDER, make_folder
 from det_callbacks.runs.files import stream_path
 from det_callbacks.runs.metrics import Reading
 from det_callbacks.runs.peers import END_OF_FIT
@@ -44,7 +45,7 @@ class Verifying(TracedSession):
         except NotComparableError as error:
             if self.peers.rank == 0 and error.verdict is not None:
                 folder = arguments.current or free_folder(self.root)
-                folder.mkdir(parents=True, exist_ok=True)
+                make_folder(folder, instead=ANOTHER_FOLDER["verify"])
                 write_verdict(folder, replace(error.verdict, current=str(folder)))
             raise
         return self._reference.manifest.selection

@@ -14,6 +14,12 @@ BANNED_WORDS = frozenset({"golden", "baseline", "snapshot", "actual", "actuals",
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _ANY_BANNED = re.compile("|".join(sorted(BANNED_WORDS)), re.IGNORECASE)
 
+# Calls that change the disk: ``path.open("wb")``, ``path.replace(other)`` (text and data take two arguments or names).
+_WRITE = re.compile(
+    r"""^\.(mkdir|makedirs|write_text|write_bytes|touch|rename|unlink|rmdir|copytree|copyfile|rmtree)\("""
+    r"""|^\.open\(['"][rb]*[wax+]|^\.replace\([^,=]*\)$"""
+)
+
 DRAWERS = ("utils", "util", "common", "helpers", "helper", "misc")
 
 # Recipes use public names; who measures or shows the engine itself says so here.
@@ -57,6 +63,27 @@ def private_imports(source: str) -> list[str]:
     return [name for name in names if name.startswith("det_callbacks.")]
 
 
+def unguarded_writes(source: str) -> list[int]:
+    """Return the lines that change the disk outside of ``writing``, which makes one error of what can go wrong."""
+    guarded: set[ast.AST] = set()
+    tree, found = ast.parse(source), list[int]()
+    for node in ast.walk(tree):
+        calls = [item.context_expr for item in node.items] if isinstance(node, ast.With) else []
+        if any(isinstance(call, ast.Call) and ast.unparse(call.func) == "writing" for call in calls):
+            guarded.update(ast.walk(node))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node not in guarded:
+            text = ast.unparse(node)
+            if _WRITE.search(text.removeprefix(ast.unparse(node.func.value))) and "ignore_errors=True" not in text:
+                found.append(node.lineno)
+    return found
+
+
+def test_each_write_of_the_package_is_one_that_can_fail_well() -> None:
+    files = sources("det_callbacks")
+    assert {path: lines for path, text in files.items() if (lines := unguarded_writes(text))} == {}
+
+
 def test_one_idea_has_one_word_no_comment_is_a_banner_and_no_file_is_too_long_or_a_drawer() -> None:
     files = sources("det_callbacks", "recipes", "tests")
     assert misfits(files) == []
@@ -75,4 +102,10 @@ def test_each_rule_finds_what_it_forbids_and_nothing_else() -> None:
     assert len(banners("? ---- part two ----\n?????\n? x".replace("?", "#"))) == 2
     files = {"fine.py": "\n" * 500, "tests/long.py": "\n" * 501, "_utils.py": ""}
     assert misfits(files) == ["tests/long.py", "_utils.py"]
+    writes = (
+        "path.mkdir()\nwith writing(path):\n    path.unlink()\n    path.open('wb')\npath.open('rb')\nx.open('ab')\n"
+    )
+    writes += "one.replace(other)\ntext.replace('a', 'b')\nrmtree(x)\nshutil.rmtree(x)\n"
+    writes += "shutil.rmtree(x, ignore_errors=True)\nRun.open(path)\n"
+    assert unguarded_writes(writes) == [1, 6, 7, 10]
     assert private_imports(imports) == ["det_callbacks.digest", "det_callbacks.trace"]

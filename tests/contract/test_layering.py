@@ -16,7 +16,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "internals", "host_digest", "numbers", "variables", "verdict"),
     ("audit", "patterns", "rng", "nondeterminism"),
     ("runs",),
-    ("digest", "environment", "settings"),
+    ("digest", "environment", "settings", "hydra.configuration"),
     ("trace",),
     ("tensors", "equivalence", "compare", "doctor", "export", "installation"),
     ("report", "checkpoint", "ranks", "numerics", "observers", "judge", "verification"),
@@ -38,7 +38,7 @@ ONLY_IN: Mapping[str, Sequence[str]] = {
     "lightning": ("integrations.lightning", "internals"),
     "pytorch_lightning": (),
     "transformers": (),
-    "hydra": ("hydra",),
+    "hydra": ("hydra", "hydra.configuration"),
     "rich": ("report", "cli"),
 }
 
@@ -65,8 +65,9 @@ def unit(module: str) -> str:
     if "." not in module:
         return "__init__"
     _, room, *inner = module.split(".")
+    part = ".".join((room, *inner[:1]))
     # each way in is a part of its own: it may import its own framework, and no other
-    return f"{room}.{inner[0]}" if room == "integrations" and inner else room
+    return part if room == "integrations" or part == "hydra.configuration" else room
 
 
 def violations(modules: Mapping[str, Sequence[tuple[str, int]]]) -> list[str]:
@@ -122,6 +123,9 @@ def test_what_a_run_is_can_be_imported_without_any_framework() -> None:
         ("ranks.group", "from det_callbacks.training.training import Training", "upwards"),
         ("integrations.lightning.trainer", "import lightning\nfrom det_callbacks.training import training", ""),
         ("integrations.loop", "import lightning", "only integrations.lightning, internals may"),
+        ("training.arguments", "from det_callbacks.hydra.configuration import job_choices", ""),
+        ("training.arguments", "from det_callbacks.hydra import determinism_callback", "upwards"),
+        ("hydra.configuration", "from det_callbacks.hydra.job import Job", "upwards"),
         ("helper.things", "", "in no layer"),
         ("trace.reads", "if TYPE_CHECKING:\n    from det_callbacks.cli import main", ""),
         ("hydra", "from det_callbacks.integrations.lightning import DeterminismCallback\nimport hydra", ""),

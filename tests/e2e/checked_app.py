@@ -5,15 +5,16 @@ Run as a script: ``python checked_app.py set reduction``.
 
 import os
 import sys
+from importlib import import_module
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 NAMES = ["b", "A", "a", "B", *(f"{number:02d}" for number in range(28))]
 FAULTS = sys.argv[1:]
+pl: Any = import_module("pytorch_lightning" if "twin" in FAULTS else "lightning.pytorch")
 
 
 class Samples(Dataset[tuple[Tensor, Tensor]]):

@@ -18,8 +18,10 @@ from guards import process_state
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
-import det_callbacks.hydra as job_callback
+import det_callbacks.hydra.job as job
 from det_callbacks.errors import DivergenceError, NotComparableError
+from det_callbacks.hydra import determinism_callback
+from det_callbacks.hydra.configuration import job_choices
 from det_callbacks.integrations.lightning import ReplicaAuditCallback
 from det_callbacks.training.fits import note_fit, wait
 
@@ -146,9 +148,21 @@ def test_what_cannot_be_applied_starts_no_job(
 ) -> None:
     jobs: list[Any] = []
     if "a defect" in words:
-        monkeypatch.setattr(job_callback, "enforce_determinism", Mock(side_effect=KeyError("a defect")))
+        monkeypatch.setattr(job, "enforce_determinism", Mock(side_effect=KeyError("a defect")))
     status, printed = run_app(jobs.append, *arguments)
     assert (status, words in printed, jobs) == (2, True, [])
+
+
+@pytest.mark.parametrize("module", ["det_callbacks.hydra.job", "det_callbacks.integrations.lightning"])
+def test_an_import_that_fails_is_shown_as_it_is(module: str, run_app: RunApp, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hydra says of it that it cannot locate det_callbacks.hydra.DeterminismJobCallback."""
+    for name in [name for name in sys.modules if name.startswith("det_callbacks.hydra")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module, None)  # its import fails
+    jobs: list[Any] = []
+    status, printed = run_app(jobs.append, *VERIFY)
+    assert (status, jobs, "Error locating target" in printed) == (2, [], False)
+    assert f"ModuleNotFoundError: import of {module} halted" in printed
 
 
 def test_disabled_applies_nothing_and_asks_for_nothing(run_app: RunApp) -> None:
@@ -192,10 +206,12 @@ def test_an_audit_of_replicas_has_to_run(run_app: RunApp) -> None:
 
 def test_folders_start_where_the_program_was_started(run_app: RunApp, tmp_path: Path) -> None:
     built: list[Any] = []
+    configurations: list[Any] = []
     folders: set[Path] = set()
 
     def task(config: DictConfig) -> None:
         built.append(hydra.utils.instantiate(config.callbacks.determinism))
+        configurations.append(job_choices()["config"])
         note_fit()
         folders.add(Path.cwd())
 
@@ -206,11 +222,12 @@ def test_folders_start_where_the_program_was_started(run_app: RunApp, tmp_path: 
     reference = tmp_path / "refs" / "run1"
     assert folders == {tmp_path / "outs" / job for job in "01"}
     assert paths() == [(reference / f"job-{job}", tmp_path / "outs" / job / "determinism") for job in "01"]
-    assert [callback.choices["config"] for callback in built] == [{"seed": seed, "callbacks": {}} for seed in (1, 2)]
+    assert configurations == [{"seed": seed, "callbacks": {}} for seed in (1, 2)]
+    assert job_choices() == {}
     for chdir, given, current in (("true", ["determinism.current=here"], "here"), ("false", [], "out/determinism")):
         built.clear()
         run_app(task, *VERIFY, f"hydra.job.chdir={chdir}", *given)
         assert paths() == [(reference, tmp_path / current)]
     assert tmp_path in folders
-    built = [job_callback.determinism_callback(reference="refs/run1", mode="record")]  # composed by hand
+    built = [determinism_callback(reference="refs/run1", mode="record")]  # composed by hand
     assert paths() == [(reference, None)]

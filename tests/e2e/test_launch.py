@@ -47,19 +47,17 @@ def test_what_goes_wrong_has_a_status_and_is_said_once(run_command: Run) -> None
     assert run_command("record", "run", "--level", "state").status == 0
     failed = "the script failed with status 1"
     for command, faults, status, says in (
-        ("record run", ["no fit"], 2, "no Trainer had a fit"),
+        ("record other", ["no fit"], 2, "no Trainer had a fit"),
         ("verify run", ["no fit"], 2, "no Trainer had a fit"),
         ("verify run", ["own", "twice"], 2, "the script has a DeterminismCallback of its own, which is used"),
         ("verify run", ["broken"], 2, failed),
         ("check", ["broken"], 2, failed),
-        ("record run", [], 2, failed),
     ):
         done = run_command(*command.split(), "--level", "state", faults=faults)
         assert (done.status, done.text.count(says)) == (status, 1), done.text
         shown = done.text if command == "check" else done.errors
         assert ("ZeroDivisionError: the script's own error" in shown) is ("broken" in faults)
         assert ("Traceback" in shown) is ("broken" in faults)
-    assert "RunExistsError: " in done.errors
     for faults in (["planted", "processes"], ["processes"]):
         done = run_command("verify", "run", "--level", "state", faults=faults)
         assert (done.status, "MATCH" in done.text, "DIVERGED" in done.text) == (2, False, False)
@@ -87,6 +85,47 @@ def test_what_goes_wrong_has_a_status_and_is_said_once(run_command: Run) -> None
         done = run_command("record", "other")
         assert (done.status, done.text) == (2, "")
         assert says in done.errors
+
+
+def test_a_refusal_of_ours_is_said_once_and_is_no_failure_of_the_script(run_command: Run) -> None:
+    """A run that is whole is refused before anything is loaded; one that was cut off may be resumed by the script."""
+    assert run_command("record", "run", "--level", "state").status == 0
+    done = run_command("record", "run", "--level", "state")
+    assert (done.status, done.text) == (2, "")
+    says = (
+        f"det-callbacks: {Path('run').absolute()} holds a run already. Nothing was run or changed. Record to another "
+    )
+    assert done.errors.startswith(f"{says}folder, replace the run with --overwrite, or compare")
+    assert run_command("record", "run", "--level", "state", "--overwrite").status == 0
+
+    stream = Path("run/rank-00000/attempt-000.arrows")
+    stream.write_bytes(stream.read_bytes()[:-8])
+    done = run_command("record", "run", "--level", "state")
+    assert (done.status, "training with" in done.text, "Traceback" in done.errors) == (2, True, False)
+    assert done.text.count("(det-callbacks record: --overwrite)") == 1
+    assert "holds a run already" not in done.errors
+    assert "failed with status" not in done.text + done.errors
+    assert done.last == "det-callbacks record: failed (exit status 2)"
+    done = run_command("check", "--level", "state", "--modules", "nothing", "--to", "home")
+    assert (done.status, "failed with status" in done.text) == (2, False)
+    assert done.text.count("matches no module") == 1, done.text
+
+
+@pytest.mark.slow
+def test_a_locale_without_utf_8_changes_nothing_of_a_run(tmp_path: Path) -> None:
+    script = write_app(tmp_path / "app")
+    name = script.rename(script.with_name("träin.py")).name
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0"}
+    words = ("--", sys.executable, name)
+    done = start("record", "rün", *words, folder=script.parent, **ascii_only)
+    assert done.returncode == 0, done.stderr
+    assert StoredRun.open(script.parent / "rün").manifest.environment["process.argv"].value == ["träin.py"]
+    done = start("verify", "rün", "--current", "cürrent", *words, "planted", folder=script.parent, **ascii_only)
+    assert (done.returncode, "Traceback" in done.stderr) == (1, False), done.stderr
+    assert r"at tr\xe4in.py:47 in training_step" in done.stdout
+    done = start("check", "--to", "home", *words, "broken", folder=script.parent, **ascii_only)
+    assert (done.returncode, "det-callbacks check: failed (exit status 2)" in done.stdout) == (2, True), done.stderr
+    assert start("verify", "rün", "--current", "same", *words, folder=script.parent).returncode == 0
 
 
 def test_the_entry_point_gives_nothing_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,6 +178,25 @@ def test_settings_are_in_force_before_the_first_line(tmp_path: Path) -> None:
     assert f"drawn {random.Random(7).random()} 1 7\n" in done.stdout, done.stderr
     assert done.stdout.count("that of the machine") == 2, "the command's own process, and the script's"
     assert done.returncode == 2, "it never fits"
+
+
+@pytest.mark.parametrize(
+    ("loads", "says"),
+    [
+        ("transformers.trainer", "and trains with the Trainer of transformers, which this command cannot reach"),
+        ("torch", "and trains in a loop of its own on torch, which this command cannot reach"),
+        ("pytorch_lightning", "nothing was recorded: no Trainer had a fit, or one had a DeterminismCallback of the"),
+        ("json", "or the Python that trains has no det_callbacks installed"),
+    ],
+)
+def test_what_a_script_trains_with_is_named_where_it_cannot_be_reached(loads: str, says: str, tmp_path: Path) -> None:
+    """The packages are stand-ins, since only what is loaded is looked at."""
+    for name in ("transformers/trainer", "torch/__init__", "pytorch_lightning/__init__"):
+        (tmp_path / f"{name}.py").parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.py").touch()
+    (tmp_path / "train.py").write_text(f"import {loads}")
+    done = start("record", "run", "--", "sh", "-c", f"{sys.executable} train.py", folder=tmp_path)
+    assert (done.returncode, says in " ".join(done.stdout.split())) == (2, True), done.stdout + done.stderr
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")

@@ -14,6 +14,7 @@ import torch
 from faults import Deep, Training, add_ulp, below, samples, verify
 from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from trainers import LIGHTNING_ADVICE
 
 pytestmark = LIGHTNING_ADVICE
@@ -61,6 +62,22 @@ def other_first_reader(model: Any) -> Iterator[None]:
     yield
 
 
+@contextmanager
+def other_division(model: Any) -> Iterator[None]:
+    """What Lightning divides the loss by, or how, is another thing: here the op, below the trace."""
+
+    class Dividing(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            output = func(*args, **(kwargs or {}))
+            is_forward = torch._C._current_graph_task_id() == -1
+            if func is torch.ops.aten.div.Tensor and output.ndim == 0 and model.global_step == 1 and is_forward:
+                add_ulp(output)
+            return output
+
+    with Dividing():
+        yield
+
+
 # the reference's model, the training, where it differs first (step, phase, module, op, name), how and why, what is said
 FAULTS: dict[str, tuple[Any, Training, str, str, str]] = {
     "one ULP in the forward pass": (
@@ -80,6 +97,9 @@ FAULTS: dict[str, tuple[Any, Training, str, str, str]] = {
     "one ULP in one of many states that one op writes": (
         *(ADAMW, Training(model=ADAMW, around=below(op="aten._foreach_lerp_", step=1, written=14))),
         *("1|optimizer||aten._foreach_lerp_.Scalar|exp_avg of net.3.up.weight", "content optimizer", "gave other bits"),
+    ),
+    "one ULP in what Lightning does with the loss": (
+        *(Deep, Training(around=other_division), "1|other||aten.div.Tensor|", "content backward", "starts here"),
     ),
     "other content in a batch": (
         *(Deep, Training(data=other_content), "2|data|||batch[0]", "content data_content"),

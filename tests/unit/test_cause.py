@@ -130,6 +130,25 @@ def start_of_backward(phase, reader):
     return fill
 
 
+def between_passes(step, now):
+    loss = step.op("aten.mean.default", "?x")
+    scaled = step.op("aten.div.Tensor", loss, phase="other", module="", noise=now)
+    step.named("loss", 1, phase="forward", inputs=(scaled,))
+    start = step.op("aten.ones_like.default", scaled, phase="other", module="")
+    step.op("aten.mul.Tensor", start, phase="backward")
+
+
+def after_the_update(step, now):
+    step.op("aten.mul.Tensor", step.op("aten.mean.default", "?x"), phase="backward")
+    step.op("aten.add.Tensor", "?y", phase="optimizer")
+    step.op("aten.clone.default", "?z", phase="other", module="", noise=now)
+
+
+def without_an_optimizer(step, now):
+    step.named("loss", 1, phase="forward")
+    step.named("net.weight", 3 + now)
+
+
 def case(planted, cause, *said, **options):
     """A function that fills both steps, or what the current one has other than ``base``; what is said ("!": is not)."""
     return pytest.param(planted, cause, said, options)
@@ -205,6 +224,9 @@ CASES = [
     case(start_of_backward("forward", "backward"), "backward"),
     case(start_of_backward("other", "forward"), "unknown"),
     case(start_of_backward("forward", "forward"), "forward"),
+    case(between_passes, "backward", "aten.div.Tensor in no module", "starts here"),
+    case(after_the_update, "unknown", "starts here"),
+    case(without_an_optimizer, "unknown", "cannot be proven", selection=STATE),
 ]
 
 

@@ -45,7 +45,7 @@ class Processes:
         Path(self.asked[-1].pop("claim")).touch()
         if given["mode"] == "record" and end.run != "none":
             path = Path(given["reference"])
-            writer = stored_runs.RunWriter.create(path, manifest={"selection": {}, "environment": ENVIRONMENT})
+            writer = stored_runs.RunWriter.create(path, manifest=MANIFEST)
             stored_runs.append(writer, range(4))
             writer.close(complete=end.run == "complete")
         if end.verdict is not None:
@@ -57,6 +57,7 @@ class Processes:
 
 
 ENVIRONMENT = {"torch.num_threads": {"value": 2, "is_machine": True, "changes_bits": True}}
+MANIFEST = {"selection": {}, "environment": ENVIRONMENT}
 HASHING = replace(MATCH, environment=(differing("env.PYTHONHASHSEED", is_machine=False),))
 THREADING = replace(MATCH, environment=(THREADS,))
 Check = Callable[..., tuple[int, list[str], Processes]]
@@ -99,6 +100,7 @@ def test_only_a_verdict_of_match_and_a_good_end_are_a_match(ends, reason, code, 
     """Nothing is varied without one."""
     status, lines, _ = check(*ends, options="--vary threads,workers")
     assert reason in "\n".join(lines)
+    assert not [line for line in lines if line.endswith("..")]
     assert (status, table(lines)[-2:]) == (code, [["workers", "not run"], ["threads", "not run"]])
     assert (f"det-callbacks check: failed (exit status {code})" in lines[-1]) is (code == 2)
 
@@ -136,6 +138,13 @@ def test_what_is_known_best_decides_the_status(vary, ends, outcomes, code, check
     assert f"bit for bit;{' its bits depend on hash-seed;' * (code == 1)} kept in" in lines[-1]
 
 
+@pytest.mark.parametrize(("options", "seed"), [("", None), ("", 7), ("--seed 0", 0)])
+def test_a_script_without_a_seed_is_told_of_the_option(options, seed, check, monkeypatch):
+    monkeypatch.setitem(MANIFEST, "settings", {"seed": seed})
+    _, lines, _ = check(End(), End(verdict=DIVERGED), options=options)
+    assert ("it sets no seed, and --seed 0 sets one before its first line; kept in" in lines[-1]) is (seed is None)
+
+
 def table(lines: Sequence[str]) -> list[list[str]]:
     """Return the runs of the table, and what they came to."""
     rows = [re.split("  +", line) for line in lines if re.match(r"(plain|workers|threads|hash-seed) ? .* +\S", line)]
@@ -147,13 +156,29 @@ def test_what_cannot_be_started_or_has_no_new_folder_is_refused(
 ) -> None:
     assert main(["check"]) == 2
     assert "No command was given" in capsys.readouterr().err
-    with pytest.raises(CheckError, match=r"no-such-program cannot be started"):
+    for words, says in (
+        ("record ref2 python train.py --lr 3", "after --: det-callbacks record ref2 -- python train.py --lr 3\n"),
+        ("check --level state ./train.sh", "after --: det-callbacks check --level state -- ./train.sh\n"),
+    ):
+        assert main(words.split()) == 2
+        assert says in capsys.readouterr().err
+    for words in ("show run other", "record --levels state"):
+        with pytest.raises(SystemExit, match="2"):
+            main(words.split())
+        assert "error: " in capsys.readouterr().err
+    with pytest.raises(CheckError, match=r"no-such-program cannot be started: [^:]*: 'no-such-program'$"):
         Script(words=("no-such-program", "train.py")).record(tmp_path / "run")
+    (tmp_path / "train.py").touch()
+    for name in ("train.py", "./train.py"):
+        with pytest.raises(
+            CheckError, match=rf"{name} cannot be started: .*\. Start it with Python: -- python {name} -x$"
+        ):
+            Script(words=(name, "-x")).record(tmp_path / "run")
     for _ in range(2):
         check(End(status=1))
     first, _ = (tmp_path / "determinism-check").iterdir()
     with pytest.raises(CheckError, match="is not an empty folder"):
-        new_folder(first, "determinism-check")
+        new_folder(first, "determinism-check", option="--to")
 
 
 # real processes

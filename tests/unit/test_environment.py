@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 
 from det_callbacks.environment import capture_environment, code_state, command_choice, script_words
 from det_callbacks.host_digest import digest_bytes, format_digest
-from det_callbacks.hydra import configuration_of
+from det_callbacks.hydra.configuration import configuration_of
 from det_callbacks.runs.environment import AS_COMMITTED, NOT_RECORDED, EnvironmentEntry, compare_environments
 from det_callbacks.settings import enforce_determinism
 from det_callbacks.training.arguments import optimizer_choices
@@ -36,6 +36,14 @@ def chosen(reference: dict[str, Any], current: dict[str, Any]) -> dict[str, tupl
     found = compare_environments(capture_environment(choices=reference), capture_environment(choices=current))
     assert not any(one.is_machine for one in found)
     return {one.name: (one.reference, one.current, one.changes_bits) for one in found}
+
+
+def test_what_is_no_text_in_the_locale_becomes_json() -> None:
+    argv = {"process": {"argv": ["tr\udcc3\udca4in.py", "\udce4", "\ud800", "ä"]}, "x\udcff": "\udcc3\udca4"}
+    entries = capture_environment(choices=argv)
+    assert entries["process.argv"].value == ["träin.py", r"\xe4", r"\ud800", "ä"]
+    assert entries[r"x\xff"].value == "ä"
+    msgspec.json.encode(entries)
 
 
 def test_another_optimizer_and_the_option_of_a_group_are_named() -> None:
@@ -172,11 +180,39 @@ def test_the_script_goes_by_its_name_in_the_project(monkeypatch: pytest.MonkeyPa
     scripts = {"src/train.py": "src/train.py", f"{tmp_path}/src/a.py": "src/a.py", "/home/somebody/a.py": "a.py"}
     for script, shown in (*scripts.items(), ("-c", None)):
         monkeypatch.setattr(sys, "argv", [script, "--password", "hunter2"])
-        assert command_choice(start=tmp_path) == {"process": {"argv": [] if shown is None else [shown]}}
+        words = [] if shown is None else [shown, "--password", "<withheld>"]
+        assert command_choice(start=tmp_path) == {"process": {"argv": words}}
     main.__spec__ = ModuleSpec("project.__main__", None)
     assert script_words() == ["-m", "project"]
 
 
+def test_words_are_kept_as_the_process_was_started_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+    monkeypatch.setattr(sys, "argv", ["train.py"])  # a script took its own words out
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-u", "train.py", *COMMAND_LINE])
+    found = capture_environment(choices=command_choice())["process.argv"]
+    assert found.value == ["train.py", *COMMAND_LINE.values()]
+    monkeypatch.setattr(sys, "argv", ["run.py", "a=1"])  # by a launcher
+    assert command_choice() == {"process": {"argv": ["run.py", "a=1"]}}
+    spec = ModuleType("__main__")
+    spec.__spec__ = ModuleSpec("project.__main__", None)
+    monkeypatch.setitem(sys.modules, "__main__", spec)
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "project", "--lr=1"])
+    assert command_choice() == {"process": {"argv": ["-m", "project", "--lr=1"]}}
+
+
+COMMAND_LINE = {
+    "fit": "fit",
+    "--lr": "--lr",
+    "0.1": "0.1",
+    "--api-key": "--api-key",
+    "hunter2": "<withheld>",
+    "--wandb-token=abc": "--wandb-token=<withheld>",
+    "--pad_token=3": "--pad_token=3",
+    "--data=/home/somebody/data": "--data=<place>",
+    '{"hub_token": "abc"}': "<withheld>",
+    "determinism=1": "determinism=1",
+}
 KEPT = ("+model/net=large", "~callbacks.stopping", "determinism.settings.seed=0", "determinism_of_mine=1")
 OURS = ("determinism.reference=refs/a", "+determinism=record", "callbacks.determinism.level=op")
 WITHHELD = {

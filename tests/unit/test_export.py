@@ -9,7 +9,7 @@ import pytest
 from stored_runs import OneOf, append, create, join, record
 
 from det_callbacks import export
-from det_callbacks.errors import ExportError, ReferenceFormatError, ReferenceNotFoundError
+from det_callbacks.errors import ExportError, ReferenceFormatError, ReferenceNotFoundError, WriteError
 from det_callbacks.export import export_run
 from det_callbacks.runs.files import stream_path
 from det_callbacks.runs.manifest import Attempt, read_manifest, write_manifest
@@ -71,7 +71,7 @@ def test_what_cannot_be_exported_leaves_nothing_and_touches_nothing(tmp_path, ru
     to = tmp_path / "to"
     with monkeypatch.context() as patch:
         patch.setattr(export.pq.ParquetWriter, "write_table", Mock(side_effect=OSError(28, "No space left on device")))
-        with pytest.raises(ExportError, match="No space left"):
+        with pytest.raises(WriteError, match=r"No space left on device; free some space, or name .* folder .--to of"):
             export_run(run, to)
     file = stream_path(run, 1, 0, 0)
     content = file.read_bytes()

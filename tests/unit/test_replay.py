@@ -27,7 +27,7 @@ from verdicts import DIVERGENCE
 
 from det_callbacks.compare.numbers import with_numbers
 from det_callbacks.digest.components import digest_tensor
-from det_callbacks.errors import DetCallbacksError, ReferenceFormatError, ReplayError
+from det_callbacks.errors import DetCallbacksError, ReferenceFormatError, ReplayError, WriteError
 from det_callbacks.host_digest import format_digest
 from det_callbacks.runs.files import stream_path
 from det_callbacks.runs.steps import StepTrace
@@ -318,7 +318,7 @@ def test_what_cannot_be_copied_or_written_is_left_out_and_said(tmp_path: Path, m
     trace(keeping, lambda: torch.ones(3, 3).to_sparse())
     assert (keeping.counts.num_tensors, keeping.counts.num_missing) == (1, 1)
     assert "has the layout sparse_coo, so its bits cannot be saved" in keeping.counts.reason
-    for name, error in (("copies.copy_bits", torch.OutOfMemoryError()), ("files.StepWriter.write", OSError("full"))):
+    for name, error in (("copies.copy_bits", torch.OutOfMemoryError()), ("files.StepWriter.write", WriteError("full"))):
         with monkeypatch.context() as patch:
             patch.setattr(f"det_callbacks.tensors.{name}", mock.Mock(side_effect=error))
             trace(keeping, lambda: torch.ones(2))

@@ -15,12 +15,21 @@ import pytest
 import torch
 from torch import Generator, Tensor, nn
 
-from det_callbacks import DeterminismSettings, HashMode, enforce_determinism
+from det_callbacks import DeterminismSettings, HashMode, enforce_determinism, rng
 from det_callbacks.digest.device.triton_digest import Choice
 from det_callbacks.environment import capture_environment
-from det_callbacks.rng import GeneratorStates, RewindPoint, digest_generator, home_devices, is_default, used_generators
+from det_callbacks.rng import (
+    GeneratorStates,
+    RewindPoint,
+    digest_generator,
+    home_devices,
+    is_default,
+    state_bytes,
+    used_generators,
+)
+from det_callbacks.runs.program import AFTER_STEP
 from det_callbacks.trace import generators as traced
-from det_callbacks.trace.generators import Ledger, generator_of
+from det_callbacks.trace.generators import GeneratorReader, Ledger, generator_of
 from det_callbacks.training.held_generators import MAX_ITEMS, find_generators
 
 
@@ -110,7 +119,7 @@ def stored(states: GeneratorStates) -> GeneratorStates:
 
 def test_a_process_that_has_not_used_cuda_is_asked_nothing(cuda: StandInDevices) -> None:
     cuda.is_initialized = False
-    ledger = Ledger()
+    ledger = Ledger(GeneratorReader())
     ledger.mark("fit start", with_seeds=True)
     with HashMode() as mode:
         pass
@@ -168,14 +177,17 @@ def test_what_an_op_draws_follows_from_the_state_of_its_own_device(
                 torch.bernoulli(torch.full((2,), 0.5))
         sites = mode.trace.program.sites
         rows = [(index, site.name, site.inputs) for index, site in enumerate(sites) if "cuda" in str(site.name)]
-        drew = next(index for index, site in enumerate(sites) if site.op == "aten.bernoulli.default")
         (of_1, _, _), (of_3, _, _), (again, _, _), *_ = rows
-        expected = [(own, ()), (other, ()), (other, (of_3,)), (own, (of_1,)), (other, (again, drew))]
+        first, second, last = (at for at, site in enumerate(sites) if site.op == "aten.bernoulli.default")
+        (again_1, _, _) = rows[3]
+        expected = [(own, ()), (other, ()), (other, (of_3,)), (own, (of_1,)), (other, (again, first))]
+        ends = [(own, (again_1, second)), (other, (rows[4][0], last))]
+        expected += [(f"{name}{AFTER_STEP}", inputs) for name, inputs in ends]
         assert [(name, inputs) for _, name, inputs in rows] == expected
 
 
 def test_seeds_are_noted_and_in_a_capture_nothing_is_read_nor_put_back(cuda: StandInDevices) -> None:
-    ledger, unread = Ledger(), ["torch.cuda", "torch.cuda:3", "noise on cuda"]
+    ledger, unread = Ledger(GeneratorReader()), ["torch.cuda", "torch.cuda:3", "noise on cuda"]
     ledger.mark("batch start", with_seeds=True)
     noted = {"torch.cpu", "torch.cuda", "seed of torch.cuda", "torch.cuda:3", "seed of torch.cuda:3"}
     assert noted <= {row.name for row in ledger.take(0)}
@@ -247,6 +259,52 @@ def test_the_digest_of_a_generator_follows_its_state(make: Callable[[], Any], dr
     assert len(found) == 700
     assert make() is random or digest_generator(make()) in found
     random.setstate(before)
+
+
+def test_a_generator_reads_as_zero_until_something_draws_from_it() -> None:
+    """Also one that comes back to where it began: it was drawn from."""
+    held = torch.Generator().manual_seed(1)
+    point = RewindPoint()
+    reader, unbegun = GeneratorReader(), GeneratorReader()
+    assert (reader.idle(), unbegun.read("numpy", np.random)) == (None, digest_generator(np.random))
+    begun = reader.begin({"numpy", "torch.cpu"})
+    assert begun == {"numpy": digest_generator(np.random), "torch.cpu": digest_generator(torch.default_generator)}
+    assert reader.idle() == ("numpy", "torch.cpu")
+    assert reader.read("python", random) == digest_generator(random)
+    assert reader.read("held", held) == digest_generator(held)  # it was not there at the beginning
+    np.random.rand()
+    assert reader.idle() == ("torch.cpu",)
+    assert reader.read("numpy", np.random) == digest_generator(np.random)
+    point.put_back()
+    assert reader.read("numpy", np.random) == begun["numpy"]
+    torch.rand(1)
+    point.put_back()
+    assert reader.read("torch.cpu", torch.default_generator) == 0  # nobody saw it move, nor did a mark come between
+
+
+class OfItsOwn(random.Random):
+    """A generator whose state is elsewhere than that of ``random.Random``."""
+
+    number = 1
+
+    def getstate(self) -> Any:
+        return 3, (self.number,), None
+
+
+def test_the_state_of_a_python_generator_is_what_getstate_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(700):  # past the end of its 624 words
+        random.random()
+    one, other = random.Random(3), OfItsOwn(3)
+    assert state_bytes(one) == state_bytes(random.Random(3))
+    before = digest_generator(other)
+    other.number = 2
+    assert digest_generator(other) != before
+    for generator in (random, one):
+        generator.gauss(0, 1)
+        read = state_bytes(generator)
+        with monkeypatch.context() as unknown:
+            unknown.setattr(rng, "_has_known_layout", lambda: False)
+            assert state_bytes(generator) == read
 
 
 def test_every_generator_goes_on_from_where_it_was_read() -> None:

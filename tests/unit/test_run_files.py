@@ -10,8 +10,15 @@ import pyarrow.parquet as pq
 import pytest
 from stored_runs import append, create, record, small_layout, small_program
 
-from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError, RunExistsError, SelectionError
+from det_callbacks.errors import (
+    ReferenceFormatError,
+    ReferenceNotFoundError,
+    RunExistsError,
+    SelectionError,
+    WriteError,
+)
 from det_callbacks.runs import files
+from det_callbacks.runs.disk import replace_atomically
 from det_callbacks.runs.manifest import Manifest, _digest, read_manifest, write_manifest
 from det_callbacks.runs.place import make_room, put_in_place
 from det_callbacks.runs.program import Program
@@ -178,17 +185,18 @@ def test_a_file_in_the_way_is_named(tmp_path):
     file.write_text("theirs")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for path in (file, file / "run", tmp_path / "link"):
-        with pytest.raises(RunExistsError, match=f"{path} is a file"):
+        with pytest.raises(WriteError, match=r"is a file; record into another folder \(reference of Det") as caught:
             make_room(path, overwrite=True)
+        assert (caught.value.exit_code, caught.value.path) == (2, str(path))
     assert file.read_text() == "theirs"
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "file"
-    files.replace_atomically(path, b"before")
+    replace_atomically(path, b"before")
     monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError("no space left")))
-    with pytest.raises(OSError, match="no space"):
-        files.replace_atomically(path, b"after")
+    with pytest.raises(WriteError, match="no space"):
+        replace_atomically(path, b"after")
     assert [(one.name, one.read_bytes()) for one in tmp_path.iterdir()] == [("file", b"before")]
 
 

@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stored_runs import OneOf, append, create, digests_of, everything_in, join, record, resume, whole_steps
 
-from det_callbacks.errors import RankError, ReferenceFormatError, ReferenceNotFoundError, RunExistsError, SelectionError
+from det_callbacks.errors import (
+    RankError,
+    ReferenceFormatError,
+    ReferenceNotFoundError,
+    RunExistsError,
+    SelectionError,
+    WriteError,
+)
 from det_callbacks.ranks.group import RankGroup
 from det_callbacks.runs import writer as writer_module
 from det_callbacks.runs.files import stream_path
@@ -72,12 +79,16 @@ def test_half_a_write_is_the_last_one(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (writer.bytes_written + 100, limits[1]))
     try:
-        with pytest.raises(OSError, match="only 100 of 504 bytes could be written; is the disk full"):
+        with pytest.raises(
+            WriteError, match="only 100 of 504 bytes had room; free some space, or name another"
+        ) as caught:
             append(writer, [1])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    with pytest.raises(ValueError, match="the run is closed"):
+    assert (caught.value.exit_code, caught.value.path) == (2, str(writer.stream))
+    with pytest.raises(WriteError, match="an earlier write to it failed"):
         append(writer, [2])
+    writer.close(complete=False)
     run = Run.open(tmp_path / "run")
     assert list(run.rank(0).steps(0)) == [0]
     assert re.search(r"attempt-000\.arrows: its tail is torn.*; 0 is the last whole step", str(run.incomplete_reason))
@@ -165,6 +176,7 @@ def test_the_old_run_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
     before = everything_in(path)
     for complete in (False, None):  # None: a kill
         writer = append(create(path, overwrite=True), [0, 1], seed=1, complete=complete)
+        writer.release()  # as a kill does
         assert everything_in(path) == before
         assert seeds_of(writer.path) == {0: 1, 1: 1}
         with pytest.raises(RunExistsError):
@@ -209,6 +221,7 @@ def test_a_kill_before_run_json_leaves_what_was_there(tmp_path, monkeypatch):
     for path in (tmp_path / "segment", tmp_path / "resume"):
         writer = append(create(path), [0, 1], complete=None if path.name == "segment" else False)
         kill_in(writer.start_segment if path.name == "segment" else lambda path=path: resume(path))
+        writer.release()
         assert (seeds_of(path), Run.open(path).is_complete) == ({0: 0, 1: 0}, False)
         append(resume(path), [1, 2], seed=1, complete=True)
         assert (seeds_of(path), Run.open(path).is_complete) == ({0: 0, 1: 1, 2: 1}, True)

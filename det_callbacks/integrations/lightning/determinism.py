@@ -16,10 +16,12 @@ from det_callbacks.integrations.lightning.progress import ProgressReporter
 from det_callbacks.integrations.lightning.replaced import ReplacedInLightning
 from det_callbacks.integrations.lightning.trainer import LightningTraining
 from det_callbacks.internals.lightning import RESTORE, checkpoint_connector, is_training_done, require
+from det_callbacks.internals.twins import join_twins
 from det_callbacks.report.fits import no_metrics_text
 from det_callbacks.training.following import FollowedRun
 
 
+@join_twins
 class DeterminismCallback(FollowedRun, pl.Callback):
     """Record a training run, or verify it against a recorded one, bit for bit.
 
@@ -60,6 +62,7 @@ class DeterminismCallback(FollowedRun, pl.Callback):
     Raises:
         SelectionError, SettingsError: an argument is not one of the allowed ones (at construction), or comes too late.
         ReferenceNotFoundError, ReferenceFormatError, RunExistsError: the reference is missing or damaged, or is there.
+        RunInUseError, WriteError: another process writes to the folder; nothing can be written, as on a full disk.
         DivergenceError, NotComparableError: the run is not the reference, or not the run that it resumes.
         ReplayError, ReplicaError, AuditError: too much is saved; replicas differ; an op differs from itself.
         CheckpointMismatchError, CheckpointFormatError: a checkpoint is not what was saved.
@@ -75,6 +78,7 @@ class DeterminismCallback(FollowedRun, pl.Callback):
     @override
     def _begin_closed(self) -> None:
         super()._begin_closed()
+        join_twins(DeterminismCallback)  # pytorch_lightning may have been imported after this module
         self._logged = LoggedMetrics()
         self._progress = ProgressReporter()
         self._checkpoints: CheckpointWatch | None = None
@@ -134,6 +138,7 @@ class DeterminismCallback(FollowedRun, pl.Callback):
         run_id = None if session.run is None else session.run.manifest.run_id
         self._checkpoints.begin_fit({"id": run_id, "mode": self.mode, "reference": reference})
         self._follow()
+        session.idle_before, self._checkpoints.resuming.reader = self._checkpoints.resuming.idle, session.reader
         if self.log_metrics and self.mode != "audit":
             self._progress.begin_fit(trainer, is_recording=self.mode == "record")
 

@@ -10,12 +10,15 @@ from types import TracebackType
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from det_callbacks.errors import DetCallbacksError, DivergenceError, SelectionError, SettingsError
+from det_callbacks.errors import DetCallbacksError, DivergenceError, SelectionError, SettingsError, WriteError
 from det_callbacks.integrations.lightning.determinism import DeterminismCallback
 from det_callbacks.integrations.lightning.progress import print_beside_bar
 from det_callbacks.report.console import print_error
+from det_callbacks.runs.disk import writing
 from det_callbacks.settings import DeterminismSettings
-from det_callbacks.variables import LAUNCH
+from det_callbacks.variables import LAUNCH, REFUSAL
+
+_ANOTHER_TMPDIR = "set TMPDIR to a folder that can be written"
 
 
 class LaunchedCallback(DeterminismCallback):
@@ -47,14 +50,38 @@ class LaunchedCallback(DeterminismCallback):
             # The first process makes this file. A second one, whose verdict would replace the first one's, writes its
             # error into it, and the command reads that.
             claim = Path(json.loads(os.environ[LAUNCH])["claim"])
-            try:
-                claim.touch(exist_ok=False)
-            except FileExistsError as error:
-                text = "The command trains in several processes that are no ranks of one training, and are no one run"
-                claim.write_text(text, encoding="utf-8")
-                raise SelectionError(f"{text}. Start det-callbacks for each of them.") from error
+            with writing(claim, instead=_ANOTHER_TMPDIR):
+                try:
+                    claim.touch(exist_ok=False)
+                except FileExistsError as error:
+                    text = (
+                        "The command trains in several processes that are no ranks of one training, and are no one run"
+                    )
+                    claim.write_text(text, encoding="utf-8")
+                    raise SelectionError(f"{text}. Start det-callbacks for each of them.") from error
             self._has_claimed = True
         super().setup(trainer, pl_module, stage)
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        super().on_exception(trainer, pl_module, exception)
+        _tell_command(exception)  # also where Hydra or the script catches it
+
+
+def _tell_command(error: BaseException) -> bool:
+    """Write why det_callbacks ends the script to where the command looks; return whether the command prints it."""
+    asked = json.loads(os.environ[LAUNCH])
+    if not isinstance(error, DetCallbacksError):
+        return False
+    if asked["arguments"]["mode"] == "verify" and isinstance(error, DivergenceError):
+        return True  # the command prints the verdict
+    refusal, text = Path(asked["claim"]).with_name(REFUSAL), str(error)
+    try:
+        with writing(refusal), refusal.open("x", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+    except WriteError as failure:  # it is there, of this error or of the rank that failed first, or has no room
+        return isinstance(failure.__cause__, FileExistsError) and refusal.read_text(encoding="utf-8") == text
+    return True
 
 
 @cache  # a script of several Trainers is one run
@@ -66,7 +93,7 @@ def launched_callback(asked: str) -> LaunchedCallback:
     def print_plainly(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not isinstance(error, DetCallbacksError):
             before(kind, error, trace)
-        elif not (arguments["mode"] == "verify" and isinstance(error, DivergenceError)):  # which the command prints
+        elif not _tell_command(error):
             print_error(error)
 
     sys.excepthook = print_plainly

@@ -6,9 +6,9 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from det_callbacks.internals.lightning import Loop
+from det_callbacks.internals.twins import either
 from det_callbacks.rng import Held
 from det_callbacks.training import held_generators
 
@@ -18,26 +18,7 @@ _LEFT = (pl.Trainer, Logger, Strategy, Loop)
 
 def find_generators(roots: Mapping[str, object], *, left: tuple[type, ...] = ()) -> dict[str, Held]:
     """Return path -> random generator for those that the roots reach, but through Lightning's loops and ``left``."""
-    return held_generators.find_generators(roots, left=(*_LEFT, *left))
-
-
-class _Followed(CombinedLoader):
-    """A loader that calls its followers in the order in which they came: a resume restores before others read."""
-
-    _followers: list[Any]
-
-    def __iter__(self) -> Any:
-        for follower in self._followers:
-            follower.begin_iteration()
-        return super().__iter__()
-
-    def __next__(self) -> Any:
-        for follower in self._followers:
-            follower.begin_draw()
-        drawn = super().__next__()
-        for follower in self._followers:
-            follower.end_draw(drawn[0])
-        return drawn
+    return held_generators.find_generators(roots, left=(*either(*_LEFT), *left))
 
 
 def follow(loader: Any, follower: Any) -> Callable[[], object]:
@@ -45,11 +26,8 @@ def follow(loader: Any, follower: Any) -> Callable[[], object]:
 
     Several may end in any order. As long as it is followed, the loader has a subclass of its own, under the same name.
     """
-    if not isinstance(loader, _Followed):
-        base = type(loader)
-        names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "_followers": []}
-        # ours first, so that its super() is the loader's own class
-        loader.__class__ = type(base.__name__, (_Followed, base), names)
+    if not hasattr(loader, "_followers"):
+        loader.__class__ = _followed(type(loader))
     followers = loader._followers
     followers.append(follower)
 
@@ -57,6 +35,30 @@ def follow(loader: Any, follower: Any) -> Callable[[], object]:
         if follower in followers:
             followers.remove(follower)
             if not followers:
-                loader.__class__ = type(loader).__bases__[1]
+                loader.__class__ = type(loader).__base__
 
     return end
+
+
+def _followed(base: Any) -> Any:
+    """Return a subclass of a CombinedLoader's class that calls followers in the order in which they came.
+
+    A resume, which comes first, restores generators before the others read them.
+    """
+    followers: list[Any] = []
+
+    def begin(loader: Any) -> Any:
+        for follower in followers:
+            follower.begin_iteration()
+        return base.__iter__(loader)
+
+    def draw(loader: Any) -> Any:
+        for follower in followers:
+            follower.begin_draw()
+        drawn = base.__next__(loader)
+        for follower in followers:
+            follower.end_draw(drawn[0])
+        return drawn
+
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "_followers": followers}
+    return type(base.__name__, (base,), {**names, "__iter__": begin, "__next__": draw})

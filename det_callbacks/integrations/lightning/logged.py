@@ -90,7 +90,7 @@ class LoggedMetrics:
             metrics = {name: metric_of(value) for name, value in values.items() if selects(name)}
         if not metrics and not evidence:
             return False
-        evidence |= generator_states()
+        evidence |= generator_states(session.reader)
         evidence |= {} if where == "epoch" else {**_lengths(trainer, where), **first_batches}
         place: dict[str, Any] = {"where": where, "number": number, "step": self.step, "epoch": epoch}
         return bool(session.put_metrics(Reading(**place, metrics=metrics, evidence=evidence)))

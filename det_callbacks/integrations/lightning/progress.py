@@ -17,6 +17,7 @@ from det_callbacks.internals.lightning import (
     progress_bar_metrics,
     should_accumulate,
 )
+from det_callbacks.internals.twins import either
 from det_callbacks.report.console import print_closing_line
 from det_callbacks.report.fits import progress_word
 from det_callbacks.rng import RewindPoint
@@ -52,7 +53,8 @@ class ProgressReporter:
         trainer: Any = self._trainer
         fit_loop, every = trainer.fit_loop, trainer.log_every_n_steps
         self._unlogged, self._step = progress, num_optimizer_steps(fit_loop.epoch_loop)
-        if isinstance(trainer.progress_bar_callback, TQDMProgressBar | RichProgressBar):  # another need not take text
+        # another bar need not take text
+        if isinstance(trainer.progress_bar_callback, either(TQDMProgressBar, RichProgressBar)):
             numbers = {"num_steps": progress.num_steps, "num_differing": progress.num_differing}
             _bar_metrics(trainer)[KEY] = progress_word(**numbers, is_recording=self._is_recording)
         if every and (self._step + 1) % every == 0 and not should_accumulate(fit_loop)():
@@ -95,13 +97,13 @@ class ProgressReporter:
 
 def _give_verdict(logger: Logger, verdict: Verdict, step: int) -> None:
     files = [path for name in (VERDICT_FILE, REPORT_FILE) if (path := Path(verdict.current, name)).is_file()]
-    if isinstance(logger, TensorBoardLogger):
+    if isinstance(logger, either(TensorBoardLogger)):
         logger.experiment.add_text(f"{KEY}/verdict", f"{verdict.verdict}: {verdict.explanation}", step)
         logger.save()
     for path in files:
-        if isinstance(logger, WandbLogger):  # wandb 0.31
+        if isinstance(logger, either(WandbLogger)):  # wandb 0.31
             logger.experiment.log_artifact(str(path), name=f"{KEY}-{path.stem}", type=KEY)
-        elif isinstance(logger, MLFlowLogger):  # mlflow 3.17
+        elif isinstance(logger, either(MLFlowLogger)):  # mlflow 3.17
             logger.experiment.log_artifact(logger.run_id, str(path), KEY)
 
 
@@ -114,6 +116,6 @@ def _bar_metrics(trainer: pl.Trainer) -> dict[str, Any]:
 def print_beside_bar(trainer: pl.Trainer, text: str) -> None:
     """Print a closing line on a line of its own, also where one of Lightning's progress bars is on the terminal."""
     bar: Any = trainer.progress_bar_callback
-    is_rich = isinstance(bar, RichProgressBar) and bar.progress is not None and bar.progress.live.is_started
-    with Tqdm.external_write_mode() if isinstance(bar, TQDMProgressBar) else nullcontext():
+    is_rich = isinstance(bar, either(RichProgressBar)) and bar.progress is not None and bar.progress.live.is_started
+    with Tqdm.external_write_mode() if isinstance(bar, either(TQDMProgressBar)) else nullcontext():
         print_closing_line(text, bar.progress.console if is_rich and sys.stdout.isatty() else None)

@@ -12,6 +12,7 @@ from typing_extensions import override
 from det_callbacks.errors import DivergenceError, NothingComparedError, SelectionError
 from det_callbacks.integrations.lightning.determinism import DeterminismCallback
 from det_callbacks.internals.lightning import MultiProcessingLauncher, is_out_of_batches
+from det_callbacks.internals.twins import either
 from det_callbacks.judge import compare_runs
 from det_callbacks.ranks.group import RankGroup
 from det_callbacks.report.console import count
@@ -77,7 +78,7 @@ def prove_resume(
     def train(callback: DeterminismCallback, end: _End, ckpt_path: Path | None = None) -> None:
         generators = RewindPoint()
         trainer = make_trainer()
-        if isinstance(trainer.strategy.launcher, MultiProcessingLauncher):
+        if isinstance(trainer.strategy.launcher, either(MultiProcessingLauncher)):
             raise SelectionError('Processes that a Trainer spawns give nothing back: use strategy="ddp", or torchrun.')
         callbacks: list[pl.Callback] = vars(trainer)["callbacks"]
         callbacks[:] = [callback, *callbacks, end]

@@ -10,12 +10,14 @@ from typing_extensions import override
 
 from det_callbacks.errors import NothingComparedError, SettingsError
 from det_callbacks.integrations.lightning.trainer import LightningTraining
+from det_callbacks.internals.twins import join_twins
 from det_callbacks.patterns import as_names
 from det_callbacks.training.arguments import OnDivergence, require_one_of, require_whole
 from det_callbacks.training.fits import note_fit
 from det_callbacks.training.replicas import Replicas
 
 
+@join_twins
 class ReplicaAuditCallback(Replicas, Callback):
     """Compare the replicas of a training on several ranks, without a reference.
 
@@ -50,6 +52,7 @@ class ReplicaAuditCallback(Replicas, Callback):
     ) -> None:
         require_one_of("on_divergence", on_divergence, OnDivergence)
         require_whole("every_n_steps", every_n_steps, 1)
+        join_twins(ReplicaAuditCallback)  # pytorch_lightning may have been imported after this module
         super().__init__(every_n_steps, on_divergence, ignore=as_names("ignore", ignore))
 
     @override

@@ -32,6 +32,7 @@ from det_callbacks.internals.lightning import (
     validation_data,
 )
 from det_callbacks.internals.torch import DDP_IGNORED
+from det_callbacks.internals.twins import either, own_class, package_of
 from det_callbacks.ranks.replicas import ReplicatedState, replicated_state
 from det_callbacks.runs.evidence import AFTER, BEFORE
 from det_callbacks.training.training import LoaderFollower, Training, Wrap
@@ -45,6 +46,7 @@ class LightningTraining(Training):
         self._replaced = ReplacedInLightning()
         self._let_go: Callable[[], object] = lambda: None
         self.rank, self.world_size = trainer.global_rank, trainer.world_size
+        self.framework = package_of(trainer)
 
     @property
     def module(self) -> nn.Module:
@@ -89,7 +91,7 @@ class LightningTraining(Training):
     def num_drawn_ahead(self) -> int:
         """A fetcher draws one ahead where the data has no length."""
         fetcher = data_fetcher(self.trainer.fit_loop)
-        return len(fetcher.batches) if isinstance(fetcher, PrefetchFetcher) else 0
+        return len(fetcher.batches) if isinstance(fetcher, either(PrefetchFetcher)) else 0
 
     @property
     def choices(self) -> Mapping[str, Any]:
@@ -103,12 +105,13 @@ class LightningTraining(Training):
         place, module = callbacks.index(self._own), self.trainer.lightning_module
         found: dict[str, str] = {}
         for order, neighbours in ((BEFORE, callbacks[:place]), (AFTER, callbacks[place + 1 :])):
-            others = [one for one in neighbours if not isinstance(one, ProgressBar)]
-            others.sort(key=lambda callback: type(callback).__module__.startswith("lightning."))
+            others = [one for one in neighbours if not isinstance(one, either(ProgressBar))]
+            others.sort(key=lambda callback: type(callback).__module__.startswith(("lightning.", "pytorch_lightning.")))
             for hook in (name for name in vars(pl.Callback) if name.startswith("on_")):
-                users = [one for one in others if getattr(type(one), hook, None) is not getattr(pl.Callback, hook)]
+                inherited = [getattr(base, hook) for base in either(pl.Callback)]
+                users = [one for one in others if getattr(type(one), hook, None) not in inherited]
                 names = [type(one).__qualname__ for one in users]
-                if order == AFTER and is_overridden(hook, module, pl.LightningModule):
+                if order == AFTER and is_overridden(hook, module, own_class(module, pl.LightningModule)):
                     names.insert(0, type(module).__qualname__)  # its hooks are called after those of all callbacks
                 if names:
                     found[f"{order} {hook}"] = ", ".join(names)
@@ -132,7 +135,8 @@ class LightningTraining(Training):
         loaders, loader = self.loaders, combined_loader(self.trainer.fit_loop)
         assert loaders is not None, "they are loaded"
         inner = loader.flattened
-        held = find_generators({"train_dataloader": inner[0] if len(inner) == 1 else inner}, left=(pl.LightningModule,))
+        roots = {"train_dataloader": inner[0] if len(inner) == 1 else inner}
+        held = find_generators(roots, left=either(pl.LightningModule))
         self._let_go = follow(loader, follower)
         follower.begin_loaders(loaders, held, is_in_turn=loader._mode == "sequential")
 
@@ -156,7 +160,7 @@ class LightningTraining(Training):
     @override
     def replicated_weights(self) -> dict[str, Tensor] | None:
         module = self.module
-        if not isinstance(self.trainer.strategy, DDPStrategy):
+        if not isinstance(self.trainer.strategy, either(DDPStrategy)):
             return None
         ignored = set(getattr(module, DDP_IGNORED, ()))
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
@@ -168,14 +172,14 @@ class LightningTraining(Training):
         options: dict[str, Any] = {"everybody": range(self.world_size), "ignore": ignore}
         if isinstance(model, DistributedDataParallel):
             # post-local SGD, read at Lightning 2.6.6: its replicas are only equal every now and then
-            if isinstance(strategy, DDPStrategy) and model_averager(strategy) is not None:
+            if isinstance(strategy, either(DDPStrategy)) and model_averager(strategy) is not None:
                 raise SettingsError(
                     "The replicas differ by design between two averagings of DDPStrategy(model_averaging_period=...), "
                     "so an audit of them would say nothing. Leave the audit out, or the averaging."
                 )
             options["everybody"] = dist.get_process_group_ranks(model.process_group)
             options |= {"ddp_ignores": model.parameters_to_ignore, "has_own_buffers": not model.broadcast_buffers}
-        elif not isinstance(strategy, ModelParallelStrategy):
+        elif not isinstance(strategy, either(ModelParallelStrategy)):
             raise SettingsError(
                 f"{type(strategy).__name__} does not say which ranks hold the same parameters, so its replicas cannot "
                 "be compared. Those of DDP and of ModelParallelStrategy (FSDP2, tensor parallelism, meshes) can; "

@@ -23,6 +23,7 @@ from det_callbacks.internals.torch import (
     mark_gradient,
     rebuild_buckets,
 )
+from det_callbacks.internals.twins import either
 
 Buckets = tuple[tuple[str, ...], ...]
 """Names of the parameters in each."""
@@ -94,7 +95,7 @@ def make(ddp: Any, wanted: Buckets) -> str:
 
 
 def _has_hook_state(strategy: Any) -> bool:
-    return isinstance(strategy, DDPStrategy) and ddp_hook_state(strategy) is not None
+    return isinstance(strategy, either(DDPStrategy)) and ddp_hook_state(strategy) is not None
 
 
 def _names(ddp: Any) -> list[str]:

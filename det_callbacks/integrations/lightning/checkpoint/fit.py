@@ -24,6 +24,7 @@ from det_callbacks.internals.lightning import (
     should_validate,
 )
 from det_callbacks.internals.torch import left_out_of_state
+from det_callbacks.internals.twins import either
 from det_callbacks.rng import Held
 
 GRADIENT, BUFFER = "gradient ", "buffer "
@@ -91,7 +92,7 @@ def saved_states(trainer: pl.Trainer) -> dict[str, str]:
     states = {
         f"state of {callback.state_key}": callback.state_dict()
         for callback in vars(trainer)["callbacks"]
-        if not isinstance(callback, Checkpoint | Timer)
+        if not isinstance(callback, either(Checkpoint, Timer))
     }
     restored = plateaus(trainer)
     for index, config in enumerate(trainer.lr_scheduler_configs):
@@ -126,10 +127,10 @@ def problems(trainer: pl.Trainer) -> Iterator[str]:
     epochs: Any = loop.epoch_progress.current
     fetcher = data_fetcher(loop)
     validated = loop.epoch_loop.val_loop.batch_progress
-    if trainer.world_size > 1 and not isinstance(trainer.strategy, DDPStrategy | ModelParallelStrategy):
+    if trainer.world_size > 1 and not isinstance(trainer.strategy, either(DDPStrategy, ModelParallelStrategy)):
         name = type(trainer.strategy).__name__
         yield f"what {name} keeps on each rank is not known; use DDPStrategy or ModelParallelStrategy"
-    draws_itself = isinstance(fetcher, DataLoaderIterFetcher)
+    draws_itself = isinstance(fetcher, either(DataLoaderIterFetcher))
     is_made_again = getattr(trainer, "reload_dataloaders_every_n_epochs", False)
     if not draws_itself and fetcher is not None and fetcher.length is None:
         yield "its training data has no length, so Lightning draws a batch ahead; give the data set a __len__"
@@ -142,7 +143,7 @@ def problems(trainer: pl.Trainer) -> Iterator[str]:
             "several loaders, dataloader_iter, load_state_dict of a loader and reload_dataloaders_every_n_epochs are "
             "not supported"
         )
-    if any(isinstance(callback, GradientAccumulationScheduler) for callback in vars(trainer)["callbacks"]):
+    if any(isinstance(callback, either(GradientAccumulationScheduler)) for callback in vars(trainer)["callbacks"]):
         yield "GradientAccumulationScheduler is not supported; use accumulate_grad_batches"
     if batches.total.started < min(batches.total.ready, batches.total.processed):
         yield "on_train_batch_start returned -1 before, which leaves Lightning's counts of batches apart"

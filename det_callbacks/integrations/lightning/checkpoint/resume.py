@@ -24,10 +24,12 @@ from det_callbacks.integrations.lightning.checkpoint import buckets, fit
 from det_callbacks.integrations.lightning.loaders import follow
 from det_callbacks.integrations.lightning.replaced import ReplacedInLightning
 from det_callbacks.internals.lightning import LOAD_LOADER_STATES, Loop, combined_loader
+from det_callbacks.internals.twins import own_class
 from det_callbacks.report.console import print_closing_line
 from det_callbacks.report.tensors import unrestored_line
 from det_callbacks.rng import GeneratorStates, Held
 from det_callbacks.runs.peers import Peers
+from det_callbacks.trace.generators import GeneratorReader
 from det_callbacks.trace.leaves import leaves
 
 _ENDED = (
@@ -60,6 +62,8 @@ class Resuming:
         self._tensors: dict[str, torch.Tensor] = {}
         self._position: DataPosition | None = None
         self._held: Mapping[str, Held] = {}
+        self.reader: GeneratorReader | None = None  # of the fit, once it has begun
+        self.idle: tuple[str, ...] | None = None  # generators that were idle when the loaded checkpoint was saved
         self._restore_at_draw: Callable[[], object] | None = None
         if is_exact:
             loop, put = trainer.fit_loop, self._replaced.put
@@ -114,6 +118,7 @@ class Resuming:
             rank=trainer.global_rank,
             is_epoch_over=is_over,
             generators=GeneratorStates.capture(self._held),
+            idle=None if self.reader is None else self.reader.idle(),
             position=position,
             values=fit.values(trainer),
             plateaus={
@@ -142,7 +147,7 @@ class Resuming:
                 who = f"rank {rank} of {num_ranks}"
                 self._refuse(f"the state of {who}, which was saved beside it, is missing or of another save")
             self._pending, self._tensors = found
-            self._buckets = self._pending.buckets
+            self._buckets, self.idle = self._pending.buckets, self._pending.idle
             if self._pending.problems:
                 self._refuse(*self._pending.problems)
             return True
@@ -202,7 +207,7 @@ class Resuming:
         if state is not None and epochs.current.processed == epochs.current.ready > 0:
             if state.is_epoch_over:
                 # With max_steps Lightning takes the epoch for unfinished, and would train one batch too many in it.
-                Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]  # past the fit loop's own property
+                own_class(loop, Loop).restarting.fset(loop, False)  # past the fit loop's own property
             else:
                 # Where a fit stops in the middle of an epoch, Lightning counts the epoch as processed.
                 for progress in (epochs.current, epochs.total):

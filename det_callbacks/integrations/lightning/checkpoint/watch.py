@@ -17,14 +17,24 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
 from det_callbacks.checkpoint.check import compare_saved
 from det_callbacks.checkpoint.entries import entries_of
-from det_callbacks.checkpoint.files import RESUME, SIDECAR, beside, is_remote, read_sidecar, write_sidecar
+from det_callbacks.checkpoint.files import (
+    ANOTHER_PLACE,
+    RESUME,
+    SIDECAR,
+    beside,
+    is_remote,
+    read_sidecar,
+    write_sidecar,
+)
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import CheckpointMismatchError
 from det_callbacks.integrations.lightning.checkpoint.resume import Resuming
 from det_callbacks.integrations.lightning.replaced import ReplacedInLightning
 from det_callbacks.internals.lightning import WrappingCheckpointIO
+from det_callbacks.internals.twins import either
 from det_callbacks.report.console import print_closing_line
 from det_callbacks.report.tensors import mismatch_text, uncovered_save_line
+from det_callbacks.runs.disk import writing
 from det_callbacks.runs.peers import Peers
 from det_callbacks.training.arguments import Resume
 
@@ -66,12 +76,13 @@ class CheckpointWatch:
         path, trainer = str(filepath), self._trainer
         self._saved.add(path)
         io: Any = trainer.strategy.checkpoint_io
-        while isinstance(io, WrappingCheckpointIO) and not isinstance(io, AsyncCheckpointIO):
+        while isinstance(io, either(WrappingCheckpointIO)) and not isinstance(io, either(AsyncCheckpointIO)):
             io = io.checkpoint_io
-        is_covered = not is_remote(path) and not isinstance(io, AsyncCheckpointIO)
+        is_covered = not is_remote(path) and not isinstance(io, either(AsyncCheckpointIO))
         moment: dict[str, Any] = {}
         if trainer.is_global_zero and not is_remote(path):
-            beside(Path(path), SIDECAR).unlink(missing_ok=True)
+            with writing(path, instead=ANOTHER_PLACE):
+                beside(Path(path), SIDECAR).unlink(missing_ok=True)
         if is_covered:
             path, moment = self._begin_save(path)
         save(checkpoint, filepath, *rest, **more)
@@ -130,7 +141,8 @@ class CheckpointWatch:
         remove(filepath)
         self._saved.discard(str(filepath))
         if self._trainer.is_global_zero and not is_remote(filepath):
-            beside(Path(filepath), SIDECAR).unlink(missing_ok=True)
+            with writing(filepath, instead=ANOTHER_PLACE):
+                beside(Path(filepath), SIDECAR).unlink(missing_ok=True)
             # another rank may write its own part of it at the same time; of a link nothing is removed
             shutil.rmtree(beside(Path(filepath), RESUME), ignore_errors=True)
 

@@ -1,0 +1,42 @@
+"""What a Hydra application was configured with, and by which overrides, from Hydra's own state."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from det_callbacks.environment import command_choice
+
+_OF_ONE_RUN = re.compile(r"\$\{(now:|hydra:(run|sweep|runtime\.output_dir|runtime\.cwd|job\.num|job\.id))[^}]*\}")
+
+
+def job_choices() -> dict[str, Any]:
+    """Return configuration and overrides of the job that runs, as choices; {} outside of ``hydra.main``."""
+    if not HydraConfig.initialized():
+        return {}
+    own: Any = HydraConfig.get()
+    config: Any = OmegaConf.select(own, "..")  # the whole that Hydra's own part belongs to
+    return {"config": configuration_of(config), **command_choice(own.overrides.task, start=own.runtime.cwd)}
+
+
+def configuration_of(config: DictConfig) -> Mapping[str, Any]:
+    """Return the resolved configuration of a job, without what two runs of one training have different.
+
+    That is our own part, Hydra's, and what is interpolated of the time or of the job's folders. Where an interpolation
+    does not resolve, which the program then does not need or will say, all values are as they are written.
+    """
+    text = _OF_ONE_RUN.sub("<run>", OmegaConf.to_yaml(config))
+    written: Any = OmegaConf.to_container(OmegaConf.create(text))
+    for place in (written, written.get("callbacks")):
+        if isinstance(place, dict):
+            place.pop("determinism", None)
+    written.pop("hydra", None)
+    written = OmegaConf.create(written)
+    try:
+        found: Any = OmegaConf.to_container(written, resolve=True)
+    except OmegaConfBaseException:
+        found = OmegaConf.to_container(written, resolve=False)
+    return dict(found)

@@ -1,0 +1,108 @@
+"""One job of a Hydra application: its folders, and its settings from its start to its end."""
+
+import inspect
+import os
+import warnings
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.errors import InstantiationException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from det_callbacks.errors import DetCallbacksError, NothingComparedError, SelectionError, SettingsError
+from det_callbacks.integrations.lightning import DeterminismCallback
+from det_callbacks.settings import DeterminismSettings, enforce_determinism
+from det_callbacks.training import fits
+from det_callbacks.training.fits import take_unfinished
+
+_ARGUMENTS = inspect.signature(DeterminismCallback).parameters
+
+
+def callback_of_job(reference: str | None, current: str | None, arguments: dict[str, Any]) -> DeterminismCallback:
+    """Return what ``determinism_callback`` does, which documents it."""
+    config = HydraConfig.get() if HydraConfig.initialized() else None  # None: composed by hand, outside hydra.main
+
+    def folder(path: str | None) -> Path | None:
+        if path is None or config is None:
+            return None if path is None else Path(str(path)).absolute()
+        return Path(config.runtime.cwd, str(path), f"job-{config.job.num}" if config.mode == RunMode.MULTIRUN else "")
+
+    place, replay = folder(current), arguments.get("replay")
+    if config is not None:
+        if place is None and arguments.get("mode", "verify") in ("verify", "audit"):
+            place = Path(config.runtime.output_dir, "determinism")
+        if isinstance(replay, str) and replay.endswith((".yaml", ".yml")):
+            arguments["replay"] = Path(config.runtime.cwd, replay)
+    return DeterminismCallback(folder(reference), current=place, **arguments)
+
+
+class Job:
+    """What is in force for one job, until it ends."""
+
+    def __init__(self) -> None:
+        self._undo = ExitStack()
+
+    def begin(self, config: DictConfig) -> None:
+        """Apply the settings of a job that is about to start."""
+        mode = OmegaConf.select(config, "determinism.mode")
+        if mode is None:
+            raise SettingsError(
+                "hydra.callbacks.determinism is configured, but determinism.mode is not. Use the presets: add "
+                "pkg://det_callbacks.conf to hydra.searchpath and +determinism=record."
+            )
+        if mode != "disabled":
+            self._open(config)
+
+    def end(self, job_return: JobReturn) -> DetCallbacksError | None:
+        """Take the settings back; return the error of ours that the job ends with, which is then its return value."""
+        error: Any = take_unfinished()
+        self._undo.close()
+        if job_return.status == JobStatus.FAILED:
+            error = _error_of(job_return)
+            if isinstance(error, InstantiationException):
+                error = error.__cause__  # an argument of ours that hydra.utils.instantiate passed on
+        if not isinstance(error, DetCallbacksError):
+            return None
+        # Hydra raises a failed job's return value when the run or the sweep ends, whatever the launcher; a SystemExit
+        # passes through it as it is
+        job_return.status = JobStatus.FAILED
+        job_return.return_value = SystemExit(error.exit_code)
+        return error
+
+    def _open(self, config: DictConfig) -> None:
+        if unknown := [name for name in config.determinism if name not in _ARGUMENTS]:
+            raise SelectionError(f"DeterminismCallback has no argument {unknown[0]}.")
+        if OmegaConf.is_missing(config.determinism, "reference"):
+            raise SettingsError(
+                "determinism.reference is not set, so there is nowhere to record to or to verify against. "
+                "Add determinism.reference=refs/run1 (a folder, from where the program is started)."
+            )
+        self._undo.callback(os.environ.update, dict(os.environ))
+        self._undo.callback(os.environ.clear)  # is called before the update
+        self._undo.enter_context(warnings.catch_warnings())
+        # Nothing to set is still everything to put back, so that no job leaks into the next.
+        settings = config.determinism.settings
+        self._undo.enter_context(enforce_determinism(DeterminismSettings.choose() if settings is None else settings))
+        # also where the job never ends: the task leaves by ``sys.exit``, perhaps with 0
+        mode = config.determinism.mode
+        name = "ReplicaAuditCallback" if mode == "replicas" else "DeterminismCallback"
+        error = NothingComparedError(
+            f"determinism.mode={mode}, but no {name} ran a fit in this job, so nothing was recorded or compared. The "
+            "configuration is right; the program has to build cfg.callbacks (hydra.utils.instantiate), pass them to "
+            "the Trainer, and call trainer.fit, with a strategy that trains in this process, too: ddp, not ddp_spawn."
+        )
+        before, fits.last_error = fits.num_fits, None
+        fits.wait(self, lambda: fits.last_error if fits.num_fits > before else error)
+
+
+def _error_of(job_return: JobReturn) -> BaseException | None:
+    """Return what a failed job raised."""
+    try:
+        job_return.return_value  # noqa: B018  # raises it
+    except BaseException as error:  # noqa: BLE001  # whatever the user's code raised
+        return error
+    return None

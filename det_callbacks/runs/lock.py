@@ -1,0 +1,93 @@
+"""One writer a folder: the lock that a process holds on a run's folder while it writes there.
+
+It is the operating system's lock on a file (``flock``), which ends with the process however that ends, so no crash
+leaves it behind. The ``filelock`` package takes the same lock, and neither names the holder nor removes its file, which
+would stay in every reference that is committed. A file that is only created exclusively would outlive a kill.
+"""
+
+import errno
+import os
+import socket
+import warnings
+from datetime import datetime
+from pathlib import Path
+from typing import BinaryIO
+
+from det_callbacks.errors import CoverageWarning, RunInUseError
+from det_callbacks.runs.disk import make_folder, writing
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+LOCK_FILE = ".lock"
+
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # of flock on some network file systems
+
+
+class FolderLock:
+    """The right to write into a folder, taken by one process for all ranks of a training."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file: BinaryIO | None = None
+        self._owner = 0
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this process holds the lock; a forked child does not hold its parent's."""
+        return self._file is not None and self._owner == os.getpid()
+
+    def acquire(self, *, instead: str) -> None:
+        """Take the lock of the folder, which is made if need be; ``RunInUseError`` where another writer has it.
+
+        Where the file system has no locks, a warning says that a second writer would not be noticed.
+        """
+        make_folder(self._folder, instead=instead)
+        path = self._folder / LOCK_FILE
+        if not self.is_held:
+            self.release()  # a forked child leaves its parent's lock to the parent
+        while self._file is None:
+            with writing(path, instead=instead):
+                file = path.open("a+b", buffering=0)
+            try:
+                self._lock(file, instead)
+                if os.fstat(file.fileno()).st_nlink:
+                    self._file, self._owner = file, os.getpid()
+            finally:
+                if self._file is None:  # another process has it, or has removed the file that was opened
+                    file.close()
+        with writing(path, instead=instead):
+            self._file.truncate(0)
+            self._file.write(f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%F %T}".encode())
+
+    def _lock(self, file: BinaryIO, instead: str) -> None:
+        try:
+            if fcntl is None:
+                raise OSError(errno.ENOSYS, "there is no flock")
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                text = f"The file system of {self._folder} has no locks, so a second writer there is not noticed."
+                warnings.warn(text, CoverageWarning, stacklevel=2)
+                return
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise
+            file.seek(0)
+            holder = file.read().decode(errors="replace") or "another process"
+            raise RunInUseError(
+                f"{self._folder} is being written by {holder}. Nothing was changed there. Wait for its end, or "
+                f"{instead}.",
+                str(self._folder),
+            ) from error
+
+    def release(self) -> None:
+        """Give the lock back; may be called more than once."""
+        is_held, file, self._file = self.is_held, self._file, None
+        if is_held:
+            # before it is closed: children that were forked meanwhile hold a lock on a file that has no name any more
+            with writing(self._folder):
+                (self._folder / LOCK_FILE).unlink(missing_ok=True)
+        if file is not None:
+            file.close()

@@ -1,0 +1,136 @@
+"""Trainings that have nowhere to write, or no room left, and commands on them: status 2, one sentence, no verdict."""
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from checking import Run as Command
+from fits import Fit, StopError, assert_nothing_left
+from trainers import LIGHTNING_ADVICE
+
+from det_callbacks import DeterminismCallback, WriteError
+from det_callbacks.compare.record import VERDICT_FILE
+from det_callbacks.runs import disk
+from det_callbacks.runs.store import Run
+
+pytestmark = LIGHTNING_ADVICE
+
+
+@pytest.fixture
+def fill_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Let the n-th write from now on, and all after it, find the disk full."""
+
+    def fill(after: int) -> None:
+        left = iter(range(after))
+
+        def have_room(*_: Any) -> None:
+            if next(left, None) is None:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        real, fsync = disk.AppendedFile.write, os.fsync
+
+        def write(file: disk.AppendedFile, content: bytes) -> int:
+            with disk.writing(file._path):
+                have_room()
+            return real(file, content)
+
+        def sync(number: int) -> None:
+            have_room()
+            fsync(number)
+
+        monkeypatch.setattr(disk.AppendedFile, "write", write)
+        monkeypatch.setattr(os, "fsync", sync)
+
+    return fill
+
+
+@pytest.mark.parametrize("mode", ["record", "verify", "audit"])
+def test_a_file_in_the_way_is_named_with_the_argument(mode: str, reference: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("theirs")
+    place = tmp_path / "file" / "run"
+    folders = {"record": (place, None), "verify": (reference, place), "audit": (None, place)}
+    run, current = folders[mode]
+    fit = Fit(callback := DeterminismCallback(run, mode=mode, current=current))
+    with pytest.raises(WriteError) as caught:
+        fit.run()
+    argument = "reference of Det" if mode == "record" else "current of Det"
+    assert f"{tmp_path / 'file'} is a file; " in str(caught.value)
+    assert argument in str(caught.value)
+    assert (caught.value.exit_code, callback.verdict, (tmp_path / "file").read_text()) == (2, None, "theirs")
+    assert_nothing_left(fit, callback)
+
+
+@pytest.mark.parametrize("after", [0, 1, 5, 9, 14])
+def test_a_recording_whose_disk_fills_is_one_sentence_and_incomplete(
+    after: int, fill_disk: Callable[[int], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Wherever it fills: at the start, in a step, in what explains it, or at the end."""
+    fit = Fit(callback := DeterminismCallback(tmp_path / "run", mode="record"))
+    fill_disk(after)
+    with pytest.raises(WriteError, match=r"No space left on device; free some space, or .*RUN") as caught:
+        fit.run()
+    assert caught.value.exit_code == 2
+    assert caught.value.__cause__ is None, "it would bury the sentence"
+    assert "recorded" not in capsys.readouterr().out
+    assert_nothing_left(fit, callback)
+    if (tmp_path / "run/run.json").exists():
+        assert not Run.open(tmp_path / "run").is_complete
+
+
+@pytest.mark.parametrize(("fault", "after"), [*((False, n) for n in range(5)), *((True, n) for n in range(9))])
+def test_a_verification_whose_disk_fills_has_no_verdict(
+    fault: bool, after: int, fill_disk: Callable[[int], None], reference: Path, tmp_path: Path
+) -> None:
+    fit = Fit(callback := DeterminismCallback(reference, current=tmp_path / "current"))
+    if fault:
+        fit.model.first.weight.data += 1
+    fill_disk(after)
+    with pytest.raises(WriteError, match=r"No space left on device; free some space") as caught:
+        fit.run()
+    assert (caught.value.exit_code, callback.verdict) == (2, None)
+    assert not (tmp_path / "current" / VERDICT_FILE).exists()
+    assert_nothing_left(fit, callback)
+
+
+def test_a_full_disk_takes_no_other_exception_s_place(
+    fill_disk: Callable[[int], None], reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    callback = DeterminismCallback(reference, current=tmp_path / "current")
+
+    class Fills(pl.Callback):
+        def on_train_batch_end(self, *args: Any, **options: Any) -> None:
+            fill_disk(0)
+            raise StopError("the training's own")
+
+    fit = Fit(callback, Fills())
+    with pytest.raises(StopError, match="the training's own"):
+        fit.run()
+    assert "No space left on device" in capsys.readouterr().out
+    assert not (tmp_path / "current" / VERDICT_FILE).exists()
+
+
+def test_commands_that_start_a_script_have_a_status_and_name_the_option(run_command: Command) -> None:
+    assert run_command("record", "run", "--level", "state").status == 0
+    for kind, option in (("verify", "--current"), ("check", "--to")):
+        Path(f"determinism-{kind}").write_text("theirs")
+        words = (kind, *["run"] * (kind == "verify"), "--level", "state")
+        done = run_command(*words)
+        says = f"{Path.cwd()}/determinism-{kind} is a file; nothing was run; name another folder ({option})."
+        assert (done.status, says in done.errors, "training with" in done.text) == (2, True, False), done.errors
+        done = run_command(*words, option, "n" * 300)
+        assert (done.status, f"File name too long; nothing was run; name another folder ({option})" in done.errors) == (
+            2,
+            True,
+        )
+    Path("file").touch()
+    done = run_command("record", "file/run", "--level", "state")
+    assert (done.status, "Traceback" in done.errors) == (2, False)
+    assert (
+        f"{Path.cwd()}/file is a file; record into another folder (reference of DeterminismCallback, RUN of "
+        in done.text
+    )
+    assert done.last == "det-callbacks record: failed (exit status 2)"

@@ -1,0 +1,143 @@
+"""What a run's writers do where nothing can be written, on a disk that is played and on one that is really full."""
+
+import errno
+import json
+import os
+import pickle
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+from stored_runs import append, create, record, resume
+
+from det_callbacks.cli import main
+from det_callbacks.cli.check import new_folder
+from det_callbacks.errors import WriteError
+from det_callbacks.runs.disk import AppendedFile, make_folder, replace_atomically, writing
+from det_callbacks.runs.evidence import EvidenceWriter, Row, read_evidence
+from det_callbacks.runs.store import Run
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 128 KB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(place)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("there is no mount")
+    if done.returncode:
+        pytest.skip(f"a small disk cannot be mounted here: {done.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        ("file/below/run", "{tmp}/file is a file"),
+        ("file", "it is a file"),
+        ("n" * 300, "File name too long"),
+        ("/proc/run", "No such file or directory"),
+    ],
+)
+def test_where_no_folder_can_be_made_the_reason_and_the_way_out_are_one_sentence(place, says, tmp_path):
+    (tmp_path / "file").touch()
+    path = tmp_path / place
+    for act in (
+        lambda: make_folder(path, instead="name another one"),
+        lambda: new_folder(path, "determinism-check", option="--to"),
+        lambda: create(path),
+        lambda: create(path, overwrite=True),
+        lambda: create(path, purpose="verify"),
+    ):
+        with pytest.raises(WriteError) as caught:
+            act()
+        text = str(caught.value)
+        assert text.startswith(f"{path} cannot be written: {says.format(tmp=tmp_path)}; "), text
+        assert text.count(". ") == 0
+        assert any(way in text for way in ("name another one.", "(--to).", "RUN of det-callbacks record).", "--to of"))
+        assert (caught.value.exit_code, str(pickle.loads(pickle.dumps(caught.value)))) == (2, text)
+
+
+def test_no_write_outlives_a_failed_one_and_the_last_whole_message_stays(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    with AppendedFile(path, is_new=True) as file:
+        file.write(b"one ")
+        with monkeypatch.context() as patch:
+            patch.setattr(file, "_file", Mock(write=Mock(side_effect=FULL)))
+            with pytest.raises(WriteError, match="No space left on device; free some space, or name another folder"):
+                file.write(b"two ")
+        with pytest.raises(WriteError, match="an earlier write to it failed"):
+            file.write(b"three ")
+    assert path.read_bytes() == b"one "
+    with pytest.raises(ZeroDivisionError), writing(path):
+        raise ZeroDivisionError
+
+
+def test_evidence_after_a_full_disk_is_a_torn_tail_and_no_damage(tmp_path, monkeypatch):
+    path = tmp_path / "a.evidence.arrows"
+    writer = EvidenceWriter(path, run_id="run")
+    writer.append([Row(0, "batch start", "torch.cpu", 1)])
+    writer.flush()
+    real = writer._file._file
+    half = Mock(side_effect=lambda content: real.write(bytes(content)[: len(content) // 2]))
+    writer.append([Row(1, "batch start", "torch.cpu", 2)])
+    with monkeypatch.context() as patch:
+        patch.setattr(writer._file, "_file", Mock(write=half))
+        with pytest.raises(WriteError, match="bytes had room"):
+            writer.flush()
+    writer.append([Row(2, "batch start", "torch.cpu", 3)])
+    writer.close()
+    assert [row.step for row in read_evidence(path, run_id="run")] == [0]
+
+
+def test_a_run_on_a_full_disk_stays_incomplete_and_what_it_was_to_replace_stays(small_disk):
+    path = record(small_disk / "run", range(2))
+    before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    writer = create(path, overwrite=True)
+    with pytest.raises(WriteError, match=r"No space left on device|bytes had room"):
+        append(writer, range(10_000), seed=1)
+    writer.close(complete=False)
+    reason = Run.open(writer.path).incomplete_reason
+    assert "the process did not end as it should" in reason
+    assert {file: file.read_bytes() for file in before} == before
+    assert Run.open(path).is_complete
+    with pytest.raises(WriteError) as caught:
+        replace_atomically(small_disk / "verdict.json", b" " * 200_000)
+    assert "No space left on device; free some space" in str(caught.value)
+    assert not (small_disk / "verdict.json").exists()
+    with pytest.raises(WriteError, match="free some space, or"):
+        append(resume(path), range(2, 10_000))
+
+
+@pytest.mark.parametrize("json_option", [[], ["--json"]])
+def test_show_and_diff_have_a_status_where_nothing_can_be_printed_or_read(json_option, tmp_path, monkeypatch, capsys):
+    run = str(record(tmp_path / "run", range(2)))
+    for words in (["show", run], ["diff", run, run]):
+        with open("/dev/full", "w") as full, monkeypatch.context() as patch:  # closing it fails unless it is silenced
+            patch.setattr("sys.stdout", full)
+            assert main([*words, *json_option]) == 2
+        assert "det-callbacks: standard output cannot be used: No space left" in capsys.readouterr().err
+    for words in (["show", "n" * 300], ["diff", run, "n" * 300], ["verify", "n" * 300, "--", "true"]):
+        assert main(words) == 2
+        assert "There is no run at n" in capsys.readouterr().err.replace(f"{Path.cwd()}/", "")
+    (tmp_path / "file").touch()
+    for place, says in (
+        ("file/report.html", "is a file"),
+        ("n" * 300, "too long"),
+        ("gone/report.html", "No such file"),
+    ):
+        assert main(["diff", run, run, "--html", str(tmp_path / place), *json_option]) == 2
+        shown = capsys.readouterr()
+        assert "the verdict stands" in shown.err
+        assert says in shown.err
+        assert json.loads(shown.out)["verdict"] == "match" if json_option else "MATCH" in shown.out
+        assert main(["export", run, "--to", str(tmp_path / place)]) == (2 if "gone" not in place else 0)
+        assert "another folder (--to of det-callbacks export)" in capsys.readouterr().err or "gone" in place
