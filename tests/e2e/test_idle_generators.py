@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 from checking import Run
+from loops import Loop
 from resumes import SaveAfter
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 from trainers import LIGHTNING_ADVICE, quiet_trainer
 
-from det_callbacks import DeterminismCallback, Verdict, compare_runs
+from det_callbacks import DeterminismCallback, TrainingRun, Verdict, compare_runs
 from det_callbacks.errors import DivergenceError
 
 pytestmark = LIGHTNING_ADVICE
@@ -194,3 +195,48 @@ def test_check_of_a_script_that_seeds_torch_only(run_command: Run) -> None:
     done = run_command("check", "--level", "state", script="torch_only.py", faults=["draws"])
     assert done.status == 1
     assert "numpy was in another state from the start of the fit on; it was first drawn from between" in done.text
+
+
+def loop_of_one_s_own(reference: Path, *, seed: int, draw: Any = nothing, **options: Any) -> TrainingRun:
+    """Train two epochs without Lightning, where Python's and NumPy's generators are wherever the process began."""
+    loop = Loop()
+    loop.plant = draw
+    random.seed(seed)
+    np.random.seed(seed)
+    run = TrainingRun(reference, model=loop.model, optimizers=loop.optimizers, level="state", **options)
+    with suppress(DivergenceError), run:
+        loop.run(run, epochs=2)
+    return run
+
+
+def test_a_loop_of_one_s_own_has_idle_generators_too(tmp_path: Path) -> None:
+    loop_of_one_s_own(tmp_path / "run", mode="record", seed=1)
+    verdict = loop_of_one_s_own(tmp_path / "run", seed=2, current=tmp_path / "current").verdict
+    assert verdict is not None
+    assert (verdict.verdict, f"{NOTE}numpy, python." in verdict.explanation) == ("match", True)
+    found = {one.name: (one.is_machine, one.changes_bits) for one in verdict.environment}
+    assert found == dict.fromkeys(("generators.numpy", "generators.python"), (True, False))
+
+
+def test_a_loop_of_one_s_own_is_told_of_the_first_draw(tmp_path: Path) -> None:
+    loop_of_one_s_own(tmp_path / "run", mode="record", seed=1, draw=from_numpy)
+    verdict = loop_of_one_s_own(tmp_path / "run", seed=2, draw=from_numpy, current=tmp_path / "current").verdict
+    assert verdict is not None
+    assert (verdict.verdict, verdict.cause) == ("diverged", "rng")
+    assert "numpy was in another state from the start of the fit on; it was first drawn from" in verdict.explanation
+
+
+@pytest.mark.parametrize("draw", [nothing, from_numpy])
+def test_a_loop_that_goes_on_has_the_generators_idle_that_were_so(draw: Any, tmp_path: Path) -> None:
+    loop_of_one_s_own(tmp_path / "run", mode="record", seed=1, draw=draw)
+    loop = Loop().run()
+    np.random.seed(2)
+    run = TrainingRun(tmp_path / "run", model=loop.model, optimizers=loop.optimizers, current=tmp_path / "current")
+    with suppress(DivergenceError), run.resume_from(6, epoch=1):
+        loop.run(run)
+    verdict = run.verdict
+    assert verdict is not None
+    if draw is nothing:
+        assert (verdict.verdict, verdict.coverage.steps) == ("match", (6, 11))
+    else:  # it was drawn from before, so its state has to be restored
+        assert (verdict.verdict, verdict.cause) == ("diverged", "rng")
