@@ -83,9 +83,12 @@ def test_an_op_that_another_module_has_is_not_laid_to_it(tmp_path: Path) -> None
 
 
 def test_a_loop_of_one_s_own_is_told_of_it_too(tmp_path: Path) -> None:
+    class Own(Scaled):
+        """Instances of one class share what the executor has learned, in this process."""
+
     def loop(num_before: int, **options: Any) -> None:
         torch.manual_seed(0)
-        net: Any = torch.jit.script(Scaled())
+        net: Any = torch.jit.script(Own())
         for _ in range(num_before):
             net(torch.ones(4, 4)).sum().backward()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
