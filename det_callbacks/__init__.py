@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from det_callbacks.audit import AuditFinding, AuditReport, OpMismatch
-    from det_callbacks.callback import DeterminismCallback, ReplicaAuditCallback, prove_resume
     from det_callbacks.checkpoint.check import CheckpointReport, EntryDifference, check_checkpoint
     from det_callbacks.digest.components import digest_tensor
     from det_callbacks.digest.state import StateDigest, digest_state
@@ -41,6 +40,8 @@ if TYPE_CHECKING:
         UnsupportedVersionError,
         WriteError,
     )
+    from det_callbacks.integrations.lightning import DeterminismCallback, ReplicaAuditCallback, prove_resume
+    from det_callbacks.integrations.loop import TrainingRun
     from det_callbacks.judge import compare_runs
     from det_callbacks.numerics.modules import compare_compiled, compare_modules
     from det_callbacks.numerics.result import NumericsReport, TensorComparison
@@ -106,6 +107,7 @@ __all__ = [
     "StateDigest",
     "TensorComparison",
     "TraceError",
+    "TrainingRun",
     "UnsupportedVersionError",
     "Verdict",
     "WriteError",
@@ -127,7 +129,8 @@ __all__ = [
 
 _HOMES = {
     "det_callbacks.audit": ("AuditFinding", "AuditReport", "OpMismatch"),
-    "det_callbacks.callback": ("DeterminismCallback", "ReplicaAuditCallback", "prove_resume"),
+    "det_callbacks.integrations.lightning": ("DeterminismCallback", "ReplicaAuditCallback", "prove_resume"),
+    "det_callbacks.integrations.loop": ("TrainingRun",),
     "det_callbacks.checkpoint.check": ("CheckpointReport", "EntryDifference", "check_checkpoint"),
     "det_callbacks.digest.components": ("digest_tensor",),
     "det_callbacks.digest.state": ("StateDigest", "digest_state"),

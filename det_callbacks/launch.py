@@ -23,7 +23,7 @@ def callbacks() -> list[Any]:
     """Return the callback of this process where a command asks for one; else nothing, and nothing is imported."""
     if LAUNCH not in os.environ:
         return []
-    from det_callbacks.callback.launched import launched_callback  # noqa: PLC0415  # loads Lightning
+    from det_callbacks.integrations.lightning.launched import launched_callback  # noqa: PLC0415  # loads Lightning
 
     return [launched_callback(os.environ[LAUNCH])]
 

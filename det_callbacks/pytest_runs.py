@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from det_callbacks.callback import DeterminismCallback, take_unfinished
 from det_callbacks.compare.record import VERDICT_FILE
 from det_callbacks.errors import (
     DetCallbacksError,
@@ -18,6 +17,7 @@ from det_callbacks.errors import (
     ReferenceNotFoundError,
     SelectionError,
 )
+from det_callbacks.integrations.lightning import DeterminismCallback
 from det_callbacks.judge import compare_runs
 from det_callbacks.report.verdict import verdict_lines
 from det_callbacks.runs.disk import writing
@@ -26,6 +26,7 @@ from det_callbacks.runs.lock import FolderLock
 from det_callbacks.runs.place import REPLACEMENT, put_in_place
 from det_callbacks.runs.store import Run
 from det_callbacks.settings import DeterminismSettings, enforce_determinism
+from det_callbacks.training.fits import take_unfinished
 from det_callbacks.verdict import Verdict
 
 

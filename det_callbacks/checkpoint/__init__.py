@@ -1,1 +1,1 @@
-"""Digests beside checkpoints, and what an exact resume needs."""
+"""Digests beside checkpoints, and the files that an exact resume needs."""

@@ -19,8 +19,8 @@ from typing_extensions import override
 from det_callbacks.errors import DetCallbacksError
 
 if TYPE_CHECKING:
-    from det_callbacks.callback import DeterminismCallback
     from det_callbacks.hydra.job import Job
+    from det_callbacks.integrations.lightning import DeterminismCallback
 
 
 def determinism_callback(

@@ -13,9 +13,11 @@ from hydra.errors import InstantiationException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from det_callbacks.callback import DeterminismCallback, fits, take_unfinished
 from det_callbacks.errors import DetCallbacksError, NothingComparedError, SelectionError, SettingsError
+from det_callbacks.integrations.lightning import DeterminismCallback
 from det_callbacks.settings import DeterminismSettings, enforce_determinism
+from det_callbacks.training import fits
+from det_callbacks.training.fits import take_unfinished
 
 _ARGUMENTS = inspect.signature(DeterminismCallback).parameters
 

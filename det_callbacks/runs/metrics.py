@@ -1,4 +1,4 @@
-"""What a module logs, as Lightning computed it: at the end of validations, epochs and tests, the values of rank 0."""
+"""What a training logs: at the end of validations, epochs and tests, or between two steps, the values of rank 0."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,8 +14,11 @@ CALLS = ("trainer.validate", "trainer.test")  # where metrics come from without 
 # out what was over when a checkpoint was saved, and begins the mean of an epoch anew in its middle.
 RESUMED = "resumed"
 
+# Readings of a loop of one's own, which logs what it likes between two steps.
+LOG = "log"
+
 # Where readings are made, in the order in which those of one step come.
-WHERE = (RESUMED, "validation", "epoch", *CALLS)
+WHERE = (RESUMED, "validation", "epoch", LOG, *CALLS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +68,9 @@ class Reading:
         if self.where in CALLS:
             call = f" (call {self.number + 1})" if self.number else ""
             return f"in {self.where}{call}" + (f" after step {self.step}" if self.is_after_fit else "")
-        return f"in the validation after step {self.step}" if self.where == "validation" else f"of epoch {self.epoch}"
+        if self.where in ("validation", LOG):
+            return f"{'logged' if self.where == LOG else 'in the validation'} after step {self.step}"
+        return f"of epoch {self.epoch}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

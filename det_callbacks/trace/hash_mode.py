@@ -74,10 +74,10 @@ class HashMode:
         self._open(model, selection, base_phase="forward")
 
     @classmethod
-    def for_training(cls, model: nn.Module, selection: Selection) -> "HashMode":
+    def for_training(cls, model: nn.Module, selection: Selection, *, base_phase: str = "other") -> "HashMode":
         """Return a mode whose steps are opened and closed by a training loop that also sets the phases."""
         mode = cls.__new__(cls)
-        cls._open(mode, model, selection, base_phase="other")
+        cls._open(mode, model, selection, base_phase=base_phase)
         return mode
 
     def _open(self, model: nn.Module | None, selection: Selection, *, base_phase: str) -> None:

@@ -16,14 +16,18 @@ from typing import Any
 import torch
 import torch.distributed.tensor  # DebugMode imports it; here, so that every process has it and memory can be compared
 from device import counted_synchronizations, torch_device, wait_for
+from fitted import Fitted
 from memory import resident_mib
 from models import Workload, make_workload
-from ours import Ours
+from ours import Loop, Ours
 from torch.utils._debug_mode import DebugMode  # looked at in torch 2.13
 from torch.utils._python_dispatch import TorchDispatchMode
 
 LEVELS = ("state", "module", "op")
 VARIANTS = ("plain", "empty mode", *LEVELS, "DebugMode hash_tensor", "DebugMode norm")
+# What a user writes, with all that a run does besides: a TrainingRun, and DeterminismCallback in a Trainer.
+LOOPS = {f"loop {level}": level for level in LEVELS}
+FITTED: dict[str, str | None] = {"trainer": None, **{f"callback {level}": level for level in LEVELS}}
 OPTIMIZERS = {"plain": {"foreach": False, "fused": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 
 
@@ -61,14 +65,37 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A training step of one variant: what trains, and what is done when it has trained."""
+    """A training step of one variant: what trains, and what is done when it has trained.
+
+    ``open`` and ``close`` come before and after steps in a row, and are not part of what is timed.
+    """
 
     train: Callable[[int], None]
     end: Callable[[], None]
+    open: Callable[[], object] = lambda: None
+    close: Callable[[], object] = lambda: None
 
     def __call__(self, number: int) -> None:
         self.train(number)
         self.end()
+
+    def warm_up(self, num_steps: int) -> None:
+        self.open()
+        for number in range(num_steps):
+            self(number)
+        self.close()
+
+    def seconds(self, first: int, num_steps: int, device: torch.device) -> float:
+        """Return how long a step takes."""
+        self.open()
+        wait_for(device)
+        start = time.perf_counter()
+        for number in range(first, first + num_steps):
+            self(number)
+            wait_for(device)
+        taken = time.perf_counter() - start
+        self.close()
+        return taken / num_steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +125,7 @@ def debug_mode(digest: str) -> AbstractContextManager[Any]:
 
 def make_steps(
     workload: Workload, optimizer: str, variants: Sequence[str], root: Path
-) -> tuple[dict[str, Step], dict[str, Ours]]:
+) -> tuple[dict[str, "Step | Fitted"], dict[str, Ours]]:
     """Return for each variant what trains the step of a number, and what records the levels.
 
     All variants train the same network: none of them changes a bit of it.
@@ -134,10 +161,15 @@ def make_steps(
 
         return Step(train=train, end=ours.end_step)
 
-    steps = {
-        variant: recorded(recorders[variant]) if variant in LEVELS else watched(contexts[variant])
-        for variant in variants
-    }
+    def step_of(variant: str) -> Step | Fitted:
+        if variant in FITTED:
+            return Fitted(workload, update, FITTED[variant], root / variant)
+        if variant in LOOPS:
+            loop = Loop(workload, update, LOOPS[variant], root / variant)
+            return Step(train=loop.train, end=lambda: None, open=loop.open, close=loop.close)
+        return recorded(recorders[variant]) if variant in LEVELS else watched(contexts[variant])
+
+    steps = {variant: step_of(variant) for variant in variants}
     return steps, recorders
 
 
@@ -156,19 +188,12 @@ def measure_time(
     with tempfile.TemporaryDirectory() as root:
         steps, recorders = make_steps(workload, case.optimizer, variants, Path(root))
         for step in steps.values():
-            for number in range(warm_up):
-                step(number)
+            step.warm_up(warm_up)
         for turn in range(rounds):
             first = warm_up + turn * num_steps
             shift = turn % len(variants)
             for variant in (*variants[shift:], *variants[:shift]):
-                step = steps[variant]
-                wait_for(device)
-                start = time.perf_counter()
-                for number in range(first, first + num_steps):
-                    step(number)
-                    wait_for(device)
-                seconds[variant].append((time.perf_counter() - start) / num_steps)
+                seconds[variant].append(steps[variant].seconds(first, num_steps, device))
         for ours in recorders.values():
             ours.close()
     return {variant: Times(seconds=taken, plain=seconds["plain"]) for variant, taken in seconds.items()}
@@ -187,11 +212,13 @@ def measure_memory(case: Case, variant: str, num_steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as root:
         steps, recorders = make_steps(workload, case.optimizer, [variant], Path(root))
         step = steps[variant]
+        assert isinstance(step, Step), "a Trainer's memory is not measured"
         before = resident_mib("VmRSS")
         device_before = 0
         if is_on_cuda:
             torch.cuda.reset_peak_memory_stats(workload.device)
             device_before = torch.cuda.memory_allocated(workload.device)
+        step.open()
         for number in range(num_steps):
             step(number)
         result: dict[str, Any] = {"peak_growth_mib": resident_mib("VmHWM") - before}

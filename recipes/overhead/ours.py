@@ -1,11 +1,13 @@
-"""What det_callbacks does in a training step, without a Trainer: a trace opened and closed, and written to a folder."""
+"""What det_callbacks does in a training step, without a Trainer: a trace written to a folder, and a TrainingRun."""
 
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import torch
 from models import Workload
 
-from det_callbacks import HashMode
+from det_callbacks import HashMode, TrainingRun
 from det_callbacks.runs.writer import RunWriter
 
 
@@ -60,3 +62,31 @@ class Ours:
             "num_layouts": len(list(self.folder.glob("layouts/*.parquet"))),
             "bytes_of_programs_and_layouts": sum(file.stat().st_size for file in self.folder.glob("*/*.parquet")),
         }
+
+
+class Loop:
+    """A TrainingRun, with all that it does beside what ``Ours`` does; ``open`` it around steps in a row.
+
+    A process has one run at a time, and each time that it is opened the first steps find their program anew. So these
+    are trained by ``open``.
+    """
+
+    def __init__(self, workload: Workload, optimizer: torch.optim.Optimizer, level: str, folder: Path) -> None:
+        self._workload, self._optimizer = workload, optimizer
+        self._run = TrainingRun(folder, mode="record", level=level, model=workload.model, optimizers=optimizer)
+
+    def open(self) -> None:
+        self._run.__enter__()
+        for number in range(3):
+            self.train(number)
+
+    def train(self, number: int) -> None:
+        batch = self._workload.batch(number)
+        with self._run.step(batch):
+            self._optimizer.zero_grad()
+            self._workload.loss(batch).backward()
+            self._optimizer.step()
+
+    def close(self) -> None:
+        with redirect_stdout(StringIO()):
+            self._run.__exit__(None, None, None)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from bandwidth import POOL_BYTES, SIZES_KIB, measure_bandwidth
 from device import describe, torch_device
-from measure import OPTIMIZERS, VARIANTS, Case, measure_memory_apart, measure_time
+from measure import FITTED, LOOPS, OPTIMIZERS, VARIANTS, Case, measure_memory_apart, measure_time
 from models import FLOAT32_NETWORKS, MIXED_NETWORKS, NETWORKS
 from tables import print_case, print_digests
 
@@ -43,7 +43,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--optimizers", nargs="+", choices=OPTIMIZERS, help="kinds of AdamW; default: on cuda foreach, else plain"
     )
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS, help="default: all")
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        default=list(VARIANTS),
+        choices=[*VARIANTS, *LOOPS, *FITTED],
+        help="default: all but those of loops and Trainers",
+    )
     parser.add_argument("--rounds", type=positive, default=7, help="turns of all variants; default: %(default)s")
     parser.add_argument("--steps", type=positive, help="steps of a variant in a round; default: 1 to 50 by network")
     parser.add_argument(
@@ -108,7 +114,7 @@ def measure_case(case: Case, variants: list[str], options: argparse.Namespace) -
         for variant, taken in times.items()
     }
     if options.memory_steps:
-        for variant in variants:
+        for variant in (one for one in variants if one not in FITTED):
             figures[variant] |= measure_memory_apart(case, variant, options.memory_steps)
     return {**asdict(case), "variants": figures}
 
@@ -116,7 +122,7 @@ def measure_case(case: Case, variants: list[str], options: argparse.Namespace) -
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     device = torch_device(options.device)
-    variants = ["plain", *(variant for variant in VARIANTS if variant in options.variants and variant != "plain")]
+    variants = ["plain", *(one for one in (*VARIANTS, *LOOPS, *FITTED) if one in options.variants and one != "plain")]
     machine = describe_machine(device)
     print(", ".join(f"{name} {value}" for name, value in machine.items()) + f"; median of {options.rounds} rounds")
     digests = [measure_bandwidth(device, size * 1024, rounds=options.rounds) for size in options.sizes]

@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from det_callbacks import conf
-from det_callbacks.callback import DeterminismCallback, ReplicaAuditCallback
+from det_callbacks.integrations.lightning import DeterminismCallback, ReplicaAuditCallback
 from det_callbacks.settings import DeterminismSettings
 
 CONF = Path(conf.__file__).parent

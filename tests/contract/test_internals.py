@@ -223,7 +223,7 @@ class Without:
 
 
 def test_ddp_without_its_names_trains_and_saves_no_exact_resume(monkeypatch: pytest.MonkeyPatch) -> None:
-    from det_callbacks.checkpoint import buckets
+    from det_callbacks.integrations.lightning.checkpoint import buckets
 
     facts = TORCH.known["torch.nn.parallel.DistributedDataParallel._get_ddp_logging_data"]
     monkeypatch.setattr(TORCH, "missing", [facts])

@@ -1,6 +1,9 @@
 """The package's layers: imports go downwards only, and each heavy dependency has its few places."""
 
 import ast
+import json
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 
 import pytest
@@ -10,14 +13,15 @@ PACKAGE = "det_callbacks"
 
 # Lowest first; a module may import what stands in its own layer or below it. A cycle of modules cannot be imported.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "internals", "replaced_in_lightning", "host_digest", "numbers", "variables", "verdict"),
+    ("errors", "internals", "host_digest", "numbers", "variables", "verdict"),
     ("audit", "patterns", "rng", "nondeterminism"),
     ("runs",),
-    ("digest", "environment", "settings"),
+    ("digest", "environment", "settings", "hydra.configuration"),
     ("trace",),
     ("tensors", "equivalence", "compare", "doctor", "export", "installation"),
     ("causes", "report", "checkpoint", "ranks", "numerics", "observers", "judge", "verification"),
-    ("callback", "hydra", "cli"),
+    ("training",),
+    ("integrations", "integrations.lightning", "integrations.loop", "hydra", "cli"),
     ("launch", "pytest_runs"),
     ("pytest_plugin",),
     ("startup",),
@@ -25,14 +29,16 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 
 _OF_TORCH = (
-    "callback checkpoint digest doctor environment equivalence internals nondeterminism numerics observers ranks rng"
+    "checkpoint digest doctor environment equivalence internals nondeterminism numerics observers ranks rng settings "
+    "tensors trace training integrations.lightning integrations.loop"
 )
 # Who may import a dependency, by the first part of its name.
-ONLY_IN: Mapping[str, tuple[str, ...]] = {
-    "torch": (*_OF_TORCH.split(), "settings", "tensors", "trace"),
-    "lightning": ("callback", "checkpoint", "internals"),
+ONLY_IN: Mapping[str, Sequence[str]] = {
+    "torch": _OF_TORCH.split(),
+    "lightning": ("integrations.lightning", "internals"),
     "pytorch_lightning": (),
-    "hydra": ("hydra",),
+    "transformers": (),
+    "hydra": ("hydra", "hydra.configuration"),
     "rich": ("report", "cli"),
 }
 
@@ -56,7 +62,12 @@ def package_imports() -> dict[str, list[tuple[str, int]]]:
 
 def unit(module: str) -> str:
     """Return the part of the package that a module belongs to: the name that LAYERS uses."""
-    return module.split(".")[1] if "." in module else "__init__"
+    if "." not in module:
+        return "__init__"
+    _, room, *inner = module.split(".")
+    part = ".".join((room, *inner[:1]))
+    # each way in is a part of its own: it may import its own framework, and no other
+    return part if room == "integrations" or part == "hydra.configuration" else room
 
 
 def violations(modules: Mapping[str, Sequence[tuple[str, int]]]) -> list[str]:
@@ -78,6 +89,24 @@ def test_imports_go_downwards_only() -> None:
     assert violations(modules) == []
 
 
+WITHOUT_FRAMEWORKS = """
+import importlib, json, sys
+sys.modules.update(dict.fromkeys(("lightning", "pytorch_lightning", "lightning_fabric", "transformers", "hydra")))
+for module in json.loads(sys.argv[1]):
+    importlib.import_module(module)
+"""
+
+
+def test_what_a_run_is_can_be_imported_without_any_framework() -> None:
+    """Also by what it imports: a module of None is one that cannot be imported."""
+    modules = [module for module in package_imports() if unit(module) == "training"]
+    assert len(modules) > 10
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_FRAMEWORKS, json.dumps(modules)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     ("module", "source", "complaint"),
     [
@@ -85,12 +114,21 @@ def test_imports_go_downwards_only() -> None:
         ("digest.lanes", "import det_callbacks.trace.recorder", "upwards"),
         ("runs.store", "try:\n    import det_callbacks\nexcept ImportError:\n    pass", "upwards"),
         ("runs.store", "if TYPE_CHECKING:\n    pass\nelse:\n    from det_callbacks.cli import main", "upwards"),
-        ("runs.store", "import lightning.pytorch as pl", "only callback, checkpoint, internals may"),
-        ("callback", "import pytorch_lightning", "only nobody may"),
-        ("runs.store", "class Run:\n    async def read(self):\n        import torch", "only callback"),
+        ("runs.store", "import lightning.pytorch as pl", "only integrations.lightning, internals may"),
+        ("integrations.lightning", "import pytorch_lightning", "only nobody may"),
+        ("runs.store", "class Run:\n    async def read(self):\n        import torch", "only checkpoint"),
+        ("training.session", "import lightning.pytorch as pl", "only integrations.lightning, internals may"),
+        ("training.session", "from transformers import Trainer", "only nobody may"),
+        ("training.session", "from det_callbacks.integrations.lightning.trainer import LightningTraining", "upwards"),
+        ("ranks.group", "from det_callbacks.training.training import Training", "upwards"),
+        ("integrations.lightning.trainer", "import lightning\nfrom det_callbacks.training import training", ""),
+        ("integrations.loop", "import lightning", "only integrations.lightning, internals may"),
+        ("training.arguments", "from det_callbacks.hydra.configuration import job_choices", ""),
+        ("training.arguments", "from det_callbacks.hydra import determinism_callback", "upwards"),
+        ("hydra.configuration", "from det_callbacks.hydra.job import Job", "upwards"),
         ("helper.things", "", "in no layer"),
         ("trace.reads", "if TYPE_CHECKING:\n    from det_callbacks.cli import main", ""),
-        ("hydra", "from det_callbacks.callback import DeterminismCallback\nimport hydra", ""),
+        ("hydra", "from det_callbacks.integrations.lightning import DeterminismCallback\nimport hydra", ""),
     ],
 )
 def test_the_rule_can_fail_and_pass(module: str, source: str, complaint: str) -> None:

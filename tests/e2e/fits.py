@@ -22,9 +22,9 @@ from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 from trainers import quiet_trainer
 
 from det_callbacks import DeterminismCallback
-from det_callbacks.callback.session import Session
-from det_callbacks.replaced_in_lightning import PLACES
+from det_callbacks.integrations.lightning.replaced import PLACES
 from det_callbacks.rng import GeneratorStates
+from det_callbacks.training.session import Session
 
 FEATURES = 12
 CLASSES = 3

@@ -37,10 +37,10 @@ from det_callbacks import (
     TraceError,
     cli,
 )
-from det_callbacks.callback.evidence import set_workers
-from det_callbacks.replaced_in_lightning import PLACES, ReplacedInLightning
+from det_callbacks.integrations.lightning.replaced import PLACES, ReplacedInLightning
 from det_callbacks.runs.evidence import evidence_path, read_evidence
 from det_callbacks.runs.store import Run
+from det_callbacks.training.evidence import set_workers
 from det_callbacks.variables import NUM_WORKERS
 
 pytestmark = LIGHTNING_ADVICE
@@ -169,9 +169,10 @@ def test_what_is_replaced_in_lightning_stands_in_the_registry() -> None:
     """Nothing else sets attributes of objects that are not ours, but for the class of a loader with many followers."""
     package = Path(cli.__file__).parents[1]
     sets = re.compile(r"\bsetattr\(|\bvars\([^)]*\)\[[^]]*\] =|\.__class__ = |__dict__\[[^]]*\] =")
-    files = [*package.glob("callback/*.py"), *package.glob("checkpoint/*.py")]
+    rooms = ("training", "integrations", "checkpoint")
+    files = [path for room in rooms for path in package.glob(f"{room}/**/*.py")]
     found = {path.name: number for path in files if (number := len(sets.findall(path.read_text())))}
-    assert (found, len(PLACES) < 15) == ({"loaders.py": 2}, True)
+    assert (found, len(PLACES) < 15) == ({"loaders.py": 2, "replaced.py": 1}, True)
     with pytest.raises(AssertionError, match="stands in the registry"):
         ReplacedInLightning().put(nn.Linear(1, 1), "forward", lambda one: one)
 

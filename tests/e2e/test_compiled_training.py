@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import loops
 import pytest
 import torch
 from compiling import COMPILING, NUDGE, net, nobody_follows, opaque_backend, state_of
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from trainers import LIGHTNING_ADVICE, quiet_trainer
 
 from det_callbacks import DeterminismCallback, DivergenceError, SelectionError, Verdict
+from det_callbacks.runs.store import Run
 
 pytestmark = [*COMPILING, LIGHTNING_ADVICE, pytest.mark.slow]
 
@@ -130,3 +132,12 @@ def test_eager_steps_have_the_bits_of_such_steps_and_are_not_compared_with_compi
     fit(tmp_path / "run", "record", network, "inductor", **only)
     with pytest.raises(SelectionError, match="eager"):
         fit(tmp_path / "run", "verify", network, "inductor", compiled="eager")
+
+
+@pytest.mark.parametrize("compiled", ["run", "eager"])
+def test_a_compiled_model_in_a_loop_has_the_names_of_the_model(compiled: str, tmp_path: Path) -> None:
+    loops.train(loops.Compiled, tmp_path / "run", mode="record", compiled=compiled)
+    names = {site.name for site in Run.open(tmp_path / "run").view(0, 0, 1).program.sites}
+    assert {"last.bias", "grad of last.bias", "loss"} <= names
+    _, run = loops.train(loops.Compiled, tmp_path / "run", current=tmp_path / "current")
+    assert run.verdict.verdict == "match"

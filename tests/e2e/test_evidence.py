@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 from trainers import LIGHTNING_ADVICE, quiet_trainer
 
 from det_callbacks import DeterminismCallback
-from det_callbacks.callback import evidence
 from det_callbacks.runs.evidence import Row, evidence_path, read_evidence
 from det_callbacks.runs.store import Run
+from det_callbacks.training import evidence
 from det_callbacks.verdict import Verdict
 
 pytestmark = [

@@ -19,10 +19,10 @@ from trainers import LIGHTNING_ADVICE
 from verdicts import DIVERGED, THREADS, differing
 
 from det_callbacks import DeterminismCallback, cli, compare_runs, verification
-from det_callbacks.callback import verifying
 from det_callbacks.errors import DivergenceError, DivergenceWarning, RunExistsError
 from det_callbacks.report.page import write_report
 from det_callbacks.report.verdict import verdict_lines
+from det_callbacks.training import verifying
 
 pytestmark = LIGHTNING_ADVICE
 
@@ -245,7 +245,11 @@ def test_what_goes_wrong_with_it_hides_nothing_and_no_frame_of_ours_is_shown(run
             Training(around=ONE).fit(callback)
         files = [Path(str(entry.path)).as_posix() for entry in caught.traceback]
         assert files[-1].endswith(("lightning/pytorch/trainer/call.py", "trainer/trainer.py"))
-        assert not [file for file in files if "/det_callbacks/callback/" in file or "/loops/" in file]
+        assert not [
+            file
+            for file in files
+            if "/det_callbacks/training/" in file or "/integrations/" in file or "/loops/" in file
+        ]
     assert (caught.value.verdict is None, (tmp_path / "current" / "verdict.json").is_file()) == (False, True)
     out = capsys.readouterr().out
     assert "det_callbacks: no report was written (TypeError: " in out

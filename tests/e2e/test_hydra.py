@@ -19,11 +19,11 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
 import det_callbacks.hydra.job as job
-from det_callbacks.callback import ReplicaAuditCallback
-from det_callbacks.callback.fits import note_fit, wait
 from det_callbacks.errors import DivergenceError, NotComparableError
 from det_callbacks.hydra import determinism_callback
 from det_callbacks.hydra.configuration import job_choices
+from det_callbacks.integrations.lightning import ReplicaAuditCallback
+from det_callbacks.training.fits import note_fit, wait
 
 RunApp = Callable[..., tuple[int, str]]
 
@@ -153,7 +153,7 @@ def test_what_cannot_be_applied_starts_no_job(
     assert (status, words in printed, jobs) == (2, True, [])
 
 
-@pytest.mark.parametrize("module", ["det_callbacks.hydra.job", "det_callbacks.callback"])
+@pytest.mark.parametrize("module", ["det_callbacks.hydra.job", "det_callbacks.integrations.lightning"])
 def test_an_import_that_fails_is_shown_as_it_is(module: str, run_app: RunApp, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hydra says of it that it cannot locate det_callbacks.hydra.DeterminismJobCallback."""
     for name in [name for name in sys.modules if name.startswith("det_callbacks.hydra")]:

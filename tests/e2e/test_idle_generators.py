@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 from checking import Run
+from loops import Loop
 from resumes import SaveAfter
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 from trainers import LIGHTNING_ADVICE, quiet_trainer
 
-from det_callbacks import DeterminismCallback, Verdict, compare_runs
+from det_callbacks import DeterminismCallback, TrainingRun, Verdict, compare_runs
 from det_callbacks.errors import DivergenceError
 
 pytestmark = LIGHTNING_ADVICE
@@ -197,3 +198,53 @@ def test_check_of_a_script_that_seeds_torch_only(run_command: Run) -> None:
     assert (
         "numpy had a different state from the start of the fit; it was unused at the batch start of step 3" in done.text
     )
+
+
+def loop_of_one_s_own(reference: Path, *, seed: int, draw: Any = nothing, **options: Any) -> TrainingRun:
+    """Train two epochs without Lightning, where Python's and NumPy's generators are wherever the process began."""
+    loop = Loop()
+    loop.plant = draw
+    random.seed(seed)
+    np.random.seed(seed)
+    run = TrainingRun(reference, model=loop.model, optimizers=loop.optimizers, level="state", **options)
+    with suppress(DivergenceError), run:
+        loop.run(run, epochs=2)
+    return run
+
+
+def test_a_loop_of_one_s_own_has_idle_generators_too(tmp_path: Path) -> None:
+    loop_of_one_s_own(tmp_path / "run", mode="record", seed=1)
+    verdict = loop_of_one_s_own(tmp_path / "run", seed=2, current=tmp_path / "current").verdict
+    assert verdict is not None
+    assert (verdict.verdict, f"{NOTE}numpy, python." in verdict.explanation) == ("match", True)
+    found = {one.name: (one.is_machine, one.changes_bits) for one in verdict.environment}
+    assert found == dict.fromkeys(("generators.numpy", "generators.python"), (True, False))
+
+
+def test_a_loop_of_one_s_own_is_told_of_the_first_draw(tmp_path: Path) -> None:
+    loop_of_one_s_own(tmp_path / "run", mode="record", seed=1, draw=from_numpy)
+    verdict = loop_of_one_s_own(tmp_path / "run", seed=2, draw=from_numpy, current=tmp_path / "current").verdict
+    assert verdict is not None
+    assert (verdict.verdict, verdict.cause) == ("diverged", "rng")
+    assert "numpy had a different state from the start of the fit; it was unused at" in verdict.explanation
+
+
+@pytest.mark.parametrize(
+    ("draw", "seed", "word"), [(nothing, 2, "match"), (from_numpy, 1, "match"), (from_numpy, 2, "diverged")]
+)
+def test_a_loop_that_goes_on_has_the_generators_idle_that_were_so(
+    draw: Any, seed: int, word: str, tmp_path: Path
+) -> None:
+    """One that was drawn from before is compared from where the loop has restored it."""
+    loop_of_one_s_own(tmp_path / "run", mode="record", seed=1, draw=draw)
+    loop = Loop().run()
+    run = TrainingRun(tmp_path / "run", model=loop.model, optimizers=loop.optimizers, current=tmp_path / "current")
+    with suppress(DivergenceError), run.resume_from(6, epoch=1):
+        np.random.seed(seed)
+        draw(3)
+        loop.run(run)
+    verdict = run.verdict
+    assert verdict is not None
+    assert (verdict.verdict, verdict.cause) == (word, None if word == "match" else "rng")
+    if word == "match":
+        assert verdict.coverage.steps == (6, 11)

@@ -21,10 +21,10 @@ from trainers import LIGHTNING_ADVICE, quiet_trainer
 from versions import LIGHTNING
 
 from det_callbacks import DeterminismCallback, cli, compare_runs
-from det_callbacks.callback.fits import take_unfinished
 from det_callbacks.errors import DivergenceError, NothingComparedError, ReferenceFormatError, SelectionError
 from det_callbacks.runs.metrics import read_metrics
 from det_callbacks.runs.store import Run
+from det_callbacks.training.fits import take_unfinished
 from det_callbacks.verdict import Verdict
 
 pytestmark = LIGHTNING_ADVICE

@@ -20,11 +20,10 @@ from torch.utils.data import DataLoader, Subset
 from trainers import quiet_trainer
 
 from det_callbacks import DeterminismCallback, DivergenceError, ReferenceFormatError, SettingsError, compare_runs
-from det_callbacks.callback import take_unfinished
-from det_callbacks.callback.fits import wait
 from det_callbacks.compare.record import record_path
 from det_callbacks.ranks import group
 from det_callbacks.runs.store import Run
+from det_callbacks.training.fits import take_unfinished, wait
 
 pytestmark = pytest.mark.ddp
 SLOW = pytest.mark.slow

@@ -143,7 +143,9 @@ def test_a_kill_between_two_ranks_leaves_a_checkpoint_without_digests(killed, tm
     def save_twice(trainer: pl.Trainer, *_: Any) -> None:
         step = trainer.fit_loop.epoch_loop.total_batch_idx
         if step == 4 and trainer.global_rank == killed:  # which has not written its part yet
-            monkeypatch.setattr("det_callbacks.checkpoint.resume.write_part", lambda *_, **__: os._exit(9))
+            monkeypatch.setattr(
+                "det_callbacks.integrations.lightning.checkpoint.resume.write_part", lambda *_, **__: os._exit(9)
+            )
         if step in (2, 4):
             trainer.save_checkpoint(tmp_path / "last.ckpt")
 

@@ -8,9 +8,9 @@ from judged import require_one_verdict
 from trainers import LIGHTNING_ADVICE
 
 from det_callbacks import DeterminismCallback, DivergenceError, DivergenceWarning, cli
-from det_callbacks.callback import take_unfinished
 from det_callbacks.report.verdict import next_lines
 from det_callbacks.runs.store import Run
+from det_callbacks.training.fits import take_unfinished
 
 pytestmark = LIGHTNING_ADVICE
 

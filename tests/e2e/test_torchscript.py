@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from trainers import LIGHTNING_ADVICE, quiet_trainer
 
-from det_callbacks import DeterminismCallback, DivergenceError
+from det_callbacks import DeterminismCallback, DivergenceError, TrainingRun
 
 pytestmark = [LIGHTNING_ADVICE, pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")]
 
@@ -85,3 +85,25 @@ def test_an_op_that_another_module_has_is_not_laid_to_it(tmp_path: Path) -> None
     assert verdict.first_divergence is not None
     assert (verdict.first_divergence.op, verdict.first_divergence.module) == ("aten.mul.Tensor", "")
     assert "TorchScript" not in verdict.explanation
+
+
+def test_a_loop_of_one_s_own_is_told_of_it_too(tmp_path: Path) -> None:
+    own_class = type(scaled())  # both runs are of one class, whose executor has not run before
+
+    def loop(num_before: int, **options: Any) -> None:
+        torch.manual_seed(0)
+        net: Any = torch.jit.script(own_class())
+        for _ in range(num_before):
+            net(torch.ones(4, 4)).sum().backward()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        optimizer.zero_grad()
+        with TrainingRun(tmp_path / "run", model=nn.ModuleDict({"net": net}), optimizers=optimizer, **options) as run:
+            for _ in range(3):
+                with run.step(batch := torch.ones(4, 4)):
+                    net(batch).pow(2).mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    loop(0, mode="record")
+    with pytest.raises(DivergenceError, match="TorchScript runs in net, and what ran earlier in a process"):
+        loop(3, current=tmp_path / "current")

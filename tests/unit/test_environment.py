@@ -19,12 +19,12 @@ import torch
 from hydra.core.utils import setup_globals
 from omegaconf import OmegaConf
 
-from det_callbacks.callback.arguments import optimizer_choices
 from det_callbacks.environment import capture_environment, code_state, command_choice, script_words
 from det_callbacks.host_digest import digest_bytes, format_digest
 from det_callbacks.hydra.configuration import configuration_of
 from det_callbacks.runs.environment import AS_COMMITTED, NOT_RECORDED, EnvironmentEntry, compare_environments
 from det_callbacks.settings import enforce_determinism
+from det_callbacks.training.arguments import optimizer_choices
 
 
 def entry(value: Any, *, is_machine: bool = True, changes_bits: bool = True) -> EnvironmentEntry:

@@ -16,7 +16,6 @@ import torch
 from torch import Generator, Tensor, nn
 
 from det_callbacks import DeterminismSettings, HashMode, enforce_determinism, rng
-from det_callbacks.checkpoint.loaders import MAX_ITEMS, find_generators
 from det_callbacks.digest.device.triton_digest import Choice
 from det_callbacks.environment import capture_environment
 from det_callbacks.rng import (
@@ -31,6 +30,7 @@ from det_callbacks.rng import (
 from det_callbacks.runs.program import AFTER_STEP
 from det_callbacks.trace.state import generators as traced
 from det_callbacks.trace.state.generators import GeneratorReader, Ledger, generator_of
+from det_callbacks.training.held_generators import MAX_ITEMS, find_generators
 
 
 class StandInGenerator(Generator):

@@ -101,6 +101,7 @@ class ModuleStack(ModuleCalls):
         self._here = _Here()
         self._scopes: dict[int, OpScope] = {}
         self._modules: list[nn.Module] = []
+        self._at_next: Callable[[], None] | None = None
         self._key: int | None = None
         self._hooks = (self._enter, self._leave)
         self._has_refreshed = False
@@ -131,9 +132,13 @@ class ModuleStack(ModuleCalls):
                 hooks.pop(self._key, None)
             if _NO_WARNING in self._filters:
                 self._filters.remove(_NO_WARNING)
-        self._key = None
+        self._key = self._at_next = None
         self._here = _Here()
         self.clear()
+
+    def call_at_next(self, function: Callable[[], None]) -> None:
+        """Call a function once, before the next module is entered in this step."""
+        self._at_next = function
 
     def forget(self) -> None:
         """Forget the modules named by their class, which would be kept alive; call between steps."""
@@ -176,6 +181,9 @@ class ModuleStack(ModuleCalls):
             return
         if self.on_enter is not None:
             self.on_enter()
+        if self._at_next is not None:
+            at_next, self._at_next = self._at_next, None
+            at_next()
         self.enter(module, self._scope_of(module) or self.current)  # the ops of a stranger count as its caller's
 
     @runs_uncompiled  # likewise

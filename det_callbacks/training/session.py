@@ -1,20 +1,17 @@
-"""What a mode does with the fits of a callback: ``Session`` does nothing, and each mode has one of its own."""
+"""What a mode does with the fits of a run: ``Session`` does nothing, and each mode has one of its own."""
 
+import warnings
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import lightning.pytorch as pl
 from typing_extensions import override
 
 from det_callbacks.audit import AuditReport
-from det_callbacks.callback.arguments import CallbackArguments
-from det_callbacks.callback.evidence import Evidence
 from det_callbacks.compare.evidence import BATCH
 from det_callbacks.errors import TraceError
-from det_callbacks.internals.lightning import epoch_results
 from det_callbacks.observers.observations import REGISTRY, Observations
-from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.runs.manifest import Manifest
 from det_callbacks.runs.peers import ALONE, Peers
 from det_callbacks.runs.selection import Selection
@@ -27,6 +24,9 @@ from det_callbacks.trace.compiled.replaced import forget_compiled
 from det_callbacks.trace.hash_mode import HashMode
 from det_callbacks.trace.state.generators import GeneratorReader
 from det_callbacks.trace.tables.nondeterministic_ops import NondeterministicOps
+from det_callbacks.training.arguments import RunArguments
+from det_callbacks.training.evidence import Evidence
+from det_callbacks.training.training import Training
 from det_callbacks.verdict import Verdict
 from det_callbacks.verification import Verification
 
@@ -44,7 +44,7 @@ class Progress(NamedTuple):
 
 
 class Session:
-    """What a mode does with all fits of a callback; this class itself stands where there is none, and does nothing."""
+    """What a mode does with all fits of a run; this class itself stands where there is none, and does nothing."""
 
     root: Path  # where folders go by default
     manifest: Mapping[str, Any]  # of what begins, as run.json has it
@@ -58,7 +58,7 @@ class Session:
     audit_report: AuditReport | None = None
 
     def __init__(self, arguments: Any = None, peers: Peers = ALONE) -> None:
-        self.arguments: CallbackArguments = arguments
+        self.arguments: RunArguments = arguments
         self.peers = peers
         self.reader = GeneratorReader()
         self.is_over = arguments is None  # another fit needs a new session: this one's files were taken back
@@ -86,18 +86,27 @@ class Session:
         """Stand for what a session need not do; its own is called at the hook of the same name, in a fit only."""
 
     # ``mark`` notes the generators at a point, ``end_step`` and ``put_metrics`` return whether to stop since something
-    # differs, ``drop_step`` forgets a step that was not ended, ``flush`` hands over the evidence before a step
+    # differs, ``begin_gradients`` sets the phase, where asked for until a module is called again, ``drop_step`` forgets
+    # a step that was not ended, ``flush`` hands over the evidence before a step
     begin_step = mark = note_loss = begin_gradients = end_step = drop_step = flush = _nothing
     # ``follow`` comes before the data of a fit is set up, ``attach`` after; ``close`` may be called more than once
     follow = attach = close = put_metrics = resume_metrics = _nothing
     # ``end`` prints the closing line and raises what was found; ``stop`` closes the files, after an exception
     end = stop = progress = _nothing
 
+    def _print_once(self, text: str) -> None:
+        if self.peers.rank == 0:
+            self.print_line(text)
+
+    def _warn_once(self, text: str, category: type[Warning]) -> None:
+        if self.peers.rank == 0:
+            warnings.warn(text, category, stacklevel=2)
+
 
 class TracedSession(Session):
     """Traces the selected steps of its fits, and hands them to ``_add``."""
 
-    def __init__(self, arguments: CallbackArguments, peers: Peers) -> None:
+    def __init__(self, arguments: RunArguments, peers: Peers) -> None:
         super().__init__(arguments, peers)
         assert arguments.reference is not None, "checked where the callback was made"
         self.path = arguments.reference
@@ -108,7 +117,6 @@ class TracedSession(Session):
         self.op_replay: OpReplay | None = None
         self.keeper: Keeper | None = None
         self._step_writers: list[StepWriter] = []
-        self._replaced = ReplacedInLightning()
         self._of_rank = "" if peers.world_size == 1 else f" of rank {peers.rank}"
 
     def _begin_saving(self, stream: Path, segment: int, patterns: Manifest, *, is_recording: bool) -> None:
@@ -139,35 +147,31 @@ class TracedSession(Session):
         self.run.put_evidence(rows)
 
     @override
-    def follow(self, trainer: pl.Trainer, ops: NondeterministicOps | None) -> None:
+    def follow(self, training: Training, ops: NondeterministicOps | None) -> None:
         selection = self.arguments.selection
         if selection.level != "state" and selection.compiled == "run":
             forget_compiled()
-        self._ops = ops
+        self._ops, self._training = ops, training
         # A resumed step is recorded as one in the middle is, so that it can be compared with the same uninterrupted.
         self._is_first = not self.is_resumed
-        self._evidence = Evidence(trainer, self.arguments, self.reader, is_resumed=self.is_resumed)
-        self._hash_mode = HashMode.for_training(trainer.lightning_module, selection)
+        self._evidence = Evidence(training, self.reader, is_resumed=self.is_resumed)
+        self._hash_mode = HashMode.for_training(training.module, selection, base_phase=training.base_phase)
         recorder = self._hash_mode.recorder
         recorder.generators.reader = self.reader
         recorder.plans.nondeterministic_ops = ops
         recorder.output_hooks.every = tuple(hook for hook in (self.op_replay, self.keeper) if hook is not None)
-        owner = f"the DeterminismCallback of {self.path}"
+        owner = f"the {self.arguments.called} of {self.path}"
         self._observations = Observations(recorder, owner=owner, level=selection.level)
         REGISTRY.activate(self._observations)
-        self._evidence.attach()
+        training.follow_loaders(self._evidence)
         if ops is not None:
             ops.on_new = self.run.put_nondeterministic_ops
 
     @override
-    def attach(self, trainer: pl.Trainer) -> None:
-        self._hash_mode.optimizers = list(trainer.optimizers)
-        self._replaced.put(trainer.strategy, "training_step", self._hash_mode.marks_forward)
-        # Lightning makes its sums when a name is first logged and clears them at an epoch's first batch, so a step that
-        # comes first after a resume has ops that the same step of the uninterrupted run has not
-        results = epoch_results(trainer.fit_loop.epoch_loop)
-        for name in ("log", "reset"):
-            self._replaced.put(results, name, self._hash_mode.leaves_out)
+    def attach(self, training: Training) -> None:
+        self._hash_mode.optimizers = list(training.optimizers)
+        training.mark_forward(self._hash_mode.marks_forward)
+        training.leave_out(self._hash_mode.leaves_out)
 
     @override
     def mark(self, point: str) -> None:
@@ -209,9 +213,12 @@ class TracedSession(Session):
         self._hash_mode.record_values("forward", loss, "loss")
 
     @override
-    def begin_gradients(self) -> None:
+    def begin_gradients(self, *, is_until_module: bool = False) -> None:
         self._evidence.note_options(self._hash_mode.optimizers)
-        self._hash_mode.recorder.phase = "gradient"
+        recorder = self._hash_mode.recorder
+        recorder.phase = "gradient"
+        if is_until_module:
+            recorder.places.modules.call_at_next(partial(setattr, recorder, "phase", "forward"))
 
     @override
     def end_step(self, step: int, epoch: int, outputs: Any) -> bool:
@@ -246,7 +253,7 @@ class TracedSession(Session):
         self._hash_mode.abandon()
         if self._ops is not None and self._ops.found:
             self.run.put_nondeterministic_ops(self._ops.found)  # with the number of calls
-        self._replaced.restore()
+        self._training.leave()
 
     @override
     def progress(self) -> Progress:
@@ -255,7 +262,3 @@ class TracedSession(Session):
             tally, differing = self.detector.tally, self.detector.num_differing
             steps, sites = steps + tally.num_steps, sites + tally.num_sites
         return Progress(steps, sites, differing, self.replay.num_bytes, self.chain)
-
-    def _print_once(self, text: str) -> None:
-        if self.peers.rank == 0:
-            self.print_line(text)

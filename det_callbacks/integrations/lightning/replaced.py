@@ -4,11 +4,10 @@ All is put back when the fit ends or raises, but for what handles checkpoints: t
 since they are saved later, too. Read at Lightning 2.5 and 2.6; ``trace/compiled/replaced.py`` is the same for torch.
 """
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Mapping
 
 from det_callbacks.internals.lightning import LOAD_LOADER_STATES, RESTORE
+from det_callbacks.training.replaced import OF_SAMPLERS, ReplacedMethods
 
 PLACES: Mapping[str, str] = {
     "training_step": "of the strategy: no hook encloses it in automatic and in manual optimization",
@@ -21,27 +20,12 @@ PLACES: Mapping[str, str] = {
     "save_checkpoint": "of the strategy: every checkpoint is saved through it",
     "load_checkpoint": "of the strategy: every checkpoint is loaded through it",
     "remove_checkpoint": "of the strategy: every checkpoint is removed through it",
-    "__class__": "of the loader and the samplers of a fit: Python looks __iter__ and __next__ up in the class",
+    **OF_SAMPLERS,
 }
 """Each method that is replaced, with the reason."""
 
 
-class ReplacedInLightning:
-    """Methods of single objects that ours stand for, until ``restore``."""
+class ReplacedInLightning(ReplacedMethods):
+    """Methods of single objects of Lightning that ours stand for, until ``restore``."""
 
-    def __init__(self) -> None:
-        self._undo: list[Callable[[], object]] = []
-
-    def put(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        """Replace a method of an object by ``make(method)``; of ``__class__`` it makes a class of the class."""
-        assert name in PLACES, "each place stands in the registry with its reason"
-        before = getattr(owner, name)
-        setattr(owner, name, make(before))
-        undo = partial(setattr, owner, name, before) if name == "__class__" else partial(vars(owner).pop, name, None)
-        self._undo.append(undo)
-
-    def restore(self) -> None:
-        """Put everything back, the last first; may be called more than once."""
-        undo, self._undo = self._undo, []
-        for function in reversed(undo):
-            function()
+    places = PLACES

@@ -1,4 +1,4 @@
-"""What a fit is given: the arguments of the callback, and what run.json says of them, of Trainer and optimizers."""
+"""What a run is given: its arguments, and what run.json says of them and of the training."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -6,18 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import lightning.pytorch as pl
 import msgspec
-from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor
 
-from det_callbacks.checkpoint.resume import Resume
 from det_callbacks.environment import capture_environment, command_choice
 from det_callbacks.errors import SelectionError
 from det_callbacks.host_digest import format_digest
-from det_callbacks.internals.lightning import validation_data
-from det_callbacks.internals.torch import DDP_IGNORED
-from det_callbacks.internals.twins import either, join_twins, package_of
 from det_callbacks.patterns import as_patterns
 from det_callbacks.rng import digest_generator
 from det_callbacks.runs.environment import GENERATOR, OPTIMIZER, EnvironmentEntry
@@ -26,17 +19,18 @@ from det_callbacks.settings import DeterminismSettings, settings_in_force
 from det_callbacks.tensors.copies import TENSOR_BUDGET_MIB, check_budget
 from det_callbacks.tensors.replay import replay_patterns
 from det_callbacks.trace.state.generators import process_generators
+from det_callbacks.training.training import Training
 
 Mode = Literal["record", "verify", "audit", "disabled"]
 OnDivergence = Literal["raise", "collect", "warn"]
 Steps = Literal["all", "common"]
+Resume = Literal["exact", "plain"]
 
 
-@join_twins
-class CallbackArguments(pl.Callback):
+class RunArguments:
     """The arguments of ``DeterminismCallback``, which documents them, checked and as attributes; nothing is open."""
 
-    gives_way = False  # steps aside where the Trainer has another one
+    called = "DeterminismCallback"  # what messages call it
 
     def __init__(
         self,
@@ -62,7 +56,6 @@ class CallbackArguments(pl.Callback):
         log_metrics: bool = True,
     ) -> None:
         super().__init__()
-        join_twins(CallbackArguments)  # pytorch_lightning may have been imported after this module
         self.mode, self.steps, self.on_divergence, self.resume = mode, steps, on_divergence, resume
         self.overwrite, self.log_metrics = overwrite, log_metrics
         self.audit_replicas_every_n_steps = audit_replicas_every_n_steps
@@ -118,17 +111,12 @@ class CallbackArguments(pl.Callback):
         if self.mode == "audit" and self.reference is not None:
             raise SelectionError(f"An audit compares with no reference: write None for {str(self.reference)!r}.")
 
-    def check_trainer(self, trainer: pl.Trainer) -> None:
-        """Refuse a Trainer that has another such callback, or several processes to do what one alone can do."""
-        callbacks = [other for other in vars(trainer)["callbacks"] if isinstance(other, CallbackArguments)]
-        if sum(callback.mode != "disabled" and not callback.gives_way for callback in callbacks) > 1:
+    def check_world_size(self, world_size: int) -> None:
+        """Refuse several processes to do what one alone can do."""
+        if self.mode == "audit" and world_size > 1:
             raise SelectionError(
-                "This Trainer has two DeterminismCallbacks. Give it one; to record and verify, train twice."
-            )
-        if self.mode == "audit" and trainer.world_size > 1:
-            raise SelectionError(
-                f"An audit runs ops again in one process, and this Trainer starts {trainer.world_size}: the others "
-                "would wait in their collectives. Audit with devices=1."
+                f"An audit runs ops again in one process, and this training has {world_size}: the others would wait in "
+                "their collectives. Audit with one process (devices=1)."
             )
 
 
@@ -144,19 +132,17 @@ def require_one_of(name: str, value: object, kind: Any) -> None:
         raise SelectionError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.")
 
 
-def manifest_of(
-    trainer: pl.Trainer, pl_module: pl.LightningModule, arguments: CallbackArguments, *, is_resumed: bool = False
-) -> dict[str, Any]:
+def manifest_of(training: Training, arguments: RunArguments, *, is_resumed: bool = False) -> dict[str, Any]:
     """Return selection, settings, environment and patterns of a fit."""
     allow = [] if arguments.settings is None else list(arguments.settings.allow)
-    chosen: dict[str, Any] = {"trainer": _trainer_choices(trainer), "hparams": dict(pl_module.hparams)}
-    chosen |= optimizer_choices(trainer.optimizers)
-    # the classes of the learning rate schedulers, and when each is stepped
-    schedulers = [f"{type(one.scheduler).__name__} each {one.interval}" for one in trainer.lr_scheduler_configs]
-    chosen["optimizer.lr_scheduler"] = ", ".join(schedulers) or "none"
+    chosen: dict[str, Any] = {**training.choices, **optimizer_choices(training.optimizers)}
+    if (schedulers := training.schedulers) is not None:
+        # the classes of the learning rate schedulers, and when each is stepped
+        names = [f"{type(scheduler).__name__} each {interval}" for scheduler, interval in schedulers]
+        chosen["optimizer.lr_scheduler"] = ", ".join(names) or "none"
     chosen |= {**_started_by(), **arguments.choices, "settings": {"allow": allow}}
     starts = {} if is_resumed else _generator_starts()
-    environment = {**capture_environment(choices=chosen, lightning=package_of(trainer)), **starts}
+    environment = {**capture_environment(choices=chosen, lightning=training.framework), **starts}
     return {
         "selection": arguments.selection.to_dict(),
         "settings": {**settings_in_force(), "allow": allow},
@@ -185,20 +171,6 @@ def _started_by() -> dict[str, Any]:
     return command_choice()
 
 
-def _trainer_choices(trainer: pl.Trainer) -> dict[str, Any]:
-    names = ["accumulate_grad_batches", "gradient_clip_val", "world_size", "limit_train_batches", "overfit_batches"]
-    names += ["min_epochs", "max_epochs", "min_steps", "max_steps"]
-    # A validation may draw what the training then does not get. Nothing changes where it has no data to validate with,
-    # as Trainer.enable_validation has it, Lightning 2.6.6, which says no where the limit is 0.
-    if validation_data(trainer.fit_loop.epoch_loop.val_loop).is_defined():
-        names += ["limit_val_batches", "val_check_interval", "check_val_every_n_epoch", "num_sanity_val_steps"]
-    algorithm = trainer.gradient_clip_algorithm
-    choices = {name: getattr(trainer, name) for name in names}
-    choices |= {name: type(getattr(trainer, name)).__name__ for name in ("strategy", "accelerator")}
-    choices |= {"precision": str(trainer.precision), "gradient_clip_algorithm": algorithm and str(algorithm)}
-    return choices
-
-
 def optimizer_choices(optimizers: Sequence[Any]) -> dict[str, Any]:
     """Return the classes of the optimizers, and the options of each group as they are now.
 
@@ -216,12 +188,3 @@ def optimizer_choices(optimizers: Sequence[Any]) -> dict[str, Any]:
         name = type(optimizer).__name__ if len(optimizers) == 1 else f"{index}.{type(optimizer).__name__}"
         choices[f"optimizer.{name}"] = {**groups[0], **others}
     return choices
-
-
-def replicated_weights(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Tensor] | None:
-    """Return the parameters and buffers that are to be equal on all ranks; None where the strategy does not say so."""
-    if not isinstance(trainer.strategy, either(DDPStrategy)):
-        return None
-    ignored = set(getattr(module, DDP_IGNORED, ()))
-    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    return {name: tensor for name, tensor in tensors.items() if name not in ignored}

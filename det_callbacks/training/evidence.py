@@ -3,36 +3,25 @@
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ProgressBar
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from det_callbacks.checkpoint.loaders import find_generators, follow
 from det_callbacks.compare.evidence import BATCH
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import SettingsError
 from det_callbacks.host_digest import digest_bytes
-from det_callbacks.internals.lightning import (
-    LOAD_LOADER_STATES,
-    PrefetchFetcher,
-    combined_loader,
-    data_fetcher,
-    loader_mode,
-)
-from det_callbacks.internals.twins import either, own_class
-from det_callbacks.replaced_in_lightning import ReplacedInLightning
-from det_callbacks.runs.evidence import AFTER, BEFORE, CALLBACKS, CONSTANTS, OPTIONS, SCRIPTED
+from det_callbacks.rng import Held
+from det_callbacks.runs.evidence import CALLBACKS, CONSTANTS, OPTIONS, SCRIPTED
 from det_callbacks.trace.op.components import has_parts, holds_data
 from det_callbacks.trace.state.generators import GeneratorReader, Ledger
 from det_callbacks.trace.state.leaves import flatten
+from det_callbacks.training.replaced import ReplacedMethods
+from det_callbacks.training.training import Training
 from det_callbacks.variables import NUM_WORKERS
 
 _FIT_START = "fit start"
@@ -42,25 +31,23 @@ MAX_WAITING = 64  # batches drawn and not trained on yet that are known; a fetch
 
 
 class Evidence(Ledger):
-    """The ledger of one fit: also who has which hook, and how batches are drawn; it costs 40 microseconds a step.
+    """The ledger of one fit: also what else is called when, and how batches are drawn; it costs 40 microseconds a step.
 
     It follows the batches that wait to be trained on, and the indices that samplers drew for them, if in order.
     """
 
-    def __init__(self, trainer: pl.Trainer, own: pl.Callback, reader: GeneratorReader, *, is_resumed: bool) -> None:
+    def __init__(self, training: Training, reader: GeneratorReader, *, is_resumed: bool) -> None:
         super().__init__(reader)
-        self._trainer = trainer
-        self._replaced = ReplacedInLightning()
-        self._let_go: Callable[[], object] = lambda: None
-        self._samplers = ReplacedInLightning()
+        self._training = training
+        self._samplers = ReplacedMethods()
         self._indices: dict[str, deque[Any]] = {}
         self._waiting: deque[tuple[Any, dict[str, Any]]] = deque(maxlen=MAX_WAITING)
-        if NUM_WORKERS in os.environ and combined_loader(trainer.fit_loop) is not None:
+        if NUM_WORKERS in os.environ and training.loaders is not None:
             set_workers([], os.environ[NUM_WORKERS])  # too late, so it raises: the loader has been iterated over
         if not is_resumed:
             self.begin(_FIT_START)
         self.mark(_FIT_START, with_seeds=True)
-        module = trainer.lightning_module
+        module = training.module
         with unobserved():
             state = (*module.named_parameters(), *module.named_buffers())
             constants = [name for name, tensor in state if _is_constant(tensor)]
@@ -68,23 +55,8 @@ class Evidence(Ledger):
         if scripted := _scripted(module):
             self.note(_FIT_START, SCRIPTED, text=json.dumps(scripted))
         self._options: dict[str, object] = {}
-        self._note_hooks(own)
-
-    def _note_hooks(self, own: pl.Callback) -> None:
-        """Note who has which hook: the user's own first, and nobody who only draws bars."""
-        callbacks: list[pl.Callback] = vars(self._trainer)["callbacks"]
-        place, module = callbacks.index(own), self._trainer.lightning_module
-        for order, neighbours in ((BEFORE, callbacks[:place]), (AFTER, callbacks[place + 1 :])):
-            others = [one for one in neighbours if not isinstance(one, either(ProgressBar))]
-            others.sort(key=lambda callback: type(callback).__module__.startswith(("lightning.", "pytorch_lightning.")))
-            for hook in (name for name in vars(pl.Callback) if name.startswith("on_")):
-                inherited = [getattr(base, hook) for base in either(pl.Callback)]
-                users = [one for one in others if getattr(type(one), hook, None) not in inherited]
-                names = [type(one).__qualname__ for one in users]
-                if order == AFTER and is_overridden(hook, module, own_class(module, pl.LightningModule)):
-                    names.insert(0, type(module).__qualname__)  # its hooks are called after those of all callbacks
-                if names:
-                    self.note(_FIT_START, f"{CALLBACKS}{order} {hook}", text=", ".join(names))
+        for point, who in training.hooks.items():
+            self.note(_FIT_START, f"{CALLBACKS}{point}", text=who)
 
     def note_options(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Note the numbers among the optimizers' options that are not as in the update before."""
@@ -98,32 +70,20 @@ class Evidence(Ledger):
                         self._options[name] = value
                         self.note(OPTIONS, name, text=json.dumps(value))
 
-    def attach(self) -> None:
-        """Follow the loaders once they are there."""
-        loop = self._trainer.fit_loop
-        self._replaced.put(loop, LOAD_LOADER_STATES, lambda load: partial(self._load_and_follow, load))
-        if combined_loader(loop) is not None:  # already: a scheduler has asked for the number of steps
-            self._load_and_follow(lambda: None)
-
-    def _load_and_follow(self, load: Callable[[], None]) -> None:
-        load()
-        self._leave_loader()
-        loader = combined_loader(self._trainer.fit_loop)
-        inner = loader.flattened
+    def begin_loaders(self, loaders: Mapping[str, Any], held: Mapping[str, Held], *, is_in_turn: bool) -> None:
+        """Follow the samplers of loaders, and note how they draw; the generators that they hold are marked, too."""
+        self.detach()
         if NUM_WORKERS in os.environ:
-            set_workers(inner, os.environ[NUM_WORKERS])
-        name, is_one = "train_dataloader", len(inner) == 1
-        self.held = find_generators({name: inner[0] if is_one else inner}, left=either(pl.LightningModule))
-        self._let_go = follow(loader, self)
-        for number, one in enumerate(inner):
-            place = name if is_one else f"{name} {number}"
+            set_workers([*loaders.values()], os.environ[NUM_WORKERS])
+        self.held = held
+        for name, one in loaders.items():
             for setting, text in _settings_of(one):
-                self.note(_LOADER_START, f"{setting} of {place}", text=text)
+                self.note(_LOADER_START, f"{setting} of {name}", text=text)
             is_map = isinstance(one, DataLoader) and not isinstance(one.dataset, IterableDataset)
             is_in_order = is_map and (not one.num_workers or getattr(one, "in_order", True))
-            # a draw of "sequential" is of one of the loaders, and nobody says of which
-            if is_in_order and (is_one or loader_mode(loader) != "sequential"):
-                self._follow_sampler(place, one)
+            # a draw of loaders that are used up in turn is of one of them, and nobody says of which
+            if is_in_order and (not is_in_turn or len(loaders) == 1):
+                self._follow_sampler(name, one)
 
     def _follow_sampler(self, name: str, loader: Any) -> None:
         """Keep what the sampler of a loader draws: workers are sent it ahead, and return the batches in that order."""
@@ -146,16 +106,11 @@ class Evidence(Ledger):
             self._samplers.put(sampler, "__class__", watched)
             self._indices[name] = indices
 
-    def _leave_loader(self) -> None:
+    def detach(self) -> None:
+        """Leave the samplers as they were; may be called more than once."""
         self._samplers.restore()
-        self._let_go()
         self._waiting.clear()
         self._indices.clear()
-
-    def detach(self) -> None:
-        """Leave loops and loaders as they were; may be called more than once."""
-        self._leave_loader()
-        self._replaced.restore()
 
     def begin_iteration(self) -> None:
         """Note that the loader begins to be iterated over."""
@@ -173,11 +128,10 @@ class Evidence(Ledger):
     def begin_step(self, batch: Any) -> None:
         """Note what the batch of a step is made of, as the training step gets it, when its trace has begun."""
         self.mark("batch start", with_seeds=True)
-        fetcher = data_fetcher(self._trainer.fit_loop)
-        num_fetched = len(fetcher.batches) if isinstance(fetcher, either(PrefetchFetcher)) else 0
-        if len(self._waiting) <= num_fetched:
+        num_drawn_ahead = self._training.num_drawn_ahead
+        if len(self._waiting) <= num_drawn_ahead:
             return
-        loaded, indices_by_loader = self._waiting[-1 - num_fetched]
+        loaded, indices_by_loader = self._waiting[-1 - num_drawn_ahead]
         for loader, index in indices_by_loader.items():
             indices = _whole_numbers(index)
             if indices is not None:

@@ -7,11 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from det_callbacks.callback.fits import go_on, wait
-from det_callbacks.callback.session import FIT, TracedSession
 from det_callbacks.compare.record import REPORT_FILE
 from det_callbacks.errors import DivergenceError, DivergenceWarning, NotComparableError, NothingComparedError
 from det_callbacks.report import fits as closing
@@ -25,12 +22,14 @@ from det_callbacks.runs.peers import END_OF_FIT
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.runs.store import Run
+from det_callbacks.training.fits import go_on, wait
+from det_callbacks.training.session import FIT, TracedSession
 from det_callbacks.verdict import Verdict
 from det_callbacks.verification import Verification, free_folder, open_reference, write_verdict
 
 
 class Verifying(TracedSession):
-    """The fits of one callback, compared; what is found goes to ``current``, or to a new folder below the Trainer's."""
+    """The fits of one run, compared; what is found goes to ``current``, or to a new folder below the training's."""
 
     run: Verification
     _reference: Run
@@ -118,7 +117,7 @@ class Verifying(TracedSession):
         text = verdict_of_rank(verdict, rank=self.peers.rank, world_size=self.peers.world_size)
         if self.arguments.on_divergence != "warn":
             raise (NotComparableError if verdict.verdict == "not_comparable" else DivergenceError)(text, verdict)
-        rank_zero_warn(text, category=DivergenceWarning)
+        self._warn_once(text, DivergenceWarning)
 
     def _wait(self, verdict: Verdict, missing: Sequence[str], level: str) -> None:
         """Agree so far: the verdict comes with the last of the fits and tests that the reference holds."""

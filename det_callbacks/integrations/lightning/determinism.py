@@ -1,10 +1,7 @@
 """DeterminismCallback: a training run recorded, or verified against a recorded one."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
-from traceback import walk_tb
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,33 +9,20 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from typing_extensions import override
 
-from det_callbacks.audit import AuditReport
-from det_callbacks.callback.arguments import CallbackArguments, manifest_of, replicated_weights
-from det_callbacks.callback.auditing import Auditing
-from det_callbacks.callback.fits import note_fit
-from det_callbacks.callback.logged import CALLS, LoggedMetrics
-from det_callbacks.callback.progress import ProgressReporter, print_beside_bar
-from det_callbacks.callback.recording import Recording
-from det_callbacks.callback.replica_audit import Replicas, raise_if
-from det_callbacks.callback.session import Session
-from det_callbacks.callback.verifying import Verifying
-from det_callbacks.checkpoint.watch import CheckpointWatch
-from det_callbacks.errors import DetCallbacksError, NothingComparedError, WriteError
+from det_callbacks.errors import NothingComparedError, SelectionError
+from det_callbacks.integrations.lightning.checkpoint.watch import CheckpointWatch
+from det_callbacks.integrations.lightning.logged import CALLS, LoggedMetrics
+from det_callbacks.integrations.lightning.progress import ProgressReporter
+from det_callbacks.integrations.lightning.replaced import ReplacedInLightning
+from det_callbacks.integrations.lightning.trainer import LightningTraining
 from det_callbacks.internals.lightning import RESTORE, checkpoint_connector, is_training_done, require
-from det_callbacks.internals.twins import package_of
-from det_callbacks.internals.versions import newer_than_tested
-from det_callbacks.ranks.group import RankGroup, require_same_start
-from det_callbacks.ranks.replicas import ReplicaReport
-from det_callbacks.replaced_in_lightning import ReplacedInLightning
+from det_callbacks.internals.twins import join_twins
 from det_callbacks.report.fits import no_metrics_text
-from det_callbacks.settings import enforce_around_training, settings_in_force
-from det_callbacks.tensors.copies import require_room
-from det_callbacks.trace.compiled.replaced import REPLACED
-from det_callbacks.trace.tables.nondeterministic_ops import NondeterministicOps, NondeterministicOpWatch
-from det_callbacks.verdict import Verdict
+from det_callbacks.training.following import FollowedRun
 
 
-class DeterminismCallback(CallbackArguments):
+@join_twins
+class DeterminismCallback(FollowedRun, pl.Callback):
     """Record a training run, or verify it against a recorded one, bit for bit.
 
     It changes no bit of the training: weights, losses and generator states are those of a run without it. At level op
@@ -88,21 +72,17 @@ class DeterminismCallback(CallbackArguments):
         >>> trainer = Trainer(callbacks=[DeterminismCallback("refs/run1", mode="record")])  # doctest: +SKIP
     """
 
+    _training: LightningTraining
+    gives_way = False  # steps aside where the Trainer has another one
+
     @override
     def _begin_closed(self) -> None:
-        self.verdict: Verdict | None = None
-        self.audit_report: AuditReport | None = None
-        self._group = RankGroup()
-        self._session = self._hooks = Session()  # the hooks are the session's while a fit is open
-        self._stage = ExitStack()  # what is closed when a fit, or another stage, is over
-        self._ops: NondeterministicOps | None = None
-        self._watch: NondeterministicOpWatch | None = None
+        super()._begin_closed()
+        join_twins(DeterminismCallback)  # pytorch_lightning may have been imported after this module
         self._logged = LoggedMetrics()
         self._progress = ProgressReporter()
-        self._replicas = Replicas(self.audit_replicas_every_n_steps, self.on_divergence)
         self._checkpoints: CheckpointWatch | None = None
         self._replaced = ReplacedInLightning()
-        self._is_open = False
         self._call: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -112,11 +92,6 @@ class DeterminismCallback(CallbackArguments):
         fresh = vars(type(self)(None, **options, audit_replicas_every_n_steps=self.audit_replicas_every_n_steps))
         return {name: value if name.startswith("_") else vars(self)[name] for name, value in fresh.items()}
 
-    @property
-    def replica_report(self) -> ReplicaReport | None:
-        """The report of the last audit of the replicas; None before the first."""
-        return self._replicas.replica_report
-
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self.mode == "disabled":
@@ -124,87 +99,59 @@ class DeterminismCallback(CallbackArguments):
         if self._checkpoints is not None:
             self._checkpoints.close()
         self._checkpoints = CheckpointWatch(trainer, self.resume, self._group)
-        self._stage.close()
-        self._stage.callback(REPLACED.unfollow, self)
-        REPLACED.follow(self)  # now: a validation may compile the model before a step is traced
         self._call = None if self.mode == "audit" else CALLS.get(TrainerFn(stage))
-        if stage == TrainerFn.FITTING or self._call is not None:
-            self._stage.callback(self._group.close)
-            self._stage.callback(self._replicas.close)
-            self._group.open(trainer.world_size)
-            self._group.run_on_all(partial(self._prepare, trainer, pl_module), task="checking the settings")
-            if self._session.is_over:
-                kind = {"record": Recording, "verify": Verifying, "audit": Auditing}[self.mode]
-                self._session = kind(self, self._group)
-            self._session.root = Path(trainer.log_dir or trainer.default_root_dir)  # told by rank 0 to all
-            self.selection = self._session.prepare()
-        self._ops = self._watch = None
-        if settings_in_force()["deterministic_algorithms"] != "disabled":
-            self._ops = NondeterministicOps(() if self.settings is None else self.settings.allow)
-            self._watch = NondeterministicOpWatch(self._ops, pl_module)
-            self._stage.callback(self._ops.close)
-            self._stage.callback(self._watch.close)
+        is_compared = stage == TrainerFn.FITTING or self._call is not None
+        self._open_stage(LightningTraining(trainer, self), is_compared=is_compared)
 
-    def _prepare(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Check what all ranks check alike, and put the settings in force."""
+    @override
+    def _prepare(self) -> None:
+        trainer = self._training.trainer
         require(trainer)
-        self.check_trainer(trainer)
-        if self.settings is not None:
-            self._stage.callback(enforce_around_training(self.settings, pl_module).restore)
-        if self.mode == "record" and self.replay and self.reference is not None:
-            require_room(self.reference, self.tensor_budget_mib)
+        callbacks = [other for other in vars(trainer)["callbacks"] if isinstance(other, DeterminismCallback)]
+        if sum(callback.mode != "disabled" and not callback.gives_way for callback in callbacks) > 1:
+            raise SelectionError(
+                "This Trainer has two DeterminismCallbacks. Give it one; to record and verify, train twice."
+            )
+        super()._prepare()
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.mode == "disabled":
             return
-        begin = partial(self._begin_fit, trainer, pl_module)
 
         def restore_and_begin(restore: Callable[..., None], *args: Any) -> None:
             self._replaced.restore()
             restore(*args)
-            begin()
+            self._begin_training(trainer)
 
         if trainer.strategy.restore_checkpoint_after_setup:
             # those that shard load now, and until then Lightning does not say whether there is a checkpoint
             connector = checkpoint_connector(trainer)
             self._replaced.put(connector, RESTORE, lambda one: partial(restore_and_begin, one))
         else:
-            begin()
+            self._begin_training(trainer)
 
-    def _begin_fit(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.selection.check_modules([name for name, _ in pl_module.named_modules()])
+    def _begin_training(self, trainer: pl.Trainer) -> None:
         assert self._checkpoints is not None, "setup was called"
-        for line in newer_than_tested(package_of(trainer)) if trainer.is_global_zero else ():
-            print_beside_bar(trainer, f"det_callbacks: {line}")
-        self._begin(trainer, pl_module, is_resumed=self._checkpoints.is_resumed)
+        self._begin_fit(is_resumed=self._checkpoints.is_resumed)
         session, reference = self._session, None if self.reference is None else str(self.reference)
         run_id = None if session.run is None else session.run.manifest.run_id
         self._checkpoints.begin_fit({"id": run_id, "mode": self.mode, "reference": reference})
-        session.follow(trainer, self._ops)
+        self._follow()
         session.idle_before, self._checkpoints.resuming.reader = self._checkpoints.resuming.idle, session.reader
-        self._hooks = session
         if self.log_metrics and self.mode != "audit":
             self._progress.begin_fit(trainer, is_recording=self.mode == "record")
 
-    def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, **options: Any) -> None:
-        session = self._session
-        session.print_line = partial(print_beside_bar, trainer)
-        session.manifest = manifest_of(trainer, pl_module, self, is_resumed=options.get("is_resumed", False))
-        # what is no fit broadcasts no weights
-        weights = None if "call" in options else replicated_weights(trainer, pl_module)
-        require_same_start(self._group, session.manifest, weights)
-        self.verdict = self.audit_report = None
-        session.begin(**options)
-        self._is_open = True
-        note_fit()
-        self._logged.begin(session)
+    @override
+    def _begin(self, **options: Any) -> None:
+        super()._begin(**options)
+        self._logged.begin(self._session)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._hooks.attach(trainer)
         if self._is_open:
-            self._replicas.begin(trainer)
+            self._hooks.attach(self._training)
+            self._replicas.begin(self._training)
 
     @override
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -227,13 +174,9 @@ class DeterminismCallback(CallbackArguments):
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, *_: Any, **__: Any) -> None:
         if not self._is_open:
             return
-        self._group.set_place("step")
-        self._hooks.drop_step()  # one that a module ended by returning -1
         step = trainer.fit_loop.epoch_loop.total_batch_idx
         self._logged.begin_step(trainer, step)
-        sees_ops = self.mode != "audit" and self.selection.level == "op" and self.selection.selects_step(step)
-        self._watch_ops(is_on=not sees_ops)
-        self._hooks.begin_step(step, batch)
+        self._begin_step(step, batch)
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
@@ -251,21 +194,16 @@ class DeterminismCallback(CallbackArguments):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, *_: Any, **__: Any) -> None:
         if not self._is_open:
             return
-        step = self._logged.step
-        differs = self._hooks.end_step(step, trainer.current_epoch, outputs)
-        self._watch_ops(is_on=False)
+        differs = self._hooks.end_step(self._step, trainer.current_epoch, outputs)
+        if self._watch is not None:
+            self._watch.close()
         self._progress.after_step(self._session.progress())
         if is_training_done(trainer.fit_loop.epoch_loop) or trainer.should_stop:
             self._group.set_place("between")  # after the last batch there may be long validations, saves and hooks
-        error = self._replicas.after_step(trainer)
+        error = self._replicas.after_step()
         self._stop_together(differs=differs, asks_now=error is not None)  # what differs from the reference says more
-        raise_if(error)
-
-    def _stop_together(self, *, differs: bool, asks_now: bool = True) -> None:
-        """End the fit on all ranks where something differed on one of them."""
-        may_stop = self._session.may_stop
-        if self._group.stops_after(self._logged.step, differs=differs, may_stop=may_stop, asks_now=asks_now):
-            self._end(is_early=True)
+        if error is not None:
+            raise error
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -282,7 +220,7 @@ class DeterminismCallback(CallbackArguments):
             self._hooks.mark("before validation")
         self._watch_ops(is_on=True)
         if self._call is not None and not self._is_open:
-            self._begin(trainer, pl_module, call=self._call)
+            self._begin(call=self._call)
 
     @override
     def on_validation_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, *place: Any, **_: Any) -> None:
@@ -317,58 +255,36 @@ class DeterminismCallback(CallbackArguments):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._checkpoints is not None:
             self._checkpoints.resuming.end_training()
-        error = self._replicas.end(trainer)
-        if self.mode == "record":
-            raise_if(error)  # before the run is complete: it is no reference
+        error = self._replicas.end()
+        if error is not None and self.mode == "record":
+            raise error  # before the run is complete: it is no reference
         if self._is_fitting:
             self._logged.read_epoch(trainer)
         self._end()
-        raise_if(error)
+        if error is not None:
+            raise error
 
+    @override
     def _end(self, *, is_early: bool = False) -> None:
         if not self._is_open:
             return
-        if not is_early:
-            self._hooks.flush(self._logged.step + 1)
-        self._close_fit()
         try:
-            self._session.end(is_early=is_early)
+            super()._end(is_early=is_early)
         finally:
-            self.verdict, self.audit_report = self._session.verdict, self._session.audit_report
             self._progress.end_fit(self.verdict)
 
+    @override
     def _close_fit(self) -> None:
-        """Leave no trace open, and loops and loaders as they were."""
-        self._is_open = False
         self._replaced.restore()
-        hooks, self._hooks = self._hooks, Session()
-        hooks.close()
+        super()._close_fit()
         if self._checkpoints is not None:
             self._checkpoints.resuming.detach()
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        note_fit(ended_by=exception)
-        frames = walk_tb(exception.__traceback__) if isinstance(exception, DetCallbacksError) else ()
-        if any(frame.f_globals.get("__package__") in (__package__, "det_callbacks.checkpoint") for frame, _ in frames):
-            exception.__traceback__ = exception.__cause__ = None  # it says where; frames of ours and the loops bury it
-        was_open, self._call = self._is_open, None
-        self._close_fit()
+        self._call = None
         self._progress.close()
-        try:
-            if was_open:
-                self._stop(exception)
-                self.verdict, self.audit_report = self._session.verdict, self._session.audit_report
-        finally:
-            self._stage.close()
-
-    def _stop(self, exception: BaseException) -> None:
-        """Close the files of a fit that an exception ends; a full disk does not take that exception's place."""
-        try:
-            self._session.stop(type(exception).__name__)
-        except WriteError as error:
-            if not isinstance(exception, WriteError):
-                self._session.print_line(f"det_callbacks: {error}")
+        self._stop(exception)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -379,8 +295,3 @@ class DeterminismCallback(CallbackArguments):
         left, self._call = self._call, None
         if left is not None:  # it had no batch
             raise NothingComparedError(no_metrics_text(left, reference=self.reference))
-
-    def _watch_ops(self, *, is_on: bool) -> None:
-        """Watch for nondeterministic ops outside of the trace, if at all; closed more than once."""
-        if self._watch is not None:
-            (self._watch.open if is_on else self._watch.close)()

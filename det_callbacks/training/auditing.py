@@ -5,20 +5,19 @@ import math
 from functools import partial
 from pathlib import Path
 
-import lightning.pytorch as pl
 import yaml
 from typing_extensions import override
 
 from det_callbacks.audit import AuditFinding, AuditReport, OpMismatch
-from det_callbacks.callback.arguments import CallbackArguments
-from det_callbacks.callback.session import FIT, Session
 from det_callbacks.equivalence import BitwiseEquivalenceMode
 from det_callbacks.errors import AuditError, DivergenceWarning, NothingComparedError
-from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.report.fits import audit_line, audit_lines
 from det_callbacks.runs.disk import ANOTHER_FOLDER, make_folder, replace_atomically, writing
 from det_callbacks.runs.peers import Peers
 from det_callbacks.trace.state.optimizers import in_phase
+from det_callbacks.training.arguments import RunArguments
+from det_callbacks.training.session import FIT, Session
+from det_callbacks.training.training import Training
 from det_callbacks.verification import free_folder
 
 AUDIT_FILE = "audit.json"
@@ -27,31 +26,30 @@ NUM_STEPS = 3  # that are audited where none are chosen: the first ones that com
 
 
 class Auditing(Session):
-    """The fits of one callback, audited; files go to ``current``, or to a new folder below the Trainer's."""
+    """The fits of one run, audited; files go to ``current``, or to a new folder below the training's."""
 
     _folder: Path
     _mode: BitwiseEquivalenceMode
 
-    def __init__(self, arguments: CallbackArguments, peers: Peers) -> None:
+    def __init__(self, arguments: RunArguments, peers: Peers) -> None:
         super().__init__(arguments, peers)
         self._step = -1
         self._steps: list[int] = []
         self._found: dict[tuple[str, str, str], list[tuple[int, OpMismatch]]] = {}
-        self._replaced = ReplacedInLightning()
 
     @override
-    def follow(self, trainer: pl.Trainer, ops: object) -> None:
-        self.audit_report = None
+    def follow(self, training: Training, ops: object) -> None:
+        self.audit_report, self._training = None, training
         if self.stages == [FIT]:
             self._folder = self.arguments.current or free_folder(self.root, kind="audit")
-            self._mode = BitwiseEquivalenceMode(model=trainer.lightning_module, base_phase="other")
+            self._mode = BitwiseEquivalenceMode(model=training.module, base_phase=training.base_phase)
         for name in (AUDIT_FILE, REPLAY_FILE):  # of an earlier audit: not to be taken for this one's
             with writing(self._folder, instead=ANOTHER_FOLDER["audit"]):
                 (self._folder / name).unlink(missing_ok=True)
 
     @override
-    def attach(self, trainer: pl.Trainer) -> None:
-        self._replaced.put(trainer.strategy, "training_step", partial(in_phase, self._mode.places, "forward"))
+    def attach(self, training: Training) -> None:
+        training.mark_forward(partial(in_phase, self._mode.places, "forward"))
 
     @override
     def begin_step(self, step: int, batch: object) -> None:
@@ -61,8 +59,11 @@ class Auditing(Session):
             self._mode.begin()
 
     @override
-    def begin_gradients(self) -> None:
-        self._mode.places.phase = "gradient"
+    def begin_gradients(self, *, is_until_module: bool = False) -> None:
+        places = self._mode.places
+        places.phase = "gradient"
+        if is_until_module:
+            places.modules.call_at_next(partial(setattr, places, "phase", "forward"))
 
     @override
     def end_step(self, *_: object) -> bool:
@@ -78,7 +79,7 @@ class Auditing(Session):
     @override
     def close(self) -> None:
         self._mode.abandon()
-        self._replaced.restore()
+        self._training.leave()
 
     @override
     def end(self, *, is_early: bool = False) -> None:
@@ -106,4 +107,4 @@ class Auditing(Session):
             text = audit_lines(report, replay=replay)
             if self.arguments.on_divergence != "warn":
                 raise AuditError(text, report)
-            pl.utilities.rank_zero_warn(text, category=DivergenceWarning)
+            self._warn_once(text, DivergenceWarning)

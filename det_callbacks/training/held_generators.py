@@ -1,22 +1,17 @@
-"""What draws the batches of a fit: generators that objects hold, and a follower of what a loader does."""
+"""Generators that objects hold: those of a data set, a sampler or a module draw what a run depends on."""
 
 import functools
 import random
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
 import torch
-from lightning.pytorch.loggers import Logger
-from lightning.pytorch.strategies import Strategy
 
-from det_callbacks.internals.lightning import Loop
 from det_callbacks.internals.torch import CHILDREN, DataLoaderIter
-from det_callbacks.internals.twins import either
 from det_callbacks.rng import HELD_TYPES, Held, is_default
 
 MAX_OBJECTS = 20_000
@@ -28,22 +23,21 @@ MAX_ITEMS = 256
 _LEFT: tuple[Any, ...] = (
     *(bool, int, float, complex, str, bytes, bytearray, type(None), type, range, slice),
     *(torch.Tensor, np.ndarray, np.generic, torch.dtype, torch.device, types.ModuleType, types.BuiltinFunctionType),
+    # these lead to everything
     *(DataLoaderIter, torch.optim.Optimizer),
 )
-_OF_LIGHTNING = (pl.Trainer, Logger, Strategy, Loop)
-"""What leads to everything."""
 
 
 def find_generators(roots: Mapping[str, object], *, left: tuple[type, ...] = ()) -> dict[str, Held]:
     """Return path -> random generator for those that the roots reach by attributes, items, closures and partials.
 
-    The process's own are not among them. Looks into nothing of Lightning's loops, of ours, or of the types ``left``.
+    The process's own are not among them. Looks into nothing of ours, nor of the types ``left``.
     """
     found: dict[str, Held] = {}
     own = random.getstate.__self__  # type: ignore[attr-defined]  # a bound method
     seen: dict[int, object] = {}  # kept alive, so that no identity is used twice
     pending = deque(roots.items())
-    left = (*_LEFT, *either(*_OF_LIGHTNING), *left)
+    left = (*_LEFT, *left)
     while pending and len(seen) < MAX_OBJECTS:
         path, value = pending.popleft()
         is_left = isinstance(value, left) or type(value).__module__.startswith("det_callbacks.")
@@ -79,46 +73,3 @@ def _inside(value: Any) -> Iterator[tuple[str, object]]:
     if isinstance(value, torch.nn.Module):
         found |= dict(found.pop(CHILDREN, {}).items())  # of a scripted module it is no dictionary
     yield from ((f".{name}", item) for name, item in found.items())
-
-
-def follow(loader: Any, follower: Any) -> Callable[[], object]:
-    """Call ``begin_iteration()``, ``begin_draw()`` and ``end_draw(batch)`` of a follower; return what ends that.
-
-    Several may end in any order. As long as it is followed, the loader has a subclass of its own, under the same name.
-    """
-    if not hasattr(loader, "det_callbacks_followers"):
-        loader.__class__ = _followed(type(loader))
-    followers = loader.det_callbacks_followers
-    followers.append(follower)
-
-    def end() -> None:
-        if follower in followers:
-            followers.remove(follower)
-            if not followers:
-                loader.__class__ = type(loader).__base__
-
-    return end
-
-
-def _followed(base: Any) -> Any:
-    """Return a subclass of a CombinedLoader's class that calls followers in the order in which they came.
-
-    A resume, which comes first, restores generators before the others read them.
-    """
-    followers: list[Any] = []
-
-    def begin(loader: Any) -> Any:
-        for follower in followers:
-            follower.begin_iteration()
-        return base.__iter__(loader)
-
-    def draw(loader: Any) -> Any:
-        for follower in followers:
-            follower.begin_draw()
-        drawn = base.__next__(loader)
-        for follower in followers:
-            follower.end_draw(drawn[0])
-        return drawn
-
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "det_callbacks_followers": followers}
-    return type(base.__name__, (base,), {**names, "__iter__": begin, "__next__": draw})

@@ -11,11 +11,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
-from det_callbacks.checkpoint.loaders import find_generators
 from det_callbacks.digest.components import digest_tensor
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.host_digest import format_digest
+from det_callbacks.integrations.lightning.loaders import find_generators
 from det_callbacks.internals.lightning import (
     DataLoaderIterFetcher,
     combined_loader,

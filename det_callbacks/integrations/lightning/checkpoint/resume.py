@@ -2,7 +2,7 @@
 
 Lightning restores weights, optimizers, schedulers and its loops. Generators, the position in the data and gradients
 that are being accumulated it does not, and some of its counters it restores to other values than an uninterrupted run
-has. Some methods of its loops, which run at the right moments, are replaced: see ``replaced_in_lightning``.
+has. Some methods of its loops, which run at the right moments, are replaced: see ``replaced.py``.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,29 +10,27 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 import torch
 
-from det_callbacks.checkpoint import buckets, fit
 from det_callbacks.checkpoint.entries import entries_of
 from det_callbacks.checkpoint.files import DataPosition, Part, Sidecar, part_path, read_part, write_part
-from det_callbacks.checkpoint.loaders import follow
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import NotResumableError
 from det_callbacks.host_digest import digest_bytes, format_digest
+from det_callbacks.integrations.lightning.checkpoint import buckets, fit
+from det_callbacks.integrations.lightning.loaders import follow
+from det_callbacks.integrations.lightning.replaced import ReplacedInLightning
 from det_callbacks.internals.lightning import LOAD_LOADER_STATES, Loop, combined_loader, end_restart
 from det_callbacks.internals.twins import own_class
-from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.report.console import print_closing_line
 from det_callbacks.report.tensors import unrestored_line
 from det_callbacks.rng import GeneratorStates, Held
 from det_callbacks.runs.peers import Peers
 from det_callbacks.trace.state.generators import GeneratorReader
 from det_callbacks.trace.state.leaves import leaves
-
-Resume = Literal["exact", "plain"]
 
 _ENDED = (
     "it was saved before a validation or the end of an epoch, which Lightning leaves out when it resumes, and the "

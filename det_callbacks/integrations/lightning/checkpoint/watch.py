@@ -26,16 +26,17 @@ from det_callbacks.checkpoint.files import (
     read_sidecar,
     write_sidecar,
 )
-from det_callbacks.checkpoint.resume import Resume, Resuming
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import CheckpointMismatchError
+from det_callbacks.integrations.lightning.checkpoint.resume import Resuming
+from det_callbacks.integrations.lightning.replaced import ReplacedInLightning
 from det_callbacks.internals.lightning import WrappingCheckpointIO
 from det_callbacks.internals.twins import either
-from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.report.console import print_closing_line
 from det_callbacks.report.tensors import mismatch_text, uncovered_save_line
 from det_callbacks.runs.disk import writing
 from det_callbacks.runs.peers import Peers
+from det_callbacks.training.arguments import Resume
 
 
 class CheckpointWatch:

@@ -4,11 +4,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, as_tensor
+from torch import Tensor
 
-from det_callbacks.callback.session import Session
-from det_callbacks.checkpoint.fit import local_part
-from det_callbacks.compare.metrics import FIRST_BATCH, GENERATOR, LENGTH, OTHER_HOOKS
+from det_callbacks.compare.metrics import FIRST_BATCH, LENGTH, OTHER_HOOKS
 from det_callbacks.digest.components import digest_tensor
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.host_digest import format_digest
@@ -20,10 +18,11 @@ from det_callbacks.internals.lightning import (
     name_of_result,
     results,
 )
-from det_callbacks.runs.metrics import RESUMED, Metric, Reading
+from det_callbacks.runs.metrics import RESUMED, Reading
 from det_callbacks.trace.op.components import holds_data
-from det_callbacks.trace.state.generators import Ledger
 from det_callbacks.trace.state.leaves import flatten
+from det_callbacks.training.metrics import generator_states, metric_of
+from det_callbacks.training.session import Session
 
 CALLS = {TrainerFn.VALIDATING: "trainer.validate", TrainerFn.TESTING: "trainer.test"}  # what logs without a fit
 
@@ -88,12 +87,10 @@ class LoggedMetrics:
         with unobserved():
             values = {name: value for name, value in fresh.items() if isinstance(value, Tensor | float | int)}
             selects = session.arguments.selection.selects_metric
-            metrics = {name: _metric(value) for name, value in values.items() if selects(name)}
+            metrics = {name: metric_of(value) for name, value in values.items() if selects(name)}
         if not metrics and not evidence:
             return False
-        ledger = Ledger(session.reader)
-        ledger.mark("")
-        evidence |= {f"{GENERATOR}{row.name}": format_digest(row.value) for row in ledger.take(0)}
+        evidence |= generator_states(session.reader)
         evidence |= {} if where == "epoch" else {**_lengths(trainer, where), **first_batches}
         place: dict[str, Any] = {"where": where, "number": number, "step": self.step, "epoch": epoch}
         return bool(session.put_metrics(Reading(**place, metrics=metrics, evidence=evidence)))
@@ -115,13 +112,6 @@ class LoggedMetrics:
         fresh = {name: value for name, value in known.items() if value is not self._seen.get(name)}
         self._seen |= known
         return fresh
-
-
-def _metric(value: Tensor | float) -> Metric:
-    tensor = local_part(as_tensor(value).detach()).cpu()
-    shown = tensor.item() if tensor.numel() == 1 else tensor.tolist()
-    dtype, digest = str(tensor.dtype).removeprefix("torch."), format_digest(digest_tensor(tensor))
-    return Metric(dtype=dtype, shape=tuple(tensor.shape), digest=digest, value=repr(shown))
 
 
 def _lengths(trainer: pl.Trainer, where: str) -> dict[str, str]:

@@ -10,7 +10,6 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
-from det_callbacks.callback.session import Progress
 from det_callbacks.compare.record import REPORT_FILE, VERDICT_FILE
 from det_callbacks.internals.lightning import (
     logger_connector,
@@ -22,6 +21,7 @@ from det_callbacks.internals.twins import either
 from det_callbacks.report.console import print_closing_line
 from det_callbacks.report.fits import progress_word
 from det_callbacks.rng import RewindPoint
+from det_callbacks.training.session import Progress
 from det_callbacks.verdict import Verdict
 
 KEY = "determinism"

@@ -7,11 +7,8 @@ from dataclasses import replace
 from functools import reduce
 from typing import Any
 
-from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from det_callbacks.callback.arguments import CallbackArguments
-from det_callbacks.callback.session import FIT, TracedSession
 from det_callbacks.errors import CoverageWarning, DivergenceError, NotComparableError, NothingComparedError
 from det_callbacks.report import fits as closing
 from det_callbacks.report.console import count
@@ -20,18 +17,20 @@ from det_callbacks.runs.metrics import Reading
 from det_callbacks.runs.peers import END_OF_FIT, Peers
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.runs.writer import RunWriter
+from det_callbacks.training.arguments import RunArguments
+from det_callbacks.training.session import FIT, TracedSession
 from det_callbacks.verification import Verification
 
 
 class Recording(TracedSession):
-    """The fits of one callback, written as a reference.
+    """The fits of one run, written as a reference.
 
     A resumed fit goes on with the run that is there. Steps that it runs again are compared, not written a second time.
     """
 
     run: RunWriter
 
-    def __init__(self, arguments: CallbackArguments, peers: Peers) -> None:
+    def __init__(self, arguments: RunArguments, peers: Peers) -> None:
         super().__init__(arguments, peers)
         self._num_metrics = self._num_before_call = 0
         self._regions: set[str] = set()
@@ -142,7 +141,7 @@ class Recording(TracedSession):
                 unused = ", ".join(map(repr, found.unused))
                 text = f"Nothing was {done} patterns {unused}: no op that they match ran (the ends of compiled regions "
                 text += "are no ops). det-callbacks show RUN --step N names those that did."
-                rank_zero_warn(text, category=CoverageWarning)
+                self._warn_once(text, CoverageWarning)
 
     def _end_call(self, call: str) -> None:
         before, now = self.peers.broadcast(lambda: [self._num_before_call, self._num_metrics], task=END_OF_FIT)

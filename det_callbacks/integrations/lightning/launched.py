@@ -10,10 +10,9 @@ from types import TracebackType
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from det_callbacks.callback.arguments import CallbackArguments
-from det_callbacks.callback.determinism import DeterminismCallback
-from det_callbacks.callback.progress import print_beside_bar
 from det_callbacks.errors import DetCallbacksError, DivergenceError, SelectionError, SettingsError, WriteError
+from det_callbacks.integrations.lightning.determinism import DeterminismCallback
+from det_callbacks.integrations.lightning.progress import print_beside_bar
 from det_callbacks.report.console import print_error
 from det_callbacks.runs.disk import writing
 from det_callbacks.settings import DeterminismSettings
@@ -35,7 +34,7 @@ class LaunchedCallback(DeterminismCallback):
                 "This script trains a model while another one trains, and det-callbacks records one fit after another. "
                 "Give the Trainer that matters a DeterminismCallback, and start the script without det-callbacks."
             )
-        others = [it for it in vars(trainer)["callbacks"] if isinstance(it, CallbackArguments) and not it.gives_way]
+        others = [it for it in vars(trainer)["callbacks"] if isinstance(it, DeterminismCallback) and not it.gives_way]
         if any(other.mode != "disabled" for other in others):
             if self._has_claimed:
                 raise SelectionError(

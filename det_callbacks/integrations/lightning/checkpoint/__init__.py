@@ -1,0 +1,1 @@
+"""Lightning's checkpoints: digests beside each that is saved, and exact resume."""

@@ -1,0 +1,92 @@
+"""ReplicaAuditCallback: the replicas of a Trainer, compared without a reference."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.states import TrainerFn
+from typing_extensions import override
+
+from det_callbacks.errors import NothingComparedError, SettingsError
+from det_callbacks.integrations.lightning.trainer import LightningTraining
+from det_callbacks.internals.twins import join_twins
+from det_callbacks.patterns import as_names
+from det_callbacks.training.arguments import OnDivergence, require_one_of, require_whole
+from det_callbacks.training.fits import note_fit
+from det_callbacks.training.replicas import Replicas
+
+
+@join_twins
+class ReplicaAuditCallback(Replicas, Callback):
+    """Compare the replicas of a training on several ranks, without a reference.
+
+    Parameters, buffers and optimizer state that several ranks have to hold alike are compared by digest: under DDP all
+    of them; of DTensors on a mesh (FSDP2, tensor parallelism) those that are replicated along a dimension, among the
+    ranks of one shard. Left out, and counted in what it prints: shards that nobody else holds, running statistics of
+    batch norm, all buffers under DDP with ``broadcast_buffers=False``, and what DDP was told to ignore. An audit takes
+    one pass over that state at the speed of digests and one exchange of a few bytes, in a gloo group of its own.
+    ``DeterminismCallback(audit_replicas_every_n_steps=...)`` does the same.
+
+    Args:
+        every_n_steps: they are compared before the first step, after every n-th, and at the end of the fit.
+        on_divergence: "raise" stops at the first difference, "collect" raises it at the end, "warn" warns of it.
+        ignore: fnmatch patterns over names of tensors that may differ, with their optimizer state: "codebook.*".
+
+    Attributes:
+        replica_report: the ReplicaReport of the last audit; None before the first.
+
+    Raises:
+        SelectionError: an argument is not one of the allowed ones (at construction).
+        SettingsError: there is one process only, or the strategy does not say what has to be equal.
+        ReplicaError: replicas differ; ``.report`` says which tensors, on which ranks, and since when.
+        NothingComparedError: no parameter has a replica, or the fit had nothing to train.
+        RankError: a rank failed, is at another step, or does not come.
+
+    Example:
+        >>> trainer = Trainer(strategy="ddp", devices=2, callbacks=[ReplicaAuditCallback()])  # doctest: +SKIP
+    """
+
+    def __init__(
+        self, every_n_steps: int = 100, on_divergence: OnDivergence = "raise", *, ignore: Sequence[str] = ()
+    ) -> None:
+        require_one_of("on_divergence", on_divergence, OnDivergence)
+        require_whole("every_n_steps", every_n_steps, 1)
+        join_twins(ReplicaAuditCallback)  # pytorch_lightning may have been imported after this module
+        super().__init__(every_n_steps, on_divergence, ignore=as_names("ignore", ignore))
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == TrainerFn.FITTING and trainer.world_size == 1:
+            raise SettingsError(
+                "One process has no replicas, so there is nothing to compare, which would look as if they agreed. "
+                "Train with several (devices=2, strategy='ddp'), or leave the audit out."
+            )
+        self._num_audits = 0
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        note_fit()
+        self.begin(LightningTraining(trainer, self))
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        if (error := self.after_step()) is not None:
+            raise error
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if (error := self.end()) is not None:
+            raise error
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self.close()
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self.close()
+        if stage == TrainerFn.FITTING and not self._num_audits:
+            raise NothingComparedError(
+                "Nothing was compared: the fit had nothing to train. Audit one that has steps left, or leave it out."
+            )

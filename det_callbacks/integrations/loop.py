@@ -1,0 +1,468 @@
+"""TrainingRun: a loop of one's own, recorded, or verified against a recorded run."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import wraps
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from typing_extensions import override
+
+from det_callbacks.digest.unobserved import unobserved
+from det_callbacks.errors import NothingComparedError, SelectionError, SettingsError
+from det_callbacks.internals.dynamo import ORIGINAL
+from det_callbacks.internals.names import RECORDING
+from det_callbacks.internals.torch import DDP_IGNORED, TORCH, graph_task_id
+from det_callbacks.observers.observations import REGISTRY
+from det_callbacks.ranks.replicas import ReplicatedState, replicated_state
+from det_callbacks.runs.metrics import LOG, RESUMED, Metric, Reading
+from det_callbacks.trace.dispatch import runs_uncompiled
+from det_callbacks.training.arguments import require_whole
+from det_callbacks.training.following import FollowedRun
+from det_callbacks.training.held_generators import find_generators
+from det_callbacks.training.metrics import generator_states, metric_of
+from det_callbacks.training.replaced import ReplacedMethods
+from det_callbacks.training.training import LoaderFollower, Training
+
+_Batch = TypeVar("_Batch")
+
+
+class LoopTraining(Training):
+    """The training of a loop: its module and optimizers are given, and the run counts steps and epochs."""
+
+    base_phase = "forward"
+    choices: Mapping[str, Any] = {}
+    hooks: Mapping[str, str] = {}
+    loaders = None
+    follower: LoaderFollower | None = None
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self.ddp: DistributedDataParallel | None = None
+        self.module, self.optimizers = model, optimizers
+        # a name is the same in the module, in what compiles it and in what distributes it
+        while isinstance(self.module, DistributedDataParallel) or ORIGINAL in self.module._modules:
+            if isinstance(self.module, DistributedDataParallel):
+                self.ddp = self.module
+                self.module = self.module.module
+            else:
+                self.module = getattr(self.module, ORIGINAL)
+        if dist.is_available() and dist.is_initialized():
+            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.folder = Path()
+
+    @override
+    def follow_loaders(self, follower: LoaderFollower) -> None:
+        self.follower = follower
+
+    @override
+    def leave(self) -> None:
+        self.follower = None
+
+    @override
+    def replicated_weights(self) -> dict[str, Tensor] | None:
+        if self.ddp is None:
+            return None
+        ignored = set(getattr(self.ddp.module, DDP_IGNORED, ()))
+        tensors = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        return {name: tensor for name, tensor in tensors.items() if name not in ignored}
+
+    @override
+    def replicated_state(self, ignore: Sequence[str]) -> ReplicatedState:
+        options: dict[str, Any] = {"everybody": range(self.world_size), "ignore": ignore}
+        if self.ddp is not None:
+            options["everybody"] = dist.get_process_group_ranks(self.ddp.process_group)
+            options["ddp_ignores"] = self.ddp.parameters_to_ignore
+            options["has_own_buffers"] = not self.ddp.broadcast_buffers
+        elif not any(isinstance(parameter, DTensor) for parameter in self.module.parameters()):
+            raise SettingsError(
+                "Nothing says which ranks hold the same parameters, so replicas cannot be compared: the model is no "
+                "DistributedDataParallel, and has no DTensors. Give TrainingRun the wrapped model, or leave out "
+                "audit_replicas_every_n_steps."
+            )
+        return replicated_state(self.module, self.optimizers, **options)
+
+
+class _ReplacedInAutograd(ReplacedMethods):
+    places = {  # noqa: RUF012  # read only
+        "backward": "of torch.autograd, which Tensor.backward calls: torch has no hook that tells the loss, or that a "
+        "backward pass is over"
+    }
+
+
+class TrainingRun(FollowedRun):
+    """Record a training loop of your own, or verify it against a recorded run, bit for bit. Needs no Lightning.
+
+    The run is open in a ``with`` block, and so is each step. Within a step the phases are told by torch: ``forward``
+    until a backward pass, ``gradient`` after it until a module is called again, ``optimizer`` in an optimizer's step.
+    The loss is what ``backward`` is called on. It changes no bit of the training, and costs what
+    ``DeterminismCallback`` costs.
+
+    Each ``with`` block of one TrainingRun is a fit of its own, as with several ``Trainer.fit``. Under
+    ``torch.distributed`` each process has one, entered and left by all together.
+
+    Args:
+        reference: as for ``DeterminismCallback``, and so are ``mode`` and all arguments but ``resume`` and
+            ``log_metrics``, which need a Trainer.
+        model: holds every parameter that is trained; names are relative to it. Put several models into an
+            ``nn.ModuleDict``. It may be compiled, or wrapped by ``DistributedDataParallel``.
+        optimizers: one or several; all that step in the loop.
+        arguments: see ``DeterminismCallback``.
+
+    Attributes:
+        verdict: the Verdict of a verification; None before the end of the block.
+        audit_report: the AuditReport of an audit; None before the end of the block.
+
+    Raises:
+        SelectionError: an argument is not one of the allowed ones; a step in a step; an optimizer that was not given.
+        NothingComparedError: the block had no step, or one that failed and that the program went on after.
+        Exception: at the end of a step or of the block what ``DeterminismCallback`` raises, such as DivergenceError.
+
+    Example:
+        >>> with TrainingRun("refs/run1", mode="record", model=model, optimizers=optimizer) as run:  # doctest: +SKIP
+        ...     for batch in run.batches(loader):
+        ...         with run.step(batch):
+        ...             model(batch).mean().backward()
+        ...             optimizer.step()
+        ...             optimizer.zero_grad()
+    """
+
+    called = "TrainingRun"
+    _open_one: ClassVar["TrainingRun | None"] = None
+    _training: LoopTraining
+
+    def __init__(
+        self,
+        reference: str | Path | None,
+        *,
+        model: nn.Module,
+        optimizers: Optimizer | Sequence[Optimizer],
+        **arguments: Any,
+    ) -> None:
+        if trainers := sorted({"resume", "log_metrics"} & arguments.keys()):
+            raise SelectionError(
+                f"{trainers[0]} is for Lightning's Trainer, and TrainingRun does not take it: use resume_from(step), "
+                "and log the verdict yourself."
+            )
+        self._model = model
+        one_or_several: Any = optimizers
+        is_several = isinstance(optimizers, list | tuple)
+        self._optimizers: Sequence[Optimizer] = one_or_several if is_several else [one_or_several]
+        if not isinstance(model, nn.Module):
+            raise SelectionError(f"model must be a torch.nn.Module; got {type(model).__name__}.")
+        if not self._optimizers or not all(isinstance(one, Optimizer) for one in self._optimizers):
+            kinds = ", ".join(type(one).__name__ for one in self._optimizers) or "none"
+            raise SelectionError(f"optimizers must be one or several optimizers of torch.optim; got {kinds}.")
+        super().__init__(reference, **arguments)
+
+    @override
+    def _begin_closed(self) -> None:
+        super()._begin_closed()
+        self._replaced = _ReplacedInAutograd()
+        self._step_context = _Step(self)
+        self._batch: Any = None
+        self._is_in_step = self._has_batches = self._is_resumed = False
+        self._has_differed = False  # what was logged
+        self._first_step = self._first_epoch = 0
+        self._loader: Any = None
+        self._failed: BaseException | None = None
+        self._logged: dict[str, Metric] = {}
+        self._known: dict[int, Optimizer] = {}  # those that may step, by identity
+
+    def resume_from(self, step: int, *, epoch: int = 0) -> Self:
+        """Let the next block begin at this step of the run, where the loop goes on from a checkpoint of its own.
+
+        A verification compares the steps from there on; a recording goes on with the run that is there. What the loop
+        has to restore (weights, optimizers, generators, the place in the data) is compared, and not restored.
+
+        Args:
+            step: the number of the first step to come, counted from 0.
+            epoch: the number of the epoch that the first ``batches`` is of.
+
+        Returns:
+            The run itself: ``with run.resume_from(100):``.
+        """
+        if self._is_open:
+            raise SelectionError("resume_from comes before the with block, in which steps are counted already.")
+        require_whole("step", step, 0)
+        require_whole("epoch", epoch, 0)
+        self._first_step, self._first_epoch, self._is_resumed = step, epoch, True
+        return self
+
+    def __enter__(self) -> Self:
+        if self.mode == "disabled":
+            return self
+        self._require_alone()
+        training = LoopTraining(self._model, self._optimizers)
+        self._step, training.step = self._first_step - 1, self._first_step - 1
+        training.epoch = self._first_epoch - 1
+        self._is_in_step = self._has_batches = self._has_differed = False
+        self._loader = self._failed = None
+        self._logged = {}
+        TrainingRun._open_one = self
+        try:
+            self._open_stage(training, is_compared=True)
+            self._known = {id(one): one for one in self._optimizers}
+            self._stage.callback(register_optimizer_step_pre_hook(self._before_update).remove)
+            self._begin_fit(is_resumed=self._is_resumed)
+            self._follow()
+            self._hooks.attach(training)
+            self._stage.callback(self._replaced.restore)
+            self._replaced.put(torch.autograd, "backward", self._around_backward)
+            self._replicas.begin(training)
+        except BaseException as error:
+            self._leave(error)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if TrainingRun._open_one is not self:
+            return
+        if error is not None:
+            self._leave(error)
+            return
+        try:
+            self._group.set_place("between")
+            if self._failed is not None:
+                raise self._went_on(self._failed)
+            self._put_logged()
+            differing = self._replicas.end()
+            if differing is not None and self.mode == "record":
+                raise differing  # before the run is complete: it is no reference
+            self._end()
+            if differing is not None:
+                raise differing
+        except BaseException as caught:
+            self._leave(caught)
+            raise
+        self._close()
+
+    def batches(self, loader: Iterable[_Batch]) -> Iterator[_Batch]:
+        """Yield the batches of a loader; the run notes which samples its sampler drew, and that an epoch began.
+
+        It may be left in the middle. A loop that does not use it is recorded too; a verdict then says less of data.
+        """
+        if self.mode == "disabled":
+            yield from loader
+            return
+        self._require_open("batches")
+        training, hooks = self._training, self._hooks
+        training.epoch += 1
+        self._has_batches = True
+        hooks.mark("epoch start")
+        follower = training.follower
+        if follower is not None and loader is not self._loader:
+            self._loader = loader
+            name = "train_dataloader"
+            follower.begin_loaders({name: loader}, find_generators({name: loader}), is_in_turn=False)
+        if follower is not None:
+            follower.begin_iteration()
+        iterator = iter(loader)
+        try:
+            while True:
+                if follower is not None:
+                    follower.begin_draw()
+                try:
+                    batch = next(iterator)
+                except StopIteration:
+                    break
+                if follower is not None:
+                    follower.end_draw(batch)
+                yield batch
+            hooks.mark("epoch end")
+        finally:
+            self._group.set_place("between")  # a validation may follow, or a save
+
+    def step(self, batch: Any = None) -> "_Step":
+        """Return what a step runs in: ``with run.step(batch):``, forward, backward and the optimizers' steps.
+
+        Args:
+            batch: what the step trains on, whose tensors are recorded; None where nothing is to be.
+        """
+        self._batch = batch
+        return self._step_context
+
+    def log(self, name: str, value: Tensor | float) -> None:
+        """Record a metric, such as a validation's loss, or compare it; it is of the last step that ended or began.
+
+        Args:
+            name: each name once a step.
+            value: a number, or a tensor, which is read now (on a GPU the host waits for it). Rank 0's is compared.
+        """
+        if self.mode == "disabled":
+            return
+        self._require_open("log")
+        if not isinstance(value, Tensor | float | int):
+            raise SelectionError(f"log takes a number or a tensor; {name!r} is a {type(value).__name__}.")
+        if name in self._logged:
+            raise SelectionError(f"{name!r} was logged twice after step {self._step}; give each value its own name.")
+        if not self._training.rank and self.selection.selects_metric(name):
+            with unobserved():  # also in a step
+                self._logged[name] = metric_of(value)
+
+    @override
+    def _prepare(self) -> None:
+        TORCH.require(RECORDING)
+        owned = {id(parameter) for parameter in self._training.module.parameters()}
+        for number, optimizer in enumerate(self._optimizers):
+            parameters = _parameters_of(optimizer)
+            if strange := sum(id(one) not in owned for one in parameters):
+                raise SelectionError(
+                    f"optimizers[{number}] ({type(optimizer).__name__}) updates {strange} of {len(parameters)} "
+                    f"parameters that are not in model ({type(self._training.module).__name__}). Give TrainingRun the "
+                    'model that holds all that is trained, such as nn.ModuleDict({"generator": g, "critic": c}), and '
+                    "make the optimizer after the model has moved or was sharded."
+                )
+        super()._prepare()
+
+    @override
+    def _begin(self, **options: Any) -> None:
+        super()._begin(**options)
+        if self._is_resumed and not self._training.rank:
+            place: dict[str, Any] = {"number": self._step, "step": self._step, "epoch": max(0, self._training.epoch)}
+            self._session.resume_metrics(Reading(where=RESUMED, **place, metrics={}), is_first=True)
+
+    def _enter_step(self) -> None:
+        if self.mode == "disabled":
+            return
+        self._require_open("step")
+        if self._is_in_step:
+            raise SelectionError(
+                "A step began within a step. A step is one batch, from its forward pass to the optimizer's step; leave "
+                "the one before, or accumulate over several batches within one step."
+            )
+        if self._failed is not None:
+            raise self._went_on(self._failed)
+        self._put_logged()
+        batch, self._batch = self._batch, None
+        self._training.step = self._step + 1
+        self._is_in_step = True
+        self._begin_step(self._step + 1, batch)
+
+    def _leave_step(self, error: BaseException | None) -> None:
+        if not self._is_in_step:
+            return
+        self._is_in_step = False
+        if error is not None:
+            self._failed = error
+            self._hooks.drop_step()
+            if self._watch is not None:
+                self._watch.close()
+            return
+        differs = self._hooks.end_step(self._step, max(0, self._training.epoch), None)
+        if self._watch is not None:
+            self._watch.close()
+        if not self._has_batches:
+            self._group.set_place("between")
+        differing = self._replicas.after_step()
+        self._stop_together(differs=differs or self._has_differed, asks_now=differing is not None)
+        if differing is not None:
+            raise differing
+
+    def _around_backward(self, backward: Any) -> Any:
+        """Return a function that does what ``torch.autograd.backward`` does, and tells the session of it in a step."""
+
+        @wraps(backward)
+        @runs_uncompiled
+        def followed(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            # within a backward pass it is activation checkpointing that calls it
+            is_followed = self._is_in_step and graph_task_id() == -1
+            if is_followed:
+                self._hooks.note_loss(tensors)
+            result = backward(tensors, *args, **kwargs)
+            if is_followed:
+                self._hooks.mark("after backward")
+                self._hooks.begin_gradients(is_until_module=True)
+            return result
+
+        return followed
+
+    @runs_uncompiled
+    def _before_update(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        """Refuse an optimizer that was not given, unless it does the work of one that was."""
+        kind = type(optimizer).__name__
+        if id(optimizer) not in self._known:
+            own = {id(parameter) for one in self._optimizers for parameter in _parameters_of(one)}
+            if not all(id(parameter) in own for parameter in _parameters_of(optimizer)):
+                if not self._is_in_step:
+                    return  # another training
+                raise SelectionError(
+                    f"{kind} stepped, and was not given to TrainingRun. Give it all optimizers at the beginning "
+                    "(optimizers=[...]), or begin another with block with a new TrainingRun when one is added."
+                )
+            self._known[id(optimizer)] = optimizer
+        if not self._is_in_step:
+            raise SelectionError(
+                f"{kind} stepped outside a step of the TrainingRun, so nothing would be recorded of it. Put forward, "
+                "backward and the optimizer's step into one `with run.step(batch):`."
+            )
+
+    def _put_logged(self) -> None:
+        """Hand over what was logged since the last step began; all ranks stop for it after their next step."""
+        if self._logged:
+            metrics, self._logged = self._logged, {}
+            place: dict[str, Any] = {"number": self._step, "step": self._step, "epoch": max(0, self._training.epoch)}
+            reading = Reading(where=LOG, **place, metrics=metrics, evidence=generator_states(self._session.reader))
+            self._has_differed |= bool(self._session.put_metrics(reading))
+
+    def _require_open(self, what: str) -> None:
+        if not self._is_open:
+            raise SelectionError(f"{what} belongs into the block of its run: `with TrainingRun(...) as run:`.")
+
+    def _require_alone(self) -> None:
+        other = TrainingRun._open_one
+        owner = None if REGISTRY.sink is None else REGISTRY.sink.owner
+        if other is not None:
+            owner = "this TrainingRun itself" if other is self else f"the TrainingRun of {other.reference}"
+        if owner is not None:
+            raise SelectionError(
+                f"{owner[0].upper()}{owner[1:]} is open already, and a process has one run at a time. Leave it first; "
+                "to record and verify, train twice."
+            )
+
+    def _went_on(self, error: BaseException) -> NothingComparedError:
+        return NothingComparedError(
+            f"Step {self._step} ended with {type(error).__name__} ({error}), which the program caught: a run with half "
+            "a step is no run. Let the error pass, or keep what may fail out of the step."
+        )
+
+    def _leave(self, error: BaseException) -> None:
+        """End the block with an exception: the run is incomplete."""
+        try:
+            self._stop(error)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        TrainingRun._open_one = None
+        self._is_resumed, self._first_step, self._first_epoch = False, 0, 0
+        self._stage.close()
+
+
+class _Step:
+    """The block of one step; a run has one of these."""
+
+    __slots__ = ("_run",)
+
+    def __init__(self, run: TrainingRun) -> None:
+        self._run = run
+
+    def __enter__(self) -> None:
+        self._run._enter_step()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._run._leave_step(error)
+
+
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,0 +1,172 @@
+"""A run from the setup of its training to its verdict, on every exit path between them; each way in calls it."""
+
+from contextlib import ExitStack
+from traceback import walk_tb
+from typing import Any
+
+from typing_extensions import override
+
+from det_callbacks.audit import AuditReport
+from det_callbacks.errors import DetCallbacksError, WriteError
+from det_callbacks.internals.versions import newer_than_tested
+from det_callbacks.ranks.group import RankGroup, require_same_start
+from det_callbacks.ranks.replicas import ReplicaReport
+from det_callbacks.settings import enforce_around_training, settings_in_force
+from det_callbacks.tensors.copies import require_room
+from det_callbacks.trace.compiled.replaced import REPLACED
+from det_callbacks.trace.tables.nondeterministic_ops import NondeterministicOps, NondeterministicOpWatch
+from det_callbacks.training.arguments import RunArguments, manifest_of
+from det_callbacks.training.auditing import Auditing
+from det_callbacks.training.fits import note_fit
+from det_callbacks.training.recording import Recording
+from det_callbacks.training.replicas import Replicas
+from det_callbacks.training.session import Session
+from det_callbacks.training.training import Training
+from det_callbacks.training.verifying import Verifying
+from det_callbacks.verdict import Verdict
+
+_OWN_ROOMS = ("det_callbacks.training", "det_callbacks.integrations", "det_callbacks.checkpoint")
+
+
+class FollowedRun(RunArguments):
+    """The arguments of a run, and the session that follows its training; a subclass calls it at the right moments.
+
+    Attributes:
+        verdict, audit_report, replica_report: what was found, see ``DeterminismCallback``.
+    """
+
+    _training: Training
+
+    @override
+    def _begin_closed(self) -> None:
+        self.verdict: Verdict | None = None
+        self.audit_report: AuditReport | None = None
+        self._group = RankGroup()
+        self._session = self._hooks = Session()  # the hooks are the session's while a fit is open
+        self._stage = ExitStack()  # what is closed when a fit, or another stage, is over
+        self._ops: NondeterministicOps | None = None
+        self._watch: NondeterministicOpWatch | None = None
+        self._replicas = Replicas(self.audit_replicas_every_n_steps, self.on_divergence)
+        self._is_open = False
+        self._step = -1  # the last one that began
+
+    @property
+    def replica_report(self) -> ReplicaReport | None:
+        """The report of the last audit of the replicas; None before the first."""
+        return self._replicas.replica_report
+
+    def _open_stage(self, training: Training, *, is_compared: bool) -> None:
+        """Open a fit or another stage of a training; of one that is not compared only nondeterministic ops are seen."""
+        self._stage.close()
+        self._training = training
+        self._stage.callback(REPLACED.unfollow, self)
+        REPLACED.follow(self)  # now: a validation may compile the model before a step is traced
+        if is_compared:
+            self._stage.callback(self._group.close)
+            self._stage.callback(self._replicas.close)
+            self._group.open(training.world_size)
+            self._group.run_on_all(self._prepare, task="checking the settings")
+            if self._session.is_over:
+                kind = {"record": Recording, "verify": Verifying, "audit": Auditing}[self.mode]
+                self._session = kind(self, self._group)
+            self._session.root = training.folder
+            self.selection = self._session.prepare()
+        self._ops = self._watch = None
+        if settings_in_force()["deterministic_algorithms"] != "disabled":
+            self._ops = NondeterministicOps(() if self.settings is None else self.settings.allow)
+            self._watch = NondeterministicOpWatch(self._ops, training.module)
+            self._stage.callback(self._ops.close)
+            self._stage.callback(self._watch.close)
+
+    def _prepare(self) -> None:
+        """Check what all ranks check alike, and put the settings in force."""
+        self.check_world_size(self._training.world_size)
+        if self.settings is not None:
+            self._stage.callback(enforce_around_training(self.settings, self._training.module).restore)
+        if self.mode == "record" and self.replay and self.reference is not None:
+            require_room(self.reference, self.tensor_budget_mib)
+
+    def _begin_fit(self, *, is_resumed: bool) -> None:
+        """Begin the run of a fit, whose weights are those that it trains; ``_follow`` comes next."""
+        self.selection.check_modules([name for name, _ in self._training.module.named_modules()])
+        for line in newer_than_tested(self._training.framework) if not self._training.rank else ():
+            self._training.print_line(f"det_callbacks: {line}")
+        self._begin(is_resumed=is_resumed)
+
+    def _begin(self, **options: Any) -> None:
+        session, training = self._session, self._training
+        session.print_line = training.print_line
+        session.manifest = manifest_of(training, self, is_resumed=options.get("is_resumed", False))
+        # what is no fit broadcasts no weights
+        weights = None if "call" in options else training.replicated_weights()
+        require_same_start(self._group, session.manifest, weights)
+        self.verdict = self.audit_report = None
+        session.begin(**options)
+        self._is_open = True
+        note_fit()
+
+    def _follow(self) -> None:
+        """Follow the fit that began, before its data is set up."""
+        self._session.follow(self._training, self._ops)
+        self._hooks = self._session
+
+    def _begin_step(self, step: int, batch: Any) -> None:
+        self._group.set_place("step")
+        self._hooks.drop_step()  # one that did not come to its end
+        self._step = step
+        if self._watch is not None:
+            sees_ops = self.mode != "audit" and self.selection.level == "op" and self.selection.selects_step(step)
+            (self._watch.close if sees_ops else self._watch.open)()
+        self._hooks.begin_step(step, batch)
+
+    def _stop_together(self, *, differs: bool, asks_now: bool = True) -> None:
+        """End the fit on all ranks where something differed on one of them."""
+        may_stop = self._session.may_stop
+        if self._group.stops_after(self._step, differs=differs, may_stop=may_stop, asks_now=asks_now):
+            self._end(is_early=True)
+
+    def _end(self, *, is_early: bool = False) -> None:
+        if not self._is_open:
+            return
+        if not is_early:
+            self._hooks.flush(self._step + 1)
+        self._close_fit()
+        try:
+            self._session.end(is_early=is_early)
+        finally:
+            self.verdict, self.audit_report = self._session.verdict, self._session.audit_report
+
+    def _close_fit(self) -> None:
+        """Leave no trace open, and the training as it was."""
+        self._is_open = False
+        hooks, self._hooks = self._hooks, Session()
+        hooks.close()
+
+    def _stop(self, exception: BaseException) -> None:
+        """End a fit that an exception ends; one of ours loses the frames that bury where it is."""
+        note_fit(ended_by=exception)
+        frames = walk_tb(exception.__traceback__) if isinstance(exception, DetCallbacksError) else ()
+        packages = (str(frame.f_globals.get("__package__")) for frame, _ in frames)
+        if any(package.startswith(_OWN_ROOMS) for package in packages):
+            exception.__traceback__ = exception.__cause__ = None  # it says where; frames of ours and the loops bury it
+        was_open = self._is_open
+        self._close_fit()
+        try:
+            if was_open:
+                self._close_files(exception)
+                self.verdict, self.audit_report = self._session.verdict, self._session.audit_report
+        finally:
+            self._stage.close()
+
+    def _close_files(self, exception: BaseException) -> None:
+        """Close the files of a fit that an exception ends; a full disk does not take that exception's place."""
+        try:
+            self._session.stop(type(exception).__name__)
+        except WriteError as error:
+            if not isinstance(exception, WriteError):
+                self._session.print_line(f"det_callbacks: {error}")
+
+    def _watch_ops(self, *, is_on: bool) -> None:
+        """Watch for nondeterministic ops outside of the trace, if at all; closed more than once."""
+        if self._watch is not None:
+            (self._watch.open if is_on else self._watch.close)()

@@ -1,0 +1,26 @@
+"""Metrics of a training, as a run holds them, and what may explain one that differs."""
+
+from torch import Tensor, as_tensor
+from torch.distributed.tensor import DTensor
+
+from det_callbacks.compare.metrics import GENERATOR
+from det_callbacks.digest.components import digest_tensor
+from det_callbacks.host_digest import format_digest
+from det_callbacks.runs.metrics import Metric
+from det_callbacks.trace.state.generators import GeneratorReader, Ledger
+
+
+def metric_of(value: Tensor | float) -> Metric:
+    """Return a metric with its digest; of a DTensor the part that this rank has."""
+    tensor = as_tensor(value).detach()
+    tensor = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).cpu()
+    shown = tensor.item() if tensor.numel() == 1 else tensor.tolist()
+    dtype, digest = str(tensor.dtype).removeprefix("torch."), format_digest(digest_tensor(tensor))
+    return Metric(dtype=dtype, shape=tuple(tensor.shape), digest=digest, value=repr(shown))
+
+
+def generator_states(reader: GeneratorReader) -> dict[str, str]:
+    """Return the states of all generators now, as the evidence of a reading has them."""
+    ledger = Ledger(reader)
+    ledger.mark("")
+    return {f"{GENERATOR}{row.name}": format_digest(row.value) for row in ledger.take(0)}
