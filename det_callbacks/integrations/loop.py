@@ -1,4 +1,4 @@
-"""TrainingRun: a loop of one's own, recorded, or verified against a recorded run."""
+"""TrainingRun: your own training loop, recorded, or verified against a recorded run."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import wraps
@@ -91,17 +91,17 @@ class LoopTraining(Training):
 
 class _ReplacedInAutograd(ReplacedMethods):
     places = {  # noqa: RUF012  # read only
-        "backward": "of torch.autograd, which Tensor.backward calls: torch has no hook that tells the loss, or that a "
-        "backward pass is over"
+        "backward": "of torch.autograd, which Tensor.backward calls: torch has no hook with the loss, and none for the "
+        "end of a backward pass"
     }
 
 
 class TrainingRun(FollowedRun):
     """Record a training loop of your own, or verify it against a recorded run, bit for bit. Needs no Lightning.
 
-    The run is open in a ``with`` block, and so is each step. Within a step the phases are told by torch: ``forward``
-    until a backward pass, ``gradient`` after it until a module is called again, ``optimizer`` in an optimizer's step.
-    The loss is what ``backward`` is called on. It changes no bit of the training, and costs what
+    The run is a ``with`` block, and so is each step. Within a step the phase is ``forward`` until a backward pass
+    begins, ``gradient`` after it until a module is called again, and ``optimizer`` in an optimizer's step. The loss is
+    the tensor whose ``backward`` is called. It changes no bit of the training, and costs what
     ``DeterminismCallback`` costs.
 
     Each ``with`` block of one TrainingRun is a fit of its own, as with several ``Trainer.fit``. Under

@@ -14,7 +14,7 @@ CALLS = ("trainer.validate", "trainer.test")  # where metrics come from without 
 # out what was over when a checkpoint was saved, and begins the mean of an epoch anew in its middle.
 RESUMED = "resumed"
 
-# Readings of a loop of one's own, which logs what it likes between two steps.
+# Readings of a TrainingRun, whose loop may log after any step.
 LOG = "log"
 
 # Where readings are made, in the order in which those of one step come.

@@ -16,10 +16,13 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class LoaderFollower(Protocol):
-    """Who is told what the loaders of a training are, and what they draw."""
+    """Follows the loaders of a training, and what they draw."""
 
     def begin_loaders(self, loaders: Mapping[str, Any], held: Mapping[str, Held], *, is_in_turn: bool) -> None:
-        """Take the loaders by name, and the generators they hold; ``is_in_turn``: nobody knows of which a draw is."""
+        """Take the loaders by name, and the generators they hold.
+
+        With ``is_in_turn`` one is used up before the next, and a draw may be of any of them.
+        """
 
     def begin_iteration(self) -> None:
         """Note that the loaders begin to be iterated over."""
@@ -38,13 +41,12 @@ class Training:
     choices the precision with its scaler. The tenth, where a fit begins and ends, is when the way in calls its run.
 
     Attributes:
-        base_phase: the phase of what runs in a step, but for what ``mark_forward`` wraps, and what torch tells by
-            itself: backward passes and optimizers.
+        base_phase: the phase of what runs in a step outside ``mark_forward``, a backward pass and an optimizer.
         choices: what else was chosen and changes bits, by name: precision, accumulation, clipping, hyperparameters.
         hooks: what else is called at the points of a step, by point; it explains a generator that moved there.
         loaders: those that the batches of the steps come from, by name; None before they are known.
         num_drawn_ahead: batches that were drawn already and come after the one of this step.
-        schedulers: each learning rate scheduler with when it is stepped ("epoch"); None where nobody tells.
+        schedulers: each learning rate scheduler, and when it steps ("epoch"); None if unknown.
         step: the number of the step under way, counted from 0, or of the last one.
         epoch: counted from 0.
         framework: the distribution that trains, whose version is kept; a loop may use Lightning's Fabric.
@@ -83,9 +85,9 @@ class Training:
         """Leave the training as it was; may be called more than once."""
 
     def replicated_weights(self) -> Mapping[str, Tensor] | None:
-        """Return the parameters and buffers that are equal on all ranks when a fit begins; None where nobody tells."""
+        """Return the parameters and buffers that are equal on all ranks when a fit begins; None if unknown."""
         return None
 
     def replicated_state(self, ignore: Sequence[str]) -> ReplicatedState:
-        """Return what several ranks have to hold alike; raises ``SettingsError`` where nobody tells what that is."""
+        """Return what several ranks have to hold alike; raises ``SettingsError`` where that is unknown."""
         raise NotImplementedError

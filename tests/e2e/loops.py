@@ -1,4 +1,4 @@
-"""Training loops of one's own, by style, that can be recorded, verified and made to fail anywhere."""
+"""Training loops without a Trainer, by style, that can be recorded, verified and made to fail anywhere."""
 
 import random
 from collections.abc import Callable, Sequence

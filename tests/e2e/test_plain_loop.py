@@ -241,6 +241,7 @@ def test_what_is_logged_is_compared_by_name(tmp_path: Path) -> None:
         run_it(0.25, current=tmp_path / "other")
     assert caught.value.verdict is not None
     require_one_verdict(caught.value.verdict.to_dict(), tmp_path / "run", tmp_path / "other")
+    assert caught.value.verdict.coverage.steps == (0, 3), "it stops after the next step"
     with pytest.raises(DivergenceError, match=r"val_loss"):  # at another step
         run_it(0.5, at=3, current=tmp_path / "later")
     loop = Loop()
