@@ -57,14 +57,14 @@ def own_names(trees: Iterable[ast.AST]) -> set[str]:
 def private_names(tree: ast.AST, own: set[str]) -> list[str]:
     """Return the private names that a source takes from elsewhere, with their lines; ops of torch have public ones.
 
-    An own name counts as one on ``self`` and ``cls`` alone: torch may have the same name on any other object.
+    An own name counts as one on ``self``, ``cls`` and ``super()`` alone: torch may have it on any other object.
     """
     found: list[tuple[str, int]] = []
     foreign = imported(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             base = ast.unparse(node.value)
-            is_own = base.partition(".")[0] not in foreign and base in ("self", "cls") and node.attr in own
+            is_own = base.partition(".")[0] not in foreign and base in ("self", "cls", "super()") and node.attr in own
             if not base.startswith("torch.ops") and not is_own:
                 found.append((node.attr, node.lineno))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
