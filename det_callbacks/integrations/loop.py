@@ -1,6 +1,6 @@
 """TrainingRun: your own training loop, recorded, or verified against a recorded run."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +19,7 @@ from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import NothingComparedError, SelectionError, SettingsError
 from det_callbacks.internals.dynamo import ORIGINAL
 from det_callbacks.internals.names import RECORDING
-from det_callbacks.internals.torch import DDP_IGNORED, TORCH, graph_task_id
+from det_callbacks.internals.torch import CHILDREN, DDP_IGNORED, TORCH, graph_task_id
 from det_callbacks.observers.observations import REGISTRY
 from det_callbacks.ranks.replicas import ReplicatedState, replicated_state
 from det_callbacks.runs.metrics import LOG, RESUMED, Metric, Reading
@@ -47,7 +47,7 @@ class LoopTraining(Training):
         self.ddp: DistributedDataParallel | None = None
         self.module, self.optimizers = model, optimizers
         # a name is the same in the module, in what compiles it and in what distributes it
-        while isinstance(self.module, DistributedDataParallel) or ORIGINAL in self.module._modules:
+        while isinstance(self.module, DistributedDataParallel) or ORIGINAL in getattr(self.module, CHILDREN):
             if isinstance(self.module, DistributedDataParallel):
                 self.ddp = self.module
                 self.module = self.module.module
@@ -134,7 +134,7 @@ class TrainingRun(FollowedRun):
     """
 
     called = "TrainingRun"
-    _open_one: ClassVar["TrainingRun | None"] = None
+    open_run: ClassVar["TrainingRun | None"] = None
     _training: LoopTraining
 
     def __init__(
@@ -165,7 +165,7 @@ class TrainingRun(FollowedRun):
     def _begin_closed(self) -> None:
         super()._begin_closed()
         self._replaced = _ReplacedInAutograd()
-        self._step_context = _Step(self)
+        self._step_context = _Step(self._enter_step, self._leave_step)
         self._batch: Any = None
         self._is_in_step = self._has_batches = self._is_resumed = False
         self._has_differed = False  # what was logged
@@ -205,7 +205,7 @@ class TrainingRun(FollowedRun):
         self._is_in_step = self._has_batches = self._has_differed = False
         self._loader = self._failed = None
         self._logged = {}
-        TrainingRun._open_one = self
+        TrainingRun.open_run = self
         try:
             self._open_stage(training, is_compared=True)
             self._known = {id(one): one for one in self._optimizers}
@@ -224,7 +224,7 @@ class TrainingRun(FollowedRun):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if TrainingRun._open_one is not self:
+        if TrainingRun.open_run is not self:
             return
         if error is not None:
             self._leave(error)
@@ -418,7 +418,7 @@ class TrainingRun(FollowedRun):
             raise SelectionError(f"{what} belongs into the block of its run: `with TrainingRun(...) as run:`.")
 
     def _require_alone(self) -> None:
-        other = TrainingRun._open_one
+        other = TrainingRun.open_run
         owner = None if REGISTRY.sink is None else REGISTRY.sink.owner
         if other is not None:
             owner = "this TrainingRun itself" if other is self else f"the TrainingRun of {other.reference}"
@@ -442,7 +442,7 @@ class TrainingRun(FollowedRun):
             self._close()
 
     def _close(self) -> None:
-        TrainingRun._open_one = None
+        TrainingRun.open_run = None
         self._is_resumed, self._first_step, self._first_epoch = False, 0, 0
         self._stage.close()
 
@@ -450,18 +450,18 @@ class TrainingRun(FollowedRun):
 class _Step:
     """The block of one step; a run has one of these."""
 
-    __slots__ = ("_run",)
+    __slots__ = ("_begin", "_end")
 
-    def __init__(self, run: TrainingRun) -> None:
-        self._run = run
+    def __init__(self, begin: Callable[[], None], end: Callable[[BaseException | None], None]) -> None:
+        self._begin, self._end = begin, end
 
     def __enter__(self) -> None:
-        self._run._enter_step()
+        self._begin()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._run._leave_step(error)
+        self._end(error)
 
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
