@@ -10,6 +10,7 @@ from typing_extensions import override
 from det_callbacks.audit import AuditReport
 from det_callbacks.callback.arguments import CallbackArguments
 from det_callbacks.callback.evidence import Evidence
+from det_callbacks.callback.optimized import OptimizedParameters
 from det_callbacks.compare.evidence import BATCH
 from det_callbacks.errors import TraceError
 from det_callbacks.internals.lightning import epoch_results
@@ -155,6 +156,8 @@ class TracedSession(Session):
     @override
     def attach(self, trainer: pl.Trainer) -> None:
         self._hash_mode.optimizers = list(trainer.optimizers)
+        self._trainer = trainer
+        self._optimized = OptimizedParameters(trainer.lightning_module, trainer.optimizers, self._evidence)
         self._replaced.put(trainer.strategy, "training_step", self._hash_mode.marks_forward)
         # Lightning makes its sums when a name is first logged and clears them at an epoch's first batch, so a step that
         # comes first after a resume has ops that the same step of the uninterrupted run has not
@@ -176,6 +179,7 @@ class TracedSession(Session):
             self._hash_mode.begin(batch=batch, is_first=is_first, expected=self._begin_tensors(step))
             self._observations.begin(self.replay)
         self._evidence.begin_step(batch)
+        self._optimized.begin_step(self._trainer.current_epoch)
 
     def _begin_tensors(self, step: int) -> Expectation | None:
         """Begin the tensors of a step, and return what is known of it; None when it is new."""
@@ -201,10 +205,12 @@ class TracedSession(Session):
     @override
     def begin_gradients(self) -> None:
         self._hash_mode.recorder.phase = "gradient"
+        self._optimized.measure_gradients()
 
     @override
     def end_step(self, step: int, epoch: int, outputs: Any) -> bool:
         self.mark("batch end")
+        self._optimized.end_step()
         if not self._hash_mode.is_open:
             self.flush(step)
             return False

@@ -16,6 +16,7 @@ from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.runs.evidence import (
     CALLBACKS,
     CONSTANTS,
+    PARAMETERS,
     SEED,
     UNSEEN_WRITE,
     VALUES,
@@ -144,7 +145,7 @@ def read_window(run: Run, rank: int, segment: int, step: int) -> Window | None:
 
     def is_wanted(batch: pa.RecordBatch) -> np.ndarray:
         texts, points, steps = (batch.column(name).to_numpy(False) for name in ("text", "point", "step"))
-        lasts = (texts != "") & (points != BATCH) & (points != VALUES)
+        lasts = (texts != "") & (points != BATCH) & (points != VALUES) & (points != PARAMETERS)
         return np.asarray((steps <= step) & ((steps >= (since or 0)) | lasts))
 
     return gather_window(_read_rows(run, rank, segment, step, is_wanted), since=since)
@@ -161,7 +162,7 @@ def gather_window(rows: Iterable[Row], *, since: int | None) -> Window | None:
             hooks[row.name.removeprefix(CALLBACKS)] = row.text
         elif row.name == CONSTANTS:
             num_constant = row.value
-        elif row.point not in (UNSEEN_WRITE, VALUES):
+        elif row.point not in (UNSEEN_WRITE, VALUES, PARAMETERS):
             if since is None or row.step > since:
                 kept.append(row)
             elif row.step == since:
