@@ -14,7 +14,7 @@ NEWEST_PYTHON := 3.14
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo docs test test-versions test-slow test-soak mutations lint format clean
+.PHONY: demo docs findings test test-versions test-slow test-soak mutations lint format clean
 
 # Record a training, verify it, then plant a fault that must be found: only exit status 1, diverged, is right there.
 demo: $(INSTALLED)
@@ -60,6 +60,10 @@ lint: $(INSTALLED)
 # The pages of docs/ as a site, in build/site; needs no network.
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# docs/reference/findings.md, from the files in det_callbacks/findings.
+findings: $(INSTALLED)
+	$(BIN)/python tests/findings_page.py
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix $(CODE)

@@ -13,6 +13,7 @@ from det_callbacks.callback.evidence import Evidence
 from det_callbacks.callback.optimized import OptimizedParameters
 from det_callbacks.compare.evidence import BATCH
 from det_callbacks.errors import TraceError
+from det_callbacks.findings.table import ignored_findings
 from det_callbacks.internals.lightning import epoch_results
 from det_callbacks.observers.observations import REGISTRY, Observations
 from det_callbacks.replaced_in_lightning import ReplacedInLightning
@@ -64,6 +65,7 @@ class Session:
 
     def prepare(self) -> Selection:
         """Check what can be checked before a fit, and return the selection to trace with."""
+        ignored_findings()  # refuses an unknown word now, not at the end of the training
         return self.arguments.selection
 
     def begin(self, *, is_resumed: bool = False, call: str | None = None) -> None:

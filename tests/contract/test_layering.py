@@ -16,7 +16,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("digest", "environment", "settings"),
     ("trace",),
     ("tensors", "equivalence", "compare", "doctor", "export", "installation"),
-    ("report", "checkpoint", "ranks", "numerics", "observers", "judge", "verification"),
+    ("findings", "report", "checkpoint", "ranks", "numerics", "observers", "judge", "verification"),
     ("callback", "hydra", "cli"),
     ("launch", "pytest_runs"),
     ("pytest_plugin",),
