@@ -1,7 +1,7 @@
-"""The backward pass adds to a gradient that went into the update of the step before.
+"""An update uses a gradient that the backward pass added to that of the update before, which was not cleared.
 
 Example:
-    In 7 steps, from step 1 to 7, the backward pass added to the gradients of last.bias, last.weight, norm.weight
+    In 7 steps, from step 1 to 7, the backward pass added to the gradients of first.weight, first.bias, norm.weight
     and 3 more that the update of the step before had used. Call zero_grad after each update, or before each
     backward pass that begins a new one.
 """
@@ -24,14 +24,14 @@ def find(facts: RunFacts) -> Found | None:
 
 
 def _in_fit(fit: FitFacts) -> Found | None:
-    updated = {id(program): _positions(program, "gradient") for program, _ in fit.programs}
-    kept = {id(program): _kept_inputs(program) for program, _ in fit.programs}
+    updated = {program.id: _updates(program) for program, _ in fit.programs}
+    kept = {program.id: _kept_inputs(program) for program, _ in fit.programs}
     steps: dict[str, list[int]] = {}
     for before, after in pairwise(fit.records):
         if after.step != before.step + 1:
             continue
-        for name, positions in kept[id(fit.run.program(after.program_id))].items():
-            at = updated[id(fit.run.program(before.program_id))].get(name)
+        for name, positions in kept[after.program_id].items():
+            at = updated[before.program_id].get(name)
             if at is not None and _holds(after, positions, before.digests[at]):
                 steps.setdefault(name, []).append(after.step)
     often = {name: known for name, known in steps.items() if len(known) >= MIN_STEPS}
@@ -42,20 +42,28 @@ def _in_fit(fit: FitFacts) -> Found | None:
     return in_fit(fit, numbers, names, count(len(numbers), "step"))
 
 
-def _positions(program: Program, phase: str) -> dict[str, int]:
-    """Return the last position of each gradient in a phase."""
-    sites = enumerate(program.sites)
-    return {site.name: at for at, site in sites if site.phase == phase and (site.name or "").startswith(_GRADIENT)}
+def _updates(program: Program) -> dict[str, int]:
+    """Return the position of each gradient that goes into an update, the last one of each."""
+    named = ((site.name or "", at) for at, site in enumerate(program.sites) if site.phase == "gradient")
+    return {name: at for name, at in named if name.startswith(_GRADIENT)}
 
 
 def _kept_inputs(program: Program) -> dict[str, list[int]]:
-    """Return for each gradient that a backward pass adds to what it reads from before the step."""
+    """Return for each gradient that goes into an update what it was added to, and was there before the step.
+
+    The backward pass of a generator adds to the gradients of its critic, too, but those are cleared before they count.
+    """
     found: dict[str, list[int]] = {}
-    for site in program.sites:
-        if site.phase == "backward" and site.op and (site.name or "").startswith(_GRADIENT):
-            positions = [at for at in site.inputs if program.sites[at].role == "input"]
-            found.setdefault(site.name or "", []).extend(positions)
-    return {name: positions for name, positions in found.items() if positions}
+    for name, last in _updates(program).items():
+        pending = [last]
+        while pending:
+            for at in program.sites[pending.pop()].inputs:
+                site = program.sites[at]
+                if site.role == "input":
+                    found.setdefault(name, []).append(at)
+                elif site.name == name:
+                    pending.append(at)
+    return found
 
 
 def _holds(record: StepRecord, positions: list[int], digest: int) -> bool:

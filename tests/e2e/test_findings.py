@@ -179,6 +179,26 @@ class ClearsToZero(Plain):
         optimizer.zero_grad(set_to_none=False)
 
 
+class Adversarial(Plain):
+    """Clears the gradients of its critic, the last layer, after those of its generator were added to them."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        of_generator, of_critic = self.optimizers()
+        inputs, labels = batch
+        of_generator.zero_grad()
+        self.manual_backward(-cross_entropy(self(inputs), labels))
+        of_generator.step()
+        of_critic.zero_grad()
+        self.manual_backward(cross_entropy(self(inputs), labels))
+        of_critic.step()
+
+    def configure_optimizers(self) -> Any:
+        generator = [*self.first.parameters(), *self.norm.parameters()]
+        return torch.optim.Adam(generator, lr=1e-3), torch.optim.Adam(self.last.parameters(), lr=1e-3)
+
+
 class SlowHead(Plain):
     """Trains its head with a learning rate of zero, for good or in the first two steps."""
 
@@ -292,7 +312,7 @@ GUILTY: Mapping[str, list[tuple[Training, tuple[int, ...], list[str]]]] = {
         (training(SlowHead, max_epochs=6, every_n_steps=3), (0, 21), ["last.weight", "last.bias"]),
         (training(SlowHead, max_epochs=6, accumulate_grad_batches=2), (1, 23), ["last.weight", "last.bias"]),
     ],
-    "uncleared_gradient": [(training(NeverCleared, level="op"), (1, 7), ["last.bias", "last.weight"])],
+    "uncleared_gradient": [(training(NeverCleared, level="op"), (1, 7), ["first.weight", "first.bias"])],
     "constant_loss": [
         (training(variant(Dead, training_step=lambda self, batch, _: self(batch[0]).square().mean())), (0, 7), ["loss"])
     ],
@@ -334,6 +354,7 @@ INNOCENT: Mapping[str, Training] = {
     "padded with zeros": training(variant(Padded, fills=True), level="op"),
     "norm frozen by choice": training(variant(InEval, affine_is_trained=False)),
     "averaged": training(variant(Averaged, updates=True), max_epochs=6),
+    "adversarial": training(Adversarial, level="op"),
     "cleared to zero": training(ClearsToZero, level="op"),
     "bias before a norm": training(Scheduled, shuffled, max_epochs=8, accumulate_grad_batches=3, gradient_clip_val=0.1),
     "level module": training(Classifier, level="module"),
