@@ -19,7 +19,7 @@ from det_callbacks.runs.evidence import (
 from det_callbacks.trace.components import PLAIN
 from det_callbacks.trace.generators import Ledger
 
-MAX_UPDATES = 8  # whose gradients are measured: each takes a pass over them, and waits for a device
+MAX_UPDATES = 8  # whose gradients are measured: each takes a pass over them
 # A gradient smaller than this share of the largest one may be nothing but rounding: that of a bias before a BatchNorm
 # is zero in exact arithmetic, and SGD then leaves the bias as it is.
 MIN_SHARE, MIN_EPSILONS = 1e-4, 16
@@ -41,6 +41,7 @@ class OptimizedParameters:
         self._names: dict[int, str] = {}
         self._measured: dict[str, None] = {}
         self._num_updates = 0
+        self._fetched: list[tuple[dict[str, float], Tensor]] = []  # machine epsilons by name, and the largest elements
 
     def begin_step(self, epoch: int) -> None:
         """List the parameters where an epoch begins."""
@@ -63,7 +64,7 @@ class OptimizedParameters:
         self._noted = found
 
     def measure_gradients(self) -> None:
-        """Note before one of the first updates which gradients are more than rounding."""
+        """Measure the gradients of one of the first updates; the device is not waited for."""
         self._num_updates += 1
         if self._num_updates > MAX_UPDATES:
             return
@@ -73,12 +74,20 @@ class OptimizedParameters:
             name, gradient = self._names.get(id(parameter)), parameter.grad
             if name is not None and _is_measured(gradient):
                 by_device.setdefault(gradient.device, {})[name] = gradient
-        sizes, least = dict[str, float](), dict[str, float]()
         with unobserved(), torch.no_grad():
             for gradients in by_device.values():
-                maxima = torch.stack([gradient.abs().max().float() for gradient in gradients.values()])
-                sizes |= zip(gradients, maxima.tolist(), strict=True)  # waits for the device once
-                least |= {name: MIN_EPSILONS * torch.finfo(one.dtype).eps for name, one in gradients.items()}
+                largest = torch.stack([gradient.abs().max().float() for gradient in gradients.values()])
+                epsilons = {name: torch.finfo(gradient.dtype).eps for name, gradient in gradients.items()}
+                self._fetched.append((epsilons, self._ledger.fetch(largest)))
+
+    def note_measured(self) -> None:
+        """Note which gradients of the step before are more than rounding; call it when the step's evidence is taken."""
+        if not self._fetched:
+            return
+        fetched, self._fetched = self._fetched, []
+        with unobserved():
+            sizes = {name: size for names, copy in fetched for name, size in zip(names, copy.tolist(), strict=True)}
+        least = {name: MIN_EPSILONS * eps for names, _ in fetched for name, eps in names.items()}
         largest = max(sizes.values(), default=0.0)
         beyond = [name for name, size in sizes.items() if size > largest * max(MIN_SHARE, least[name])]
         if not self._measured.keys() >= {*beyond}:

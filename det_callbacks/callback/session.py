@@ -174,6 +174,7 @@ class TracedSession(Session):
     @override
     def begin_step(self, step: int, batch: Any) -> None:
         selection = self.arguments.selection
+        self._optimized.note_measured()  # now: within a step nothing waits for a device
         if selection.selects_step(step):
             # one that an exception had ended is done again after a resume; a step that was chosen by number is the same
             # one whether its fit came to it from the start or from a checkpoint

@@ -5,7 +5,7 @@ import random
 import re
 import shutil
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,13 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from findings_data import Stuck, WithEpoch, of_workers
 from findings_page import PAGE, example, page, when
 from fits import Classifier, Samples, Scheduled
 from processes import run_training
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, TensorDataset
 from trainers import LIGHTNING_ADVICE, quiet_trainer
 
 from det_callbacks import DeterminismCallback, SelectionError, compare_runs
@@ -76,59 +77,6 @@ class WithoutNorm(Classifier):
 class SeedsEpochs(pl.Callback):
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         torch.manual_seed(0)
-
-
-class WithEpoch(Sampler[int]):
-    """Shuffles by a seed and the epoch, which it leaves out where it forgets it."""
-
-    def __init__(self, *, forgets: bool) -> None:
-        self.epoch, self.forgets = 0, forgets
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = 0 if self.forgets else epoch
-
-    def __len__(self) -> int:
-        return 32
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(torch.randperm(32, generator=torch.Generator().manual_seed(self.epoch)).tolist())
-
-
-class Stuck(IterableDataset[Any]):
-    """Yields eight batches; once stuck, the last one again and again."""
-
-    def __init__(self, stuck_at: int) -> None:
-        self.batches = [
-            *DataLoader(
-                TensorDataset(
-                    *(
-                        tensor.repeat(2, *[1] * (tensor.dim() - 1))
-                        for tensor in (torch.arange(384.0).reshape(32, 12).sin(), torch.arange(32) % 3)
-                    )
-                ),
-                batch_size=8,
-            )
-        ]
-        for at, batch in enumerate(self.batches):
-            batch[0].add_(at)
-        self.stuck_at = stuck_at
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self.batches[min(at, self.stuck_at)] for at in range(8))
-
-
-class OfWorkers(IterableDataset[Any]):
-    def __init__(self, *, shares: bool) -> None:
-        self.shares = shares
-
-    def __iter__(self) -> Iterator[Any]:
-        worker = get_worker_info()
-        samples = [*Samples(), *((inputs + 1, label) for inputs, label in Samples())]
-        return iter(samples[worker.id :: worker.num_workers] if self.shares else samples)
-
-
-def of_workers(*, shares: bool) -> DataLoader[Any]:
-    return DataLoader(OfWorkers(shares=shares), batch_size=4, num_workers=2)
 
 
 class SeedsSteps(Classifier):
