@@ -24,7 +24,7 @@ def findings_report(findings: Sequence[Finding]) -> list[Section]:
         return []
     columns = ("finding", "ranks", "steps", "what, and what to do")
     rows = [(one.finding, _shown(one.ranks), _shown(one.steps), one.explanation) for one in findings]
-    return [Section(title=f"Findings: {count(len(findings), 'finding')}", table=Table(columns=columns, rows=rows))]
+    return [Section(title=count(len(findings), "finding"), table=Table(columns=columns, rows=rows))]
 
 
 def findings_in_dict(run: Run) -> dict[str, Any]:

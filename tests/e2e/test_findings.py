@@ -404,7 +404,7 @@ def test_the_command_says_what_was_found_and_show_and_the_verdict_too(
     shown = capsys.readouterr().out
     assert all(word in shown for word in words)
     assert main(["show", str(repeating)]) == 0
-    assert "Findings: 2 findings" in capsys.readouterr().out
+    assert "\n2 findings\n" in capsys.readouterr().out
     assert main(["show", str(repeating), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["findings"] == content["findings"]
     verdict = compare_runs(repeating, repeating)
@@ -412,7 +412,7 @@ def test_the_command_says_what_was_found_and_show_and_the_verdict_too(
     assert verdict.to_dict()["findings"] == content["findings"]
     assert Verdict.from_dict(verdict.to_dict()) == verdict
     assert main(["diff", str(repeating), str(repeating), "--html", "report.html"]) == 0
-    assert "Findings: 2 findings" in capsys.readouterr().out
+    assert "\n2 findings\n" in capsys.readouterr().out
     assert "although train_dataloader shuffles" in Path("report.html").read_text()
 
 
