@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from det_callbacks.ranks.replicas import ReplicaDifference, ReplicaReport
     from det_callbacks.settings import DeterminismSettings, enforce_determinism
     from det_callbacks.trace.hash_mode import HashMode
-    from det_callbacks.verdict import Counts, Coverage, Divergence, EnvironmentDifference, Verdict
+    from det_callbacks.verdict import Counts, Coverage, Divergence, EnvironmentDifference, Finding, Verdict
 
 __all__ = [
     "AuditError",
@@ -82,6 +82,7 @@ __all__ = [
     "EnvironmentDifference",
     "EquivalenceError",
     "ExportError",
+    "Finding",
     "HashMode",
     "ModuleRunError",
     "NondeterministicOpError",
@@ -181,7 +182,7 @@ _HOMES = {
     "det_callbacks.ranks.replicas": ("ReplicaDifference", "ReplicaReport"),
     "det_callbacks.settings": ("DeterminismSettings", "enforce_determinism"),
     "det_callbacks.trace.hash_mode": ("HashMode",),
-    "det_callbacks.verdict": ("Counts", "Coverage", "Divergence", "EnvironmentDifference", "Verdict"),
+    "det_callbacks.verdict": ("Counts", "Coverage", "Divergence", "EnvironmentDifference", "Finding", "Verdict"),
 }
 """Public names that are loaded on first use: reading a run needs neither torch nor Lightning."""
 

@@ -18,6 +18,7 @@ from det_callbacks.compare.ranks import RankFindings, RankWalk, WholeSteps
 from det_callbacks.compare.record import TOGETHER, Tally, read_records
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.errors import NothingComparedError, ReferenceFormatError, SelectionError
+from det_callbacks.findings.table import find_findings
 from det_callbacks.report.console import capitalised, count, listed
 from det_callbacks.report.metrics import advise_metric, explain_metric, metric_lines
 from det_callbacks.report.sentences import code_lines, explain_match, explain_ranks, explain_whole_steps, steps_agree
@@ -31,6 +32,7 @@ from det_callbacks.verdict import (
     Coverage,
     Divergence,
     EnvironmentDifference,
+    Finding,
     Verdict,
     VerdictName,
 )
@@ -114,7 +116,21 @@ def compare_runs(reference: str | Path, current: str | Path, *, steps: Literal["
         notes=notes,
     )
     verdict = judge.verdict()
-    return replace(verdict, record_next=next_recording(verdict, ours.manifest.selection))
+    findings, unread = _findings(theirs)
+    return replace(
+        verdict,
+        record_next=next_recording(verdict, ours.manifest.selection),
+        findings=findings,
+        evidence=(*verdict.evidence, *unread),
+    )
+
+
+def _findings(current: Run) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
+    """Return the findings of the current run, and why its evidence could not be read, if so: the verdict stands."""
+    try:
+        return find_findings(current), ()
+    except ReferenceFormatError as error:
+        return (), (f"the findings of the current run could not be looked for: {error}",)
 
 
 def other_world_size(reference: Run, world_size: int) -> str:

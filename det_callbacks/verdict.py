@@ -161,12 +161,32 @@ class EnvironmentDifference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What one run tells by itself, reproducible and wrong, such as an epoch that repeats the order of the last one.
+
+    Attributes:
+        finding: its word; ``ignore_findings`` in ``[tool.det_callbacks]`` of pyproject.toml silences it.
+        explanation: what is wrong, and what to do about it.
+        ranks: the processes that show it.
+        steps: the first and the last step that show it; () where it holds for the run as a whole.
+        names: parameters, loaders, generators, modules or parts of the batch.
+    """
+
+    finding: str
+    explanation: str
+    ranks: tuple[int, ...]
+    steps: tuple[int, ...]
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """Match, diverged or not comparable, with the evidence.
 
     ``first_divergence`` is the least in the order (step, position in the step, rank). ``evidence`` is what led to the
     cause, one line a finding, in the order of time. ``record_next`` are the arguments of
-    ``DeterminismCallback`` that record what is missing to learn more; None where nothing is missing.
+    ``DeterminismCallback`` that record what is missing to learn more; None where nothing is missing. ``findings`` are
+    what the current run tells by itself; they change neither the verdict nor the exit status.
     """
 
     verdict: VerdictName
@@ -181,6 +201,7 @@ class Verdict:
     counts: Counts
     coverage: Coverage
     environment: tuple[EnvironmentDifference, ...] = ()
+    findings: tuple[Finding, ...] = ()
 
     @classmethod
     def refused(

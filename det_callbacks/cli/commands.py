@@ -5,8 +5,10 @@ import argparse
 from det_callbacks.cli.found import print_found
 from det_callbacks.errors import SelectionError
 from det_callbacks.export import export_run
+from det_callbacks.findings.table import find_findings
 from det_callbacks.nondeterminism import read_op_facts
-from det_callbacks.report.console import count, make_console, print_line, size
+from det_callbacks.report.console import Section, count, make_console, print_line, size
+from det_callbacks.report.findings import findings_in_dict, findings_of, findings_report, findings_to_dict
 from det_callbacks.report.machine import op_report, ops_to_dict
 from det_callbacks.report.run import run_report, run_to_dict, step_report, step_to_dict
 from det_callbacks.report.tensors import checkpoint_report
@@ -19,7 +21,11 @@ def show(options: argparse.Namespace) -> int:
     run = Run.open(options.run_folder)
     rank = run.rank(options.rank)
     if options.step is None and options.segment in (0, *run.segments):
-        return print_found(options, lambda: run_to_dict(run, rank), lambda: run_report(run, rank))
+        return print_found(
+            options,
+            lambda: run_to_dict(run, rank) | findings_in_dict(run),
+            lambda: [*run_report(run, rank), *findings_of(run)],
+        )
     steps = rank.steps(options.segment)
     if options.step is None or options.step not in steps:
         held = f"{count(len(steps), 'step')} from {steps[0]} to {steps[-1]}" if len(steps) else "no steps"
@@ -43,6 +49,15 @@ def diff(options: argparse.Namespace) -> int:
         path = write_report(options.html, verdict, reference=options.reference, current=options.current)
         print_line(console, f"det-callbacks: wrote {path}")
     return verdict.exit_code
+
+
+def findings(options: argparse.Namespace) -> int:
+    """Say what is equal in a run that should differ, and what never changes that should."""
+    run = Run.open(options.run_folder, check_steps=False)
+    found = find_findings(run)
+    nothing = Section(lines=[f"{run.path}: nothing was found"])
+    report = findings_report(found) or [nothing]
+    return print_found(options, lambda: findings_to_dict(run.path, found), lambda: report, status=int(bool(found)))
 
 
 def export(options: argparse.Namespace) -> int:

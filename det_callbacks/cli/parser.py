@@ -74,6 +74,8 @@ def _project_words() -> list[str]:
     except (ValueError, AttributeError) as error:
         raise CheckError(f"{file} cannot be read, or [tool.det_callbacks] is no table of options: {error}") from error
     for key, value in options:
+        if key == "ignore_findings":  # is read where findings are looked for
+            continue
         option = f"--{key.replace('_', '-')}"
         if option not in SCRIPT_OPTIONS:
             known = ", ".join(SCRIPT_OPTIONS)
@@ -139,6 +141,7 @@ SCRIPT_OPTIONS = [*_ARGUMENTS][[*_ARGUMENTS].index("--level") :]
 _COMMANDS: Mapping[str, tuple[str, str]] = {
     # name -> what it does, and its arguments
     "show": ("Show what a run holds.", "run_folder --json --step --rank --segment"),
+    "findings": ("Look for what is reproducible and wrong in a run; exit 1 when there is some.", "run_folder --json"),
     "diff": ("Compare a run with its reference.", "reference current --json --steps --html"),
     "record": ("Run a script that trains with a Lightning Trainer, and record its training.", "run_folder --overwrite"),
     "verify": ("Run a script, and verify its training against a recorded one.", "run_folder --current"),

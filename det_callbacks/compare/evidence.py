@@ -17,6 +17,7 @@ from det_callbacks.runs.evidence import (
     CALLBACKS,
     CONSTANTS,
     OPTIONS,
+    PARAMETERS,
     SCRIPTED,
     SEED,
     START,
@@ -170,7 +171,7 @@ def read_window(run: Run, rank: int, segment: int, step: int) -> Window | None:
 
     def is_wanted(batch: pa.RecordBatch) -> np.ndarray:
         texts, points, steps = (batch.column(name).to_numpy(False) for name in ("text", "point", "step"))
-        lasts = (texts != "") & (points != BATCH) & (points != VALUES)
+        lasts = (texts != "") & (points != BATCH) & (points != VALUES) & (points != PARAMETERS)
         return np.asarray((steps <= step) & ((steps >= (since or 0)) | lasts))
 
     return gather_window(_read_rows(run, rank, segment, step, is_wanted), since=since)
@@ -195,7 +196,7 @@ def gather_window(rows: Iterable[Row], *, since: int | None) -> Window | None:
             scripted = tuple(json.loads(row.text))
         elif row.point == OPTIONS:
             options[row.name] = (row.step, row.text)
-        elif row.point not in (UNSEEN_WRITE, VALUES):
+        elif row.point not in (UNSEEN_WRITE, VALUES, PARAMETERS):
             if since is None or row.step > since:
                 kept.append(row)
             elif row.step == since:

@@ -9,6 +9,7 @@ from typing import Any
 
 from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError
 from det_callbacks.report.console import STYLES, Section, Table, count, listed, to_text
+from det_callbacks.report.findings import findings_report
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import MAX_ORIGINS, Divergence, EnvironmentDifference, TensorNumbers, Verdict
 
@@ -119,6 +120,7 @@ def details_report(verdict: Verdict, *, lists_all: bool) -> list[Section]:
         report.append(Section(title=title, table=_every_origin(origins) if lists_all else _origins_by_kind(origins)))
     if verdict.environment:
         report.append(Section(title="Environment differences", table=environment_table(verdict.environment)))
+    report += findings_report(verdict.findings)
     report.append(Section(title="Compared", items=_coverage(verdict)))
     lines = next_lines(verdict)
     return [*report, Section(title="Next", code=lines)] if lines else report

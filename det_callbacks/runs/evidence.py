@@ -26,11 +26,16 @@ CONSTANTS = (
 SCRIPTED = "TorchScript"  # the modules that are, or hold, TorchScript, as JSON, at the start of a fit
 CALLBACKS = "callbacks "  # who has a hook; followed by whether it is called before or after ours, and the hook
 BEFORE, AFTER = "before", "after"
+IN_OPTIMIZER = "of optimizer "  # at PARAMETERS: names of what it has and trains; followed by its number
+IN_NO_OPTIMIZER = "of no optimizer"  # likewise: names of what requires gradients and is in none
+WITH_GRADIENT = "of no optimizer, with a gradient"  # those of them that were given one by the end of a step
+WITH_LARGE_GRADIENT = "with a gradient beyond rounding"  # of optimizers, in one of the first updates
 
 # Points of rows that belong to no moment of a step.
 OPTIONS = "optimizer options"  # of the groups, when an update first uses them: "lr of group 0", as JSON
 UNSEEN_WRITE = "unseen write"  # of a step that a verification keeps: the values are ``StepView.unseen_writes``
 VALUES = "arguments"  # the digest and the JSON text of numbers among an op's arguments
+PARAMETERS = "parameters"  # how many, and the JSON text of a list of names
 
 ROWS_PER_BATCH = 512  # after which a record batch is written
 

@@ -187,6 +187,11 @@ class Run:
         values = partial(self._values, stream, run_id)
         return StepView(rank, record, program, layout, unseen, values)
 
+    def stream_paths(self, rank: int) -> Iterator[tuple[int, Path]]:
+        """Yield the fit and the path of each file of a process."""
+        for attempt, number, segment in self._places():
+            yield segment, files.stream_path(self.path, rank, attempt, number)
+
     def streams(self, segment: int) -> Iterator[tuple[Path, int]]:
         """Yield rank 0's files of a fit, one an attempt, and how many readings of metrics run.json tells of there."""
         for attempt, number, fit in self._places():

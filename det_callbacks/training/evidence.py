@@ -176,7 +176,9 @@ def _settings_of(loader: Any) -> Iterator[tuple[str, str]]:
         yield "length of the data set", str(len(loader.dataset))
     for name in ("batch_size", "num_workers", "drop_last", "persistent_workers", "in_order"):
         yield name, str(getattr(loader, name, None))
+    samplers = loader.sampler, loader.batch_sampler
     yield "sampler", type(loader.sampler).__qualname__
+    yield "set_epoch", str(any(hasattr(sampler, "set_epoch") for sampler in samplers))
     yield "collate_fn", getattr(loader.collate_fn, "__qualname__", type(loader.collate_fn).__qualname__)
     yield "generator of its own", str(isinstance(loader.generator, torch.Generator))
 

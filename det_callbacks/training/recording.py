@@ -12,6 +12,7 @@ from typing_extensions import override
 from det_callbacks.errors import CoverageWarning, DivergenceError, NotComparableError, NothingComparedError
 from det_callbacks.report import fits as closing
 from det_callbacks.report.console import count
+from det_callbacks.report.findings import findings_line
 from det_callbacks.report.verdict import disagreement_text
 from det_callbacks.runs.metrics import Reading
 from det_callbacks.runs.peers import END_OF_FIT, Peers
@@ -136,6 +137,8 @@ class Recording(TracedSession):
                 num_metrics=self._num_metrics,
             )
         )
+        if self.peers.rank == 0 and (text := findings_line(self.run.path)):
+            self.print_line(text)
         for done, found in (("saved for the replay", self.op_replay), ("kept for the keep_tensors", self.keeper)):
             if found is not None and found.unused:
                 unused = ", ".join(map(repr, found.unused))
@@ -160,6 +163,7 @@ class Recording(TracedSession):
         return str(place) if place == self.path else f"{place}; {self.path} is as it was before"
 
     def _at_end(self) -> dict[str, Any]:
+        self.run.flush_evidence()  # rank 0 looks for findings in what all have written
         return {
             "num_steps": self.num_steps,
             "num_sites": self.num_sites,

@@ -11,6 +11,7 @@ from typing_extensions import override
 from det_callbacks.audit import AuditReport
 from det_callbacks.compare.evidence import BATCH
 from det_callbacks.errors import TraceError
+from det_callbacks.findings.table import ignored_findings
 from det_callbacks.observers.observations import REGISTRY, Observations
 from det_callbacks.runs.manifest import Manifest
 from det_callbacks.runs.peers import ALONE, Peers
@@ -26,6 +27,7 @@ from det_callbacks.trace.state.generators import GeneratorReader
 from det_callbacks.trace.tables.nondeterministic_ops import NondeterministicOps
 from det_callbacks.training.arguments import RunArguments
 from det_callbacks.training.evidence import Evidence
+from det_callbacks.training.optimized import OptimizedParameters
 from det_callbacks.training.training import Training
 from det_callbacks.verdict import Verdict
 from det_callbacks.verification import Verification
@@ -66,6 +68,7 @@ class Session:
 
     def prepare(self) -> Selection:
         """Check what can be checked before a fit, and return the selection to trace with."""
+        ignored_findings()  # refuses an unknown word now, not at the end of the training
         return self.arguments.selection
 
     def begin(self, *, is_resumed: bool = False, call: str | None = None) -> None:
@@ -170,6 +173,7 @@ class TracedSession(Session):
     @override
     def attach(self, training: Training) -> None:
         self._hash_mode.optimizers = list(training.optimizers)
+        self._optimized = OptimizedParameters(training.module, training.optimizers, self._evidence)
         training.mark_forward(self._hash_mode.marks_forward)
         training.leave_out(self._hash_mode.leaves_out)
 
@@ -183,6 +187,7 @@ class TracedSession(Session):
         if not self.reader.has_begun:  # a checkpoint may have brought the generators back, just now
             known = None if self.detector is None else self.detector.idle_generators(step)
             self._evidence.begin("batch start", known if self.idle_before is None else self.idle_before)
+        self._optimized.note_measured()  # now: within a step nothing waits for a device
         if selection.selects_step(step):
             # one that an exception had ended is done again after a resume; a step that was chosen by number is the same
             # one whether its fit came to it from the start or from a checkpoint
@@ -190,6 +195,7 @@ class TracedSession(Session):
             self._hash_mode.begin(batch=batch, is_first=is_first, expected=self._begin_tensors(step))
             self._observations.begin(self.replay)
         self._evidence.begin_step(batch)
+        self._optimized.begin_step(self._training.epoch)
 
     def _begin_tensors(self, step: int) -> Expectation | None:
         """Begin the tensors of a step, and return what is known of it; None when it is new."""
@@ -219,10 +225,12 @@ class TracedSession(Session):
         recorder.phase = "gradient"
         if is_until_module:
             recorder.places.modules.call_at_next(partial(setattr, recorder, "phase", "forward"))
+        self._optimized.measure_gradients()
 
     @override
     def end_step(self, step: int, epoch: int, outputs: Any) -> bool:
         self.mark("batch end")
+        self._optimized.end_step()
         if not self._hash_mode.is_open:
             self.flush(step)
             return False

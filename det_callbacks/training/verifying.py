@@ -36,6 +36,7 @@ class Verifying(TracedSession):
 
     @override
     def prepare(self) -> Selection:
+        super().prepare()
         arguments = self.arguments
         if self.run is not None:
             return arguments.selection

@@ -55,7 +55,8 @@ def test_arguments_are_listed() -> None:
 def test_the_page_of_the_command_line_is_its_help(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setenv("COLUMNS", "98")
     page = (DOCS / "reference" / "cli.md").read_text()
-    for command in ("show", "diff", "record", "verify", "check", "doctor", "ops", "check-checkpoint", "export"):
+    commands = "show findings diff record verify check doctor ops check-checkpoint export"
+    for command in commands.split():
         with pytest.raises(SystemExit):
             cli.main([command, "--help"])
         assert f"## {command}\n\n```text\n{capsys.readouterr().out}```\n" in page
@@ -67,5 +68,5 @@ def test_the_api_page_names_everything_public() -> None:
     of_errors = {name for name in det_callbacks.__all__ if hasattr(errors, name)}
     results = {"AuditFinding", "AuditReport", "CheckpointReport", "Counts", "Coverage", "EntryDifference"}
     results |= {"EnvironmentDifference", "OpMismatch", "ReplicaDifference", "ReplicaReport", "StateDigest"}
-    results |= {"TensorComparison", "enable_hash_mode", "disable_hash_mode"}
+    results |= {"Finding", "TensorComparison", "enable_hash_mode", "disable_hash_mode"}
     assert set(det_callbacks.__all__) - named - of_errors == results

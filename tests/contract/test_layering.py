@@ -19,7 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("digest", "environment", "settings", "hydra.configuration"),
     ("trace",),
     ("tensors", "equivalence", "compare", "doctor", "export", "installation"),
-    ("causes", "report", "checkpoint", "ranks", "numerics", "observers", "judge", "verification"),
+    ("causes", "findings", "report", "checkpoint", "ranks", "numerics", "observers", "judge", "verification"),
     ("training",),
     ("integrations", "integrations.lightning", "integrations.loop", "hydra", "cli"),
     ("launch", "pytest_runs"),

@@ -12,7 +12,9 @@ from stored_runs import record
 import det_callbacks
 
 ROOT = Path(__file__).parents[2]
-READING_HALF = "runs compare causes judge verification report cli errors verdict patterns numbers host_digest export"
+READING_HALF = (
+    "runs compare causes findings judge verification report cli errors verdict patterns numbers host_digest export"
+)
 HEAVY = ("torch", "lightning", "lightning_utilities", "hydra", "omegaconf", "safetensors")
 
 PUBLIC = {name: getattr(det_callbacks, name) for name in det_callbacks.__all__}  # Lightning leaves filters behind

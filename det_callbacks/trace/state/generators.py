@@ -158,6 +158,10 @@ class Ledger:
         self._deferred.flush()  # nobody tells of writes to it
         self._rows.append((point, name, bits, ""))
 
+    def fetch(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a tensor on the host, to be read after the next ``take``."""
+        return self._deferred.fetch(tensor)
+
     def take(self, step: int) -> list[Row]:
         """Return what was collected since the last time, as rows of a step; waits for devices that were read."""
         known = self._deferred.finish()

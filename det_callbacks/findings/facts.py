@@ -1,0 +1,246 @@
+"""What the findings look at: the steps and the evidence of each fit of each process, read once and bounded."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from det_callbacks.runs.evidence import PARAMETERS, Row, evidence_path, read_evidence
+from det_callbacks.runs.program import Layout, Program, Site, StepRecord
+from det_callbacks.runs.store import Run
+
+# Of a whole run; its fits share them.
+MAX_RANKS, MAX_FITS = 8, 4  # processes, and fits of each: the first ones
+MAX_STEPS = 4_000  # whose digests are read: of each fit as many of its first as of its last
+MAX_BYTES = 256 * 2**20  # of these digests
+MAX_NOTED = 20_000  # steps whose evidence is read: the first of each fit
+MAX_PROGRAMS = 16  # of a fit; steps of further ones are left out
+
+MIN_STEPS = 5  # that have to show what a finding says: one or two are no finding
+MIN_BATCHES = 3  # different ones among them
+
+BATCH, LOADER, START, FORWARD = "batch", "before the loader starts", "batch start", "after forward"
+_INDICES, _SAMPLE = "indices of ", "sample "
+_POINTS = frozenset({BATCH, LOADER, START, FORWARD, PARAMETERS})
+
+SiteKey = Callable[[Site], str | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Series:
+    """What one site had in each step that has it; both arrays ascend by step."""
+
+    steps: np.ndarray  # int64
+    digests: np.ndarray  # uint64
+
+    @property
+    def num_values(self) -> int:
+        """How many different digests there are."""
+        return len(np.unique(self.digests))
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether all steps have the same bits."""
+        return bool((self.digests == self.digests[0]).all())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """The indices that a sampler drew for a step; ``digest`` is of all, ``text`` of the first 256."""
+
+    step: int
+    digest: int
+    text: str
+
+    @property
+    def indices(self) -> list[int]:
+        """The first indices."""
+        return [int(index) for index in json.loads(self.text)]
+
+
+class FitFacts:
+    """One fit of one process; everything is read when it is first asked for."""
+
+    def __init__(self, run: Run, rank: int, segment: int, paths: list[Path], *, share: int) -> None:
+        self.run = run
+        self.rank = rank
+        self.segment = segment
+        self._paths = paths
+        self._share = share
+
+    @cached_property
+    def records(self) -> list[StepRecord]:
+        """The steps that are looked at, ascending."""
+        rank = self.run.rank(self.rank)
+        fit = rank.fit(self.segment)
+        if not len(fit):
+            return []
+        largest = 8 * max(1, int(fit.num_digests.max()))
+        limit = max(2 * MIN_STEPS, min(MAX_STEPS, MAX_BYTES // largest) // self._share)
+        chosen = np.arange(len(fit))
+        if len(fit) > limit:
+            chosen = np.concatenate((chosen[: limit // 2], chosen[-(limit // 2) :]))
+        programs = list(dict.fromkeys(fit.program_ids[chosen].tolist()))[:MAX_PROGRAMS]
+        chosen = chosen[np.isin(fit.program_ids[chosen], np.array(programs, dtype=np.uint64))]
+        return [rank.read(self.segment, int(step)) for step in fit.steps[chosen]]
+
+    @cached_property
+    def programs(self) -> list[tuple[Program, list[StepRecord]]]:
+        """The programs of these steps, in order, each with its steps."""
+        by_program: dict[int, list[StepRecord]] = {}
+        for record in self.records:
+            by_program.setdefault(record.program_id, []).append(record)
+        return [(self.run.program(identity), records) for identity, records in by_program.items()]
+
+    def layout(self, record: StepRecord) -> Layout:
+        """Return the layouts of a step."""
+        return self.run.layout(record.layout_id)
+
+    def series(self, key: SiteKey, *, takes_first: bool = False) -> dict[str, Series]:
+        """Return the digests of sites by what ``key`` calls them (None leaves one out).
+
+        Of several sites of one name in a step the last counts, or the first. Costs one look at each site of each
+        program, and one copy of the digests that were chosen.
+        """
+        parts: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
+        for program, records in self.programs:
+            positions: dict[str, int] = {}
+            for position, site in enumerate(program.sites):
+                name = key(site)
+                if name is not None and not (takes_first and name in positions):
+                    positions[name] = position
+            steps = np.array([record.step for record in records])
+            chosen = np.array([*positions.values()], dtype=np.int64)
+            matrix = np.stack([record.digests[chosen] for record in records])
+            for column, name in enumerate(positions):
+                parts.setdefault(name, []).append((steps, matrix[:, column]))
+        return {name: _joined(known) for name, known in parts.items()}
+
+    @cached_property
+    def states(self) -> dict[str, Series]:
+        """Parameters, buffers and optimizer state at the end of each step, by name."""
+        return self.series(lambda site: site.name if site.phase == "state" and site.role == "named" else None)
+
+    @cached_property
+    def gradients(self) -> dict[str, Series]:
+        """The gradients that went into an update, by the name of their parameter."""
+        return self.series(lambda site: _parameter_of(site) if site.phase == "gradient" else None)
+
+    @cached_property
+    def batches(self) -> list[tuple[int, int, bytes]]:
+        """The step, the epoch and the digests of each batch that holds tensors."""
+        found = []
+        for program, records in self.programs:
+            chosen = [at for at, site in enumerate(program.sites) if site.phase == "data" and site.role == "named"]
+            if chosen:
+                found += [(record.step, record.epoch, record.digests[chosen].tobytes()) for record in records]
+        return sorted(found)
+
+    @property
+    def num_batches(self) -> int:
+        """How many different batches there are."""
+        return len({batch for *_, batch in self.batches})
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        """The evidence that findings need, in its order."""
+        found: list[Row] = []
+        for path in self._paths:
+            rows = read_evidence(path, run_id=self.run.manifest.run_id, keep=_is_needed)
+            first = None
+            for row in rows:
+                first = row.step if first is None else first
+                if row.step >= first + MAX_NOTED // self._share:
+                    break
+                found.append(row)
+        return found
+
+    @cached_property
+    def settings(self) -> Mapping[str, str]:
+        """The settings of the loaders: "sampler of train_dataloader" -> "RandomSampler"."""
+        return {row.name: row.text for row in self.rows if row.point == LOADER and row.text}
+
+    @property
+    def loaders(self) -> list[str]:
+        """The names of the loaders."""
+        return [name.removeprefix("type of ") for name in self.settings if name.startswith("type of ")]
+
+    def iterations(self, loader: str) -> list[list[Drawn]]:
+        """Return what the sampler of a loader drew, for each time that the loader was iterated over."""
+        found, is_at_start = list[list[Drawn]](), False
+        for row in self.rows:
+            if row.point == LOADER and not row.text:
+                if not is_at_start:
+                    found.append([])
+                is_at_start = True
+            elif row.point == BATCH and row.name == _INDICES + loader:
+                if not found:
+                    found.append([])
+                found[-1].append(Drawn(step=row.step, digest=row.value, text=row.text))
+                is_at_start = False
+            elif row.point == START:
+                is_at_start = False
+        return [drawn for drawn in found if drawn]
+
+    def generator_states(self, point: str) -> dict[str, dict[int, int]]:
+        """Return the states of the process's own generators at a point of each step: name -> step -> digest."""
+        found: dict[str, dict[int, int]] = {}
+        for row in self.rows:
+            if row.point == point and (row.name in ("python", "numpy") or row.name.startswith("torch.")):
+                found.setdefault(row.name, {})[row.step] = row.value
+        return found
+
+    @cached_property
+    def has_equal_samples(self) -> bool:
+        """Whether the samples of the first batch that was looked into are all the same, or cannot be told apart."""
+        sketches: dict[int, set[int]] = {}
+        for row in self.rows:
+            if row.point == BATCH and row.name.startswith(_SAMPLE):
+                sketches.setdefault(row.step, set()).add(row.value)
+        return all(len(values) < 2 for values in sketches.values())
+
+
+class RunFacts:
+    """A run as the findings see it."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        places: dict[tuple[int, int], list[Path]] = {}
+        for rank in run.ranks[:MAX_RANKS]:
+            for segment, path in run.stream_paths(rank):
+                if segment < MAX_FITS:
+                    places.setdefault((rank, segment), []).append(evidence_path(path))
+        self.fits = [FitFacts(run, *place, paths, share=len(places)) for place, paths in places.items()]
+
+    def choice(self, name: str) -> object:
+        """Return an entry of the environment; None where the run has none of that name."""
+        entry = self.run.manifest.environment.get(name)
+        return None if entry is None else entry.value
+
+    def by_segment(self) -> Iterator[list[FitFacts]]:
+        """Yield the fits of all processes together."""
+        for segment in sorted({fit.segment for fit in self.fits}):
+            yield [fit for fit in self.fits if fit.segment == segment]
+
+
+def _is_needed(batch: pa.RecordBatch) -> np.ndarray:
+    rows = zip(*(batch.column(name).to_pylist() for name in ("step", "point", "name")), strict=True)
+    kept = (
+        point in _POINTS and (point != BATCH or name.startswith(_INDICES) or (name.startswith(_SAMPLE) and step < 1))
+        for step, point, name in rows
+    )
+    return np.fromiter(kept, dtype=bool, count=len(batch))
+
+
+def _joined(parts: list[tuple[np.ndarray, np.ndarray]]) -> Series:
+    steps, digests = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    order = np.argsort(steps, kind="stable")
+    return Series(steps=steps[order], digests=digests[order])
+
+
+def _parameter_of(site: Site) -> str | None:
+    return site.name.removeprefix("grad of ") if site.name is not None else None

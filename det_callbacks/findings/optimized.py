@@ -1,0 +1,37 @@
+"""Which parameters the optimizers of a fit have had from its start to its end."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from det_callbacks.findings.facts import FitFacts
+from det_callbacks.runs.evidence import IN_NO_OPTIMIZER, IN_OPTIMIZER, PARAMETERS, WITH_GRADIENT, WITH_LARGE_GRADIENT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizedParameters:
+    """Names of parameters that were trainable all the time; () where the recording has no such evidence."""
+
+    by_optimizer: Mapping[str, tuple[str, ...]]  # "optimizer 0" -> what it always had
+    without_optimizer: tuple[str, ...]  # what no optimizer ever had, and got a gradient
+    with_large_gradient: tuple[str, ...]  # in one of the first updates: more than rounding
+
+
+def parameters_of(fit: FitFacts) -> OptimizedParameters:
+    """Return which parameters the optimizers of a fit have."""
+    always: dict[str, list[str]] = {}
+    last: dict[str, list[str]] = {}
+    for row in fit.rows:
+        if row.point != PARAMETERS:
+            continue
+        names: list[str] = json.loads(row.text)
+        if row.name in (WITH_GRADIENT, WITH_LARGE_GRADIENT):
+            last[row.name] = names
+        else:
+            always[row.name] = [name for name in always.get(row.name, names) if name in {*names}]
+    in_none = {*always.pop(IN_NO_OPTIMIZER, ())}
+    return OptimizedParameters(
+        by_optimizer={f"optimizer {what.removeprefix(IN_OPTIMIZER)}": tuple(names) for what, names in always.items()},
+        without_optimizer=tuple(name for name in last.get(WITH_GRADIENT, ()) if name in in_none),
+        with_large_gradient=tuple(last.get(WITH_LARGE_GRADIENT, ())),
+    )

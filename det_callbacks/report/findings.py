@@ -1,0 +1,58 @@
+"""What a run tells by itself, as JSON-able data, in lines, and in the closing line of a recording."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from det_callbacks.errors import ReferenceFormatError
+from det_callbacks.findings.table import find_findings
+from det_callbacks.report.console import Section, Table, count, listed
+from det_callbacks.runs.store import Run
+from det_callbacks.verdict import Finding, as_json
+
+FINDINGS_SCHEMA = 1
+
+
+def findings_to_dict(path: Path, findings: Sequence[Finding]) -> dict[str, Any]:
+    """Return what ``det-callbacks findings --json`` prints."""
+    return {"schema": FINDINGS_SCHEMA, "run": str(path), "findings": [as_json(finding) for finding in findings]}
+
+
+def findings_report(findings: Sequence[Finding]) -> list[Section]:
+    """Return a row for each finding; [] where there is none."""
+    if not findings:
+        return []
+    columns = ("finding", "ranks", "steps", "what, and what to do")
+    rows = [(one.finding, _shown(one.ranks), _shown(one.steps), one.explanation) for one in findings]
+    return [Section(title=count(len(findings), "finding"), table=Table(columns=columns, rows=rows))]
+
+
+def findings_in_dict(run: Run) -> dict[str, Any]:
+    """Return the findings of a run for the JSON of ``show``; null where its evidence cannot be read."""
+    try:
+        return {"findings": [as_json(finding) for finding in find_findings(run)]}
+    except ReferenceFormatError:
+        return {"findings": None}
+
+
+def findings_of(run: Run) -> list[Section]:
+    """Return the findings of a run for a report on it, or why its evidence cannot be read."""
+    try:
+        return findings_report(find_findings(run))
+    except ReferenceFormatError as error:
+        return [Section(title="Findings", lines=[f"They cannot be read: {error}"])]
+
+
+def findings_line(path: Path) -> str:
+    """Return the line on findings at the end of a recording; "" where there is none."""
+    command = f"det-callbacks findings {path}"
+    try:
+        findings = find_findings(Run.open(path, check_steps=False))
+    except ReferenceFormatError as error:  # the recording is complete: what it lacks is no reason to fail it
+        return f"det_callbacks: findings cannot be read: {error} See {command}"
+    words = listed((one.finding for one in findings), limit=len(findings))
+    return f"det_callbacks: {count(len(findings), 'finding')}: {words}; see {command}" if findings else ""
+
+
+def _shown(numbers: Sequence[int]) -> str:
+    return " to ".join(map(str, dict.fromkeys(numbers))) or "-"

@@ -1,0 +1,114 @@
+"""Which parameters the optimizers have, and which are given gradients: evidence for findings."""
+
+import json
+from collections.abc import Sequence
+from typing import TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from det_callbacks.digest.unobserved import unobserved
+from det_callbacks.runs.evidence import (
+    IN_NO_OPTIMIZER,
+    IN_OPTIMIZER,
+    PARAMETERS,
+    WITH_GRADIENT,
+    WITH_LARGE_GRADIENT,
+)
+from det_callbacks.trace.op.components import PLAIN
+from det_callbacks.trace.state.generators import Ledger
+
+MAX_UPDATES = 8  # whose gradients are measured: each takes a pass over them
+# A gradient smaller than this share of the largest one may be nothing but rounding: that of a bias before a BatchNorm
+# is zero in exact arithmetic, and SGD then leaves the bias as it is.
+MIN_SHARE, MIN_EPSILONS = 1e-4, 16
+
+
+class OptimizedParameters:
+    """Notes in a ledger which trainable parameters each optimizer has, and which of the others get a gradient.
+
+    They are listed at the start of an epoch, and noted where that changed. Between, a step costs a look at those
+    parameters of no optimizer that had no gradient yet: mostly there are none.
+    """
+
+    def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer], ledger: Ledger) -> None:
+        self._module, self._optimizers, self._ledger = module, optimizers, ledger
+        self._noted: dict[str, list[str]] = {}
+        self._epoch: int | None = None
+        self._others: dict[str, nn.Parameter] = {}
+        self._with_gradient: list[str] = []
+        self._names: dict[int, str] = {}
+        self._measured: dict[str, None] = {}
+        self._num_updates = 0
+        self._fetched: list[tuple[dict[str, float], Tensor]] = []  # machine epsilons by name, and the largest elements
+
+    def begin_step(self, epoch: int) -> None:
+        """List the parameters where an epoch begins."""
+        if epoch == self._epoch:
+            return
+        self._epoch = epoch
+        trainable = {id(one): (name, one) for name, one in self._module.named_parameters() if one.requires_grad}
+        self._names = {identity: name for identity, (name, _) in trainable.items()}
+        others, found = dict(trainable), dict[str, list[str]]()
+        for number, optimizer in enumerate(self._optimizers):
+            held = [id(one) for group in optimizer.param_groups for one in group["params"]]
+            found[f"{IN_OPTIMIZER}{number}"] = [trainable[one][0] for one in held if one in trainable]
+            for one in held:
+                others.pop(one, None)
+        found[IN_NO_OPTIMIZER] = [name for name, _ in others.values()]
+        self._others = {name: one for name, one in others.values() if name not in self._with_gradient}
+        for what, names in found.items():
+            if self._noted.get(what) != names:
+                self._note(what, names)
+        self._noted = found
+
+    def measure_gradients(self) -> None:
+        """Measure the gradients of one of the first updates; the device is not waited for."""
+        self._num_updates += 1
+        if self._num_updates > MAX_UPDATES:
+            return
+        held = [one for optimizer in self._optimizers for group in optimizer.param_groups for one in group["params"]]
+        by_device: dict[torch.device, dict[str, Tensor]] = {}
+        for parameter in held:
+            name, gradient = self._names.get(id(parameter)), parameter.grad
+            if name is not None and _is_measured(gradient):
+                by_device.setdefault(gradient.device, {})[name] = gradient
+        with unobserved(), torch.no_grad():
+            for gradients in by_device.values():
+                largest = torch.stack([gradient.abs().max().float() for gradient in gradients.values()])
+                epsilons = {name: torch.finfo(gradient.dtype).eps for name, gradient in gradients.items()}
+                self._fetched.append((epsilons, self._ledger.fetch(largest)))
+
+    def note_measured(self) -> None:
+        """Note which gradients of the step before are more than rounding; call it when the step's evidence is taken."""
+        if not self._fetched:
+            return
+        fetched, self._fetched = self._fetched, []
+        with unobserved():
+            sizes = {name: size for names, copy in fetched for name, size in zip(names, copy.tolist(), strict=True)}
+        least = {name: MIN_EPSILONS * eps for names, _ in fetched for name, eps in names.items()}
+        largest = max(sizes.values(), default=0.0)
+        beyond = [name for name, size in sizes.items() if size > largest * max(MIN_SHARE, least[name])]
+        if not self._measured.keys() >= {*beyond}:
+            self._measured |= dict.fromkeys(beyond)
+            self._note(WITH_LARGE_GRADIENT, [*self._measured])
+
+    def end_step(self) -> None:
+        """Note parameters of no optimizer that now have a gradient."""
+        found = [name for name, parameter in self._others.items() if parameter.grad is not None]
+        if found:
+            self._with_gradient += found
+            for name in found:
+                del self._others[name]
+            self._note(WITH_GRADIENT, self._with_gradient)
+
+    def _note(self, what: str, names: list[str]) -> None:
+        self._ledger.note(PARAMETERS, what, len(names), json.dumps(names))
+
+
+def _is_measured(gradient: Tensor | None) -> TypeGuard[Tensor]:
+    """Return whether a gradient is an ordinary tensor of real numbers."""
+    if gradient is None or type(gradient) not in PLAIN or gradient.layout is not torch.strided:
+        return False
+    return gradient.is_floating_point() and gradient.numel() > 0

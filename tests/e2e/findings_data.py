@@ -1,0 +1,61 @@
+"""Data of trainings that repeat what they should not: samplers, iterators and workers."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from fits import Samples
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset, get_worker_info
+
+
+class WithEpoch(Sampler[int]):
+    """Shuffles by a seed and the epoch, which it leaves out where it forgets it."""
+
+    def __init__(self, *, forgets: bool) -> None:
+        self.epoch, self.forgets = 0, forgets
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = 0 if self.forgets else epoch
+
+    def __len__(self) -> int:
+        return 32
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(32, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+
+class Stuck(IterableDataset[Any]):
+    """Yields eight batches; once stuck, the last one again and again."""
+
+    def __init__(self, stuck_at: int) -> None:
+        self.batches = [
+            *DataLoader(
+                TensorDataset(
+                    *(
+                        tensor.repeat(2, *[1] * (tensor.dim() - 1))
+                        for tensor in (torch.arange(384.0).reshape(32, 12).sin(), torch.arange(32) % 3)
+                    )
+                ),
+                batch_size=8,
+            )
+        ]
+        for at, batch in enumerate(self.batches):
+            batch[0].add_(at)
+        self.stuck_at = stuck_at
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.batches[min(at, self.stuck_at)] for at in range(8))
+
+
+class OfWorkers(IterableDataset[Any]):
+    def __init__(self, *, shares: bool) -> None:
+        self.shares = shares
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        samples = [*Samples(), *((inputs + 1, label) for inputs, label in Samples())]
+        return iter(samples[worker.id :: worker.num_workers] if self.shares else samples)
+
+
+def of_workers(*, shares: bool) -> DataLoader[Any]:
+    return DataLoader(OfWorkers(shares=shares), batch_size=4, num_workers=2)

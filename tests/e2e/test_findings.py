@@ -1,0 +1,459 @@
+"""Each finding on a training that has it, and none on the nearest innocent one; the examples in the docstrings."""
+
+import json
+import random
+import re
+import shutil
+import textwrap
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from findings_data import Stuck, WithEpoch, of_workers
+from findings_page import PAGE, example, page, when
+from fits import Classifier, Samples, Scheduled
+from processes import run_training
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+from trainers import LIGHTNING_ADVICE, quiet_trainer
+
+from det_callbacks import DeterminismCallback, SelectionError, compare_runs
+from det_callbacks.cli import main
+from det_callbacks.findings.table import RULES, find_findings
+from det_callbacks.runs.store import Run
+from det_callbacks.verdict import Finding, Verdict
+
+pytestmark = [
+    LIGHTNING_ADVICE,
+    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),  # Python's, of workers
+]
+
+
+def record(folder: Path, model: Callable[[], Any], loader: Any, *callbacks: pl.Callback, **options: Any) -> Path:
+    """Record a training; ``level`` and ``only_steps`` are the callback's, other options the Trainer's."""
+    chosen = {name: options.pop(name) for name in ("level", "only_steps", "every_n_steps") if name in options}
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(11)
+    callback = DeterminismCallback(folder, mode="record", **{"level": "state", **chosen})
+    quiet_trainer(callback, *callbacks, **{"max_epochs": 2, **options}).fit(
+        model(), loader() if callable(loader) else loader
+    )
+    return folder
+
+
+def findings_in(folder: Path) -> list[Finding]:
+    return [*find_findings(Run.open(folder), ignored=())]
+
+
+def shuffled(**options: Any) -> DataLoader[Any]:
+    return DataLoader(Samples(), **{"batch_size": 8, "shuffle": True, **options})
+
+
+def in_order(batch_size: int = 8) -> DataLoader[Any]:
+    return DataLoader(Samples(), batch_size=batch_size)
+
+
+class Plain(Classifier):
+    """Without random draws in its steps."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(torch.relu(self.norm(self.first(inputs))))
+
+
+class WithoutNorm(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.Identity()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(torch.relu(self.first(inputs)))
+
+
+class SeedsEpochs(pl.Callback):
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        torch.manual_seed(0)
+
+
+class SeedsSteps(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        torch.manual_seed(0)
+        return super().training_step(batch, batch_idx)
+
+
+class Forks(Classifier):
+    """Draws the same noise in each step from a generator that is put back, beside its dropout."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            noise = torch.randn(12)
+        return super().training_step((batch[0] + noise, batch[1]), batch_idx)
+
+
+class WithoutHead(Plain):
+    is_trained = True
+
+    def configure_optimizers(self) -> Any:
+        if not self.is_trained:
+            self.last.requires_grad_(False)
+        return torch.optim.SGD([*self.first.parameters(), *self.norm.parameters()], lr=0.1)
+
+
+class Unused(Plain):
+    is_used = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(16, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        is_used = self.is_used and batch_idx == 2  # an expert that one step of four takes
+        return loss + cross_entropy(self.unused(torch.relu(self.first(batch[0]))), batch[1]) if is_used else loss
+
+
+class NeverCleared(Plain):
+    def optimizer_zero_grad(self, *_: Any) -> None:
+        pass
+
+
+class ClearsToZero(Plain):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+class Adversarial(Plain):
+    """Clears the gradients of its critic, the last layer, after those of its generator were added to them."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        of_generator, of_critic = self.optimizers()
+        inputs, labels = batch
+        of_generator.zero_grad()
+        self.manual_backward(-cross_entropy(self(inputs), labels))
+        of_generator.step()
+        of_critic.zero_grad()
+        self.manual_backward(cross_entropy(self(inputs), labels))
+        of_critic.step()
+
+    def configure_optimizers(self) -> Any:
+        generator = [*self.first.parameters(), *self.norm.parameters()]
+        return torch.optim.Adam(generator, lr=1e-3), torch.optim.Adam(self.last.parameters(), lr=1e-3)
+
+
+class SlowHead(Plain):
+    """Trains its head with a learning rate of zero, for good or in the first two steps."""
+
+    for_good = True
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": [*self.first.parameters(), *self.norm.parameters()]}, {"params": self.last.parameters()}]
+        optimizer = torch.optim.SGD(groups, lr=0.1)
+        rates = [lambda step: 1.0, lambda step: 0.0 if self.for_good or step < 2 else 1.0]
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rates)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class Dead(Plain):
+    """All its ReLUs are dead, or only half of them."""
+
+    bias = -1e4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.ReLU()
+        nn.init.zeros_(self.last.bias)
+        if self.bias:
+            nn.init.constant_(self.first.bias, self.bias)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(self.act(self.first(inputs)))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.first.parameters(), lr=1e-2)
+
+
+class Padded(Plain):
+    fills = False
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        padded = torch.empty(len(inputs), 18)
+        padded[:, :16] = hidden
+        if self.fills:
+            padded[:, 16:] = 0
+        return self.last(hidden) + padded.nan_to_num().sum() * 0
+
+
+class InEval(Plain):
+    affine_is_trained = True
+
+    def on_train_start(self) -> None:
+        self.norm.eval()
+        self.norm.requires_grad_(self.affine_is_trained)
+
+
+class Averaged(Plain):
+    updates = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head_ema = nn.Linear(16, 3).requires_grad_(False)
+        self.head_ema.load_state_dict(self.last.state_dict())
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.updates:
+            for average, parameter in zip(self.head_ema.parameters(), self.last.parameters(), strict=True):
+                average.lerp_(parameter.detach(), 0.1)
+
+
+def variant(base: type[Any], **attributes: Any) -> type[Any]:
+    return type(f"Other{base.__name__}", (base,), attributes)
+
+
+Training = Callable[[Path], Path]
+
+
+def training(model: Callable[[], Any] = Plain, loader: Any = shuffled, *callbacks: Any, **options: Any) -> Training:
+    return lambda folder: record(folder, model, loader, *(make() for make in callbacks), **options)
+
+
+# finding -> trainings that have it: ranks, steps, names; the first one is the example in the docstring
+GUILTY: Mapping[str, list[tuple[Training, tuple[int, ...], list[str]]]] = {
+    "repeated_order": [
+        (training(Plain, shuffled, SeedsEpochs, max_epochs=3), (8, 11), ["train_dataloader"]),
+        (
+            training(Plain, lambda: shuffled(shuffle=False, sampler=WithEpoch(forgets=True))),
+            (4, 7),
+            ["train_dataloader"],
+        ),
+        (training(Plain, lambda: shuffled(batch_size=32), SeedsEpochs, max_epochs=3), (2, 2), ["train_dataloader"]),
+        (training(Plain, shuffled, SeedsEpochs, only_steps=[0], max_epochs=3), (8, 11), ["train_dataloader"]),
+    ],
+    "repeated_batch": [
+        (
+            training(Plain, lambda: DataLoader(Stuck(2), batch_size=None), max_epochs=1),
+            (3, 7),
+            ["batch[0]", "batch[1]"],
+        ),
+        (
+            training(Plain, lambda: shuffled(shuffle=False, sampler=[0, 1, 2, 3] * 12, batch_size=4), max_epochs=1),
+            (1, 11),
+            ["batch[0]", "batch[1]"],
+        ),
+    ],
+    "equal_workers": [(training(Plain, lambda: of_workers(shares=False), max_epochs=1), (0, 29), ["batch[0]"])],
+    "reseeded": [
+        (training(Classifier, shuffled, SeedsEpochs, max_epochs=3), (4, 8), ["torch.cpu"]),
+        (training(SeedsSteps, in_order, level="op", max_epochs=1), (0, 1), ["torch.cpu"]),
+    ],
+    "not_in_optimizer": [(training(WithoutHead), (0, 7), ["last.weight", "last.bias"])],
+    "no_gradient": [(training(Unused, max_epochs=6), (0, 23), ["unused.weight", "unused.bias"])],
+    "frozen_parameter": [
+        (training(SlowHead), (0, 7), ["last.weight", "last.bias"]),
+        (training(SlowHead, max_epochs=6, every_n_steps=3), (0, 21), ["last.weight", "last.bias"]),
+        (training(SlowHead, max_epochs=6, accumulate_grad_batches=2), (1, 23), ["last.weight", "last.bias"]),
+    ],
+    "uncleared_gradient": [(training(NeverCleared, level="op"), (1, 7), ["first.weight", "first.bias"])],
+    "constant_loss": [
+        (training(variant(Dead, training_step=lambda self, batch, _: self(batch[0]).square().mean())), (0, 7), ["loss"])
+    ],
+    "constant_output": [(training(Dead, level="op"), (1, 7), ["act"])],
+    "uninitialised_read": [(training(Padded, level="op"), (0, 7), ["aten.nan_to_num.default"])],
+    "stale_state": [
+        (training(InEval), (0, 7), ["norm.running_mean", "norm.running_var"]),
+        (training(Averaged, max_epochs=6), (0, 23), ["head_ema.weight", "head_ema.bias"]),
+    ],
+}
+
+INNOCENT: Mapping[str, Training] = {
+    "plain": training(Classifier, level="op"),
+    "no shuffle": training(Classifier, in_order, level="op"),
+    "set_epoch": training(Plain, lambda: shuffled(shuffle=False, sampler=WithEpoch(forgets=False))),
+    "few samples": training(
+        Plain, lambda: DataLoader(TensorDataset(torch.randn(3, 12), torch.arange(3)), 3, shuffle=True)
+    ),
+    "generator of the loader": training(Plain, lambda: shuffled(generator=torch.Generator().manual_seed(1))),
+    "overfit_batches": training(Plain, in_order, overfit_batches=2, max_epochs=8),
+    "overfit one batch": training(Plain, in_order, overfit_batches=1, max_epochs=8),
+    "full batches": training(Plain, lambda: in_order(32), max_epochs=8),
+    "one sample a batch": training(
+        WithoutNorm, lambda: DataLoader(TensorDataset(torch.ones(16, 12), torch.zeros(16).long()), 1, shuffle=True)
+    ),
+    "constant data": training(Plain, lambda: DataLoader(TensorDataset(torch.ones(64, 12), torch.zeros(64).long()), 8)),
+    "iterable": training(Plain, lambda: DataLoader(Stuck(8), batch_size=None)),
+    "workers": training(Plain, lambda: of_workers(shares=True), max_epochs=1),
+    "workers of a list": training(Plain, lambda: shuffled(batch_size=2, num_workers=2), max_epochs=1),
+    "generator put back": training(Forks, in_order, level="op"),
+    "frozen by choice": training(variant(WithoutHead, is_trained=False)),
+    "taken now and then": training(variant(Unused, is_used=True), max_epochs=6),
+    "few steps": training(Unused),
+    "warmup from zero": training(variant(SlowHead, for_good=False)),
+    "accumulation": training(Classifier, accumulate_grad_batches=4, max_epochs=4, level="op"),
+    "some units are dead": training(
+        variant(Dead, bias=0.0, configure_optimizers=Classifier.configure_optimizers), level="op"
+    ),
+    "padded with zeros": training(variant(Padded, fills=True), level="op"),
+    "norm frozen by choice": training(variant(InEval, affine_is_trained=False)),
+    "averaged": training(variant(Averaged, updates=True), max_epochs=6),
+    "adversarial": training(Adversarial, level="op"),
+    "cleared to zero": training(ClearsToZero, level="op"),
+    "bias before a norm": training(Scheduled, shuffled, max_epochs=8, accumulate_grad_batches=3, gradient_clip_val=0.1),
+    "level module": training(Classifier, level="module"),
+}
+
+
+def message(finding: Finding) -> str:
+    text = re.sub(r"at tests/\S+:\d+ in", "at net.py:7 in", finding.explanation)
+    return "\n".join(textwrap.wrap(text, 112, break_on_hyphens=False))
+
+
+CASES = [(word, number) for word, known in GUILTY.items() for number in range(len(known))]
+
+
+@pytest.mark.parametrize(("word", "number"), CASES, ids=[f"{word} {number}" for word, number in CASES])
+def test_a_training_that_has_it_is_found(word: str, number: int, tmp_path: Path) -> None:
+    train, steps, names = GUILTY[word][number]
+    found = {one.finding: one for one in findings_in(train(tmp_path / "run"))}
+    assert word in found, found
+    assert (found[word].ranks, found[word].steps, [*found[word].names][: len(names)]) == ((0,), steps, names)
+    if not number:
+        (rule,) = (rule for rule in RULES if word == rule.NAME)
+        assert message(found[word]) == example(rule)
+
+
+@pytest.mark.parametrize("name", INNOCENT)
+def test_the_nearest_innocent_training_is_not_accused(name: str, tmp_path: Path) -> None:
+    assert findings_in(INNOCENT[name](tmp_path / "run")) == []
+
+
+class SeedsRanks(Classifier):
+    def on_train_start(self) -> None:
+        torch.manual_seed(11 + self.global_rank)
+
+
+class NeverAverages(Plain):
+    def on_train_start(self) -> None:
+        self.trainer.strategy.model.require_backward_grad_sync = False
+
+
+RANKS: Mapping[str, tuple[dict[str, Any], list[str], str, str]] = {
+    "equal batches": (
+        {"model": Plain, "use_distributed_sampler": False},
+        [],
+        "equal_ranks",
+        "Ranks 0, 1 get the same batches",
+    ),
+    "equal draws": (
+        {"model": Classifier},
+        ["torch.cpu"],
+        "equal_ranks",
+        "Ranks 0, 1 draw the same random numbers from torch.cpu",
+    ),
+    "gradients are never averaged": ({"model": NeverAverages}, ["first.weight"], "unequal_replicas", "first.weight"),
+    "innocent": ({"model": SeedsRanks}, [], "", ""),
+}
+EXAMPLES_OF_RANKS = {"equal batches", "gradients are never averaged"}
+
+
+@pytest.mark.ddp
+@pytest.mark.parametrize("name", RANKS)
+def test_what_ranks_do_is_found(name: str, tmp_path: Path) -> None:
+    options, names, word, text = RANKS[name]
+    ended = run_training("record", tmp_path, level="state", batches=8, **options)
+    found = findings_in(tmp_path / "run")
+    line = f"1 finding: {word}; see det-callbacks findings"
+    assert [one.output.count(line) for one in ended] == [int(bool(word)), 0]
+    assert [(one.finding, one.ranks, [*one.names][:1]) for one in found] == ([(word, (0, 1), names)] if word else [])
+    assert all(one.explanation.startswith(text) for one in found)
+    if name in EXAMPLES_OF_RANKS:
+        (rule,) = (rule for rule in RULES if word == rule.NAME)
+        assert message(found[0]) == example(rule)
+
+
+def test_every_finding_has_a_training_and_the_page_is_made_of_their_files() -> None:
+    assert {rule.NAME for rule in RULES} == {*GUILTY, "equal_ranks", "unequal_replicas"}
+    assert all(map(when, RULES))
+    assert PAGE.read_text() == page(), "run make findings"
+
+
+@pytest.fixture(scope="module")
+def repeating(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with two findings."""
+    folder = tmp_path_factory.mktemp("repeating") / "run"
+    return record(folder, WithoutHead, shuffled, SeedsEpochs(), max_epochs=3, level="op")
+
+
+def test_the_command_says_what_was_found_and_show_and_the_verdict_too(
+    repeating: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["repeated_order", "not_in_optimizer"]
+    assert main(["findings", str(repeating), "--json"]) == 1
+    content = json.loads(capsys.readouterr().out)
+    assert (content["schema"], content["run"]) == (1, str(repeating))
+    assert [one["finding"] for one in content["findings"]] == words
+    assert {*content["findings"][0]} == {"finding", "explanation", "ranks", "steps", "names"}
+    assert main(["findings", str(repeating)]) == 1
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in words)
+    assert main(["show", str(repeating)]) == 0
+    assert "\n2 findings\n" in capsys.readouterr().out
+    assert main(["show", str(repeating), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["findings"] == content["findings"]
+    verdict = compare_runs(repeating, repeating)
+    assert (verdict.verdict, verdict.exit_code) == ("match", 0)
+    assert verdict.to_dict()["findings"] == content["findings"]
+    assert Verdict.from_dict(verdict.to_dict()) == verdict
+    assert main(["diff", str(repeating), str(repeating), "--html", "report.html"]) == 0
+    assert "\n2 findings\n" in capsys.readouterr().out
+    assert "although train_dataloader shuffles" in Path("report.html").read_text()
+
+
+def test_a_finding_is_ignored_by_its_word_and_an_unknown_word_is_refused(
+    repeating: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    table = "[tool.det_callbacks]\nignore_findings = "
+    Path("pyproject.toml").write_text(f'{table}["repeated_order", "reseeded"]')
+    assert main(["findings", str(repeating), "--json"]) == 1
+    assert [one["finding"] for one in json.loads(capsys.readouterr().out)["findings"]] == ["not_in_optimizer"]
+    Path("pyproject.toml").write_text(f'{table}["repeated_order", "reseeded", "not_in_optimizer"]')
+    assert main(["findings", str(repeating)]) == 0
+    assert "nothing was found" in capsys.readouterr().out
+    for wrong in ('["reseeded", "repeat_order"]', '"reseeded"'):
+        Path("pyproject.toml").write_text(table + wrong)
+        assert main(["findings", str(repeating)]) == 2
+        assert "not_in_optimizer, no_gradient, uncleared_gradient" in capsys.readouterr().err
+        with pytest.raises(SelectionError, match="ignore_findings"):  # before it trains
+            record(tmp_path / "run", Plain, shuffled)
+
+
+def test_a_run_that_cannot_be_read_has_no_findings(repeating: Path, tmp_path: Path, capsys: Any) -> None:
+    assert main(["findings", str(tmp_path)]) == 2
+    damaged = tmp_path / "run"
+    shutil.copytree(repeating, damaged)
+    path = next(damaged.rglob("*.evidence.arrows"))
+    content = path.read_bytes()
+    path.write_bytes(content[:-700] + b"?" + content[-699:])
+    assert main(["findings", str(damaged)]) == 2
+    assert str(path) in capsys.readouterr().err
+    assert main(["show", str(damaged)]) == 0
+    assert "They cannot be read" in capsys.readouterr().out
+    verdict = compare_runs(repeating, damaged)
+    assert (verdict.verdict, verdict.findings) == ("match", ())
+    assert "findings of the current run could not be looked for" in verdict.evidence[-1]
+
+
+def test_a_recording_ends_with_a_line_on_what_was_found(tmp_path: Path, capsys: Any) -> None:
+    record(tmp_path / "run", WithoutHead, shuffled)
+    line = f"det_callbacks: 1 finding: not_in_optimizer; see det-callbacks findings {tmp_path / 'run'}\n"
+    assert line in capsys.readouterr().out
+    record(tmp_path / "other", Plain, shuffled)
+    assert "finding" not in capsys.readouterr().out
