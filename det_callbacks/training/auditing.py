@@ -8,9 +8,9 @@ from pathlib import Path
 import yaml
 from typing_extensions import override
 
-from det_callbacks.audit import AuditFinding, AuditReport, OpMismatch
+from det_callbacks.audit import AuditError, AuditFinding, AuditReport, OpMismatch
 from det_callbacks.equivalence import BitwiseEquivalenceMode
-from det_callbacks.errors import AuditError, DivergenceWarning, NothingComparedError
+from det_callbacks.errors import DivergenceWarning, NothingComparedError
 from det_callbacks.report.fits import audit_line, audit_lines
 from det_callbacks.runs.disk import ANOTHER_FOLDER, make_folder, replace_atomically, writing
 from det_callbacks.runs.peers import Peers

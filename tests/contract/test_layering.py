@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
 
 import pytest
 from test_house import sources
@@ -43,10 +44,13 @@ ONLY_IN: Mapping[str, Sequence[str]] = {
 }
 
 
-def imports(source: str) -> list[tuple[str, int]]:
-    """Return what a module imports, wherever in it but for types alone, with the lines; ruff wants absolute names."""
+def imports(source: str, *, with_types: bool = False) -> list[tuple[str, int]]:
+    """Return what a module imports, wherever in it, with the lines; what only types need is left out by default.
+
+    ruff wants absolute names.
+    """
     tree = ast.parse(source)
-    for node in [*ast.walk(tree)]:
+    for node in [] if with_types else [*ast.walk(tree)]:
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             node.body = []
     nodes = [*ast.walk(tree)]
@@ -54,10 +58,29 @@ def imports(source: str) -> list[tuple[str, int]]:
     return found + [(str(node.module), node.lineno) for node in nodes if isinstance(node, ast.ImportFrom)]
 
 
-def package_imports() -> dict[str, list[tuple[str, int]]]:
-    """Return the imports of each module by dotted name; a package goes by its own name."""
+def package_sources() -> dict[str, str]:
+    """Return the source of each module by dotted name; a package goes by its own name."""
     paths = {path.removesuffix(".py").removesuffix("/__init__"): text for path, text in sources(PACKAGE).items()}
-    return {path.replace("/", "."): imports(text) for path, text in paths.items()}
+    return {path.replace("/", "."): text for path, text in paths.items()}
+
+
+def package_imports() -> dict[str, list[tuple[str, int]]]:
+    """Return the imports of each module by dotted name."""
+    return {module: imports(source) for module, source in package_sources().items()}
+
+
+def circle(modules: Mapping[str, str]) -> list[str]:
+    """Return modules each of which imports the next, and the last the first, be it for types alone; [] if none do."""
+    needs = {name: {target for target, _ in imports(source, with_types=True)} for name, source in modules.items()}
+    # ``from package import module`` names the package, and needs the module
+    for name, source in modules.items():
+        froms = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
+        needs[name] |= {f"{node.module}.{alias.name}" for node in froms for alias in node.names}
+    try:
+        TopologicalSorter({name: targets & modules.keys() - {name} for name, targets in needs.items()}).prepare()
+    except CycleError as error:
+        return list(error.args[1][::-1])
+    return []
 
 
 def unit(module: str) -> str:
@@ -87,6 +110,22 @@ def test_imports_go_downwards_only() -> None:
     modules = package_imports()
     assert len(modules) > 20
     assert violations(modules) == []
+
+
+def test_no_modules_import_each_other_in_a_circle_not_even_for_types() -> None:
+    assert circle(package_sources()) == []
+
+
+FOR_TYPES = "if TYPE_CHECKING:\n    from a.x import X"
+
+
+@pytest.mark.parametrize("back", ["import a.x", "from a.x import X", "from a import x", FOR_TYPES])
+def test_a_circle_of_modules_is_found(back: str) -> None:
+    modules = {"a": "", "a.x": "from a import y", "a.y": "import a.z\nimport json", "a.z": back}
+    first, second, third, again = circle(modules)
+    assert first == again
+    assert {(first, second), (second, third), (third, first)} == {("a.x", "a.y"), ("a.y", "a.z"), ("a.z", "a.x")}
+    assert circle({**modules, "a.z": ""}) == []
 
 
 WITHOUT_FRAMEWORKS = """
