@@ -4,11 +4,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from det_callbacks.audit import AuditError, AuditFinding, AuditReport, EquivalenceError, OpMismatch
+    from det_callbacks.audit.equivalence import BitwiseEquivalenceMode
+    from det_callbacks.audit.result import AuditError, AuditFinding, AuditReport, EquivalenceError, OpMismatch
     from det_callbacks.checkpoint.check import CheckpointReport, EntryDifference, check_checkpoint
     from det_callbacks.digest.components import digest_tensor
     from det_callbacks.digest.state import StateDigest, digest_state
-    from det_callbacks.equivalence import BitwiseEquivalenceMode
     from det_callbacks.errors import (
         CheckpointFormatError,
         CheckpointMismatchError,
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     )
     from det_callbacks.integrations.lightning import DeterminismCallback, ReplicaAuditCallback, prove_resume
     from det_callbacks.integrations.loop import TrainingRun
-    from det_callbacks.judge import compare_runs
     from det_callbacks.numerics.modules import compare_compiled, compare_modules
     from det_callbacks.numerics.result import NumericsError, NumericsReport, TensorComparison
     from det_callbacks.observers.context import ObserverContext
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
     from det_callbacks.settings import DeterminismSettings, enforce_determinism
     from det_callbacks.trace.hash_mode import HashMode
     from det_callbacks.verdict import Counts, Coverage, Divergence, EnvironmentDifference, Verdict
+    from det_callbacks.verify.judge import compare_runs
 
 __all__ = [
     "AuditError",
@@ -124,13 +124,13 @@ __all__ = [
 ]
 
 _HOMES = {
-    "det_callbacks.audit": ("AuditError", "AuditFinding", "AuditReport", "EquivalenceError", "OpMismatch"),
+    "det_callbacks.audit.result": ("AuditError", "AuditFinding", "AuditReport", "EquivalenceError", "OpMismatch"),
     "det_callbacks.integrations.lightning": ("DeterminismCallback", "ReplicaAuditCallback", "prove_resume"),
     "det_callbacks.integrations.loop": ("TrainingRun",),
     "det_callbacks.checkpoint.check": ("CheckpointReport", "EntryDifference", "check_checkpoint"),
     "det_callbacks.digest.components": ("digest_tensor",),
     "det_callbacks.digest.state": ("StateDigest", "digest_state"),
-    "det_callbacks.equivalence": ("BitwiseEquivalenceMode",),
+    "det_callbacks.audit.equivalence": ("BitwiseEquivalenceMode",),
     "det_callbacks.errors": (
         "CheckpointFormatError",
         "CheckpointMismatchError",
@@ -158,7 +158,7 @@ _HOMES = {
         "UnsupportedVersionError",
         "WriteError",
     ),
-    "det_callbacks.judge": ("compare_runs",),
+    "det_callbacks.verify.judge": ("compare_runs",),
     "det_callbacks.numerics.modules": ("compare_compiled", "compare_modules"),
     "det_callbacks.numerics.result": ("NumericsError", "NumericsReport", "TensorComparison"),
     "det_callbacks.observers.context": ("ObserverContext",),

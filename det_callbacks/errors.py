@@ -4,9 +4,10 @@
 beside it.
 """
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from det_callbacks.verdict import Verdict
+if TYPE_CHECKING:  # the doctor starts without what verdict.py imports
+    from det_callbacks.verdict import Verdict
 
 
 class DetCallbacksError(Exception):
@@ -33,7 +34,7 @@ class DivergenceError(DetCallbacksError):
 
     exit_code = 1
     _data = ("verdict",)
-    verdict: Verdict | None = None
+    verdict: "Verdict | None" = None
 
 
 class NotComparableError(DivergenceError):

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from det_callbacks.digest.components import digest_tensors
 from det_callbacks.errors import CoverageWarning, TraceError
 from det_callbacks.internals.torch import BUFFERS, PARAMETERS
-from det_callbacks.patterns import as_names
+from det_callbacks.runs.patterns import as_names
 from det_callbacks.runs.program import scalar_bits
 from det_callbacks.runs.selection import PHASES, Selection
 from det_callbacks.runs.steps import Expectation, StepTrace

@@ -14,24 +14,24 @@ PACKAGE = "det_callbacks"
 
 # Lowest first; a module may import what stands in its own layer or below it. A cycle of modules cannot be imported.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "internals", "host_digest", "numbers", "variables", "verdict"),
-    ("audit", "patterns", "rng", "nondeterminism"),
+    ("errors", "internals", "verdict"),
+    ("digest",),
     ("runs",),
-    ("digest", "environment", "settings", "hydra.configuration"),
+    ("environment", "environment.hydra", "settings"),
     ("trace",),
-    ("tensors", "equivalence", "compare", "doctor", "export", "installation"),
-    ("causes", "report", "checkpoint", "ranks", "numerics", "observers", "judge", "verification"),
+    ("tensors", "audit", "compare"),
+    ("causes", "report", "checkpoint", "ranks", "numerics", "observers", "verify"),
     ("training",),
-    ("integrations", "integrations.lightning", "integrations.loop", "hydra", "cli"),
-    ("launch", "pytest_runs"),
-    ("pytest_plugin",),
-    ("startup",),
+    ("integrations", "integrations.lightning", "integrations.loop", "integrations.hydra", "cli"),
+    ("integrations.launch", "integrations.pytest_runs"),
+    ("integrations.pytest_plugin",),
+    ("integrations.startup",),
     ("__init__", "__main__"),
 )
 
 _OF_TORCH = (
-    "checkpoint digest doctor environment equivalence internals nondeterminism numerics observers ranks rng settings "
-    "tensors trace training integrations.lightning integrations.loop"
+    "audit checkpoint digest environment internals numerics observers ranks settings tensors trace training "
+    "integrations.lightning integrations.loop"
 )
 # Who may import a dependency, by the first part of its name.
 ONLY_IN: Mapping[str, Sequence[str]] = {
@@ -39,7 +39,7 @@ ONLY_IN: Mapping[str, Sequence[str]] = {
     "lightning": ("integrations.lightning", "internals"),
     "pytorch_lightning": (),
     "transformers": (),
-    "hydra": ("hydra", "hydra.configuration"),
+    "hydra": ("integrations.hydra", "environment.hydra"),
     "rich": ("report", "cli"),
 }
 
@@ -90,7 +90,7 @@ def unit(module: str) -> str:
     _, room, *inner = module.split(".")
     part = ".".join((room, *inner[:1]))
     # each way in is a part of its own: it may import its own framework, and no other
-    return part if room == "integrations" or part == "hydra.configuration" else room
+    return part if room == "integrations" or part == "environment.hydra" else room
 
 
 def violations(modules: Mapping[str, Sequence[tuple[str, int]]]) -> list[str]:
@@ -155,19 +155,23 @@ def test_what_a_run_is_can_be_imported_without_any_framework() -> None:
         ("runs.store", "if TYPE_CHECKING:\n    pass\nelse:\n    from det_callbacks.cli import main", "upwards"),
         ("runs.store", "import lightning.pytorch as pl", "only integrations.lightning, internals may"),
         ("integrations.lightning", "import pytorch_lightning", "only nobody may"),
-        ("runs.store", "class Run:\n    async def read(self):\n        import torch", "only checkpoint"),
+        ("runs.store", "class Run:\n    async def read(self):\n        import torch", "only audit, checkpoint"),
         ("training.session", "import lightning.pytorch as pl", "only integrations.lightning, internals may"),
         ("training.session", "from transformers import Trainer", "only nobody may"),
         ("training.session", "from det_callbacks.integrations.lightning.trainer import LightningTraining", "upwards"),
         ("ranks.group", "from det_callbacks.training.training import Training", "upwards"),
         ("integrations.lightning.trainer", "import lightning\nfrom det_callbacks.training import training", ""),
         ("integrations.loop", "import lightning", "only integrations.lightning, internals may"),
-        ("training.arguments", "from det_callbacks.hydra.configuration import job_choices", ""),
-        ("training.arguments", "from det_callbacks.hydra import determinism_callback", "upwards"),
-        ("hydra.configuration", "from det_callbacks.hydra.job import Job", "upwards"),
+        ("training.arguments", "from det_callbacks.environment.hydra import job_choices", ""),
+        ("training.arguments", "from det_callbacks.integrations.hydra import determinism_callback", "upwards"),
+        ("environment.hydra", "from det_callbacks.integrations.hydra.job import Job", "upwards"),
         ("helper.things", "", "in no layer"),
         ("trace.reads", "if TYPE_CHECKING:\n    from det_callbacks.cli import main", ""),
-        ("hydra", "from det_callbacks.integrations.lightning import DeterminismCallback\nimport hydra", ""),
+        (
+            "integrations.hydra",
+            "from det_callbacks.integrations.lightning import DeterminismCallback\nimport hydra",
+            "",
+        ),
     ],
 )
 def test_the_rule_can_fail_and_pass(module: str, source: str, complaint: str) -> None:

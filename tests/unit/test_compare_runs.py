@@ -9,17 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from step_builder import StepBuilder, manifest_of, record, steps_of, training_step
 
-from det_callbacks import judge
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.errors import NothingComparedError, ReferenceFormatError, ReferenceNotFoundError, SelectionError
-from det_callbacks.judge import CHAINS_NOTE, compare_runs
 from det_callbacks.runs.files import stream_path
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.store import Run
 from det_callbacks.runs.stream import StreamFile
 from det_callbacks.runs.writer import RunWriter
 from det_callbacks.verdict import Verdict
-from det_callbacks.verification import write_step
+from det_callbacks.verify import judge
+from det_callbacks.verify.judge import CHAINS_NOTE, compare_runs
+from det_callbacks.verify.verification import write_step
 
 
 @pytest.fixture

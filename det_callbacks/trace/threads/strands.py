@@ -43,9 +43,7 @@ class Strands:
         self._step, self._places = step, places
         self._on_first = on_first  # called before the first strand of a step is recorded
         places.modules.others = self
-        self.mode: DispatchMode | None = (
-            None  # of the step's own thread; while it is open, ops of strands are seen
-        )
+        self.mode: DispatchMode | None = None  # of the step's own thread; while it is open, ops of strands are seen
         self.all: list[Strand] = []
         self._running: dict[int, Strand] = {}  # by thread
         self._is_open = False

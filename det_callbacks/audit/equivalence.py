@@ -10,8 +10,9 @@ from typing import Any, Self
 import torch
 from torch import Generator, Tensor, UntypedStorage, nn
 
-from det_callbacks.audit import EquivalenceError, OpMismatch
+from det_callbacks.audit.result import EquivalenceError, OpMismatch
 from det_callbacks.digest.components import INTEGERS, digest_tensor, require_storage, tensor_numbers
+from det_callbacks.environment.rng import RewindPoint, is_capturing
 from det_callbacks.errors import CoverageWarning, DetCallbacksError, TraceError
 from det_callbacks.internals.names import RECORDING
 from det_callbacks.internals.torch import (
@@ -31,7 +32,6 @@ from det_callbacks.internals.torch import (
     without_function_modes,
     without_modes,
 )
-from det_callbacks.rng import RewindPoint, is_capturing
 from det_callbacks.runs.program import scalar_bits
 from det_callbacks.trace.attribution.backward import OpPlaces
 from det_callbacks.trace.attribution.engine import source_of

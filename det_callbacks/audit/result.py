@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from det_callbacks.errors import DetCallbacksError
-from det_callbacks.patterns import OpPattern
+from det_callbacks.runs.patterns import OpPattern
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
