@@ -4,13 +4,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from det_callbacks.audit import AuditFinding, AuditReport, OpMismatch
+    from det_callbacks.audit.equivalence import BitwiseEquivalenceMode
+    from det_callbacks.audit.result import AuditError, AuditFinding, AuditReport, EquivalenceError, OpMismatch
     from det_callbacks.checkpoint.check import CheckpointReport, EntryDifference, check_checkpoint
     from det_callbacks.digest.components import digest_tensor
     from det_callbacks.digest.state import StateDigest, digest_state
-    from det_callbacks.equivalence import BitwiseEquivalenceMode
     from det_callbacks.errors import (
-        AuditError,
         CheckpointFormatError,
         CheckpointMismatchError,
         CheckpointNotFoundError,
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
         DetCallbacksWarning,
         DivergenceError,
         DivergenceWarning,
-        EquivalenceError,
         ExportError,
         ModuleRunError,
         NondeterministicOpError,
@@ -27,11 +25,9 @@ if TYPE_CHECKING:
         NotComparableError,
         NothingComparedError,
         NotResumableError,
-        NumericsError,
         ReferenceFormatError,
         ReferenceNotFoundError,
         ReplayError,
-        ReplicaError,
         RunExistsError,
         RunInUseError,
         SelectionError,
@@ -42,9 +38,8 @@ if TYPE_CHECKING:
     )
     from det_callbacks.integrations.lightning import DeterminismCallback, ReplicaAuditCallback, prove_resume
     from det_callbacks.integrations.loop import TrainingRun
-    from det_callbacks.judge import compare_runs
     from det_callbacks.numerics.modules import compare_compiled, compare_modules
-    from det_callbacks.numerics.result import NumericsReport, TensorComparison
+    from det_callbacks.numerics.result import NumericsError, NumericsReport, TensorComparison
     from det_callbacks.observers.context import ObserverContext
     from det_callbacks.observers.functions import (
         disable_hash_mode,
@@ -54,10 +49,11 @@ if TYPE_CHECKING:
         observe_non_deterministic,
         observe_non_deterministic_grad,
     )
-    from det_callbacks.ranks.replicas import ReplicaDifference, ReplicaReport
+    from det_callbacks.ranks.replicas import ReplicaDifference, ReplicaError, ReplicaReport
     from det_callbacks.settings import DeterminismSettings, enforce_determinism
     from det_callbacks.trace.hash_mode import HashMode
     from det_callbacks.verdict import Counts, Coverage, Divergence, EnvironmentDifference, Finding, Verdict
+    from det_callbacks.verify.judge import compare_runs
 
 __all__ = [
     "AuditError",
@@ -129,15 +125,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "det_callbacks.audit": ("AuditFinding", "AuditReport", "OpMismatch"),
+    "det_callbacks.audit.result": ("AuditError", "AuditFinding", "AuditReport", "EquivalenceError", "OpMismatch"),
     "det_callbacks.integrations.lightning": ("DeterminismCallback", "ReplicaAuditCallback", "prove_resume"),
     "det_callbacks.integrations.loop": ("TrainingRun",),
     "det_callbacks.checkpoint.check": ("CheckpointReport", "EntryDifference", "check_checkpoint"),
     "det_callbacks.digest.components": ("digest_tensor",),
     "det_callbacks.digest.state": ("StateDigest", "digest_state"),
-    "det_callbacks.equivalence": ("BitwiseEquivalenceMode",),
+    "det_callbacks.audit.equivalence": ("BitwiseEquivalenceMode",),
     "det_callbacks.errors": (
-        "AuditError",
         "CheckpointFormatError",
         "CheckpointMismatchError",
         "CheckpointNotFoundError",
@@ -146,7 +141,6 @@ _HOMES = {
         "DetCallbacksWarning",
         "DivergenceError",
         "DivergenceWarning",
-        "EquivalenceError",
         "ExportError",
         "ModuleRunError",
         "NondeterministicOpError",
@@ -154,11 +148,9 @@ _HOMES = {
         "NotComparableError",
         "NothingComparedError",
         "NotResumableError",
-        "NumericsError",
         "ReferenceFormatError",
         "ReferenceNotFoundError",
         "ReplayError",
-        "ReplicaError",
         "RunExistsError",
         "RunInUseError",
         "SelectionError",
@@ -167,9 +159,9 @@ _HOMES = {
         "UnsupportedVersionError",
         "WriteError",
     ),
-    "det_callbacks.judge": ("compare_runs",),
+    "det_callbacks.verify.judge": ("compare_runs",),
     "det_callbacks.numerics.modules": ("compare_compiled", "compare_modules"),
-    "det_callbacks.numerics.result": ("NumericsReport", "TensorComparison"),
+    "det_callbacks.numerics.result": ("NumericsError", "NumericsReport", "TensorComparison"),
     "det_callbacks.observers.context": ("ObserverContext",),
     "det_callbacks.observers.functions": (
         "disable_hash_mode",
@@ -179,7 +171,7 @@ _HOMES = {
         "observe_non_deterministic",
         "observe_non_deterministic_grad",
     ),
-    "det_callbacks.ranks.replicas": ("ReplicaDifference", "ReplicaReport"),
+    "det_callbacks.ranks.replicas": ("ReplicaDifference", "ReplicaError", "ReplicaReport"),
     "det_callbacks.settings": ("DeterminismSettings", "enforce_determinism"),
     "det_callbacks.trace.hash_mode": ("HashMode",),
     "det_callbacks.verdict": ("Counts", "Coverage", "Divergence", "EnvironmentDifference", "Finding", "Verdict"),

@@ -1,14 +1,12 @@
-"""Every exception and warning of det_callbacks, with the exit code of a program that ends with it.
+"""The exceptions and warnings of det_callbacks, with the exit code of a program that ends with one.
 
-1 is diverged or failed, 2 could not do it, 3 not comparable.
+1 is diverged or failed, 2 could not do it, 3 not comparable. An error that carries a report is defined
+beside it.
 """
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-if TYPE_CHECKING:
-    from det_callbacks.audit import AuditReport, OpMismatch
-    from det_callbacks.numerics.result import NumericsReport
-    from det_callbacks.ranks.replicas import ReplicaReport
+if TYPE_CHECKING:  # the doctor starts without what verdict.py imports
     from det_callbacks.verdict import Verdict
 
 
@@ -59,44 +57,12 @@ class NotResumableError(DetCallbacksError):
     problems: tuple[str, ...] = ()
 
 
-class EquivalenceError(DetCallbacksError):
-    """An op, described by ``mismatch``, gave other bits when it was run again on the same inputs."""
-
-    exit_code = 1
-    _data = ("mismatch",)
-    mismatch: "OpMismatch | None" = None
-
-
-class AuditError(DetCallbacksError):
-    """An audit found something that gives other bits when it is run again; ``report`` says what."""
-
-    exit_code = 1
-    _data = ("report",)
-    report: "AuditReport | None" = None
-
-
-class NumericsError(DetCallbacksError, AssertionError):
-    """Two modules differ by more than is tolerated; ``report`` holds all that was compared."""
-
-    exit_code = 1
-    _data = ("report",)
-    report: "NumericsReport | None" = None
-
-
 class ModuleRunError(DetCallbacksError):
     """One of two modules that are compared, ``side`` "base" or "control", raised its ``__cause__`` in ``iteration``."""
 
     _data = ("side", "iteration")
     side: str = ""
     iteration: int = 0
-
-
-class ReplicaError(DetCallbacksError):
-    """Ranks that have to hold the same tensors do not; ``report`` says which differ, on which ranks, and since when."""
-
-    exit_code = 1
-    _data = ("report",)
-    report: "ReplicaReport | None" = None
 
 
 class _PathError(DetCallbacksError):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from det_callbacks import Verdict, compare_runs
-from det_callbacks.verification import Verification
+from det_callbacks.verify.verification import Verification
 
 
 def require_one_verdict(found: Verdict | Mapping[str, Any], reference: Path, current: Path) -> None:

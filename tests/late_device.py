@@ -20,8 +20,8 @@ import torch
 from det_callbacks.digest.device import deferred
 from det_callbacks.digest.device.deferred import DeferredDigests, Known
 from det_callbacks.digest.device.triton_digest import Choice, Span
+from det_callbacks.digest.host import digest_memory
 from det_callbacks.digest.unobserved import unobserved
-from det_callbacks.host_digest import digest_memory
 from det_callbacks.trace.op.components import address_of
 from det_callbacks.trace.op.deferred_sites import DeferredSites
 from det_callbacks.trace.recorder import Recorder

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 from stored_runs import OneOf, join
 
-from det_callbacks.judge import compare_runs
 from det_callbacks.runs.program import Layout, Program, Site, StepView, TensorLayout, argument_bits, plain_value
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.runs.store import Run
 from det_callbacks.runs.writer import RunWriter
 from det_callbacks.verdict import EnvironmentDifference, Verdict
-from det_callbacks.verification import Verification, write_step
+from det_callbacks.verify.judge import compare_runs
+from det_callbacks.verify.verification import Verification, write_step
 
 FLOAT = TensorLayout(dtype="float32", shape=(8, 4), stride=(4, 1))
 

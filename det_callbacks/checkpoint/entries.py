@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from det_callbacks.digest.components import digest_tensors
+from det_callbacks.digest.host import digest_bytes, format_digest
 from det_callbacks.errors import DetCallbacksError
-from det_callbacks.host_digest import digest_bytes, format_digest
 
 MAX_FLAT = 1000
 """A container of more plain values than this is one entry: a table in a checkpoint is not to swell its digests."""

@@ -17,9 +17,9 @@ import safetensors.torch
 from torch import Tensor
 
 from det_callbacks.checkpoint.entries import Entries, Entry
+from det_callbacks.digest.host import DIGEST_VERSION, digest_bytes, digest_file, format_digest
+from det_callbacks.environment.rng import GeneratorStates
 from det_callbacks.errors import CheckpointFormatError
-from det_callbacks.host_digest import DIGEST_VERSION, digest_bytes, digest_file, format_digest
-from det_callbacks.rng import GeneratorStates
 from det_callbacks.runs.disk import make_folder, writing
 
 SCHEMA = 1

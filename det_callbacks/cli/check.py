@@ -19,15 +19,15 @@ from det_callbacks.cli.parser import SCRIPT_OPTIONS
 from det_callbacks.cli.trainers import TRAINERS, nothing_text
 from det_callbacks.compare.evidence import read_window
 from det_callbacks.compare.record import REPORT_FILE, VERDICT_FILE
+from det_callbacks.environment.variables import LAUNCH, NUM_WORKERS, REFUSAL
 from det_callbacks.errors import CheckError, ReferenceFormatError, RunExistsError
-from det_callbacks.patterns import as_patterns
 from det_callbacks.report.console import STYLES, Section, Table, make_console, print_line, print_report, printable
 from det_callbacks.report.verdict import verdict_report
 from det_callbacks.runs.disk import make_folder, writing
 from det_callbacks.runs.files import MANIFEST
+from det_callbacks.runs.patterns import as_patterns
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.store import Run
-from det_callbacks.variables import LAUNCH, NUM_WORKERS, REFUSAL
 from det_callbacks.verdict import EXIT_CODES, Verdict
 
 RECORDING, PLAIN = "recording", "plain"
@@ -35,7 +35,7 @@ FACTORS = ("workers", "threads", "hash-seed")  # are varied in this order
 GRACE_SECONDS = 20.0  # for an interrupted script to end by itself
 
 _HASH_SEED = "PYTHONHASHSEED"
-_STARTUP = Path(__file__).parents[1] / "startup"
+_STARTUP = Path(__file__).parents[1] / "integrations" / "startup"
 _OF_SCRIPT = {
     "match": "the script repeats itself, bit for bit",
     "diverged": "the script does not repeat itself",

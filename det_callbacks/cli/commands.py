@@ -2,11 +2,11 @@
 
 import argparse
 
+from det_callbacks.cli.export import export_run
 from det_callbacks.cli.found import print_found
+from det_callbacks.environment.nondeterminism import read_op_facts
 from det_callbacks.errors import SelectionError
-from det_callbacks.export import export_run
 from det_callbacks.findings.table import find_findings
-from det_callbacks.nondeterminism import read_op_facts
 from det_callbacks.report.console import Section, count, make_console, print_line, size
 from det_callbacks.report.findings import findings_in_dict, findings_of, findings_report, findings_to_dict
 from det_callbacks.report.machine import op_report, ops_to_dict
@@ -37,7 +37,7 @@ def show(options: argparse.Namespace) -> int:
 
 def diff(options: argparse.Namespace) -> int:
     """Compare two runs."""
-    from det_callbacks.judge import compare_runs  # noqa: PLC0415  # takes longer to load than a run to show
+    from det_callbacks.verify.judge import compare_runs  # noqa: PLC0415  # takes longer to load than a run to show
 
     console = make_console(stderr=True)
     with console.status("comparing steps"):

@@ -3,7 +3,7 @@
 import argparse
 
 from det_callbacks.cli.found import print_found
-from det_callbacks.installation import look_at_installation
+from det_callbacks.environment.installation import look_at_installation
 from det_callbacks.report.installation import broken_report, broken_to_dict
 
 
@@ -13,7 +13,7 @@ def doctor(options: argparse.Namespace) -> int:
     if here.broken:
         return print_found(options, lambda: broken_to_dict(here), lambda: broken_report(here), status=2)
 
-    from det_callbacks.doctor import diagnose  # noqa: PLC0415  # loads torch
+    from det_callbacks.environment.doctor import diagnose  # noqa: PLC0415  # loads torch
     from det_callbacks.report.machine import doctor_report  # noqa: PLC0415  # loads what reads runs
     from det_callbacks.runs.store import Run  # noqa: PLC0415  # likewise
 

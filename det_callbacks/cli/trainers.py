@@ -20,7 +20,7 @@ _OTHERS = {
     "jax": "JAX",
 }
 TRAINERS = (*_LIGHTNING, *_OTHERS, "torch")
-"""Modules by which a process can tell what trains in it; ``det_callbacks.launch`` notes which are loaded at its end."""
+"""Modules that tell what trains in a process; ``integrations/launch.py`` notes those that a process loaded."""
 
 
 def nothing_text(verb: str, notes: Path) -> str:

@@ -9,9 +9,10 @@ import torch
 from torch.nn.parameter import Parameter, is_lazy
 
 from det_callbacks.digest.device.deferred import Bits, DeferredDigests, derived, value_of
+from det_callbacks.digest.host import digest_bytes, digest_memory, digest_spans
+from det_callbacks.digest.numbers import tensor_numbers as numbers_of_bytes
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import DetCallbacksError
-from det_callbacks.host_digest import digest_bytes, digest_memory, digest_spans
 from det_callbacks.internals.torch import (
     COO_PARTS,
     JAGGED_CACHES,
@@ -28,7 +29,6 @@ from det_callbacks.internals.torch import (
     num_function_modes,
     untransformed,
 )
-from det_callbacks.numbers import tensor_numbers as numbers_of_bytes
 from det_callbacks.verdict import TensorNumbers
 
 # Anything else may compute its attributes in Python.

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from det_callbacks.digest.components import digest_tensor, digest_tensors
+from det_callbacks.digest.host import digest_bytes, format_digest
 from det_callbacks.errors import DetCallbacksError
-from det_callbacks.host_digest import digest_bytes, format_digest
 
 MAX_DEPTH = 20
 

@@ -7,7 +7,7 @@ from typing import Self
 
 import msgspec
 
-from det_callbacks.environment import capture_environment
+from det_callbacks.environment.capture import capture_environment
 from det_callbacks.errors import (
     DivergenceError,
     DivergenceWarning,
@@ -27,7 +27,7 @@ from det_callbacks.tensors.files import REPLAY, SavedStep, StepWriter
 from det_callbacks.tensors.replay import Replay
 from det_callbacks.trace.recorder import Recorder
 from det_callbacks.verdict import Divergence, Verdict
-from det_callbacks.verification import Verification, open_reference, write_step
+from det_callbacks.verify.verification import Verification, open_reference, write_step
 
 MAX_MISMATCHES = 100
 _RECORDED_BY = "ObserverContext"

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from det_callbacks.digest.host import digest_bytes
 from det_callbacks.digest.state import digest_state
 from det_callbacks.digest.unobserved import unobserved
-from det_callbacks.errors import NothingComparedError
-from det_callbacks.host_digest import digest_bytes
+from det_callbacks.errors import DetCallbacksError, NothingComparedError
 from det_callbacks.ranks.group import RankGroup, by_majority
 from det_callbacks.trace.op.components import holds_data
 from det_callbacks.trace.state.named_sites import states_of_parameters
@@ -58,6 +58,14 @@ class ReplicaReport:
     def equal(self) -> bool:
         """Whether everything compared was equal."""
         return not self.differences
+
+
+class ReplicaError(DetCallbacksError):
+    """Ranks that have to hold the same tensors do not; ``report`` says which differ, on which ranks, and since when."""
+
+    exit_code = 1
+    _data = ("report",)
+    report: ReplicaReport | None = None
 
 
 class ReplicatedState(NamedTuple):

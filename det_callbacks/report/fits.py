@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from det_callbacks.audit import AuditReport
+from det_callbacks.audit.result import AuditReport
 from det_callbacks.report.console import Section, Table, at_most, count, listed, ranks_text, size, to_text
 from det_callbacks.tensors.files import KeptCounts
 from det_callbacks.verdict import Verdict

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from det_callbacks.installation import Installation
+from det_callbacks.environment.installation import Installation
 from det_callbacks.internals.versions import TESTED
 from det_callbacks.report.console import Section
 

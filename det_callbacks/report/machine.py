@@ -8,8 +8,8 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from det_callbacks.compare.arguments import read_arguments
+from det_callbacks.environment.nondeterminism import BEHAVIOURS, OpFact, may_apply
 from det_callbacks.errors import SelectionError
-from det_callbacks.nondeterminism import BEHAVIOURS, OpFact, may_apply
 from det_callbacks.report.console import Section, Table, count
 from det_callbacks.report.installation import installation_lines
 from det_callbacks.report.run import head_lines
@@ -18,7 +18,7 @@ from det_callbacks.runs.program import StepView
 from det_callbacks.runs.store import Run
 
 if TYPE_CHECKING:
-    from det_callbacks.doctor import Diagnosis
+    from det_callbacks.environment.doctor import Diagnosis
 
 
 def ops_to_dict(facts: Sequence[OpFact], run: Run | None = None) -> dict[str, Any]:

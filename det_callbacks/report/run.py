@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from det_callbacks.host_digest import format_digest
+from det_callbacks.digest.host import format_digest
 from det_callbacks.report.console import Section, Table, count, listed
 from det_callbacks.runs.metrics import read_metrics
 from det_callbacks.runs.program import READS, Site, StepRecord, StepView, TensorLayout

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from det_callbacks.digest.host import digest_bytes, format_digest
 from det_callbacks.errors import ReferenceFormatError
-from det_callbacks.host_digest import digest_bytes, format_digest
 from det_callbacks.runs.disk import AppendedFile
 from det_callbacks.runs.files import FORMAT_VERSION, damaged
 

@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from det_callbacks.digest.host import digest_bytes, format_digest
 from det_callbacks.errors import ReferenceFormatError
-from det_callbacks.host_digest import digest_bytes, format_digest
 from det_callbacks.runs.disk import make_folder, replace_atomically
 from det_callbacks.runs.program import Layout, Program, Site, TensorLayout
 

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from det_callbacks.digest.host import DIGEST_VERSION, digest_bytes, format_digest
 from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError
-from det_callbacks.host_digest import DIGEST_VERSION, digest_bytes, format_digest
 from det_callbacks.runs.disk import replace_atomically
 from det_callbacks.runs.environment import EnvironmentEntry
 from det_callbacks.runs.files import FORMAT_VERSION, MANIFEST, damaged, read_json

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from det_callbacks.host_digest import digest_bytes
+from det_callbacks.digest.host import digest_bytes
 
 # What the 8 bytes at a site are; most are the digest of a tensor.
 Role = Literal[

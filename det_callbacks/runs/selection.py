@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from det_callbacks.errors import SelectionError
-from det_callbacks.patterns import as_names
+from det_callbacks.runs.patterns import as_names
 from det_callbacks.verdict import as_json
 
 PHASES = ("forward", "backward", "optimizer")

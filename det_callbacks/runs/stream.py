@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, TypeAlias
 import numpy as np
 import pyarrow as pa
 
-from det_callbacks.host_digest import DIGEST_VERSION
+from det_callbacks.digest.host import DIGEST_VERSION
 from det_callbacks.runs.files import FORMAT_VERSION, damaged
 from det_callbacks.runs.program import StepRecord, chain_digest
 

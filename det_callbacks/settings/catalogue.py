@@ -14,7 +14,7 @@ import torch
 
 from det_callbacks.errors import SettingsError
 from det_callbacks.internals.dynamo import INDUCTOR_CONFIG
-from det_callbacks.patterns import OpPattern, as_names
+from det_callbacks.runs.patterns import OpPattern, as_names
 
 Timing = Literal["any", "before_cuda", "before_nccl", "start"]  # when a setting can be made
 

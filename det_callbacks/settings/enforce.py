@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from det_callbacks.environment.rng import RewindPoint
 from det_callbacks.errors import SettingsError
-from det_callbacks.rng import RewindPoint
 from det_callbacks.settings.catalogue import SETTINGS, DeterminismSettings, attribute_back, variable_back
 
 # set_float32_matmul_precision writes these as well, and knows no "none", which is where they start (torch 2.13)

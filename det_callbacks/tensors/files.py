@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from det_callbacks.host_digest import digest_bytes, format_digest
+from det_callbacks.digest.host import digest_bytes, format_digest
 from det_callbacks.runs.disk import make_folder, writing
 from det_callbacks.runs.files import damaged
 from det_callbacks.runs.store import Run

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from det_callbacks.digest.host import format_digest
 from det_callbacks.errors import DetCallbacksError
-from det_callbacks.host_digest import format_digest
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.tensors.copies import TensorBudget
 from det_callbacks.tensors.files import LEFT_OUT, KeptCounts, SavedTensor, StepWriter

@@ -11,7 +11,7 @@ from torch import Tensor
 from det_callbacks.digest.components import digest_tensor
 from det_callbacks.errors import ReferenceFormatError, SelectionError
 from det_callbacks.internals.torch import without_modes
-from det_callbacks.patterns import OpPattern, as_patterns
+from det_callbacks.runs.patterns import OpPattern, as_patterns
 from det_callbacks.tensors.copies import TensorBudget, misfit, require_apart, write_bits
 from det_callbacks.tensors.files import MIB, SavedStep, SavedTensor, StepWriter
 from det_callbacks.trace.op.components import unwrapped

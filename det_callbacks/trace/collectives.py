@@ -16,12 +16,13 @@ from torch import Tensor
 
 from det_callbacks.internals.torch import AsyncCollectiveTensor, process_group_named, storage_address
 from det_callbacks.runs.program import IN_FLIGHT, Site
+from det_callbacks.trace.attribution.engine import source_of
 from det_callbacks.trace.attribution.places import Places
 from det_callbacks.trace.attribution.source import capture_source
 from det_callbacks.trace.op.components import STRIDED, has_parts, holds_data, parts_of
 from det_callbacks.trace.op.program_trie import NOWHERE, CallNode, OpScope
 from det_callbacks.trace.op.reads import Reads
-from det_callbacks.trace.op.sites import InputName, SpecialInput, arguments_json, source_of
+from det_callbacks.trace.op.sites import InputName, SpecialInput, arguments_json
 from det_callbacks.trace.op.storages import PartialWrites, region_of
 from det_callbacks.trace.step import Step
 from det_callbacks.trace.tables.overloads import OpPlan, tensors_in

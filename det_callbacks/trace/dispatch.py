@@ -2,11 +2,10 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.overrides import enable_reentrant_dispatch
-from typing_extensions import override
 
 from det_callbacks.internals import dynamo
 from det_callbacks.internals.torch import (
@@ -19,9 +18,6 @@ from det_callbacks.internals.torch import (
     without_autocast,
 )
 from det_callbacks.trace.tables.overloads import tensors_in
-
-if TYPE_CHECKING:
-    from det_callbacks.trace.recorder import Recorder
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -62,6 +58,11 @@ class DispatchMode(TorchDispatchMode):
         out = self._handle(func, types, args, kwargs or {})
         return out if out is not TAKE_APART else self.take_apart(func, args, kwargs or {})
 
+    @property
+    def is_on(self) -> bool:
+        """Whether this mode handles ops; one that is off lets them pass."""
+        return self._handle is not None
+
     def turn_off(self) -> None:
         """Let all ops pass from here on."""
         self._handle = None
@@ -100,49 +101,6 @@ class DispatchMode(TorchDispatchMode):
     def describe_top(self) -> str:
         """Return the class of the mode that was entered last."""
         return type(current_mode()).__name__
-
-
-class Interceptor(DispatchMode):
-    """Hands every op to a recorder."""
-
-    def __init__(self, recorder: "Recorder") -> None:
-        super().__init__()
-        self._recorder: Recorder | None = None
-        self.recorder = recorder
-        self._captures = recorder.captures.begun
-        self._inside = recorder.places.inside
-        self._lock = recorder.step.lock
-
-    @property
-    def recorder(self) -> "Recorder | None":
-        """Who gets the ops."""
-        return self._recorder
-
-    @recorder.setter
-    def recorder(self, recorder: "Recorder | None") -> None:
-        for one in (self._recorder, recorder):
-            if one is not None:
-                one.step.deferred.see_writes(one is recorder)
-        self._recorder = recorder
-
-    @override
-    def turn_off(self) -> None:
-        self.recorder = None
-
-    def __torch_dispatch__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        recorder = self._recorder
-        if recorder is None:
-            return func(*args, **(kwargs or {}))
-        with self._lock:
-            if self._captures and recorder.captures.is_capturing():
-                out = recorder.undigested.captured(func, args, kwargs or {})
-            elif self._inside and recorder.places.is_in_region():
-                out = recorder.compiled.dispatch(func, args, kwargs or {})
-            else:
-                out = recorder.op(func, args, kwargs or {})
-        return out if out is not TAKE_APART else self.take_apart(func, args, kwargs or {})
 
 
 def runs_uncompiled(function: _Function) -> _Function:

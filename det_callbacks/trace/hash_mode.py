@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 from det_callbacks.digest.components import digest_tensors
 from det_callbacks.errors import CoverageWarning, TraceError
 from det_callbacks.internals.torch import BUFFERS, PARAMETERS
-from det_callbacks.patterns import as_names
+from det_callbacks.runs.patterns import as_names
 from det_callbacks.runs.program import scalar_bits
 from det_callbacks.runs.selection import PHASES, Selection
 from det_callbacks.runs.steps import Expectation, StepTrace
 from det_callbacks.trace.attribution.names import has_place
-from det_callbacks.trace.dispatch import Interceptor
+from det_callbacks.trace.interceptor import Interceptor
 from det_callbacks.trace.op.components import holds_data
 from det_callbacks.trace.recorder import Recorder
 from det_callbacks.trace.state.batches import Samples, record_batch

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from det_callbacks.host_digest import digest_memory
+from det_callbacks.digest.host import digest_memory
 from det_callbacks.internals.names import RECORDING
 from det_callbacks.internals.torch import TORCH, graph_task_id, pin_storage, storage_address
 from det_callbacks.runs.program import Program, scalar_bits

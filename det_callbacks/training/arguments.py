@@ -8,12 +8,12 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from det_callbacks.environment import capture_environment, command_choice
+from det_callbacks.digest.host import format_digest
+from det_callbacks.environment.capture import capture_environment, command_choice
+from det_callbacks.environment.rng import digest_generator
 from det_callbacks.errors import SelectionError
-from det_callbacks.host_digest import format_digest
-from det_callbacks.patterns import as_patterns
-from det_callbacks.rng import digest_generator
 from det_callbacks.runs.environment import GENERATOR, OPTIMIZER, EnvironmentEntry
+from det_callbacks.runs.patterns import as_patterns
 from det_callbacks.runs.selection import Selection
 from det_callbacks.settings import DeterminismSettings, settings_in_force
 from det_callbacks.tensors.copies import TENSOR_BUDGET_MIB, check_budget
@@ -165,7 +165,7 @@ def _generator_starts() -> dict[str, EnvironmentEntry]:
 def _started_by() -> dict[str, Any]:
     """Return what started this process as choices, with the configuration where Hydra runs a job in it."""
     if "hydra.core.hydra_config" in sys.modules:
-        from det_callbacks.hydra.configuration import job_choices  # noqa: PLC0415  # a script need not load Hydra
+        from det_callbacks.environment.hydra import job_choices  # noqa: PLC0415  # a script need not load Hydra
 
         return {**command_choice(), **job_choices()}
     return command_choice()

@@ -8,9 +8,9 @@ from pathlib import Path
 import yaml
 from typing_extensions import override
 
-from det_callbacks.audit import AuditFinding, AuditReport, OpMismatch
-from det_callbacks.equivalence import BitwiseEquivalenceMode
-from det_callbacks.errors import AuditError, DivergenceWarning, NothingComparedError
+from det_callbacks.audit.equivalence import BitwiseEquivalenceMode
+from det_callbacks.audit.result import AuditError, AuditFinding, AuditReport, OpMismatch
+from det_callbacks.errors import DivergenceWarning, NothingComparedError
 from det_callbacks.report.fits import audit_line, audit_lines
 from det_callbacks.runs.disk import ANOTHER_FOLDER, make_folder, replace_atomically, writing
 from det_callbacks.runs.peers import Peers
@@ -18,7 +18,7 @@ from det_callbacks.trace.state.optimizers import in_phase
 from det_callbacks.training.arguments import RunArguments
 from det_callbacks.training.session import FIT, Session
 from det_callbacks.training.training import Training
-from det_callbacks.verification import free_folder
+from det_callbacks.verify.verification import free_folder
 
 AUDIT_FILE = "audit.json"
 REPLAY_FILE = "replay.yaml"

@@ -12,17 +12,17 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from det_callbacks.compare.evidence import BATCH
+from det_callbacks.digest.host import digest_bytes
 from det_callbacks.digest.unobserved import unobserved
+from det_callbacks.environment.rng import Held
+from det_callbacks.environment.variables import NUM_WORKERS
 from det_callbacks.errors import SettingsError
-from det_callbacks.host_digest import digest_bytes
-from det_callbacks.rng import Held
 from det_callbacks.runs.evidence import CALLBACKS, CONSTANTS, OPTIONS, SCRIPTED
 from det_callbacks.trace.op.components import has_parts, holds_data
 from det_callbacks.trace.state.generators import GeneratorReader, Ledger
 from det_callbacks.trace.state.leaves import flatten
 from det_callbacks.training.replaced import ReplacedMethods
 from det_callbacks.training.training import Training
-from det_callbacks.variables import NUM_WORKERS
 
 _FIT_START = "fit start"
 _LOADER_START = "before the loader starts"

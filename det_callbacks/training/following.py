@@ -6,7 +6,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from det_callbacks.audit import AuditReport
+from det_callbacks.audit.result import AuditReport
 from det_callbacks.errors import DetCallbacksError, WriteError
 from det_callbacks.internals.versions import newer_than_tested
 from det_callbacks.ranks.group import RankGroup, require_same_start

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from det_callbacks.environment.rng import HELD_TYPES, Held, is_default
 from det_callbacks.internals.torch import CHILDREN, DataLoaderIter
-from det_callbacks.rng import HELD_TYPES, Held, is_default
 
 MAX_OBJECTS = 20_000
 """Objects that are looked at; some 20 milliseconds."""

@@ -5,7 +5,7 @@ from torch.distributed.tensor import DTensor
 
 from det_callbacks.compare.metrics import GENERATOR
 from det_callbacks.digest.components import digest_tensor
-from det_callbacks.host_digest import format_digest
+from det_callbacks.digest.host import format_digest
 from det_callbacks.runs.metrics import Metric
 from det_callbacks.trace.state.generators import GeneratorReader, Ledger
 

@@ -20,7 +20,7 @@ from det_callbacks.runs.steps import StepTrace
 from det_callbacks.runs.writer import RunWriter
 from det_callbacks.training.arguments import RunArguments
 from det_callbacks.training.session import FIT, TracedSession
-from det_callbacks.verification import Verification
+from det_callbacks.verify.verification import Verification
 
 
 class Recording(TracedSession):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from typing_extensions import override
 
-from det_callbacks.audit import AuditReport
+from det_callbacks.audit.result import AuditReport
 from det_callbacks.compare.evidence import BATCH
 from det_callbacks.errors import TraceError
 from det_callbacks.findings.table import ignored_findings
@@ -30,7 +30,7 @@ from det_callbacks.training.evidence import Evidence
 from det_callbacks.training.optimized import OptimizedParameters
 from det_callbacks.training.training import Training
 from det_callbacks.verdict import Verdict
-from det_callbacks.verification import Verification
+from det_callbacks.verify.verification import Verification
 
 FIT = "fit"
 

@@ -7,9 +7,9 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from det_callbacks.environment.rng import Held
 from det_callbacks.ranks.replicas import ReplicatedState
 from det_callbacks.report.console import print_closing_line
-from det_callbacks.rng import Held
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Takes a function, and returns one that does the same with something around it."""

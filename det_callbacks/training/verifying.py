@@ -25,7 +25,7 @@ from det_callbacks.runs.store import Run
 from det_callbacks.training.fits import go_on, wait
 from det_callbacks.training.session import FIT, TracedSession
 from det_callbacks.verdict import Verdict
-from det_callbacks.verification import Verification, free_folder, open_reference, write_verdict
+from det_callbacks.verify.verification import Verification, free_folder, open_reference, write_verdict
 
 
 class Verifying(TracedSession):

@@ -90,7 +90,7 @@ def test_the_command_in_the_first_comment_works_and_takes_nothing_away(preset: s
     is_ours = preset != "disabled"
     assert list(config.callbacks) == ["stopping", "determinism"][: 1 + is_ours]
     job = config.hydra.callbacks.get("determinism")
-    assert (job and job._target_) == ("det_callbacks.hydra.DeterminismJobCallback" if is_ours else None)
+    assert (job and job._target_) == ("det_callbacks.integrations.hydra.DeterminismJobCallback" if is_ours else None)
 
 
 def test_the_audit_of_replicas_is_its_own_callback(user_conf: Path) -> None:

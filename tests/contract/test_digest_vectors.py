@@ -10,9 +10,9 @@ import pytest
 import torch
 from beta_tensors import BETA_TENSORS
 
-from det_callbacks import host_digest
+from det_callbacks.digest import host as host_digest
 from det_callbacks.digest.components import digest_output, digest_tensor, digest_tensors
-from det_callbacks.host_digest import format_digest
+from det_callbacks.digest.host import format_digest
 
 KIB = 1024
 MIB = 1024 * KIB

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
 
 import pytest
 from test_house import sources
@@ -13,24 +14,24 @@ PACKAGE = "det_callbacks"
 
 # Lowest first; a module may import what stands in its own layer or below it. A cycle of modules cannot be imported.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "internals", "host_digest", "numbers", "variables", "verdict"),
-    ("audit", "patterns", "rng", "nondeterminism"),
+    ("errors", "internals", "verdict"),
+    ("digest",),
     ("runs",),
-    ("digest", "environment", "settings", "hydra.configuration"),
+    ("environment", "environment.hydra", "settings"),
     ("trace",),
-    ("tensors", "equivalence", "compare", "doctor", "export", "installation"),
-    ("causes", "findings", "report", "checkpoint", "ranks", "numerics", "observers", "judge", "verification"),
+    ("tensors", "audit", "compare"),
+    ("causes", "findings", "report", "checkpoint", "ranks", "numerics", "observers", "verify"),
     ("training",),
-    ("integrations", "integrations.lightning", "integrations.loop", "hydra", "cli"),
-    ("launch", "pytest_runs"),
-    ("pytest_plugin",),
-    ("startup",),
+    ("integrations", "integrations.lightning", "integrations.loop", "integrations.hydra", "cli"),
+    ("integrations.launch", "integrations.pytest_runs"),
+    ("integrations.pytest_plugin",),
+    ("integrations.startup",),
     ("__init__", "__main__"),
 )
 
 _OF_TORCH = (
-    "checkpoint digest doctor environment equivalence internals nondeterminism numerics observers ranks rng settings "
-    "tensors trace training integrations.lightning integrations.loop"
+    "audit checkpoint digest environment internals numerics observers ranks settings tensors trace training "
+    "integrations.lightning integrations.loop"
 )
 # Who may import a dependency, by the first part of its name.
 ONLY_IN: Mapping[str, Sequence[str]] = {
@@ -38,15 +39,18 @@ ONLY_IN: Mapping[str, Sequence[str]] = {
     "lightning": ("integrations.lightning", "internals"),
     "pytorch_lightning": (),
     "transformers": (),
-    "hydra": ("hydra", "hydra.configuration"),
+    "hydra": ("integrations.hydra", "environment.hydra"),
     "rich": ("report", "cli"),
 }
 
 
-def imports(source: str) -> list[tuple[str, int]]:
-    """Return what a module imports, wherever in it but for types alone, with the lines; ruff wants absolute names."""
+def imports(source: str, *, with_types: bool = False) -> list[tuple[str, int]]:
+    """Return what a module imports, wherever in it, with the lines; what only types need is left out by default.
+
+    ruff wants absolute names.
+    """
     tree = ast.parse(source)
-    for node in [*ast.walk(tree)]:
+    for node in [] if with_types else [*ast.walk(tree)]:
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             node.body = []
     nodes = [*ast.walk(tree)]
@@ -54,10 +58,29 @@ def imports(source: str) -> list[tuple[str, int]]:
     return found + [(str(node.module), node.lineno) for node in nodes if isinstance(node, ast.ImportFrom)]
 
 
-def package_imports() -> dict[str, list[tuple[str, int]]]:
-    """Return the imports of each module by dotted name; a package goes by its own name."""
+def package_sources() -> dict[str, str]:
+    """Return the source of each module by dotted name; a package goes by its own name."""
     paths = {path.removesuffix(".py").removesuffix("/__init__"): text for path, text in sources(PACKAGE).items()}
-    return {path.replace("/", "."): imports(text) for path, text in paths.items()}
+    return {path.replace("/", "."): text for path, text in paths.items()}
+
+
+def package_imports() -> dict[str, list[tuple[str, int]]]:
+    """Return the imports of each module by dotted name."""
+    return {module: imports(source) for module, source in package_sources().items()}
+
+
+def circle(modules: Mapping[str, str]) -> list[str]:
+    """Return modules each of which imports the next, and the last the first, be it for types alone; [] if none do."""
+    needs = {name: {target for target, _ in imports(source, with_types=True)} for name, source in modules.items()}
+    # ``from package import module`` names the package, and needs the module
+    for name, source in modules.items():
+        froms = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
+        needs[name] |= {f"{node.module}.{alias.name}" for node in froms for alias in node.names}
+    try:
+        TopologicalSorter({name: targets & modules.keys() - {name} for name, targets in needs.items()}).prepare()
+    except CycleError as error:
+        return list(error.args[1][::-1])
+    return []
 
 
 def unit(module: str) -> str:
@@ -67,7 +90,7 @@ def unit(module: str) -> str:
     _, room, *inner = module.split(".")
     part = ".".join((room, *inner[:1]))
     # each way in is a part of its own: it may import its own framework, and no other
-    return part if room == "integrations" or part == "hydra.configuration" else room
+    return part if room == "integrations" or part == "environment.hydra" else room
 
 
 def violations(modules: Mapping[str, Sequence[tuple[str, int]]]) -> list[str]:
@@ -87,6 +110,22 @@ def test_imports_go_downwards_only() -> None:
     modules = package_imports()
     assert len(modules) > 20
     assert violations(modules) == []
+
+
+def test_no_modules_import_each_other_in_a_circle_not_even_for_types() -> None:
+    assert circle(package_sources()) == []
+
+
+FOR_TYPES = "if TYPE_CHECKING:\n    from a.x import X"
+
+
+@pytest.mark.parametrize("back", ["import a.x", "from a.x import X", "from a import x", FOR_TYPES])
+def test_a_circle_of_modules_is_found(back: str) -> None:
+    modules = {"a": "", "a.x": "from a import y", "a.y": "import a.z\nimport json", "a.z": back}
+    first, second, third, again = circle(modules)
+    assert first == again
+    assert {(first, second), (second, third), (third, first)} == {("a.x", "a.y"), ("a.y", "a.z"), ("a.z", "a.x")}
+    assert circle({**modules, "a.z": ""}) == []
 
 
 WITHOUT_FRAMEWORKS = """
@@ -116,19 +155,23 @@ def test_what_a_run_is_can_be_imported_without_any_framework() -> None:
         ("runs.store", "if TYPE_CHECKING:\n    pass\nelse:\n    from det_callbacks.cli import main", "upwards"),
         ("runs.store", "import lightning.pytorch as pl", "only integrations.lightning, internals may"),
         ("integrations.lightning", "import pytorch_lightning", "only nobody may"),
-        ("runs.store", "class Run:\n    async def read(self):\n        import torch", "only checkpoint"),
+        ("runs.store", "class Run:\n    async def read(self):\n        import torch", "only audit, checkpoint"),
         ("training.session", "import lightning.pytorch as pl", "only integrations.lightning, internals may"),
         ("training.session", "from transformers import Trainer", "only nobody may"),
         ("training.session", "from det_callbacks.integrations.lightning.trainer import LightningTraining", "upwards"),
         ("ranks.group", "from det_callbacks.training.training import Training", "upwards"),
         ("integrations.lightning.trainer", "import lightning\nfrom det_callbacks.training import training", ""),
         ("integrations.loop", "import lightning", "only integrations.lightning, internals may"),
-        ("training.arguments", "from det_callbacks.hydra.configuration import job_choices", ""),
-        ("training.arguments", "from det_callbacks.hydra import determinism_callback", "upwards"),
-        ("hydra.configuration", "from det_callbacks.hydra.job import Job", "upwards"),
+        ("training.arguments", "from det_callbacks.environment.hydra import job_choices", ""),
+        ("training.arguments", "from det_callbacks.integrations.hydra import determinism_callback", "upwards"),
+        ("environment.hydra", "from det_callbacks.integrations.hydra.job import Job", "upwards"),
         ("helper.things", "", "in no layer"),
         ("trace.reads", "if TYPE_CHECKING:\n    from det_callbacks.cli import main", ""),
-        ("hydra", "from det_callbacks.integrations.lightning import DeterminismCallback\nimport hydra", ""),
+        (
+            "integrations.hydra",
+            "from det_callbacks.integrations.lightning import DeterminismCallback\nimport hydra",
+            "",
+        ),
     ],
 )
 def test_the_rule_can_fail_and_pass(module: str, source: str, complaint: str) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from trainers import LIGHTNING_ADVICE, has_same_weights
 
 from det_callbacks import AuditError, DeterminismCallback, DivergenceWarning, NothingComparedError
-from det_callbacks.patterns import OpPattern
+from det_callbacks.runs.patterns import OpPattern
 
 pytestmark = LIGHTNING_ADVICE
 

@@ -37,11 +37,11 @@ from det_callbacks import (
     TraceError,
     cli,
 )
+from det_callbacks.environment.variables import NUM_WORKERS
 from det_callbacks.integrations.lightning.replaced import PLACES, ReplacedInLightning
 from det_callbacks.runs.evidence import evidence_path, read_evidence
 from det_callbacks.runs.store import Run
 from det_callbacks.training.evidence import set_workers
-from det_callbacks.variables import NUM_WORKERS
 
 pytestmark = LIGHTNING_ADVICE
 

@@ -21,8 +21,8 @@ from torch import nn
 from trainers import LIGHTNING_ADVICE
 
 from det_callbacks import DeterminismCallback, cli, compare_runs
-from det_callbacks.host_digest import format_digest
-from det_callbacks.nondeterminism import read_op_facts
+from det_callbacks.digest.host import format_digest
+from det_callbacks.environment.nondeterminism import read_op_facts
 from det_callbacks.report.console import Section, Table, to_text
 from det_callbacks.runs.store import Run
 

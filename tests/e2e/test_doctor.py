@@ -9,9 +9,9 @@ import torch
 from stored_runs import SELECTION
 
 from det_callbacks.cli import main
-from det_callbacks.doctor import diagnose
-from det_callbacks.environment import capture_environment
-from det_callbacks.installation import look_at_installation
+from det_callbacks.environment.capture import capture_environment
+from det_callbacks.environment.doctor import diagnose
+from det_callbacks.environment.installation import look_at_installation
 from det_callbacks.runs.writer import RunWriter
 from det_callbacks.settings import DeterminismSettings, enforce_determinism, settings_in_force
 

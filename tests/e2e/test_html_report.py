@@ -18,11 +18,12 @@ from step_builder import StepBuilder, record
 from trainers import LIGHTNING_ADVICE
 from verdicts import DIVERGED, THREADS, differing
 
-from det_callbacks import DeterminismCallback, cli, compare_runs, verification
+from det_callbacks import DeterminismCallback, cli, compare_runs
 from det_callbacks.errors import DivergenceError, DivergenceWarning, RunExistsError
 from det_callbacks.report.page import write_report
 from det_callbacks.report.verdict import verdict_lines
 from det_callbacks.training import verifying
+from det_callbacks.verify import verification
 
 pytestmark = LIGHTNING_ADVICE
 

@@ -18,10 +18,10 @@ from guards import process_state
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
-import det_callbacks.hydra.job as job
+import det_callbacks.integrations.hydra.job as job
+from det_callbacks.environment.hydra import job_choices
 from det_callbacks.errors import DivergenceError, NotComparableError
-from det_callbacks.hydra import determinism_callback
-from det_callbacks.hydra.configuration import job_choices
+from det_callbacks.integrations.hydra import determinism_callback
 from det_callbacks.integrations.lightning import ReplicaAuditCallback
 from det_callbacks.training.fits import note_fit, wait
 
@@ -37,7 +37,7 @@ hydra:
   sweep: {dir: outs}
 """
 VERIFY = ("+determinism=verify", "determinism.reference=refs/run1")
-JOB = "det_callbacks.hydra.DeterminismJobCallback"
+JOB = "det_callbacks.integrations.hydra.DeterminismJobCallback"
 MULTIRUN = ("--multirun", "seed=1,2")
 
 
@@ -153,10 +153,10 @@ def test_what_cannot_be_applied_starts_no_job(
     assert (status, words in printed, jobs) == (2, True, [])
 
 
-@pytest.mark.parametrize("module", ["det_callbacks.hydra.job", "det_callbacks.integrations.lightning"])
+@pytest.mark.parametrize("module", ["det_callbacks.integrations.hydra.job", "det_callbacks.integrations.lightning"])
 def test_an_import_that_fails_is_shown_as_it_is(module: str, run_app: RunApp, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hydra says of it that it cannot locate det_callbacks.hydra.DeterminismJobCallback."""
-    for name in [name for name in sys.modules if name.startswith("det_callbacks.hydra")]:
+    """Hydra says of it that it cannot locate det_callbacks.integrations.hydra.DeterminismJobCallback."""
+    for name in [name for name in sys.modules if name.startswith("det_callbacks.integrations.hydra")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, module, None)  # its import fails
     jobs: list[Any] = []

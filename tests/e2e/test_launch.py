@@ -12,9 +12,9 @@ from checking import Run, write_app
 from trainers import LIGHTNING_ADVICE
 
 from det_callbacks import compare_runs
-from det_callbacks.launch import callbacks
+from det_callbacks.environment.variables import LAUNCH
+from det_callbacks.integrations.launch import callbacks
 from det_callbacks.runs.store import Run as StoredRun
-from det_callbacks.variables import LAUNCH
 
 pytestmark = LIGHTNING_ADVICE
 
@@ -131,10 +131,11 @@ def test_a_locale_without_utf_8_changes_nothing_of_a_run(tmp_path: Path) -> None
 def test_the_entry_point_gives_nothing_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert LAUNCH not in os.environ
     assert callbacks() == []
-    script = "import sys; from det_callbacks.launch import callbacks; callbacks(); print(sorted(sys.modules))"
+    script = "import sys; from det_callbacks.integrations.launch import callbacks as c; c(); print(sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     loaded = [name for name in eval(done.stdout) if name.startswith(("det_callbacks", "torch", "numpy", "msgspec"))]
-    assert loaded == ["det_callbacks", "det_callbacks.launch", "det_callbacks.variables"]
+    rooms = ["det_callbacks", "det_callbacks.environment", "det_callbacks.integrations"]
+    assert loaded == sorted([*rooms, "det_callbacks.environment.variables", "det_callbacks.integrations.launch"])
 
 
 def test_augmentation_in_the_main_process_depends_on_the_workers(run_command: Run) -> None:

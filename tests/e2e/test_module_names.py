@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from trainers import LIGHTNING_ADVICE, quiet_trainer
 
 from det_callbacks import DeterminismCallback, compare_runs
-from det_callbacks.patterns import OpPattern
+from det_callbacks.runs.patterns import OpPattern
 from det_callbacks.runs.store import Run
 
 pytestmark = LIGHTNING_ADVICE

@@ -31,7 +31,7 @@ from det_callbacks import (
     TrainingRun,
     compare_runs,
 )
-from det_callbacks.rng import GeneratorStates
+from det_callbacks.environment.rng import GeneratorStates
 from det_callbacks.runs.metrics import read_metrics
 from det_callbacks.runs.store import Run
 

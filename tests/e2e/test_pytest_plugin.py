@@ -12,8 +12,10 @@ from typing import NamedTuple
 import pytest
 from forks import fork_process, outside_ci
 
-from det_callbacks.pytest_plugin import folder_name
-from det_callbacks.pytest_runs import TrainingRuns as TrainingRuns  # before the forks, which would each load it
+from det_callbacks.integrations.pytest_plugin import folder_name
+from det_callbacks.integrations.pytest_runs import (
+    TrainingRuns as TrainingRuns,  # before the forks, which would each load it
+)
 
 TESTS = """
     import os
@@ -225,7 +227,7 @@ def test_only_a_test_that_passes_keeps_what_it_recorded(project: Path) -> None:
 def test_references_that_no_test_uses_or_that_are_large_are_listed_where_all_tests_ran(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("det_callbacks.pytest_plugin.LARGE_BYTES", 1000)
+    monkeypatch.setattr("det_callbacks.integrations.pytest_plugin.LARGE_BYTES", 1000)
     home = project / "tests" / "__determinism__"
     shutil.copytree(home / "test_net" / "test_plain", home / "test_net" / "test_gone")
     shutil.copytree(home / "test_net" / "test_plain", home / "test_removed" / "test_plain")
@@ -245,7 +247,7 @@ def test_references_that_no_test_uses_or_that_are_large_are_listed_where_all_tes
 
 def test_nothing_heavy_is_loaded_before_a_test_asks(tmp_path: Path) -> None:
     (tmp_path / "test_light.py").write_text(
-        "import sys\ndef test_light():\n    assert 'det_callbacks.pytest_plugin' in sys.modules\n"
+        "import sys\ndef test_light():\n    assert 'det_callbacks.integrations.pytest_plugin' in sys.modules\n"
         "    assert not {'torch', 'lightning', 'numpy', 'det_callbacks.errors'} & set(sys.modules)\n"
     )
     done = run_fresh(tmp_path)

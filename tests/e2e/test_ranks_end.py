@@ -100,7 +100,7 @@ def test_a_rank_with_fewer_batches_ends_all_and_nothing_matches(tmp_path: Path, 
 def test_a_judge_that_fails_is_no_match(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_training("record", tmp_path)
     error = ReferenceFormatError("a file was damaged meanwhile", str(tmp_path))
-    monkeypatch.setattr("det_callbacks.verification.compare_runs", Mock(side_effect=error))
+    monkeypatch.setattr("det_callbacks.verify.verification.compare_runs", Mock(side_effect=error))
     _, other = run_training("verify", tmp_path, status=2)
     assert "No verdict: Rank 0 failed in judging the two runs" in other.output
     assert f"det-callbacks diff {tmp_path / 'run'} {tmp_path / 'current'}" in other.output

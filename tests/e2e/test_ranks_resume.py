@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 
 from det_callbacks import CheckpointNotFoundError, NotResumableError, check_checkpoint
 from det_callbacks.errors import DetCallbacksError
-from det_callbacks.judge import compare_runs
 from det_callbacks.runs.store import Run
+from det_callbacks.verify.judge import compare_runs
 
 pytestmark = [pytest.mark.ddp, *RESUMING]
 

@@ -14,7 +14,7 @@ from late_device import late_device
 
 from det_callbacks.digest.components import digest_output, digest_tensor, digest_tensors
 from det_callbacks.digest.device.triton_digest import TritonDigest, disagreement
-from det_callbacks.host_digest import digest_memory
+from det_callbacks.digest.host import digest_memory
 
 HOST = torch.device("cpu")
 LEAF = 256 * 1024

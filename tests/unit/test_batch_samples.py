@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from det_callbacks.host_digest import digest_memory, digest_rows
+from det_callbacks.digest.host import digest_memory, digest_rows
 from det_callbacks.trace.state.batches import samples_of
 
 

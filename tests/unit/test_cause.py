@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 from step_builder import FLOAT, both, judge, record, steps_of, training_step
 
-from det_callbacks.judge import compare_runs
 from det_callbacks.runs.program import TensorLayout
 from det_callbacks.runs.selection import Selection
 from det_callbacks.verdict import EnvironmentDifference
+from det_callbacks.verify.judge import compare_runs
 
 
 def choice(name, reference="a", current="b"):

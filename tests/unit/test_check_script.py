@@ -19,8 +19,8 @@ from verdicts import DIVERGED, MATCH, NOT_COMPARABLE, THREADS, differing
 from det_callbacks.cli import check as checks
 from det_callbacks.cli import main
 from det_callbacks.cli.check import Script, new_folder, run_process
+from det_callbacks.environment.variables import LAUNCH
 from det_callbacks.errors import CheckError
-from det_callbacks.variables import LAUNCH
 from det_callbacks.verdict import Verdict
 
 

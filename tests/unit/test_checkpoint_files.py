@@ -13,8 +13,8 @@ from det_callbacks import CheckpointFormatError, CheckpointNotFoundError, check_
 from det_callbacks.checkpoint import files
 from det_callbacks.checkpoint.entries import MAX_FLAT, Entry, encode_plain, entries_of
 from det_callbacks.digest.components import digest_tensor
-from det_callbacks.host_digest import format_digest
-from det_callbacks.rng import GeneratorStates
+from det_callbacks.digest.host import format_digest
+from det_callbacks.environment.rng import GeneratorStates
 
 
 class Thing:

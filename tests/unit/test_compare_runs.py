@@ -9,17 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from step_builder import StepBuilder, manifest_of, record, steps_of, training_step
 
-from det_callbacks import judge
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.errors import NothingComparedError, ReferenceFormatError, ReferenceNotFoundError, SelectionError
-from det_callbacks.judge import CHAINS_NOTE, compare_runs
 from det_callbacks.runs.files import stream_path
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.store import Run
 from det_callbacks.runs.stream import StreamFile
 from det_callbacks.runs.writer import RunWriter
 from det_callbacks.verdict import Verdict
-from det_callbacks.verification import write_step
+from det_callbacks.verify import judge
+from det_callbacks.verify.judge import CHAINS_NOTE, compare_runs
+from det_callbacks.verify.verification import write_step
 
 
 @pytest.fixture
@@ -188,7 +188,9 @@ def test_chains_spare_reading(tmp_path, monkeypatch, changed, at_most):
     reference, current = many(tmp_path / "a"), many(tmp_path / "b", changed=changed)
     read = []
     read_one = StreamFile._read
-    monkeypatch.setattr("det_callbacks.judge.find_findings", lambda run: ())  # which read some steps, see facts.py
+    monkeypatch.setattr(
+        "det_callbacks.verify.judge.find_findings", lambda run: ()
+    )  # which read some steps, see facts.py
     monkeypatch.setattr(StreamFile, "_read", lambda *arguments: read.append(arguments) or read_one(*arguments))
     with_chains = compare_by_chains(reference, current)
     assert 0 < len(read) <= at_most + 6  # and the first step of each file, as it is opened

@@ -19,11 +19,10 @@ from torch.testing._internal.two_tensor import TwoTensor  # looked at in torch 2
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from det_callbacks import digest_state
-from det_callbacks import host_digest as host
-from det_callbacks.digest import components
+from det_callbacks.digest import components, host
 from det_callbacks.digest.components import digest_output, digest_tensor, digest_tensors
+from det_callbacks.digest.host import digest_bytes, format_digest
 from det_callbacks.errors import DetCallbacksError
-from det_callbacks.host_digest import digest_bytes, format_digest
 
 pytestmark = [BETA_TENSORS, BETA_DTYPES]
 

@@ -19,9 +19,9 @@ import torch
 from hydra.core.utils import setup_globals
 from omegaconf import OmegaConf
 
-from det_callbacks.environment import capture_environment, code_state, command_choice, script_words
-from det_callbacks.host_digest import digest_bytes, format_digest
-from det_callbacks.hydra.configuration import configuration_of
+from det_callbacks.digest.host import digest_bytes, format_digest
+from det_callbacks.environment.capture import capture_environment, code_state, command_choice, script_words
+from det_callbacks.environment.hydra import configuration_of
 from det_callbacks.runs.environment import AS_COMMITTED, NOT_RECORDED, EnvironmentEntry, compare_environments
 from det_callbacks.settings import enforce_determinism
 from det_callbacks.training.arguments import optimizer_choices

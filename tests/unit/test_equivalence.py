@@ -22,8 +22,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore  # looked at in torch 2.13
 from torch.utils.flop_counter import FlopCounterMode
 
-from det_callbacks import BitwiseEquivalenceMode, EquivalenceError, HashMode, OpMismatch, TraceError, equivalence
-from det_callbacks.equivalence import difference_of, has_same_bits
+from det_callbacks import BitwiseEquivalenceMode, EquivalenceError, HashMode, OpMismatch, TraceError
+from det_callbacks.audit.equivalence import difference_of, has_same_bits
+from det_callbacks.audit.result import equivalence
 from det_callbacks.errors import CoverageWarning
 
 # torch's, of hooks on inputs without gradients

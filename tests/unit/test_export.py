@@ -8,9 +8,9 @@ import pyarrow.dataset as ds
 import pytest
 from stored_runs import OneOf, append, create, join, record
 
-from det_callbacks import export
+from det_callbacks.cli import export
+from det_callbacks.cli.export import export_run
 from det_callbacks.errors import ExportError, ReferenceFormatError, ReferenceNotFoundError, WriteError
-from det_callbacks.export import export_run
 from det_callbacks.runs.files import stream_path
 from det_callbacks.runs.manifest import Attempt, read_manifest, write_manifest
 from det_callbacks.runs.store import Run

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from det_callbacks import numbers
+from det_callbacks.digest import numbers
 from det_callbacks.digest.components import tensor_numbers
 from det_callbacks.verdict import TensorNumbers
 

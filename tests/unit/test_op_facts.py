@@ -12,8 +12,8 @@ from tracing import traced
 from versions import TORCH
 
 from det_callbacks.compare.arguments import read_arguments
+from det_callbacks.environment.nondeterminism import ALIASES, OpFact, may_apply, parse_docstring, read_op_facts
 from det_callbacks.errors import DetCallbacksError
-from det_callbacks.nondeterminism import ALIASES, OpFact, may_apply, parse_docstring, read_op_facts
 
 DOCSTRING = torch.use_deterministic_algorithms.__doc__ or ""
 FACTS = read_op_facts()

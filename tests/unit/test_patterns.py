@@ -4,7 +4,7 @@ import re
 import pytest
 
 from det_callbacks.errors import SettingsError
-from det_callbacks.patterns import PHASES, OpPattern
+from det_callbacks.runs.patterns import PHASES, OpPattern
 
 PUT = "aten.put_.default"
 

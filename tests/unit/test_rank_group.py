@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from det_callbacks.digest.components import digest_tensor
-from det_callbacks.environment import capture_environment
+from det_callbacks.digest.host import format_digest
+from det_callbacks.environment.capture import capture_environment
 from det_callbacks.errors import SettingsError
-from det_callbacks.host_digest import format_digest
 from det_callbacks.ranks.group import RankGroup, require_same_start, start_facts
 from det_callbacks.ranks.replicas import ReplicaReport, compare_replicas, replicated_state
 

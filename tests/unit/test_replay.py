@@ -27,8 +27,8 @@ from verdicts import DIVERGENCE
 
 from det_callbacks.compare.numbers import with_numbers
 from det_callbacks.digest.components import digest_tensor
+from det_callbacks.digest.host import format_digest
 from det_callbacks.errors import DetCallbacksError, ReferenceFormatError, ReplayError, WriteError
-from det_callbacks.host_digest import format_digest
 from det_callbacks.runs.files import stream_path
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.tensors.copies import TensorBudget

@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Generator, Tensor, nn
 
-from det_callbacks import DeterminismSettings, HashMode, enforce_determinism, rng
+from det_callbacks import DeterminismSettings, HashMode, enforce_determinism
 from det_callbacks.digest.device.triton_digest import Choice
-from det_callbacks.environment import capture_environment
-from det_callbacks.rng import (
+from det_callbacks.environment.capture import capture_environment, rng
+from det_callbacks.environment.rng import (
     GeneratorStates,
     RewindPoint,
     digest_generator,
@@ -80,10 +80,10 @@ class StandInDevices:
         put(torch.cuda, "default_generators", self.generators)
         put(torch.cuda, "current_device", lambda: self._is_used() and self.current)
         put(torch.cuda, "is_current_stream_capturing", lambda: self._is_used() and self.is_capturing)
-        put("det_callbacks.rng.has_cuda_context", lambda index: self._is_used() and index in self.contexts)
+        put("det_callbacks.environment.rng.has_cuda_context", lambda index: self._is_used() and index in self.contexts)
         put(torch.cuda, "manual_seed_all", self._manual_seed_all)
         choice = Choice(method=None, reason="there is no such device")
-        put("det_callbacks.environment.device_choice", lambda device: choice)
+        put("det_callbacks.environment.capture.device_choice", lambda device: choice)
         for name in ("init", "_lazy_init", "synchronize", "get_rng_state"):
             put(torch.cuda, name, self._refuse)
         return self

@@ -12,8 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from det_callbacks.digest.components import digest_tensor
 from det_callbacks.digest.device.triton_digest import TritonDigest
+from det_callbacks.digest.host import LEAF_BYTES, digest_bytes
 from det_callbacks.errors import DetCallbacksError
-from det_callbacks.host_digest import LEAF_BYTES, digest_bytes
 
 TILE_BYTES = 32 * 1024
 SUM_BYTES_PER_TILE = 2048

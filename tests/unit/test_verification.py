@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from judged import require_one_verdict
 from step_builder import StepBuilder, detector, record, reducing_step, run_fits, steps_of, training_step
 
-from det_callbacks import verification as verifying
 from det_callbacks.compare.record import TOGETHER, FitRecord, RankRecord, Stop, Tally, record_path, write_record
 from det_callbacks.errors import NothingComparedError, ReferenceFormatError
-from det_callbacks.judge import compare_runs
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import Verdict
+from det_callbacks.verify import verification as verifying
+from det_callbacks.verify.judge import compare_runs
 
 CHANGES: list[dict[str, Any]] = [{}, {}, {}, {"noise_at": 2}, {"lr": 0.2}, {"insert_at": 3}]
 FITS = st.lists(st.lists(st.sampled_from(range(len(CHANGES))), max_size=4), min_size=1, max_size=3)

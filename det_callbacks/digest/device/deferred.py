@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from det_callbacks.digest.device.triton_digest import Span, TritonDigest, device_choice
+from det_callbacks.digest.host import digest_bytes
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import DetCallbacksError
-from det_callbacks.host_digest import digest_bytes
 from det_callbacks.internals.torch import storage_address
 
 MAX_TENSORS = 1024

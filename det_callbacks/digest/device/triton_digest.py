@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from det_callbacks.digest.host import BLOCK_BYTES, LEAF_BYTES, digest_bytes
 from det_callbacks.errors import DetCallbacksError
-from det_callbacks.host_digest import BLOCK_BYTES, LEAF_BYTES, digest_bytes
 from det_callbacks.internals.torch import storage_address
 
 MAX_SUM_BYTES = 32 * 1024 * 1024

@@ -1,6 +1,6 @@
 """The digest as Triton kernels: many spans of device memory -> 64 bits each, without a synchronisation.
 
-The specification is in ``det_callbacks.host_digest``, that of XXH3-64 (seed 0, the default secret) in
+The specification is in ``det_callbacks.digest.host``, that of XXH3-64 (seed 0, the default secret) in
 https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md; only its branch for inputs above 240 bytes is needed.
 The 16 stripes of a block of 1 KiB only add to the eight accumulators, so ``_sum_blocks`` finds the sums of all blocks
 at once, of up to 16 spans a launch. They come as the launch's arguments: a table would have to be copied to the device

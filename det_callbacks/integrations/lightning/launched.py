@@ -10,13 +10,13 @@ from types import TracebackType
 import lightning.pytorch as pl
 from typing_extensions import override
 
+from det_callbacks.environment.variables import LAUNCH, REFUSAL
 from det_callbacks.errors import DetCallbacksError, DivergenceError, SelectionError, SettingsError, WriteError
 from det_callbacks.integrations.lightning.determinism import DeterminismCallback
 from det_callbacks.integrations.lightning.progress import print_beside_bar
 from det_callbacks.report.console import print_error
 from det_callbacks.runs.disk import writing
 from det_callbacks.settings import DeterminismSettings
-from det_callbacks.variables import LAUNCH, REFUSAL
 
 _ANOTHER_TMPDIR = "set TMPDIR to a folder that can be written"
 

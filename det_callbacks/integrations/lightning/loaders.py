@@ -7,9 +7,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 
+from det_callbacks.environment.rng import Held
 from det_callbacks.internals.lightning import Loop
 from det_callbacks.internals.twins import either
-from det_callbacks.rng import Held
 from det_callbacks.training import held_generators
 
 _LEFT = (pl.Trainer, Logger, Strategy, Loop)

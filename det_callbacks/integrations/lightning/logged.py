@@ -8,8 +8,8 @@ from torch import Tensor
 
 from det_callbacks.compare.metrics import FIRST_BATCH, LENGTH, OTHER_HOOKS
 from det_callbacks.digest.components import digest_tensor
+from det_callbacks.digest.host import format_digest
 from det_callbacks.digest.unobserved import unobserved
-from det_callbacks.host_digest import format_digest
 from det_callbacks.internals.lightning import (
     callback_metrics,
     combined_loader,

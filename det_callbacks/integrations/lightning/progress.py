@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
 from det_callbacks.compare.record import REPORT_FILE, VERDICT_FILE
+from det_callbacks.environment.rng import RewindPoint
 from det_callbacks.internals.lightning import (
     logger_connector,
     num_optimizer_steps,
@@ -20,7 +21,6 @@ from det_callbacks.internals.lightning import (
 from det_callbacks.internals.twins import either
 from det_callbacks.report.console import print_closing_line
 from det_callbacks.report.fits import progress_word
-from det_callbacks.rng import RewindPoint
 from det_callbacks.training.session import Progress
 from det_callbacks.verdict import Verdict
 

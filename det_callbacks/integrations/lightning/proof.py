@@ -9,17 +9,17 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from typing_extensions import override
 
+from det_callbacks.environment.rng import RewindPoint
 from det_callbacks.errors import DivergenceError, NothingComparedError, SelectionError
 from det_callbacks.integrations.lightning.determinism import DeterminismCallback
 from det_callbacks.internals.lightning import MultiProcessingLauncher, is_out_of_batches
 from det_callbacks.internals.twins import either
-from det_callbacks.judge import compare_runs
 from det_callbacks.ranks.group import RankGroup
 from det_callbacks.report.console import count
-from det_callbacks.rng import RewindPoint
 from det_callbacks.training.arguments import Resume
 from det_callbacks.verdict import Verdict
-from det_callbacks.verification import free_folder
+from det_callbacks.verify.judge import compare_runs
+from det_callbacks.verify.verification import free_folder
 
 
 def prove_resume(

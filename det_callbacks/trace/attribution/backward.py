@@ -28,10 +28,9 @@ from det_callbacks.internals.torch import (
     sequence_number,
     top_hooks,
 )
-from det_callbacks.trace.attribution.engine import Entry, engine_entry, frames_above_engine
+from det_callbacks.trace.attribution.engine import Entry, engine_entry, frames_above_engine, source_of
 from det_callbacks.trace.attribution.modules import UNKNOWN_MODULE, ModuleCalls, ModuleStack, repeated_region
 from det_callbacks.trace.op.program_trie import CallNode, OpScope
-from det_callbacks.trace.op.sites import source_of
 from det_callbacks.trace.tables.overloads import OpPlan
 
 _is_grad_enabled = torch.is_grad_enabled

@@ -9,6 +9,8 @@ from types import FrameType
 from torch.autograd.function import BackwardCFunction
 
 from det_callbacks.internals.torch import RUN_BACKWARD, is_mode
+from det_callbacks.trace.attribution.source import MAX_LINES, capture_source, is_of_torch
+from det_callbacks.trace.op.program_trie import OpScope
 
 _APPLY_FUNCTION = BackwardCFunction.apply.__code__
 _is_mode = lru_cache(maxsize=1024)(is_mode)
@@ -48,3 +50,14 @@ def engine_entry(depth: int = 0) -> Entry:
     if outermost is _APPLY_FUNCTION:
         return Entry.FUNCTION
     return Entry.ENGINE if outermost is None or _is_mode(outermost.co_filename, outermost.co_name) else Entry.HOOK
+
+
+def source_of(scope: OpScope) -> tuple[str, ...]:
+    """Return the user's lines behind the running op, or behind the forward op whose gradient it computes.
+
+    A backward that is written in Python has its own lines, and those of its forward after them.
+    """
+    if scope.source is None:
+        return capture_source()
+    own = capture_source(frames_above_engine()) if engine_entry() is Entry.FUNCTION else ()
+    return scope.source if is_of_torch(own) else (*own, *scope.source)[:MAX_LINES]

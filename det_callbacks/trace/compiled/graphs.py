@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from det_callbacks.host_digest import digest_bytes
+from det_callbacks.digest.host import digest_bytes
 from det_callbacks.internals.dynamo import GRAPH_MEMBER, GRAPH_SOURCE
 from det_callbacks.runs.program import REGION
 from det_callbacks.trace.attribution.source import RESUMED

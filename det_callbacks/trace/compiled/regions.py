@@ -18,6 +18,7 @@ from det_callbacks.internals.dynamo import ORIGINAL
 from det_callbacks.internals.torch import next_sequence_number, num_writes
 from det_callbacks.runs.program import MISSES_PARAMETERS, REGION, Role, Site
 from det_callbacks.trace.attribution.backward import compiled_nodes, scope_in
+from det_callbacks.trace.attribution.engine import source_of
 from det_callbacks.trace.attribution.names import has_place
 from det_callbacks.trace.attribution.places import Places
 from det_callbacks.trace.compiled.captures import GraphCaptures
@@ -27,7 +28,7 @@ from det_callbacks.trace.op.components import holds_data, parts_with_memory
 from det_callbacks.trace.op.output_hooks import OutputHooks
 from det_callbacks.trace.op.program_trie import CallNode, OpScope
 from det_callbacks.trace.op.reads import Reads
-from det_callbacks.trace.op.sites import InputName, arguments_json, source_of
+from det_callbacks.trace.op.sites import InputName, arguments_json
 from det_callbacks.trace.op.undigested_ops import UndigestedOps
 from det_callbacks.trace.step import Step
 from det_callbacks.trace.tables.overloads import (

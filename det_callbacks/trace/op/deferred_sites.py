@@ -13,8 +13,8 @@ from torch import Tensor
 
 from det_callbacks.digest.components import tensor_bits
 from det_callbacks.digest.device.deferred import Bits, DeferredBits, DeferredDigests, value_of
+from det_callbacks.digest.host import digest_memory
 from det_callbacks.digest.unobserved import unobserved
-from det_callbacks.host_digest import digest_memory
 from det_callbacks.trace.op.components import PLAIN, address_of, parts_with_memory
 from det_callbacks.trace.op.layouts import LayoutSlot
 

@@ -7,9 +7,9 @@ from typing import Any, Protocol
 import torch
 from torch import Generator, Tensor
 
-from det_callbacks.host_digest import digest_memory
+from det_callbacks.digest.host import digest_memory
+from det_callbacks.environment.rng import digest_generator
 from det_callbacks.internals.torch import AsyncCollectiveTensor, storage_address
-from det_callbacks.rng import digest_generator
 from det_callbacks.runs.program import IN_FLIGHT, UNWRITTEN, Site
 from det_callbacks.trace.attribution.places import Places
 from det_callbacks.trace.op.components import address_of, has_parts, holds_data, parts_of

@@ -3,19 +3,17 @@
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from det_callbacks.runs.program import Role, Site, parameter_in, plain_value
-from det_callbacks.trace.attribution.engine import Entry, engine_entry, frames_above_engine
-from det_callbacks.trace.attribution.source import MAX_LINES, capture_source, is_of_torch
+from det_callbacks.trace.attribution.engine import source_of
+from det_callbacks.trace.attribution.places import Places
+from det_callbacks.trace.attribution.source import is_of_torch
 from det_callbacks.trace.op.components import has_parts
-from det_callbacks.trace.op.program_trie import CallNode, OpScope, ProgramTrie, is_number
+from det_callbacks.trace.op.program_trie import CallNode, ProgramTrie, is_number
 from det_callbacks.trace.tables.overloads import OpPlan
-
-if TYPE_CHECKING:
-    from det_callbacks.trace.attribution.places import Places
 
 
 class SpecialInput(NamedTuple):
@@ -43,7 +41,7 @@ class ReadSites(Protocol):
 
 def build_op(
     trie: ProgramTrie,
-    places: "Places",
+    places: Places,
     read: ReadSites,
     plan: OpPlan,
     args: tuple[Any, ...],
@@ -104,17 +102,6 @@ def build_op(
 def owner_of(name: str, parameters: Iterable[str]) -> str:
     """Return the module that a named tensor belongs to: "net.head" for "exp_avg of net.head.weight"."""
     return (parameter_in(name, frozenset(parameters)) or name).rpartition(".")[0]
-
-
-def source_of(scope: OpScope) -> tuple[str, ...]:
-    """Return the user's lines behind the running op, or behind the forward op whose gradient it computes.
-
-    A backward that is written in Python has its own lines, and those of its forward after them.
-    """
-    if scope.source is None:
-        return capture_source()
-    own = capture_source(frames_above_engine()) if engine_entry() is Entry.FUNCTION else ()
-    return scope.source if is_of_torch(own) else (*own, *scope.source)[:MAX_LINES]
 
 
 def source_of_call(node: CallNode) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from det_callbacks.digest.components import digest_output, digest_tensor
 from det_callbacks.digest.device.deferred import Bits, DeferredDigests, value_of
-from det_callbacks.host_digest import digest_memory
+from det_callbacks.digest.host import digest_memory
 from det_callbacks.internals.torch import storage_address, storage_at
 from det_callbacks.runs.program import Program
 from det_callbacks.runs.steps import Expectation

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from det_callbacks.digest.device.deferred import Bits, derived
-from det_callbacks.host_digest import digest_bytes, digest_rows
+from det_callbacks.digest.host import digest_bytes, digest_rows
 from det_callbacks.internals.torch import without_dispatch
 from det_callbacks.runs.program import UNREAD
 from det_callbacks.trace.op.components import has_parts, holds_data

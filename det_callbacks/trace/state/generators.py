@@ -8,9 +8,8 @@ from torch import Generator, Tensor
 
 from det_callbacks.digest.components import tensor_bits
 from det_callbacks.digest.device.deferred import Bits, DeferredDigests, value_of
-from det_callbacks.host_digest import digest_bytes, format_digest
-from det_callbacks.internals.torch import generator_address
-from det_callbacks.rng import (
+from det_callbacks.digest.host import digest_bytes, format_digest
+from det_callbacks.environment.rng import (
     PROCESS,
     TORCH_CPU,
     Homes,
@@ -22,6 +21,7 @@ from det_callbacks.rng import (
     state_bytes,
     used_generators,
 )
+from det_callbacks.internals.torch import generator_address
 from det_callbacks.runs.evidence import SEED, START, Row
 from det_callbacks.runs.program import IDLE
 

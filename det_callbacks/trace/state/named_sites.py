@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from det_callbacks.digest.components import tensor_bits
 from det_callbacks.digest.device.deferred import Bits
-from det_callbacks.host_digest import digest_spans
+from det_callbacks.digest.host import digest_spans
 from det_callbacks.internals.torch import CHILDREN, storage_address
 from det_callbacks.runs.program import AFTER_STEP, IN_FLIGHT, Role, Site, scalar_bits
 from det_callbacks.trace.attribution.backward import scope_in

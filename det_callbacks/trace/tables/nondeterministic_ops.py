@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from det_callbacks.environment.nondeterminism import read_op_facts
 from det_callbacks.errors import NondeterministicOpError, NondeterministicOpWarning
 from det_callbacks.internals.torch import (
     current_node,
@@ -22,14 +23,13 @@ from det_callbacks.internals.torch import (
     sequence_number,
     set_deterministic,
 )
-from det_callbacks.nondeterminism import read_op_facts
-from det_callbacks.patterns import OpPattern
 from det_callbacks.runs.evidence import NondeterministicOp
+from det_callbacks.runs.patterns import OpPattern
 from det_callbacks.settings.catalogue import algorithms_in_force
+from det_callbacks.trace.attribution.engine import source_of
 from det_callbacks.trace.attribution.modules import UNKNOWN_MODULE, ModuleStack
 from det_callbacks.trace.dispatch import TAKE_APART, DispatchMode
 from det_callbacks.trace.op.program_trie import OpScope
-from det_callbacks.trace.op.sites import source_of
 from det_callbacks.trace.tables.overloads import OpPlan, comes_apart, make_plan
 
 # aten/src/ATen/Context.cpp, Context::alertNotDeterministic

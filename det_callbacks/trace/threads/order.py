@@ -16,7 +16,7 @@ from itertools import chain, count
 
 import torch
 
-from det_callbacks.host_digest import digest_bytes
+from det_callbacks.digest.host import digest_bytes
 from det_callbacks.runs.program import Site, to_json
 from det_callbacks.trace.op.program_trie import CallNode
 from det_callbacks.trace.threads.strands import Strand

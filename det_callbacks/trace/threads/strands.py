@@ -17,7 +17,7 @@ from det_callbacks.internals.torch import current_mode, pop_mode, push_mode
 from det_callbacks.trace.attribution.backward import UNKNOWN, ThreadNodes
 from det_callbacks.trace.attribution.modules import ModuleCalls
 from det_callbacks.trace.attribution.places import Places
-from det_callbacks.trace.dispatch import DispatchMode, Interceptor
+from det_callbacks.trace.dispatch import DispatchMode
 from det_callbacks.trace.op.program_trie import OpScope
 from det_callbacks.trace.state.leaves import flatten
 from det_callbacks.trace.step import Step
@@ -43,7 +43,7 @@ class Strands:
         self._step, self._places = step, places
         self._on_first = on_first  # called before the first strand of a step is recorded
         places.modules.others = self
-        self.mode: Interceptor | None = None  # of the step's own thread; while it is open, ops of strands are seen, too
+        self.mode: DispatchMode | None = None  # of the step's own thread; while it is open, ops of strands are seen
         self.all: list[Strand] = []
         self._running: dict[int, Strand] = {}  # by thread
         self._is_open = False
@@ -122,7 +122,7 @@ class Strands:
         self.all.append(strand)
         self._running[get_ident()] = strand
         if self.mode is not None:
-            while isinstance(left := current_mode(), _StrandMode) and left.is_over:
+            while isinstance(left := current_mode(), _StrandMode) and not left.is_on:
                 pop_mode()  # of a module that was still running here when its step ended
             strand.mode = _StrandMode(partial(self._op, strand))
             push_mode(strand.mode)
@@ -141,7 +141,7 @@ class Strands:
         self, strand: Strand, func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         with self._step.lock:
-            if self.mode is not None and self.mode.recorder is not None and self.here() is strand:
+            if self.mode is not None and self.mode.is_on and self.here() is strand:
                 with self.recording(strand):
                     return self.mode.__torch_dispatch__(func, types, args, kwargs)
         return func(*args, **kwargs)
@@ -149,11 +149,6 @@ class Strands:
 
 class _StrandMode(DispatchMode):
     """Sees the ops of a strand, in the thread that it runs in."""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the strand has ended."""
-        return self._handle is None
 
 
 def _nodes_of(tree: Any) -> list[Any]:

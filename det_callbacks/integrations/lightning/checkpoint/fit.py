@@ -12,9 +12,10 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from det_callbacks.digest.components import digest_tensor
+from det_callbacks.digest.host import format_digest
 from det_callbacks.digest.unobserved import unobserved
+from det_callbacks.environment.rng import Held
 from det_callbacks.errors import DetCallbacksError
-from det_callbacks.host_digest import format_digest
 from det_callbacks.integrations.lightning.loaders import find_generators
 from det_callbacks.internals.lightning import (
     DataLoaderIterFetcher,
@@ -25,7 +26,6 @@ from det_callbacks.internals.lightning import (
 )
 from det_callbacks.internals.torch import left_out_of_state
 from det_callbacks.internals.twins import either
-from det_callbacks.rng import Held
 
 GRADIENT, BUFFER = "gradient ", "buffer "
 """How the names of tensors begin that are saved beside a checkpoint."""

@@ -17,9 +17,10 @@ import torch
 
 from det_callbacks.checkpoint.entries import entries_of
 from det_callbacks.checkpoint.files import DataPosition, Part, Sidecar, part_path, read_part, write_part
+from det_callbacks.digest.host import digest_bytes, format_digest
 from det_callbacks.digest.unobserved import unobserved
+from det_callbacks.environment.rng import GeneratorStates, Held
 from det_callbacks.errors import NotResumableError
-from det_callbacks.host_digest import digest_bytes, format_digest
 from det_callbacks.integrations.lightning.checkpoint import buckets, fit
 from det_callbacks.integrations.lightning.loaders import follow
 from det_callbacks.integrations.lightning.replaced import ReplacedInLightning
@@ -27,7 +28,6 @@ from det_callbacks.internals.lightning import LOAD_LOADER_STATES, Loop, combined
 from det_callbacks.internals.twins import own_class
 from det_callbacks.report.console import print_closing_line
 from det_callbacks.report.tensors import unrestored_line
-from det_callbacks.rng import GeneratorStates, Held
 from det_callbacks.runs.peers import Peers
 from det_callbacks.trace.state.generators import GeneratorReader
 from det_callbacks.trace.state.leaves import leaves

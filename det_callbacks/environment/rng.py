@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Generator
 
-from det_callbacks.host_digest import digest_bytes
+from det_callbacks.digest.host import digest_bytes
 from det_callbacks.internals.torch import generator_address, has_cuda_context, mps_generators
 
 KINDS = ("cuda", "xpu", "mps")

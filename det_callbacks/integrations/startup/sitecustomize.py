@@ -18,7 +18,7 @@ else:
     sys.modules["sitecustomize"] = _ours
 
 try:
-    from det_callbacks.launch import begin
+    from det_callbacks.integrations.launch import begin
 except ModuleNotFoundError:  # another Python than the training's; where it trains all the same, nothing is recorded
     pass
 else:

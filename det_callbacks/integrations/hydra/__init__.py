@@ -19,7 +19,7 @@ from typing_extensions import override
 from det_callbacks.errors import DetCallbacksError
 
 if TYPE_CHECKING:
-    from det_callbacks.hydra.job import Job
+    from det_callbacks.integrations.hydra.job import Job
     from det_callbacks.integrations.lightning import DeterminismCallback
 
 
@@ -32,7 +32,7 @@ def determinism_callback(
     directory; ``current`` is by default ``determinism`` in the job's output directory. In a multirun each job has its
     own folder below them, ``job-0``, ``job-1`` and so on in the order of the sweep: record and verify the same sweep.
     """
-    from det_callbacks.hydra.job import callback_of_job  # noqa: PLC0415  # loads Lightning
+    from det_callbacks.integrations.hydra.job import callback_of_job  # noqa: PLC0415  # loads Lightning
 
     return callback_of_job(reference, current, arguments)
 
@@ -51,7 +51,7 @@ class DeterminismJobCallback(Callback):
     @override
     def on_job_start(self, config: DictConfig, *, task_function: TaskFunction, **kwargs: Any) -> None:
         with _ending_the_process_on_errors():
-            from det_callbacks.hydra.job import Job  # noqa: PLC0415  # loads Lightning
+            from det_callbacks.integrations.hydra.job import Job  # noqa: PLC0415  # loads Lightning
 
             self._job = Job()
             self._job.begin(config)

@@ -27,7 +27,6 @@ from det_callbacks.compare.record import (
 )
 from det_callbacks.compare.step import StepCounter, compare_steps
 from det_callbacks.errors import NotComparableError, RankError, SelectionError
-from det_callbacks.judge import compare_runs, other_world_size, require_reference
 from det_callbacks.runs.disk import replace_atomically, writing
 from det_callbacks.runs.environment import compare_environments
 from det_callbacks.runs.evidence import UNSEEN_WRITE, NondeterministicOp, Row
@@ -39,6 +38,7 @@ from det_callbacks.runs.steps import Expectation, StepTrace
 from det_callbacks.runs.store import Run
 from det_callbacks.runs.writer import RunWriter
 from det_callbacks.verdict import Divergence, Verdict
+from det_callbacks.verify.judge import compare_runs, other_world_size, require_reference
 
 STORED_STEPS = 100
 """Diverging steps of a rank that are stored; each is as large as in a recording."""

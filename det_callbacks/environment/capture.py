@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from det_callbacks.digest.device.triton_digest import device_choice
-from det_callbacks.host_digest import digest_bytes, format_digest
+from det_callbacks.digest.host import digest_bytes, format_digest
 from det_callbacks.internals.torch import TORCH
 from det_callbacks.runs.environment import (
     ARGUMENTS,

@@ -18,7 +18,6 @@ from det_callbacks.errors import (
     SelectionError,
 )
 from det_callbacks.integrations.lightning import DeterminismCallback
-from det_callbacks.judge import compare_runs
 from det_callbacks.report.verdict import verdict_lines
 from det_callbacks.runs.disk import writing
 from det_callbacks.runs.files import MANIFEST
@@ -28,6 +27,7 @@ from det_callbacks.runs.store import Run
 from det_callbacks.settings import DeterminismSettings, enforce_determinism
 from det_callbacks.training.fits import take_unfinished
 from det_callbacks.verdict import Verdict
+from det_callbacks.verify.judge import compare_runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

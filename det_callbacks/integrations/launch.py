@@ -16,7 +16,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from det_callbacks.variables import LAUNCH
+from det_callbacks.environment.variables import LAUNCH
 
 
 def callbacks() -> list[Any]:

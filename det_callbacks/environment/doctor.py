@@ -7,9 +7,9 @@ from typing import Any, Literal
 import torch
 
 from det_callbacks.digest.device.triton_digest import device_choice
-from det_callbacks.environment import capture_environment
+from det_callbacks.environment.capture import capture_environment
+from det_callbacks.environment.installation import Installation
 from det_callbacks.errors import ReferenceFormatError
-from det_callbacks.installation import Installation
 from det_callbacks.runs.environment import compare_environments
 from det_callbacks.runs.store import Run
 from det_callbacks.settings import SETTINGS, DeterminismSettings, settings_in_force

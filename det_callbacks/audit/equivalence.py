@@ -10,9 +10,10 @@ from typing import Any, Self
 import torch
 from torch import Generator, Tensor, UntypedStorage, nn
 
-from det_callbacks.audit import OpMismatch
+from det_callbacks.audit.result import EquivalenceError, OpMismatch
 from det_callbacks.digest.components import INTEGERS, digest_tensor, require_storage, tensor_numbers
-from det_callbacks.errors import CoverageWarning, DetCallbacksError, EquivalenceError, TraceError
+from det_callbacks.environment.rng import RewindPoint, is_capturing
+from det_callbacks.errors import CoverageWarning, DetCallbacksError, TraceError
 from det_callbacks.internals.names import RECORDING
 from det_callbacks.internals.torch import (
     EQUIVALENCE,
@@ -31,13 +32,12 @@ from det_callbacks.internals.torch import (
     without_function_modes,
     without_modes,
 )
-from det_callbacks.rng import RewindPoint, is_capturing
 from det_callbacks.runs.program import scalar_bits
 from det_callbacks.trace.attribution.backward import OpPlaces
+from det_callbacks.trace.attribution.engine import source_of
 from det_callbacks.trace.dispatch import TAKE_APART, DispatchMode
 from det_callbacks.trace.op.components import PLAIN, has_parts, holds_data
 from det_callbacks.trace.op.program_trie import OpScope
-from det_callbacks.trace.op.sites import source_of
 from det_callbacks.trace.state.optimizers import OptimizerPhases
 from det_callbacks.trace.tables.overloads import (
     HIDDEN_STATES,

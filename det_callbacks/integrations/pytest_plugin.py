@@ -16,7 +16,7 @@ import pytest
 
 if TYPE_CHECKING:
     from det_callbacks.errors import DetCallbacksError
-    from det_callbacks.pytest_runs import TrainingRuns
+    from det_callbacks.integrations.pytest_runs import TrainingRuns
 
 FOLDER = "__determinism__"
 LARGE_BYTES = 1_000_000
@@ -65,7 +65,7 @@ def training_reference(
     It takes any argument of DeterminismCallback but reference, mode and current, and ``name`` where a test trains
     several times. Call it before the model is built. All generators are seeded with 0, and put back after the test.
     """
-    from det_callbacks.pytest_runs import TrainingRuns  # noqa: PLC0415  # loads torch and Lightning
+    from det_callbacks.integrations.pytest_runs import TrainingRuns  # noqa: PLC0415  # loads torch and Lightning
 
     record = request.config.getoption("determinism_record")
     item = request.node

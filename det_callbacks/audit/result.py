@@ -1,11 +1,12 @@
-"""What running ops again found, as plain data."""
+"""What running ops again found, as plain data, and the errors that carry it."""
 
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from det_callbacks.patterns import OpPattern
+from det_callbacks.errors import DetCallbacksError
+from det_callbacks.runs.patterns import OpPattern
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,3 +112,19 @@ class AuditReport:
         """Return the report as plain data: ``audit.json``."""
         form: dict[str, Any] = json.loads(json.dumps({"schema": 1, **asdict(self), "replay": self.replay}))
         return form
+
+
+class EquivalenceError(DetCallbacksError):
+    """An op, described by ``mismatch``, gave other bits when it was run again on the same inputs."""
+
+    exit_code = 1
+    _data = ("mismatch",)
+    mismatch: OpMismatch | None = None
+
+
+class AuditError(DetCallbacksError):
+    """An audit found something that gives other bits when it is run again; ``report`` says what."""
+
+    exit_code = 1
+    _data = ("report",)
+    report: AuditReport | None = None

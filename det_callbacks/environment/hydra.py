@@ -8,7 +8,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from det_callbacks.environment import command_choice
+from det_callbacks.environment.capture import command_choice
 
 _OF_ONE_RUN = re.compile(r"\$\{(now:|hydra:(run|sweep|runtime\.output_dir|runtime\.cwd|job\.num|job\.id))[^}]*\}")
 

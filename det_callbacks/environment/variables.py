@@ -1,7 +1,7 @@
 """The environment variables by which the command line reaches the trainings that it starts, and their ranks."""
 
 LAUNCH = "DET_CALLBACKS_LAUNCH"
-"""What ``det-callbacks record``, ``verify`` and ``check`` ask of a script, as JSON: see ``det_callbacks.launch``."""
+"""What ``det-callbacks record``, ``verify`` and ``check`` ask of a script, as JSON: see ``integrations/launch.py``."""
 
 REFUSAL = "refusal"
 """File beside the claim of a launch, into which the callback writes why it ended the script."""

@@ -1,0 +1,57 @@
+"""The dispatch mode through which a recorder sees the ops of a step."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from typing_extensions import override
+
+from det_callbacks.trace.dispatch import TAKE_APART, DispatchMode
+from det_callbacks.trace.recorder import Recorder
+
+
+class Interceptor(DispatchMode):
+    """Hands every op to a recorder."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder: Recorder | None = None
+        self.recorder = recorder
+        self._captures = recorder.captures.begun
+        self._inside = recorder.places.inside
+        self._lock = recorder.step.lock
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """Who gets the ops."""
+        return self._recorder
+
+    @recorder.setter
+    def recorder(self, recorder: Recorder | None) -> None:
+        for one in (self._recorder, recorder):
+            if one is not None:
+                one.step.deferred.see_writes(one is recorder)
+        self._recorder = recorder
+
+    @property
+    @override
+    def is_on(self) -> bool:
+        return self._recorder is not None
+
+    @override
+    def turn_off(self) -> None:
+        self.recorder = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        recorder = self._recorder
+        if recorder is None:
+            return func(*args, **(kwargs or {}))
+        with self._lock:
+            if self._captures and recorder.captures.is_capturing():
+                out = recorder.undigested.captured(func, args, kwargs or {})
+            elif self._inside and recorder.places.is_in_region():
+                out = recorder.compiled.dispatch(func, args, kwargs or {})
+            else:
+                out = recorder.op(func, args, kwargs or {})
+        return out if out is not TAKE_APART else self.take_apart(func, args, kwargs or {})

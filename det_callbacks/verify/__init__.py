@@ -1,0 +1,1 @@
+"""Two run folders become one verdict: the judge, and a run that is verified while it trains."""
