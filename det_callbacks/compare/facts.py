@@ -10,6 +10,7 @@ import numpy as np
 from det_callbacks.compare.differences import Finding, StepDifference
 from det_callbacks.compare.evidence import Evidence, GeneratorChange
 from det_callbacks.runs.environment import CONFIGURATION
+from det_callbacks.runs.program import Program
 from det_callbacks.verdict import EnvironmentDifference
 
 LENGTHS = frozenset({"trainer.min_epochs", "trainer.max_epochs", "trainer.min_steps", "trainer.max_steps"})
@@ -138,7 +139,8 @@ class Facts:
         after = [item.row + 1 for item in tensors]
         samples = [row < len(difference.roles) and difference.roles[row] == "samples" for row in after]
         are_content = all(item.divergence.kind == "content" for item in tensors)
-        if self.evidence.batch.indices == "same" and len(tensors) < np.count_nonzero(difference.roles == "samples"):
+        num_recorded = np.count_nonzero(difference.roles == "samples")
+        if self.evidence.batch.indices == "same" and len(tensors) < num_recorded:
             return False
         return bool(tensors) and are_content and all(samples) and difference.kinds.keys().isdisjoint(after)
 
@@ -181,7 +183,7 @@ class Facts:
     def gradients(self) -> list[list[str]]:
         """Names of the gradients that optimizers were given in the reference and now, in their order."""
         programs = self.difference.reference.program, self.difference.current.program
-        return [[site.name or "" for site in one.sites if site.phase == "gradient" and not site.op] for one in programs]
+        return [_gradient_names(program) for program in programs]
 
     @property
     def normed_gradient(self) -> str | None:
@@ -271,3 +273,7 @@ def choices_of_steps(environment: Sequence[EnvironmentDifference]) -> list[Envir
 def earlier_choice(choices: Sequence[EnvironmentDifference]) -> EnvironmentDifference | None:
     """Return a choice with which steps that were not recorded left other weights."""
     return next((one for one in choices if one.name.startswith(("optimizer", "trainer.", "settings."))), None)
+
+
+def _gradient_names(program: Program) -> list[str]:
+    return [site.name or "" for site in program.sites if site.phase == "gradient" and not site.op]

@@ -82,7 +82,8 @@ def next_recording(verdict: Verdict, selection: Selection) -> dict[str, Any] | N
     wanted = to_keep(verdict) if len(steps) == 1 else None
     if wanted is not None:
         return {**arguments, "only_steps": [wanted[0].step], "keep_tensors": [wanted[1]]}
-    if any(origin.op.startswith(REGION) and not origin.op.endswith(".graph") for origin in verdict.origins):
+    regions = [origin.op for origin in verdict.origins if origin.op.startswith(REGION)]
+    if any(not op.endswith(".graph") for op in regions):
         return {**arguments, "compiled": "eager"}
     has_all = selection.level == "op" and selection.modules == ("*",) and selection.phases == PHASES
     return None if has_all and len(steps) == 1 else arguments

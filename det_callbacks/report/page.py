@@ -155,12 +155,21 @@ def _site_row(step: StepDifference, row: int, *, starts: bool) -> tuple[object, 
     sides = (step.reference, left), (step.current, right)
     tensors = [describe_tensor(view.layout.entries[place]) for view, place in sides if place >= 0]
     is_proven = step.starts.get(row) in ("here", "outside", None)
+    if starts:
+        origin = "starts here"
+    else:
+        origin = "carried on" if is_proven else "differs, start not proven"
     return (
         right if right >= 0 else left,
-        "starts here" if starts else "carried on" if is_proven else "differs, start not proven",
-        *(shown.phase, _label_of(shown.module), describe_site(step.site(row))),
+        origin,
+        shown.phase,
+        _label_of(shown.module),
+        describe_site(step.site(row)),
         f"{tensors[0]} in the reference, {tensors[-1]} now" if kind == "structure" else tensors[-1],
-        *(shown.reference_digest or "-", shown.current_digest or "-", kind, next(iter(shown.source), "")),
+        shown.reference_digest or "-",
+        shown.current_digest or "-",
+        kind,
+        shown.source[0] if shown.source else "",
     )
 
 
@@ -174,7 +183,10 @@ def _rows_of_modules(programs: Iterable[Sequence[Site]]) -> tuple[dict[str, int]
         rows = list(dict.fromkeys(labels.values()))
         if len(rows) <= MAX_ROWS:
             break
-    shown = [*rows[: MAX_ROWS - 1], "(other modules)"] if len(rows) > MAX_ROWS else [*map(_label_of, rows)]
+    if len(rows) > MAX_ROWS:
+        shown = [*rows[: MAX_ROWS - 1], "(other modules)"]
+    else:
+        shown = [_label_of(row) for row in rows]
     return {name: min(rows.index(label), len(shown) - 1) for name, label in labels.items()}, shown
 
 
