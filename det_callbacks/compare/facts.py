@@ -242,27 +242,28 @@ class Facts:
 
     def _is_explained_by(self, chosen: EnvironmentDifference) -> bool:
         """Return whether a choice leads to what differs first."""
-        choice, found = chosen.name, self.origin or self.first
-        one = found.divergence
+        choice = chosen.name
+        found = self.origin or self.first
+        divergence = found.divergence
         is_other_call = self._is_other_call
-        is_between = one.phase == "other" and not self.starts_backward
+        is_between = divergence.phase == "other" and not self.starts_backward
         if choice.startswith("trainer.gradient_clip"):
-            return one.phase == "gradient" or (one.phase == "other" and is_other_call)
+            return divergence.phase == "gradient" or (divergence.phase == "other" and is_other_call)
         if choice == "trainer.precision":
-            return is_other_call or not one.op
-        if choice == "trainer.accumulate_grad_batches" and one.name == "loss":
+            return is_other_call or not divergence.op
+        if choice == "trainer.accumulate_grad_batches" and divergence.name == "loss":
             return True  # divided between the passes, by an op that is recorded at level op only
-        if choice.startswith("optimizer") and one.phase in ("optimizer", "state"):
-            return is_other_call or not one.op
-        if choice.startswith("optimizer") and one.phase == "forward" and one.kind in ("missing", "extra"):
+        if choice.startswith("optimizer") and divergence.phase in ("optimizer", "state"):
+            return is_other_call or not divergence.op
+        if choice.startswith("optimizer") and divergence.phase == "forward" and divergence.kind in ("missing", "extra"):
             # an optimizer such as LBFGS decides how often the passes are run
             return any(self.difference.site(row).phase == "gradient" for row in range(found.row))
         if choice == "torch.num_threads":
-            return bool(one.op) and one.kind == "content"  # sums are split among threads
+            return bool(divergence.op) and divergence.kind == "content"  # sums are split among threads
         if choice == "settings.seed" and None in (chosen.reference, chosen.current):
             # what the process seeded before by itself may have been the same seed
             return bool(self.evidence.other_starts)
-        return not one.is_origin if choice.startswith("settings.") else is_between
+        return not divergence.is_origin if choice.startswith("settings.") else is_between
 
 
 def choices_of_steps(environment: Sequence[EnvironmentDifference]) -> list[EnvironmentDifference]:

@@ -111,12 +111,13 @@ def compare_modules(
         options: dict[str, Any] = {"loss": loss, "seed": seed}
         options["make_optimizer"] = optimizer or partial(torch.optim.SGD, lr=0.01)
         options["patterns"] = () if has_compiled else as_names("modules", modules)
-        one = _Side(label="base", module=_copy_of("base", base), **options)
-        other = _Side(label="control", module=_copy_of("control", control), **options)
+        base_side = _Side(label="base", module=_copy_of("base", base), **options)
+        control_side = _Side(label="control", module=_copy_of("control", control), **options)
         found: list[TensorComparison] = []
         for iteration in range(iterations):
             call = _call_of(inputs, iteration)  # once, since it may draw
-            found += _compared(one.run(iteration, call), other.run(iteration, call), iteration, given)
+            values = base_side.run(iteration, call), control_side.run(iteration, call)
+            found += _compared(*values, iteration, given)
     if not any(comparison.decides for comparison in found):
         raise NothingComparedError(
             "The modules have no parameters, buffers or outputs, so nothing was compared; both ran. Return what is to "
@@ -124,8 +125,8 @@ def compare_modules(
         )
     note = "Outputs of submodules were not compared, since a side is compiled."
     return NumericsReport(
-        base=one.description,
-        control=other.description,
+        base=base_side.description,
+        control=control_side.description,
         num_iterations=iterations,
         comparisons=tuple(found),
         notes=(note,) if has_compiled and modules else (),
