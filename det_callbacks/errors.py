@@ -1,7 +1,35 @@
-"""The exceptions and warnings of det_callbacks, with the exit code of a program that ends with one.
+"""The exceptions and warnings of det_callbacks.
 
-1 is diverged or failed, 2 could not do it, 3 not comparable. An error that carries a report is defined
-beside it.
+Each exception with the exit code of a program that ends with it: 1 is diverged or failed, 2 could not do it, 3 not
+comparable. An error that carries a report is defined beside the report, in the file named after the code.
+
+    DetCallbacksError             2
+      DivergenceError             1
+        NotComparableError        3
+      AuditError                  1  audit/result.py
+      EquivalenceError            1  audit/result.py
+      NumericsError               1  numerics/result.py
+      ReplicaError                1  ranks/replicas.py
+      CheckpointMismatchError     1
+      CheckpointFormatError       2
+      CheckpointNotFoundError     2
+      ReferenceFormatError        2
+      ReferenceNotFoundError      2
+      RunExistsError              2
+      RunInUseError               2
+      WriteError                  2
+      ExportError                 2
+      SettingsError               2
+        NondeterministicOpError   2
+      SelectionError              2
+      NothingComparedError        2
+      NotResumableError           2
+      RankError                   2
+      CheckError                  2
+      ModuleRunError              2
+      ReplayError                 2
+      TraceError                  2
+      UnsupportedVersionError     2
 """
 
 from typing import TYPE_CHECKING, Any, ClassVar

@@ -200,15 +200,15 @@ def _layout(entry: Entry) -> str:
     return entry.type if entry.shape is None else f"{entry.type} {list(entry.shape)}"
 
 
-def _counted(one: EntryDifference, reference: Any, current: Any) -> EntryDifference:
+def _counted(entry: EntryDifference, reference: Any, current: Any) -> EntryDifference:
     """Return a difference with numbers of elements and ULPs, or with the values where they are no tensors."""
-    if one.kind != "content":
-        return one
+    if entry.kind != "content":
+        return entry
     if not (isinstance(reference, Tensor) and isinstance(current, Tensor)):
-        return replace(one, reference=reprlib.repr(reference), current=reprlib.repr(current))
+        return replace(entry, reference=reprlib.repr(reference), current=reprlib.repr(current))
     try:
-        numbers = tensor_numbers(TensorNumbers(tensor=one.path), reference, current)
+        numbers = tensor_numbers(TensorNumbers(tensor=entry.path), reference, current)
     except ValueError:  # not ordinary strided tensors: that they differ is known
-        return one
+        return entry
     figures = {name: getattr(numbers, name) for name in ("num_elements", "num_differing", "max_ulps")}
-    return replace(one, **figures)
+    return replace(entry, **figures)

@@ -152,7 +152,8 @@ def unseal(raw: bytes, path: Path, kind: type[Content]) -> Content:
         content = json.loads(raw)
     except (ValueError, RecursionError):
         content = None
-    plain = {key: value for key, value in content.items() if key != "digest"} if isinstance(content, dict) else {}
+    plain = {**content} if isinstance(content, dict) else {}
+    plain.pop("digest", None)
     # the digest first: a flipped bit in a version is damage and not a foreign version
     if seal(plain) != raw:
         raise _damaged(path, "its content is not what its digest says")

@@ -92,11 +92,11 @@ def other_arguments(
     for row, (left, right) in enumerate(pairs):
         if left < 0 or right < 0 or not theirs[right].op:
             continue
-        one, other = ours[left], theirs[right]
-        is_same = not one.varying and not other.varying and one.arguments == other.arguments
-        if is_same or (one.role == "argument" and _has_outputs(theirs, right)):
+        before, now = ours[left], theirs[right]
+        is_same = not before.varying and not now.varying and before.arguments == now.arguments
+        if is_same or (before.role == "argument" and _has_outputs(theirs, right)):
             continue
-        call = right - other.output
+        call = right - now.output
         if is_first := call not in by_call:
             by_call[call] = _differing(read_arguments(reference, left), read_arguments(current, right))
         difference = by_call[call]

@@ -155,16 +155,23 @@ def describe_first(difference: StepDifference, before: str = "", *, is_unrestore
 
 def _begins(difference: StepDifference, row: int, before: str, *, is_unrestored: bool) -> Begins:
     """Return how sure it is that what differs first is this rank's own."""
-    site, start, (program, position) = difference.site(row), difference.start(row), difference.side(row)
+    site, start = difference.site(row), difference.start(row)
+    program, position = difference.side(row)
     if start == "collective":
         return "received"
     # what a collective brought, now or in a step that was not recorded, and no op read, Python may have read
-    read = {place for one in program.sites if one.role == "delivered" for place in one.inputs}
-    is_unread = any(one.role == "sent" and place not in read for place, one in enumerate(program.sites[:position]))
+    delivered = [site for site in program.sites if site.role == "delivered"]
+    read = {place for site in delivered for place in site.inputs}
+    sent = [place for place, site in enumerate(program.sites[:position]) if site.role == "sent"]
+    is_unread = any(place not in read for place in sent)
     if start == "outside" and site.phase not in ("data", "rng"):
         # of a bucket of gradients, or of gathered parameters, nobody knows who wrote it
-        is_exchanged = (site.name or "grad of " * (is_unread or site.module == "?")).startswith("grad of ")
-        return "ambiguous" if is_exchanged or (before == "unrecorded" and site.phase != "state") else "external"
+        if site.name:
+            is_exchanged = site.name.startswith("grad of ")
+        else:
+            is_exchanged = is_unread or site.module == "?"
+        is_after_gap = before == "unrecorded" and site.phase != "state"
+        return "ambiguous" if is_exchanged or is_after_gap else "external"
     if site.op and difference.kinds[row] in ("argument", "missing", "extra"):
         return "ambiguous" if is_unread or before == "unrecorded" else "external"
     return "local" if start in ("here", "outside") else "external" if is_unrestored else "ambiguous"

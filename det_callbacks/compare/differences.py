@@ -335,14 +335,16 @@ class StepDifference:
     def _first_called_otherwise(self) -> int:
         """The first row of an op of the forward pass that was called otherwise, or by one side only."""
         rows = (row for row, kind in self.kinds.items() if kind != "content" and self.site(row).op)
-        return next((row for row in rows if self.site(row).phase in ("forward", "other")), len(self.alignment))
+        of_forward = (row for row in rows if self.site(row).phase in ("forward", "other"))
+        return next(of_forward, len(self.alignment))
 
     @cached_property
     def _first_readable(self) -> int:
         """The first differing row that Python may know of: another structure, or a number that it reads."""
         is_readable = self._by_row(*(_readable_sites(view.program) for view in (self.reference, self.current)))
         is_number = np.isin(_with_blank(self.current.layout.dtypes), _READ_UNSEEN)[self.alignment.current]
-        found = np.flatnonzero(self.differs & (is_readable | self._both & (self._other_layout | is_number)))
+        is_seen = self._both & (self._other_layout | is_number)
+        found = np.flatnonzero(self.differs & (is_readable | is_seen))
         drawn = (self._begin_row(row) for row in self.rows_after_step if self._is_of_host(row))
         return min([*found[:1].tolist(), *drawn], default=len(self.alignment))
 

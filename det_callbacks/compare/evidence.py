@@ -135,22 +135,25 @@ class Evidence:
 
 def find_evidence(reference: Run, current: Run, difference: StepDifference) -> Evidence:
     """Return the evidence of both runs for a step that differs; an error where only one has something of the step."""
-    place = difference.rank, difference.segment, difference.step
+    rank, segment, step = place = difference.rank, difference.segment, difference.step
     ours, theirs = read_window(reference, *place), read_window(current, *place)
     for run, window, other in ((reference, ours, theirs), (current, theirs, ours)):
-        if other is not None and (window is None or all(row.step != place[2] for row in window.rows)):
-            path = str(evidence_path(run.rank(place[0]).file_of(*place[1:]).path))
-            raise ReferenceFormatError(f"{path} has nothing of step {place[2]}: a kill lost it, or it is gone", path)
+        has_step = window is not None and any(row.step == step for row in window.rows)
+        if other is not None and not has_step:
+            path = str(evidence_path(run.rank(rank).file_of(segment, step).path))
+            raise ReferenceFormatError(f"{path} has nothing of step {step}: a kill lost it, or it is gone", path)
     if ours is None or theirs is None:
         return Evidence()
-    evidence = compare_windows(ours, theirs, place[2])
+    evidence = compare_windows(ours, theirs, step)
     if not any(difference.site(row).phase == "data" for row in difference.starting("outside")):
         return evidence
     if _is_handed_alike((ours, difference.reference), (theirs, difference.current)):
         evidence = replace(evidence, batch=replace(evidence.batch, is_loaded_alike=True))
-    known, samples = ours.samples(place[2]), theirs.samples(place[2])
+    known, samples = ours.samples(step), theirs.samples(step)
     others = [value for value in samples if value not in known][:SKETCHED]
-    found_at, is_whole = _find_samples(reference, *place, others=others, samples=samples) if others else (None, False)
+    found_at, is_whole = None, False
+    if others:
+        found_at, is_whole = _find_samples(reference, *place, others=others, samples=samples)
     batch = replace(evidence.batch, was_searched=bool(others), found_at=found_at, is_whole=is_whole)
     return replace(evidence, batch=batch)
 
@@ -159,8 +162,10 @@ def _is_handed_alike(*sides: tuple[Window, StepView]) -> bool:
     """Return whether what left the loaders agrees, where one step at least was given something else."""
     given, noted = [], []
     for window, view in sides:
-        rows, sites = window.batch(view.record.step), zip(view.program.sites, view.record.digests.tolist(), strict=True)
-        given.append({f"{it.name} as loaded": bits for it, bits in sites if (it.phase, it.role) == ("data", "named")})
+        rows = window.batch(view.record.step)
+        sites = zip(view.program.sites, view.record.digests.tolist(), strict=True)
+        of_batch = ((site, bits) for site, bits in sites if (site.phase, site.role) == ("data", "named"))
+        given.append({f"{site.name} as loaded": bits for site, bits in of_batch})
         noted.append({name: row.value for name, row in rows.items() if name.endswith(" as loaded")})
     return any(noted) and given[0] | noted[0] == given[1] | noted[1]
 
@@ -278,25 +283,27 @@ def _generator_change(reference: Window, current: Window, step: int, name: str) 
     points = [row.point for row in ours], [row.point for row in theirs]
     blocks = SequenceMatcher(None, *points, autojunk=False).get_matching_blocks()
     pairs = [(block.a + offset, block.b + offset) for block in blocks for offset in range(block.size)]
-    first = next((index for index, (a, b) in enumerate(pairs) if ours[a].value != theirs[b].value), None)
-    if first is None:
+    is_other = [ours[left].value != theirs[right].value for left, right in pairs]
+    if not any(is_other):
         return None
-    a, b = pairs[first]
-    place = theirs[b].step, theirs[b].point
+    first = is_other.index(True)
+    left, right = pairs[first]
+    place = theirs[right].step, theirs[right].point
     change = GeneratorChange(name=name, differs_at=place, seeds=_seeds(reference, current, name, place))
     if not first:
         return change
-    from_a, from_b = pairs[first - 1]
-    is_drawn_in_both = ours[from_a].value == IDLE and IDLE not in (ours[a].value, theirs[b].value)
-    between = points[0][from_a + 1 : a], points[1][from_b + 1 : b]
-    only_reference = tuple(point for point in between[0] if point not in between[1])
+    equal_left, equal_right = pairs[first - 1]
+    is_drawn_in_both = ours[equal_left].value == IDLE and IDLE not in (ours[left].value, theirs[right].value)
+    reference_between = points[0][equal_left + 1 : left]
+    current_between = points[1][equal_right + 1 : right]
+    only_reference = tuple(point for point in reference_between if point not in current_between)
     return replace(
         change,
-        equal_at=(theirs[from_b].step, theirs[from_b].point),
+        equal_at=(theirs[equal_right].step, theirs[equal_right].point),
         has_other_start=is_drawn_in_both and reference.starts.get(name) != current.starts.get(name),
-        points=(theirs[from_b].point, *between[1], *only_reference),
+        points=(theirs[equal_right].point, *current_between, *only_reference),
         only_reference=only_reference,
-        only_current=tuple(point for point in between[1] if point not in between[0]),
+        only_current=tuple(point for point in current_between if point not in reference_between),
     )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from det_callbacks.compare.differences import Finding, StepDifference
 from det_callbacks.compare.evidence import Evidence, GeneratorChange
 from det_callbacks.runs.environment import CONFIGURATION
+from det_callbacks.runs.program import Program
 from det_callbacks.verdict import EnvironmentDifference
 
 LENGTHS = frozenset({"trainer.min_epochs", "trainer.max_epochs", "trainer.min_steps", "trainer.max_steps"})
@@ -138,7 +139,8 @@ class Facts:
         after = [item.row + 1 for item in tensors]
         samples = [row < len(difference.roles) and difference.roles[row] == "samples" for row in after]
         are_content = all(item.divergence.kind == "content" for item in tensors)
-        if self.evidence.batch.indices == "same" and len(tensors) < np.count_nonzero(difference.roles == "samples"):
+        num_recorded = np.count_nonzero(difference.roles == "samples")
+        if self.evidence.batch.indices == "same" and len(tensors) < num_recorded:
             return False
         return bool(tensors) and are_content and all(samples) and difference.kinds.keys().isdisjoint(after)
 
@@ -181,7 +183,7 @@ class Facts:
     def gradients(self) -> list[list[str]]:
         """Names of the gradients that optimizers were given in the reference and now, in their order."""
         programs = self.difference.reference.program, self.difference.current.program
-        return [[site.name or "" for site in one.sites if site.phase == "gradient" and not site.op] for one in programs]
+        return [_gradient_names(program) for program in programs]
 
     @property
     def normed_gradient(self) -> str | None:
@@ -240,27 +242,28 @@ class Facts:
 
     def _is_explained_by(self, chosen: EnvironmentDifference) -> bool:
         """Return whether a choice leads to what differs first."""
-        choice, found = chosen.name, self.origin or self.first
-        one = found.divergence
+        choice = chosen.name
+        found = self.origin or self.first
+        divergence = found.divergence
         is_other_call = self._is_other_call
-        is_between = one.phase == "other" and not self.starts_backward
+        is_between = divergence.phase == "other" and not self.starts_backward
         if choice.startswith("trainer.gradient_clip"):
-            return one.phase == "gradient" or (one.phase == "other" and is_other_call)
+            return divergence.phase == "gradient" or (divergence.phase == "other" and is_other_call)
         if choice == "trainer.precision":
-            return is_other_call or not one.op
-        if choice == "trainer.accumulate_grad_batches" and one.name == "loss":
+            return is_other_call or not divergence.op
+        if choice == "trainer.accumulate_grad_batches" and divergence.name == "loss":
             return True  # divided between the passes, by an op that is recorded at level op only
-        if choice.startswith("optimizer") and one.phase in ("optimizer", "state"):
-            return is_other_call or not one.op
-        if choice.startswith("optimizer") and one.phase == "forward" and one.kind in ("missing", "extra"):
+        if choice.startswith("optimizer") and divergence.phase in ("optimizer", "state"):
+            return is_other_call or not divergence.op
+        if choice.startswith("optimizer") and divergence.phase == "forward" and divergence.kind in ("missing", "extra"):
             # an optimizer such as LBFGS decides how often the passes are run
             return any(self.difference.site(row).phase == "gradient" for row in range(found.row))
         if choice == "torch.num_threads":
-            return bool(one.op) and one.kind == "content"  # sums are split among threads
+            return bool(divergence.op) and divergence.kind == "content"  # sums are split among threads
         if choice == "settings.seed" and None in (chosen.reference, chosen.current):
             # what the process seeded before by itself may have been the same seed
             return bool(self.evidence.other_starts)
-        return not one.is_origin if choice.startswith("settings.") else is_between
+        return not divergence.is_origin if choice.startswith("settings.") else is_between
 
 
 def choices_of_steps(environment: Sequence[EnvironmentDifference]) -> list[EnvironmentDifference]:
@@ -271,3 +274,7 @@ def choices_of_steps(environment: Sequence[EnvironmentDifference]) -> list[Envir
 def earlier_choice(choices: Sequence[EnvironmentDifference]) -> EnvironmentDifference | None:
     """Return a choice with which steps that were not recorded left other weights."""
     return next((one for one in choices if one.name.startswith(("optimizer", "trainer.", "settings."))), None)
+
+
+def _gradient_names(program: Program) -> list[str]:
+    return [site.name or "" for site in program.sites if site.phase == "gradient" and not site.op]

@@ -42,7 +42,8 @@ class MetricDifference:
         left, right = self.values
         if left is None or right is None:
             return "extra" if left is None else "missing"
-        return "content" if left.bits[:2] == right.bits[:2] else "structure"
+        has_same_layout = left.bits[:2] == right.bits[:2]
+        return "content" if has_same_layout else "structure"
 
     @property
     def is_read_in_one(self) -> bool:
@@ -140,7 +141,8 @@ class MetricComparison:
         A reading that only this run has is counted, and does not change the answer: missing steps may explain it.
         """
         before = self.num_differing
-        self._miss([one for one in self._left.values() if one.where not in CALLS and one.order < reading.order])
+        of_fits = [known for known in self._left.values() if known.where not in CALLS]
+        self._miss([known for known in of_fits if known.order < reading.order])
         ours = self._left.pop(reading.key, None)
         if ours is not None:
             self.num_compared += len(reading.metrics.keys() & ours.metrics)

@@ -31,17 +31,20 @@ def with_numbers(reference: Run, current: Run, first: Mapping[int, FirstDifferen
     except SelectionError as error:
         raise damaged(reference.path / MANIFEST, str(error)) from error
 
-    def is_wanted(one: Divergence) -> bool:
-        is_tensor = bool(one.op) and one.kind not in ("missing", "extra") and one.shape is not None
-        return is_tensor and any(pattern.matches(one.phase, one.module, one.op) for pattern in patterns)
+    def is_wanted(divergence: Divergence) -> bool:
+        place = divergence.phase, divergence.module, divergence.op
+        is_in_both = divergence.kind not in ("missing", "extra")
+        is_tensor = bool(divergence.op) and is_in_both and divergence.shape is not None
+        return is_tensor and any(pattern.matches(*place) for pattern in patterns)
 
     found = dict(first)
     for rank, known in sorted(first.items(), key=lambda one: one[1].order)[:MAX_RANKS]:
         segment, step = known.moment
         sides = [SavedStep.of(run, rank=rank, segment=segment, step=step, kind=KEPT) for run in (reference, current)]
         listed = dict.fromkeys((known.first, *known.origins[:MEASURED_ORIGINS]))
-        measured = {one: replace(one, numbers=_numbers(one, sides)) for one in filter(is_wanted, listed)}
-        origins = tuple(measured.get(one, one) for one in known.origins)
+        wanted = filter(is_wanted, listed)
+        measured = {divergence: replace(divergence, numbers=_numbers(divergence, sides)) for divergence in wanted}
+        origins = tuple(measured.get(origin, origin) for origin in known.origins)
         found[rank] = replace(known, first=measured.get(known.first, known.first), origins=origins)
     return found
 
@@ -82,7 +85,8 @@ def next_recording(verdict: Verdict, selection: Selection) -> dict[str, Any] | N
     wanted = to_keep(verdict) if len(steps) == 1 else None
     if wanted is not None:
         return {**arguments, "only_steps": [wanted[0].step], "keep_tensors": [wanted[1]]}
-    if any(origin.op.startswith(REGION) and not origin.op.endswith(".graph") for origin in verdict.origins):
+    regions = [origin.op for origin in verdict.origins if origin.op.startswith(REGION)]
+    if any(not op.endswith(".graph") for op in regions):
         return {**arguments, "compiled": "eager"}
     has_all = selection.level == "op" and selection.modules == ("*",) and selection.phases == PHASES
     return None if has_all and len(steps) == 1 else arguments

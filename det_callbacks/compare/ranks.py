@@ -81,7 +81,8 @@ class RankWalk:
             num_equal = num_equal_steps(left, right)
             if num_equal:
                 self._count_equal(found.tally, rank, segment, right, num_equal)
-            in_ours, in_theirs = set(left.steps[num_equal:].tolist()), set(right.steps[num_equal:].tolist())
+            in_ours = set(left.steps[num_equal:].tolist())
+            in_theirs = set(right.steps[num_equal:].tolist())
             for step in sorted(in_ours & in_theirs):
                 views = self.reference.view(rank, segment, step), self.current.view(rank, segment, step)
                 num_compared, num_differing = counter.count(*views)
@@ -130,7 +131,9 @@ class RankWalk:
         runs = self.reference, self.current
         is_recorded = all(run.manifest.selection.selects_step(step - 1) for run in runs)
         is_resumed = any((segment, step) in run.resumed_steps for run in runs)
-        return "resumed" if is_resumed else "unrecorded" if step and not is_recorded else ""
+        if is_resumed:
+            return "resumed"
+        return "unrecorded" if step and not is_recorded else ""
 
     def views(self, rank: int, segment: int, step: int) -> tuple[StepView, StepView]:
         """Return a step of both runs."""
@@ -155,5 +158,10 @@ def num_equal_steps(ours: Fit, theirs: Fit) -> int:
     num_common = min(len(ours.steps), len(theirs.steps))
     if not num_common:
         return 0
-    num_same = int(np.argmin(np.append(ours.steps[:num_common] == theirs.steps[:num_common], False)))
-    return bisect_left(range(num_same), True, key=lambda index: bool(ours.chains[index] != theirs.chains[index]))
+    is_same_step = ours.steps[:num_common] == theirs.steps[:num_common]
+    num_same = int(np.argmin(np.append(is_same_step, False)))
+
+    def has_diverged(index: int) -> bool:
+        return bool(ours.chains[index] != theirs.chains[index])
+
+    return bisect_left(range(num_same), True, key=has_diverged)

@@ -90,16 +90,17 @@ class _Tally:
         ours, theirs = (_values(side, self.dtype) for side in sides)
         distance, badness = np.zeros((2, len(places)), dtype=np.uint64)  # badness: 1 with an infinity, 2 with a NaN
         if self.dtype in _KNOWN:
-            one, other = (_ordered(side, self.dtype) for side in sides)
+            left, right = (_ordered(side, self.dtype) for side in sides)
             # the difference of two 64-bit integers fits 64 bits without a sign, and wraps to it
-            distance = np.maximum(one, other).astype(np.uint64) - np.minimum(one, other).astype(np.uint64)
+            distance = np.maximum(left, right).astype(np.uint64) - np.minimum(left, right).astype(np.uint64)
             with np.errstate(invalid="ignore", over="ignore"):  # signalling NaNs; distances beyond float64
-                one, other = ours.astype(np.float64), theirs.astype(np.float64)
-                badness[np.isinf(one) | np.isinf(other)] = 1
-                badness[np.isnan(one) | np.isnan(other)] = 2
+                wide, other_wide = ours.astype(np.float64), theirs.astype(np.float64)
+                badness[np.isinf(wide) | np.isinf(other_wide)] = 1
+                badness[np.isnan(wide) | np.isnan(other_wide)] = 2
                 # in float64 two large integers could be equal; their distance is exact
-                absolute = np.abs(one - other) if self.dtype in _FLOATS else distance.astype(np.float64)
-                absolute, sizes = absolute[badness == 0], np.abs(one[badness == 0])
+                absolute = np.abs(wide - other_wide) if self.dtype in _FLOATS else distance.astype(np.float64)
+                absolute = absolute[badness == 0]
+                sizes = np.abs(wide[badness == 0])
                 relative = absolute[sizes > 0] / sizes[sizes > 0]
             self.max_absolute = float(np.max(absolute, initial=self.max_absolute))
             self.max_relative = float(np.max(relative, initial=self.max_relative))

@@ -44,10 +44,9 @@ class StateDigest:
             >>> digest_state(weights).differing(digest_state({**weights, "a": torch.ones(2)}))
             ('a',)
         """
-        one, two = (
-            {name: (known.layouts[name], known.tensors[name]) for name in known.tensors} for known in (self, other)
-        )
-        return tuple(name for name in one | two if one.get(name) != two.get(name))
+        own = {name: (self.layouts[name], digest) for name, digest in self.tensors.items()}
+        others = {name: (other.layouts[name], digest) for name, digest in other.tensors.items()}
+        return tuple(name for name in own | others if own.get(name) != others.get(name))
 
 
 def digest_state(state: nn.Module | Mapping[Any, Any]) -> StateDigest:

@@ -102,7 +102,8 @@ def compare_modules(
     if type(seed) is not int or not 0 <= seed <= MAX_SEED:
         raise ValueError(f"seed is a number from 0 to {MAX_SEED}; got {seed!r}")
     given = None if rtol is None or atol is None else (float(rtol), float(atol))
-    if (rtol is None) != (atol is None) or not all(0 <= one < math.inf for one in given or ()):
+    is_lone = (rtol is None) != (atol is None)
+    if is_lone or not all(0 <= tolerance < math.inf for tolerance in given or ()):
         raise ValueError(f"rtol and atol are given together, finite and not negative; got {rtol!r} and {atol!r}")
     # copies made in inference mode could not be trained; nothing is enforced, but flags and generators are put back
     with torch.inference_mode(False), enforce_determinism(DeterminismSettings.choose()):
@@ -110,12 +111,13 @@ def compare_modules(
         options: dict[str, Any] = {"loss": loss, "seed": seed}
         options["make_optimizer"] = optimizer or partial(torch.optim.SGD, lr=0.01)
         options["patterns"] = () if has_compiled else as_names("modules", modules)
-        one = _Side(label="base", module=_copy_of("base", base), **options)
-        other = _Side(label="control", module=_copy_of("control", control), **options)
+        base_side = _Side(label="base", module=_copy_of("base", base), **options)
+        control_side = _Side(label="control", module=_copy_of("control", control), **options)
         found: list[TensorComparison] = []
         for iteration in range(iterations):
             call = _call_of(inputs, iteration)  # once, since it may draw
-            found += _compared(one.run(iteration, call), other.run(iteration, call), iteration, given)
+            values = base_side.run(iteration, call), control_side.run(iteration, call)
+            found += _compared(*values, iteration, given)
     if not any(comparison.decides for comparison in found):
         raise NothingComparedError(
             "The modules have no parameters, buffers or outputs, so nothing was compared; both ran. Return what is to "
@@ -123,8 +125,8 @@ def compare_modules(
         )
     note = "Outputs of submodules were not compared, since a side is compiled."
     return NumericsReport(
-        base=one.description,
-        control=other.description,
+        base=base_side.description,
+        control=control_side.description,
         num_iterations=iterations,
         comparisons=tuple(found),
         notes=(note,) if has_compiled and modules else (),
@@ -162,10 +164,12 @@ def _excess(base: Tensor, control: Tensor, rtol: float, atol: float) -> float:
         return math.inf
     wide = torch.complex128 if base.is_complex() else torch.float64
     largest = 0.0
-    for one, other in zip(*(side.reshape(-1).split(_CHUNK_ELEMENTS) for side in (base, control)), strict=True):
-        one, other = one.to(wide), other.to(wide)
-        is_same = (one == other) | (one.isnan() & other.isnan())
-        excess = ((one - other).abs() / (atol + rtol * one.abs())).nan_to_num(math.inf, math.inf)
+    chunks = (side.reshape(-1).split(_CHUNK_ELEMENTS) for side in (base, control))
+    for left, right in zip(*chunks, strict=True):
+        left, right = left.to(wide), right.to(wide)
+        is_same = (left == right) | (left.isnan() & right.isnan())
+        tolerated = atol + rtol * left.abs()
+        excess = ((left - right).abs() / tolerated).nan_to_num(math.inf, math.inf)
         largest = max(largest, float(excess.masked_fill(is_same, 0).max()))
     return largest
 
@@ -298,15 +302,16 @@ class _Side:
         self._add_state(found, "parameter", "buffer")
 
     def _add_state(self, found: Values, parameters: Phase, buffers: Phase) -> None:
-        for phase, state in ((parameters, self.module.named_parameters()), (buffers, self.module.named_buffers())):
-            found |= {(phase, _plain_name(name)): _copied(name, tensor) for name, tensor in state}
+        for name, parameter in self.module.named_parameters():
+            found[parameters, _plain_name(name)] = _copied(name, parameter)
+        for name, buffer in self.module.named_buffers():
+            found[buffers, _plain_name(name)] = _copied(name, buffer)
 
     def _add_gradients(self, found: Values, call: Any) -> None:
         # the last layers have theirs first: what is wrong in the backward pass of a layer is wrong in all before it
-        leaves: list[tuple[str, Any]] = [
-            *((_plain_name(name), parameter) for name, parameter in reversed([*self.module.named_parameters()])),
-            *(("input" + path_text(path[1:]), leaf) for path, leaf in leaves_with_path(call)),
-        ]
+        last_first = reversed([*self.module.named_parameters()])
+        leaves: list[tuple[str, Any]] = [(_plain_name(name), parameter) for name, parameter in last_first]
+        leaves += [("input" + path_text(path[1:]), leaf) for path, leaf in leaves_with_path(call)]
         for name, leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.is_leaf and leaf.grad is not None:
                 found["gradient", name] = _copied(name, leaf.grad)
@@ -388,6 +393,7 @@ def _call_of(inputs: Inputs, iteration: int) -> tuple[tuple[Any, ...], dict[str,
 def _copied(name: str, value: Tensor) -> Tensor:
     with torch.no_grad():
         value = value.detach()
-        if value.layout != torch.strided or value.is_quantized or value.is_meta or value.is_nested or has_parts(value):
+        is_other_kind = value.is_quantized or value.is_meta or value.is_nested or has_parts(value)
+        if value.layout != torch.strided or is_other_kind:
             raise TypeError(f"{name} is no ordinary strided tensor with elements; compare what it is made of")
         return value.resolve_conj().resolve_neg().clone()

@@ -173,27 +173,31 @@ def _text(report: NumericsReport) -> str:
         if found is not None:
             place = f"{_PHASE_WORDS[found.phase]} {found.name} in iteration {found.iteration}"
             lines.append(f"{what}: {place}: {_how(found)}.")
-    return to_text([Section(title=title, lines=lines), Section(table=_summary(report)), Section(lines=report.notes)])
+    head = Section(title=title, lines=lines)
+    return to_text([head, Section(table=_summary(report)), Section(lines=report.notes)])
 
 
 def _summary(report: NumericsReport) -> Table:
     rows = []
     for phase, name in _PHASE_WORDS.items():
-        found = [one for one in report.comparisons if one.phase == phase]
-        differing = [one for one in found if not one.equal]
-        numbers = [one.numbers for one in differing if one.numbers is not None]
-        counts = (len(found), len(differing), sum(not one.close for one in found))
-        sizes = (_largest(getattr(one, size) for one in numbers) for size in _SIZES.values())
-        since = f"iteration {min(one.iteration for one in differing)}" if differing else "-"
-        rows += [(name, *counts, *sizes, _largest(one.excess for one in differing), since)] if found else []
+        found = [tensor for tensor in report.comparisons if tensor.phase == phase]
+        if not found:
+            continue
+        differing = [tensor for tensor in found if not tensor.equal]
+        numbers = [tensor.numbers for tensor in differing if tensor.numbers is not None]
+        counts = (len(found), len(differing), sum(not tensor.close for tensor in found))
+        sizes = (_largest(getattr(known, size) for known in numbers) for size in _SIZES.values())
+        excess = _largest(tensor.excess for tensor in differing)
+        since = f"iteration {min(tensor.iteration for tensor in differing)}" if differing else "-"
+        rows.append((name, *counts, *sizes, excess, since))
     columns = ("compared", "tensors", "differ", "beyond", *_SIZES, "x tolerance", "differ since")
     return Table(columns=columns, rows=rows)
 
 
 def _how(found: TensorComparison) -> str:
-    ours, theirs, numbers = found.base or "missing", found.control or "missing", found.numbers
+    numbers = found.numbers
     if found.kind != "content" or numbers is None or numbers.worst_values is None:
-        return f"{ours} in the base, {theirs} in the control"
+        return f"{found.base or 'missing'} in the base, {found.control or 'missing'} in the control"
     place = f" at {list(numbers.worst)}" if numbers.worst else ""
     values = f"{numbers.worst_values[0]} in the base, {numbers.worst_values[1]} in the control"
     return f"up to {found.excess:.3g} x the tolerance; {values}{place}"
@@ -201,4 +205,6 @@ def _how(found: TensorComparison) -> str:
 
 def _largest(values: Iterable[float | None]) -> str:
     value = max((value for value in values if value is not None), default=None)
-    return "-" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"

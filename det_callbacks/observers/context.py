@@ -201,7 +201,8 @@ class ObserverContext:
         differs = verification.add(trace, step=self._step, epoch=0)
         self._replay.end_step(differs=differs)
         if differs and len(self.mismatches) < MAX_MISMATCHES:
-            self.mismatches = (*self.mismatches, *verification.differences(trace, step=self._step))[:MAX_MISMATCHES]
+            found = verification.differences(trace, step=self._step)
+            self.mismatches = (*self.mismatches, *found)[:MAX_MISMATCHES]
 
     def _finish(self, *, is_early: bool = False) -> None:
         """Close the files and, when comparing, judge."""
@@ -230,7 +231,8 @@ class ObserverContext:
         if not self.raise_on_mismatch:
             warnings.warn(text, DivergenceWarning, stacklevel=3)
             return
-        self._error = (NotComparableError if verdict.verdict == "not_comparable" else DivergenceError)(text, verdict)
+        error_class = NotComparableError if verdict.verdict == "not_comparable" else DivergenceError
+        self._error = error_class(text, verdict)
         raise self._error
 
     def _leave(self, *, complete: bool) -> None:

@@ -59,7 +59,8 @@ def rebuild(tree: Any, path: str, values: Mapping[str, Any]) -> Any:
         return type(tree)(*changed)
     if isinstance(tree, list | tuple):
         return type(tree)(changed)
-    return dataclasses.replace(tree, **{suffix[1:]: value for (suffix, _), value in zip(found, changed, strict=True)})
+    fields = [suffix.removeprefix(".") for suffix, _ in found]
+    return dataclasses.replace(tree, **dict(zip(fields, changed, strict=True)))
 
 
 def _entries(tree: Any) -> list[tuple[str, Any]] | None:

@@ -46,8 +46,8 @@ def listed(texts: Iterable[str], separator: str = ", ", limit: int = MAX_NAMED) 
 
 def at_most(limit: int, lines: Sequence[str]) -> list[str]:
     """Return the first lines, and how many more there are."""
-    more = len(lines) - limit
-    return [*lines[:limit], *([f"and {more:,} more"] if more > 0 else [])]
+    num_left = len(lines) - limit
+    return [*lines[:limit], f"and {num_left:,} more"] if num_left > 0 else [*lines]
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -137,12 +137,16 @@ def print_closing_line(text: str, console: Console | None = None) -> None:
     print_line(console or Console(highlight=False), text, style)
 
 
+def _longest_word(text: str) -> int:
+    return max(map(len, text.split()), default=0)
+
+
 def _print_table(console: Console, table: Table) -> None:
     """Print a table; the widest columns are folded until it fits, between words as long as that is enough."""
     rows = [[str(cell) for cell in row] for row in (table.columns, *table.rows[: table.limit])]
     columns = [*zip(*rows, strict=True)]
     widths = [max(map(len, column)) for column in columns]
-    words = [max(len(word) for cell in column for word in (cell.split() or [""])) for column in columns]
+    words = [max(map(_longest_word, column)) for column in columns]
     room = sys.maxsize if table.is_wide and not console.is_terminal else console.width - 2 * (len(widths) - 1)
     while sum(widths) > room and max(widths) > 1:
         between = [column for column, width in enumerate(widths) if width > words[column]]

@@ -74,12 +74,17 @@ def op_report(content: Mapping[str, Any], run: Run | None = None) -> list[Sectio
     if run is not None:
         about, places = content["run"], ("module", "op", "sites")
         used = f"{count(about['num_ops'], 'op')} in {count(about['num_programs'], 'program')}"
-        lines = [*head_lines(run), f"{used}; {lines[0]}; {len({one['name'] for one in entries})} may be about this run"]
+        num_names = len({entry["name"] for entry in entries})
+        lines = [*head_lines(run), f"{used}; {lines[0]}; {num_names} may be about this run"]
     columns = ("name", "behaviour", "device", *places, "condition")
-    cells = ((" ".join(one[name]) if name == "ops" else one[name] for name in columns) for one in entries)
-    rows = [[cell or "-" for cell in row] for row in cells]
+    rows = [[_cell(entry, name) for name in columns] for entry in entries]
     lines.append("devices and conditions are torch's words; that they are met is not checked")
     return [Section(code=lines, table=Table(columns=columns, rows=rows, is_wide=True))]
+
+
+def _cell(entry: Mapping[str, Any], name: str) -> str:
+    value = entry[name]
+    return (" ".join(value) if name == "ops" else value) or "-"
 
 
 def doctor_report(diagnosis: "Diagnosis") -> list[Section]:
@@ -90,7 +95,10 @@ def doctor_report(diagnosis: "Diagnosis") -> list[Section]:
     shown = ", ".join(f"{name} {version}" for name, version in versions.items())
     head = [f"{shown}; {count(facts['torch.num_threads'], 'thread')} on {place}"]
     head += [f"Digests of tensors on {facts['digest']}"] if "digest" in facts else []
-    rows = [(one.state, one.name, f"{one.wanted}", f"{one.in_force}", one.to_do or "-") for one in diagnosis.settings]
+    rows = [
+        (setting.state, setting.name, f"{setting.wanted}", f"{setting.in_force}", setting.to_do or "-")
+        for setting in diagnosis.settings
+    ]
     table = Table(columns=("state", "setting", "asked for", "here", "what to do"), rows=rows, is_wide=True)
     asker = "the defaults of DeterminismSettings" if against is None else f"in force in {against}"
     head += installation_lines(diagnosis.installation)

@@ -109,13 +109,16 @@ def _outcomes(
 
     A verification keeps diverging steps only: its record says what it compared of the others.
     """
-    ours, theirs, is_whole = reference.rank(rank).fit(segment), current.rank(rank).fit(segment), current.keeps == "all"
+    ours, theirs = reference.rank(rank).fit(segment), current.rank(rank).fit(segment)
+    is_whole = current.keeps == "all"
     num_equal = num_equal_steps(ours, theirs) if is_whole else 0
     known = None if is_whole else read_record(current, rank).fit(segment)
     compared, differing = (known.compared, known.differing) if known is not None else (set(), set())
-    at_ours, at_theirs = ({int(step): index for index, step in enumerate(fit.steps)} for fit in (ours, theirs))
+    at_ours = {int(step): index for index, step in enumerate(ours.steps)}
+    at_theirs = {int(step): index for index, step in enumerate(theirs.steps)}
     for step in sorted({*at_ours, *at_theirs}):
-        left, right, found = at_ours.get(step, -1), at_theirs.get(step, -1), None
+        left, right = at_ours.get(step, -1), at_theirs.get(step, -1)
+        found = None
         if right < 0 and is_whole:
             outcome = "only in the reference"
         elif right < 0 and step not in compared:
@@ -128,7 +131,8 @@ def _outcomes(
             if left >= num_equal:
                 found = compare_steps(reference.view(rank, segment, step), current.view(rank, segment, step))
             outcome = "differ" if found is not None and found.kinds else "agree"
-        yield step, int(theirs.program_ids[right] if right >= 0 else ours.program_ids[left]), outcome, found
+        program_id = theirs.program_ids[right] if right >= 0 else ours.program_ids[left]
+        yield step, int(program_id), outcome, found
 
 
 def _starting(verdict: Verdict, step: StepDifference, sites: Sequence[Site], *, is_first: bool) -> np.ndarray:
@@ -155,12 +159,21 @@ def _site_row(step: StepDifference, row: int, *, starts: bool) -> tuple[object, 
     sides = (step.reference, left), (step.current, right)
     tensors = [describe_tensor(view.layout.entries[place]) for view, place in sides if place >= 0]
     is_proven = step.starts.get(row) in ("here", "outside", None)
+    if starts:
+        origin = "starts here"
+    else:
+        origin = "carried on" if is_proven else "differs, start not proven"
     return (
         right if right >= 0 else left,
-        "starts here" if starts else "carried on" if is_proven else "differs, start not proven",
-        *(shown.phase, _label_of(shown.module), describe_site(step.site(row))),
+        origin,
+        shown.phase,
+        _label_of(shown.module),
+        describe_site(step.site(row)),
         f"{tensors[0]} in the reference, {tensors[-1]} now" if kind == "structure" else tensors[-1],
-        *(shown.reference_digest or "-", shown.current_digest or "-", kind, next(iter(shown.source), "")),
+        shown.reference_digest or "-",
+        shown.current_digest or "-",
+        kind,
+        shown.source[0] if shown.source else "",
     )
 
 
@@ -174,7 +187,10 @@ def _rows_of_modules(programs: Iterable[Sequence[Site]]) -> tuple[dict[str, int]
         rows = list(dict.fromkeys(labels.values()))
         if len(rows) <= MAX_ROWS:
             break
-    shown = [*rows[: MAX_ROWS - 1], "(other modules)"] if len(rows) > MAX_ROWS else [*map(_label_of, rows)]
+    if len(rows) > MAX_ROWS:
+        shown = [*rows[: MAX_ROWS - 1], "(other modules)"]
+    else:
+        shown = [_label_of(row) for row in rows]
     return {name: min(rows.index(label), len(shown) - 1) for name, label in labels.items()}, shown
 
 

@@ -72,16 +72,16 @@ def explain_match(tally: Tally, *, num_ranks: int) -> str:
 
 def code_lines(environment: Sequence[EnvironmentDifference]) -> list[str]:
     """Return which commit and which files of the code are not those of the reference, as far as that is certain."""
-    commit = next((one for one in environment if one.name == COMMIT), None)
-    files = [one for one in environment if one.name.startswith(CHANGED_FILE)]
+    commit = next((difference for difference in environment if difference.name == COMMIT), None)
+    files = [difference for difference in environment if difference.name.startswith(CHANGED_FILE)]
     if commit is not None:  # what was changed in one run may have been committed for the other
-        files = [one for one in files if AS_COMMITTED not in (one.reference, one.current)]
+        files = [file for file in files if AS_COMMITTED not in (file.reference, file.current)]
     lines = []
     if commit is not None and not {None, NOT_RECORDED} & {commit.reference, commit.current}:
         lines.append(
             f"The code is at another commit: {commit.reference[:9]} in the reference, {commit.current[:9]} now"
         )
     if files:
-        names = listed(one.name.removeprefix(CHANGED_FILE) for one in files)
+        names = listed(file.name.removeprefix(CHANGED_FILE) for file in files)
         lines.append(f"{names} changed since the reference was recorded")
     return lines

@@ -45,9 +45,9 @@ def writing(path: str | Path, *, instead: str = _ANY_FOLDER) -> Iterator[None]:
 
 def _reason(path: Path, error: OSError) -> str:
     if isinstance(error, FileExistsError | NotADirectoryError):
-        files = [str(one) for one in (path, *path.parents) if os.path.lexists(one) and not os.path.isdir(one)]
-        if files:
-            return f"{files[0]} is a file" if files[0] != str(path) else "it is a file"
+        for place in (path, *path.parents):
+            if os.path.lexists(place) and not os.path.isdir(place):
+                return "it is a file" if place == path else f"{place} is a file"
     return error.strerror or str(error)
 
 

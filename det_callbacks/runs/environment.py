@@ -41,7 +41,7 @@ def compare_environments(reference: Environment, current: Environment) -> tuple[
     """
     differences = []
     has_other_optimizer = reference.get(OPTIMIZER) != current.get(OPTIMIZER)
-    both = [_without_lone_configuration(one, other) for one, other in ((reference, current), (current, reference))]
+    both = [_without_lone_configuration(reference, current), _without_lone_configuration(current, reference)]
     for name in sorted({*both[0], *both[1]}):
         sides = [entries.get(name) for entries in both]
         known = [side for side in sides if side is not None]
@@ -54,7 +54,11 @@ def compare_environments(reference: Environment, current: Environment) -> tuple[
         if has_other_optimizer and len(known) == 1 and name.startswith(f"{OPTIMIZER}."):
             continue
         if name == ARGUMENTS and all(isinstance(value, list) for value in values):
-            values = [[word for word in own if word not in other] for own, other in (values, values[::-1])]
+            reference_words, current_words = values
+            values = [
+                [word for word in reference_words if word not in current_words],
+                [word for word in current_words if word not in reference_words],
+            ]
             if values == [[], []]:  # the same in another order
                 continue
         differences.append(

@@ -70,7 +70,8 @@ class NondeterministicOp:
     def place(self) -> str:
         """Where it was called, in words."""
         module = {"": "outside any module", "?": "in an unknown module"}.get(self.module, f"in {self.module}")
-        return f"{self.op} {module}" + (f" at {self.source[0]}" if self.source else "") + f" ({self.phase})"
+        line = f" at {self.source[0]}" if self.source else ""
+        return f"{self.op} {module}{line} ({self.phase})"
 
 
 def evidence_path(stream: Path) -> Path:

@@ -97,17 +97,19 @@ def read_metrics(run: Run, segment: int) -> Readings:
 
     Where one attempt was cut off in the middle of an epoch and another went on there, no epoch ends.
     """
-    attempts = [[*_read(metrics_path(at), run.manifest.run_id, num_told=told)] for at, told in run.streams(segment)]
-    ends = [{one.step for one in attempt if one.where in (RESUMED, "epoch")} for attempt in attempts]
+    run_id = run.manifest.run_id
+    attempts = [[*_read(metrics_path(stream), run_id, num_told=told)] for stream, told in run.streams(segment)]
+    ends = [{reading.step for reading in attempt if reading.where in (RESUMED, "epoch")} for attempt in attempts]
     by_key: dict[tuple[str, int, bool], Reading] = {}
     for attempt in attempts:
         by_key = {key: reading for key, reading in by_key.items() if not reading.is_after_fit}
-        for one in attempt:
-            is_cut = one.where == "epoch" and any(_goes_through(one.step, each) for each in ends)
-            if one.where != RESUMED and not is_cut:
-                by_key.setdefault(one.key, one)
-    resumed = {one.step for attempt in attempts for one in attempt if one.where == RESUMED}
-    return Readings(by_key=dict(sorted(by_key.items(), key=lambda item: item[1].order)), resumed=resumed)
+        for reading in attempt:
+            is_cut = reading.where == "epoch" and any(_goes_through(reading.step, steps) for steps in ends)
+            if reading.where != RESUMED and not is_cut:
+                by_key.setdefault(reading.key, reading)
+    resumed = {reading.step for attempt in attempts for reading in attempt if reading.where == RESUMED}
+    in_order = sorted(by_key.items(), key=lambda item: item[1].order)
+    return Readings(by_key=dict(in_order), resumed=resumed)
 
 
 def _goes_through(step: int, ends: set[int]) -> bool:
@@ -115,7 +117,8 @@ def _goes_through(step: int, ends: set[int]) -> bool:
 
 
 def _read(path: Path, run_id: str, *, num_told: int) -> Iterator[Reading]:
-    *lines, _ = path.read_bytes().split(b"\n") if path.is_file() else [b""]  # the last one may be half written
+    content = path.read_bytes() if path.is_file() else b""
+    *lines, _ = content.split(b"\n")  # the last one may be half written
     if len(lines) < num_told:
         raise damaged(path, f"run.json tells of {num_told} readings, and {len(lines)} are there")
     for number, line in enumerate(lines, start=1):

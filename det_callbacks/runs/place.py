@@ -24,15 +24,15 @@ def make_room(path: Path, *, purpose: Purpose = "record", overwrite: bool = Fals
     With ``overwrite`` that is beside the run that is there. A verification takes away what an earlier one left.
     """
     make_folder(path, instead=ANOTHER_FOLDER[purpose])
-    ours = _ours(path)
-    if not ours:
+    present = _ours(path)
+    if not present:
         return path
     if purpose == "verify" and _is_of_verification(path):
-        _remove(ours)
+        _remove(present)
         return path
     if purpose == "verify" or not overwrite:
         raise RunExistsError(
-            f"{path} holds a run already ({', '.join(child.name for child in ours[:4])}). Nothing was changed. "
+            f"{path} holds a run already ({', '.join(child.name for child in present[:4])}). Nothing was changed. "
             "Record to another folder, replace the run with overwrite=True (det-callbacks record: --overwrite), or "
             'compare with it (DeterminismCallback: mode="verify"; ObserverContext: reference=...).',
             str(path),

@@ -42,7 +42,7 @@ class Selection:
                     f'modules: {pattern!r} chooses no modules; a metric is left out by "{_LEFT_OUT}NAME" beside them.'
                 )
         phases = as_names("phases", self.phases)
-        if not phases or not {*phases} <= {*PHASES}:
+        if not phases or not set(phases).issubset(PHASES):
             raise SelectionError(f"phases must be chosen among {', '.join(PHASES)}; got {list(phases)!r}.")
         object.__setattr__(self, "phases", tuple(phase for phase in PHASES if phase in phases))
         if type(self.every_n_steps) is not int or self.every_n_steps < 1:
@@ -93,7 +93,8 @@ class Selection:
         """Raise ``SelectionError`` when a pattern matches none of a model's module names."""
         for pattern in self._module_patterns:
             if pattern != "*" and not any(fnmatchcase(name, pattern) for name in names):
-                shown = ", ".join(repr(name) for name in list(names)[:12]) + (", ..." if len(names) > 12 else "")
+                shown = ", ".join(repr(name) for name in list(names)[:12])
+                shown += ", ..." if len(names) > 12 else ""
                 raise SelectionError(
                     f"The pattern {pattern!r} in modules matches no module of the model. Its modules are: {shown}."
                 )

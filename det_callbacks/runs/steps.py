@@ -87,4 +87,5 @@ class Expectation:
         is_other = np.ones(len(digests), dtype=bool)
         common = min(len(digests), len(reference))
         is_other[:common] = digests[:common] != reference[:common]
-        return changed | {at for at in np.flatnonzero(is_other).tolist() if order[at] not in self.looked_at}
+        differing = np.flatnonzero(is_other).tolist()
+        return changed | {position for position in differing if order[position] not in self.looked_at}

@@ -181,7 +181,9 @@ class Run:
             sizes = f"its layout has {len(layout)}, and step {step} has {len(record.digests)} digests"
             path = files.table_path(self.path, files.PROGRAMS, program.id)
             raise files.damaged(path, f"it has {len(program)} sites, {sizes}")
-        stream, run_id, unseen = self.rank(rank).file_of(segment, step).path, self.manifest.run_id, frozenset[int]()
+        stream = self.rank(rank).file_of(segment, step).path
+        run_id = self.manifest.run_id
+        unseen = frozenset[int]()
         if self.manifest.purpose == "verify":
             unseen = read_unseen_writes(stream, run_id, step, len(program))
         values = partial(self._values, stream, run_id)
@@ -213,7 +215,8 @@ class Run:
 
     def _left_nothing(self, stream: StreamFile) -> bool:
         """Return whether an attempt that went on with the run ended before its first step: the run is as it was."""
-        entry, is_every_step = self.manifest.attempts[stream.attempt], self.manifest.selection.is_every_step
+        entry = self.manifest.attempts[stream.attempt]
+        is_every_step = self.manifest.selection.is_every_step
         is_new = stream.attempt > 0 and entry.segments == 1 and not entry.resumed_from
         return is_new and is_every_step and stream.unfinished is not None and not len(stream.rows)
 

@@ -69,8 +69,9 @@ def encode_step(step: int, epoch: int, program_id: int, layout_id: int, chain: i
 @lru_cache(maxsize=256)
 def _head_of_step(num_digests: int) -> bytes:
     """Return what lies before the body in the message of a step."""
-    words = (*_BUFFERS, 8 * num_digests, *_ARRAYS, num_digests, 0)
-    return b"".join((_START, struct.pack("<q", _VALUES.size + 8 * num_digests), _TABLES, struct.pack("<43q", *words)))
+    body_bytes = struct.pack("<q", _VALUES.size + 8 * num_digests)
+    words = struct.pack("<43q", *_BUFFERS, 8 * num_digests, *_ARRAYS, num_digests, 0)
+    return b"".join((_START, body_bytes, _TABLES, words))
 
 
 def make_fit(rows: Sequence[tuple[int, ...]] = ()) -> Fit:

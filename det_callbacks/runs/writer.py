@@ -78,7 +78,8 @@ class RunWriter:
         def lead() -> list[str]:
             assert lock is not None, "this is rank 0"
             lock.acquire(instead=ANOTHER_FOLDER[purpose])
-            return [uuid.uuid4().hex, str(make_room(path, purpose=purpose, overwrite=overwrite).relative_to(path))]
+            room = make_room(path, purpose=purpose, overwrite=overwrite)
+            return [uuid.uuid4().hex, str(room.relative_to(path))]
 
         with _releasing_on_errors(lock):
             run_id, place = peers.broadcast(lead, task=f"making room in {path}")
@@ -126,7 +127,8 @@ class RunWriter:
     @property
     def _shared(self) -> set[Path]:
         """The files there that all ranks and attempts share."""
-        return {it for kind in (files.PROGRAMS, files.LAYOUTS, files.SOURCES) for it in (self.path / kind).glob("*")}
+        folders = [self.path / kind for kind in (files.PROGRAMS, files.LAYOUTS, files.SOURCES)]
+        return {file for folder in folders for file in folder.glob("*")}
 
     def put_program(self, program: Program) -> None:
         """Write a program and the text of its source lines, unless they are there."""
@@ -275,7 +277,8 @@ class RunWriter:
     def _replace(self) -> bool:
         """Put this run in the place of the one that it replaces, and return True, where it is whole."""
         earlier = self.path.parent
-        had_steps, has_steps = (any((path / files.PROGRAMS).glob("*.parquet")) for path in (earlier, self.path))
+        had_steps = any((earlier / files.PROGRAMS).glob("*.parquet"))
+        has_steps = any((self.path / files.PROGRAMS).glob("*.parquet"))
         # one without a step, of a test alone, replaces none that has some
         is_whole = (has_steps or not had_steps) and Run.open(self.path, check_steps=False).is_complete
         if is_whole:
@@ -362,9 +365,11 @@ def _open_resumed(path: Path, manifest: Mapping[str, Any], peers: Peers) -> Run:
     asked = {**selection.to_dict(), "world_size": peers.world_size}
     recorded = {**run.manifest.selection.to_dict(), "world_size": run.manifest.world_size}
     for name in ("replay", "keep_tensors"):
-        asked[name], recorded[name] = sorted(manifest.get(name, ())), sorted(getattr(run.manifest, name))
+        asked[name] = sorted(manifest.get(name, ()))
+        recorded[name] = sorted(getattr(run.manifest, name))
     if others := [name for name, value in asked.items() if value != recorded[name]]:
-        before, now = (", ".join(f"{name}={values[name]!r}" for name in others) for values in (recorded, asked))
+        before = ", ".join(f"{name}={recorded[name]!r}" for name in others)
+        now = ", ".join(f"{name}={asked[name]!r}" for name in others)
         raise SelectionError(
             f"{path} was recorded with {before}, and this attempt asks for {now}. Nothing was changed. Resume with the "
             "same arguments and as many processes, or record to another folder."

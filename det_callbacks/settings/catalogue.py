@@ -323,7 +323,8 @@ class DeterminismSettings:
                 f"Unknown determinism setting {', '.join(unknown)}; the settings are {', '.join(known)}."
             )
         # null in a configuration leaves the list empty
-        return cls(**{name: value for name, value in mapping.items() if name != "allow" or value is not None})
+        given = {name: value for name, value in mapping.items() if name != "allow" or value is not None}
+        return cls(**given)
 
 
 def _check(setting: Setting, value: Any) -> None:
@@ -331,9 +332,11 @@ def _check(setting: Setting, value: Any) -> None:
     if value is None or allowed == ():
         return
     if isinstance(allowed, range):
-        is_allowed, told = type(value) is int and value in allowed, f"an integer from {allowed[0]} to {allowed[-1]}"
+        is_allowed = type(value) is int and value in allowed
+        told = f"an integer from {allowed[0]} to {allowed[-1]}"
     elif isinstance(allowed, type):
-        is_allowed, told = isinstance(value, str) and bool(value.strip()), "a text such as 'Ring'"
+        is_allowed = isinstance(value, str) and bool(value.strip())
+        told = "a text such as 'Ring'"
     else:  # by type as well: 1 and True are equal, and a number here is a mistake
         is_allowed = any(type(value) is type(other) and value == other for other in allowed)
         told = f"one of {', '.join(map(repr, allowed))}"
