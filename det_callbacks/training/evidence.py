@@ -177,7 +177,10 @@ def _settings_of(loader: Any) -> Iterator[tuple[str, str]]:
     yield "data set", type(loader.dataset).__qualname__
     if hasattr(loader.dataset, "__len__"):
         yield "length of the data set", str(len(loader.dataset))
-    for name in ("batch_size", "num_workers", "drop_last", "persistent_workers", "in_order"):
+    # accelerate leaves it to the batch sampler
+    size = loader.batch_size if loader.batch_size is not None else getattr(loader.batch_sampler, "batch_size", None)
+    yield "batch_size", str(size)
+    for name in ("num_workers", "drop_last", "persistent_workers", "in_order"):
         yield name, str(getattr(loader, name, None))
     yield "sampler", type(loader.sampler).__qualname__
     yield "collate_fn", getattr(loader.collate_fn, "__qualname__", type(loader.collate_fn).__qualname__)
