@@ -199,7 +199,7 @@ class TrainingRun(FollowedRun):
         if self.mode == "disabled":
             return self
         self._require_alone()
-        training = LoopTraining(self._model, self._optimizers)
+        training = self._make_training()
         self._step, training.step = self._first_step - 1, self._first_step - 1
         training.epoch = self._first_epoch - 1
         self._is_in_step = self._has_batches = self._has_differed = False
@@ -244,6 +244,10 @@ class TrainingRun(FollowedRun):
             self._leave(caught)
             raise
         self._close()
+
+    def _make_training(self) -> LoopTraining:
+        """Return the training of a block that begins."""
+        return LoopTraining(self._model, self._optimizers)
 
     def batches(self, loader: Iterable[_Batch]) -> Iterator[_Batch]:
         """Yield the batches of a loader; the run notes which samples its sampler drew, and that an epoch began.

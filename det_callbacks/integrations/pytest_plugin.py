@@ -64,6 +64,7 @@ def training_reference(
 
     It takes any argument of DeterminismCallback but reference, mode and current, and ``name`` where a test trains
     several times. Call it before the model is built. All generators are seeded with 0, and put back after the test.
+    Given a function with a training loop of your own, it calls that with what makes the loop's TrainingRun.
     """
     from det_callbacks.integrations.pytest_runs import TrainingRuns  # noqa: PLC0415  # loads torch and Lightning
 

@@ -5,8 +5,9 @@ import shutil
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, overload
 
 from det_callbacks.compare.record import VERDICT_FILE
 from det_callbacks.errors import (
@@ -18,6 +19,7 @@ from det_callbacks.errors import (
     SelectionError,
 )
 from det_callbacks.integrations.lightning import DeterminismCallback
+from det_callbacks.integrations.loop import TrainingRun
 from det_callbacks.report.verdict import verdict_lines
 from det_callbacks.runs.disk import writing
 from det_callbacks.runs.files import MANIFEST
@@ -29,10 +31,12 @@ from det_callbacks.training.fits import take_unfinished
 from det_callbacks.verdict import Verdict
 from det_callbacks.verify.judge import compare_runs
 
+_Returned = TypeVar("_Returned")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Training:
-    """One callback of a test: its reference, the folder it writes to meanwhile, and whether it records."""
+    """One training of a test: its reference, the folder it writes to meanwhile, and whether it records."""
 
     reference: Path
     folder: Path
@@ -53,17 +57,44 @@ class TrainingRuns:
         self._undo = ExitStack()
         self._undo.enter_context(enforce_determinism(DeterminismSettings.choose(seed=0)))
 
+    @overload
     def __call__(
         self,
+        *,
+        name: str | None = ...,
+        settings: DeterminismSettings | Mapping[str, Any] | None = ...,
+        **arguments: Any,
+    ) -> DeterminismCallback: ...
+
+    @overload
+    def __call__(
+        self,
+        train: Callable[[Callable[..., TrainingRun]], _Returned],
+        /,
+        *,
+        name: str | None = ...,
+        settings: DeterminismSettings | Mapping[str, Any] | None = ...,
+        **arguments: Any,
+    ) -> _Returned: ...
+
+    def __call__(
+        self,
+        train: Callable[[Callable[..., TrainingRun]], Any] | None = None,
+        /,
         *,
         name: str | None = None,
         settings: DeterminismSettings | Mapping[str, Any] | None = None,
         **arguments: Any,
-    ) -> DeterminismCallback:
+    ) -> Any:
         """Return a DeterminismCallback that records or verifies; its settings are in force from now on.
 
-        ``name`` tells several trainings of a test apart.
+        A function is called instead, with what makes the ``TrainingRun`` of its loop: ``follow(model=...,
+        optimizers=...)``; returned is what it returns. ``name`` tells several trainings of a test apart.
         """
+        if train is not None and not callable(train):
+            raise SelectionError(
+                f"training_snapshot takes a function with a training loop, and got {train!r}; arguments have names."
+            )
         if ours := [one for one in ("reference", "mode", "current") if one in arguments]:
             raise SelectionError(f"training_snapshot chooses {ours[0]} by itself; leave it out.")
         if name is not None and (not name or Path(name).name != name or name.startswith(".")):
@@ -85,9 +116,11 @@ class TrainingRuns:
             )
         folder = self._new_folder() / "run"
         self._trainings[name] = _Training(reference=reference, folder=folder, is_recording=is_recording)
-        if is_recording:
-            return DeterminismCallback(folder, mode="record", settings=settings, **arguments)
-        return DeterminismCallback(reference, current=folder, settings=settings, **arguments)
+        arguments |= {"settings": settings, **({"mode": "record"} if is_recording else {"current": folder})}
+        place = folder if is_recording else reference
+        if train is None:
+            return DeterminismCallback(place, **arguments)
+        return train(partial(TrainingRun, place, **arguments))
 
     def finish(self) -> dict[str, str]:
         """Compare, or keep, the trainings of a test that passed; raise where one differs or did not come to its end.
@@ -114,8 +147,9 @@ def _check(training: _Training) -> None:
     done, file = ("recorded", MANIFEST) if training.is_recording else ("compared", VERDICT_FILE)
     if not (training.folder / file).exists():
         raise NothingComparedError(
-            f"Nothing was {done}: no fit came to its end with the callback of {training.reference}. Give it to the "
-            "Trainer, callbacks=[callback], and call trainer.fit."
+            f"Nothing was {done}: no training came to its end with the reference {training.reference}. Give the "
+            "callback to the Trainer, callbacks=[callback], and call trainer.fit; or train in a loop of your own in "
+            "`with follow(model=..., optimizers=...) as run:`."
         )
     if training.is_recording:
         if (reason := Run.open(training.folder).incomplete_reason) is not None:

@@ -1,4 +1,4 @@
-"""The versions of torch and Lightning that the tests have passed on."""
+"""The versions of torch, Lightning and transformers that the tests have passed on."""
 
 import re
 from collections.abc import Mapping
@@ -8,17 +8,21 @@ TESTED: Mapping[str, tuple[str, str]] = {"torch": ("2.11", "2.15"), "lightning":
 """Package -> the oldest and the newest minor version."""
 
 
-def newer_than_tested(lightning: str = "lightning") -> list[str]:
+OPTIONAL: Mapping[str, tuple[str, str]] = {"transformers": ("4.57", "5.24")}
+"""The same of a framework that det_callbacks does not bring."""
+
+
+def newer_than_tested(framework: str = "lightning") -> list[str]:
     """Return a sentence for each installed package whose minor version is later than any that was tested.
 
-    Lightning is the distribution that trains: ``pytorch_lightning`` has the versions of ``lightning``.
+    The framework is the distribution that trains: ``pytorch_lightning`` has the versions of ``lightning``.
     """
-    packages = {"torch": "torch", "lightning": lightning}
-    installed = {name: installed_version(package) for name, package in packages.items()}
+    tested = {"torch": TESTED["torch"], framework: OPTIONAL.get(framework, TESTED["lightning"])}
+    installed = {package: installed_version(package) for package in tested}
     return [
-        f"{packages[name]} {found} is newer than any version that det_callbacks was tested with ({TESTED[name][1]})"
-        for name, found in installed.items()
-        if found is not None and _minor(found) > _minor(TESTED[name][1])
+        f"{package} {found} is newer than any version that det_callbacks was tested with ({tested[package][1]})"
+        for package, found in installed.items()
+        if found is not None and _minor(found) > _minor(tested[package][1])
     ]
 
 

@@ -211,6 +211,16 @@ class HashMode:
 
         return left_out
 
+    def pause(self) -> None:
+        """Leave ops outside the trace until ``go_on``, or the end of the step: they belong to no training step."""
+        if self._listener.mode is not None:
+            self._listener.mode.recorder = None
+
+    def go_on(self) -> None:
+        """Record ops again after ``pause``."""
+        if self._listener.mode is not None:
+            self._listener.mode.recorder = self.recorder
+
     def _leave(self) -> None:
         self.is_open = False
         self.recorder.places.modules.close()

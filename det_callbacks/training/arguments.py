@@ -180,8 +180,9 @@ def optimizer_choices(optimizers: Sequence[Any]) -> dict[str, Any]:
     choices: dict[str, Any] = {OPTIMIZER: ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"}
     for index, optimizer in enumerate(optimizers):
         groups = [
-            # a scheduler leaves initial_lr there, and is a choice of its own
             {name: value for name, value in group.items() if name not in ("params", "initial_lr")}
+            # what was chosen, where a scheduler, a choice of its own, has changed it and kept it there
+            | ({"lr": group["initial_lr"]} if "initial_lr" in group else {})
             for group in optimizer.param_groups
         ]
         others = {f"group {number}": group for number, group in enumerate(groups[1:], start=1)}

@@ -128,17 +128,20 @@ class Evidence(Ledger):
     def begin_step(self, batch: Any) -> None:
         """Note what the batch of a step is made of, as the training step gets it, when its trace has begun."""
         self.mark("batch start", with_seeds=True)
-        num_drawn_ahead = self._training.num_drawn_ahead
-        if len(self._waiting) <= num_drawn_ahead:
+        last = len(self._waiting) - self._training.num_drawn_ahead
+        first = last - self._training.num_batches
+        if first < 0:
             return
-        loaded, indices_by_loader = self._waiting[-1 - num_drawn_ahead]
-        for loader, index in indices_by_loader.items():
-            indices = _whole_numbers(index)
-            if indices is not None:
+        drawn = [self._waiting[place] for place in range(first, last)]
+        for loader in drawn[0][1]:
+            parts = [_whole_numbers(indices_by_loader.get(loader)) for _, indices_by_loader in drawn]
+            if None not in parts:
+                indices = [number for part in parts for number in part or ()]
                 digest, of_sorted = (digest_bytes(repr(numbers).encode()) for numbers in (indices, sorted(indices)))
                 self.note(BATCH, f"indices of {loader}", digest, json.dumps(indices[:MAX_INDICES]))
                 self.note(BATCH, f"sorted indices of {loader}", of_sorted)
         # what left the loader, where the training step gets something else: moved to a device, or transformed
+        loaded = drawn[0][0] if len(drawn) == 1 else [one for one, _ in drawn]
         given = {id(value) for _, value in flatten(batch, "batch", is_whole=True)}
         with unobserved():
             for name, value in flatten(loaded, "batch", is_whole=True):
@@ -174,7 +177,10 @@ def _settings_of(loader: Any) -> Iterator[tuple[str, str]]:
     yield "data set", type(loader.dataset).__qualname__
     if hasattr(loader.dataset, "__len__"):
         yield "length of the data set", str(len(loader.dataset))
-    for name in ("batch_size", "num_workers", "drop_last", "persistent_workers", "in_order"):
+    # accelerate leaves it to the batch sampler
+    size = loader.batch_size if loader.batch_size is not None else getattr(loader.batch_sampler, "batch_size", None)
+    yield "batch_size", str(size)
+    for name in ("num_workers", "drop_last", "persistent_workers", "in_order"):
         yield name, str(getattr(loader, name, None))
     samplers = loader.sampler, loader.batch_sampler
     yield "sampler", type(loader.sampler).__qualname__

@@ -92,6 +92,8 @@ class Session:
     # differs, ``begin_gradients`` sets the phase, where asked for until a module is called again, ``drop_step`` forgets
     # a step that was not ended, ``flush`` hands over the evidence before a step
     begin_step = mark = note_loss = begin_gradients = end_step = drop_step = flush = _nothing
+    # between ``pause`` and ``go_on`` the loop does what belongs to no step
+    pause = go_on = _nothing
     # ``follow`` comes before the data of a fit is set up, ``attach`` after; ``close`` may be called more than once
     follow = attach = close = put_metrics = resume_metrics = _nothing
     # ``end`` prints the closing line and raises what was found; ``stop`` closes the files, after an exception
@@ -226,6 +228,14 @@ class TracedSession(Session):
         if is_until_module:
             recorder.places.modules.call_at_next(partial(setattr, recorder, "phase", "forward"))
         self._optimized.measure_gradients()
+
+    @override
+    def pause(self) -> None:
+        self._hash_mode.pause()
+
+    @override
+    def go_on(self) -> None:
+        self._hash_mode.go_on()
 
     @override
     def end_step(self, step: int, epoch: int, outputs: Any) -> bool:

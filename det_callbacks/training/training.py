@@ -45,7 +45,8 @@ class Training:
         choices: what else was chosen and changes bits, by name: precision, accumulation, clipping, hyperparameters.
         hooks: what else is called at the points of a step, by point; it explains a generator that moved there.
         loaders: those that the batches of the steps come from, by name; None before they are known.
-        num_drawn_ahead: batches that were drawn already and come after the one of this step.
+        num_batches: batches of the loaders that this step is made of, as with accumulation.
+        num_drawn_ahead: batches that were drawn already and come after those of this step.
         schedulers: each learning rate scheduler, and when it steps ("epoch"); None if unknown.
         step: the number of the step under way, counted from 0, or of the last one.
         epoch: counted from 0.
@@ -58,6 +59,7 @@ class Training:
     world_size = 1
     step = -1
     epoch = 0
+    num_batches = 1
     num_drawn_ahead = 0
     framework = "lightning"
     choices: Mapping[str, Any]

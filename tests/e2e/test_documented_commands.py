@@ -194,7 +194,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "cli.py").rename(folder / "main.py")
     setup = "from lightning.pytorch.demos.boring_classes import BoringModel as Model\nloader = None\n"
     (folder / "tests").mkdir()
-    (folder / "tests" / "test_training.py").write_text(setup + python_of(DOCS / "how-to" / "pytest.md")[0])
+    (folder / "tests" / "test_training.py").write_text(setup + "\n".join(python_of(DOCS / "how-to" / "pytest.md")))
     return folder
 
 

@@ -217,11 +217,65 @@ def test_only_a_test_that_passes_keeps_what_it_recorded(project: Path) -> None:
     before = references(project)
     done = run_in(project, "tests/test_bad.py", "--determinism-record", "-k", "not stops")
     assert done.counts(failed=4, deselected=1), done.text
-    assert "Nothing was recorded: no fit came to its end" in done.text
+    assert "Nothing was recorded: no training came to its end" in done.text
     for text in ("AssertionError: the test's own", "give each a name of its own", "chooses mode by itself"):
         assert text in done.text
     assert run_in(project, "tests/test_bad.py", "--determinism-record", "-k", "stops").status == 2
     assert references(project) == before
+
+
+LOOP = """
+    import os
+
+    import torch
+    from torch.utils.data import DataLoader
+
+    def train(follow):
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = DataLoader(torch.randn(16, 2), batch_size=4, shuffle=True)
+        with follow(model=model, optimizers=optimizer) as run:
+            for number, batch in enumerate(run.batches(loader)):
+                with run.step(batch):
+                    (model(batch).mean() * (2 if os.environ.get("PLANTED") and number == 2 else 1)).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return model
+
+    def test_loop(training_snapshot):
+        assert isinstance(training_snapshot(train, level="state", settings={"seed": 5}), torch.nn.Linear)
+
+    def test_two(training_snapshot):
+        for name in ("first", "second"):
+            training_snapshot(train, name=name)
+"""
+
+BAD_LOOP = """
+    def test_no_function(training_snapshot):
+        training_snapshot("train")
+
+    def test_not_entered(training_snapshot):
+        training_snapshot(lambda follow: None)
+"""
+
+
+def test_a_function_with_a_loop_is_recorded_and_compared(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_loop.py").write_text(textwrap.dedent(LOOP))
+    done = run_in(tmp_path, "--determinism-record", "tests")
+    assert done.counts(passed=2), done.text
+    assert "references of trainings: 3 recorded" in done.text
+    done = run_in(tmp_path, "tests")
+    assert "references of trainings: 3 matched" in done.text
+    done = run_in(tmp_path, "tests", PLANTED="1")
+    assert done.counts(failed=2), done.text
+    assert re.search(r"^DIVERGED .*\(step 2\)", done.text, re.MULTILINE), done.text
+
+    (tmp_path / "tests" / "test_bad.py").write_text(textwrap.dedent(BAD_LOOP))
+    done = run_in(tmp_path, "tests/test_bad.py", "--determinism-record")
+    assert done.counts(failed=2), done.text
+    assert "takes a function with a training loop, and got 'train'" in done.text
+    assert "Nothing was recorded: no training came to its end" in done.text
 
 
 def test_references_that_no_test_uses_or_that_are_large_are_listed_where_all_tests_ran(

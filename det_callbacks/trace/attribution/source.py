@@ -1,4 +1,4 @@
-"""The user's lines behind an op: stack frames outside torch, Lightning, Hydra and this package."""
+"""The user's lines behind an op: stack frames outside torch, Lightning, Hydra, accelerate and this package."""
 
 import linecache
 import os
@@ -24,6 +24,7 @@ RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+")  # what follows a gr
 _PATHS: dict[str, str] = {}  # of files as they are shown; "" where two are shown alike
 
 _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
+_TRAINER = f"transformers{os.sep}trainer.py"  # the loop of Hugging Face; its models are read as the user's
 
 
 def capture_source(frames: Iterable[FrameType] | None = None) -> tuple[str, ...]:
@@ -66,7 +67,7 @@ def is_of_torch(source: tuple[str, ...]) -> bool:
 
 @lru_cache(maxsize=8192)
 def _describe(path: str, function: str) -> tuple[str, str, str]:
-    """Return file and function as shown, and whose code it is: user, torch, loop (Lightning) or other.
+    """Return file and function as shown, and whose code it is: user, torch, loop (of a Trainer) or other.
 
     Not by code object: two of those are equal when their text and line are, whatever their files.
     """
@@ -86,9 +87,9 @@ def _owner_of(path: str) -> tuple[str, str]:
     _, is_installed, shown = path.partition(f"site-packages{os.sep}")
     if is_installed:
         package = shown.partition(os.sep)[0]
-        if package in _LIGHTNING and "loops" in Path(shown).parts:
+        if shown == _TRAINER or (package in _LIGHTNING and "loops" in Path(shown).parts):
             return shown, "loop"
-        return shown, "other" if package in (*_LIGHTNING, "hydra", "omegaconf") else "user"
+        return shown, "other" if package in (*_LIGHTNING, "accelerate", "hydra", "omegaconf") else "user"
     if path.startswith(sys.base_prefix):
         return path, "other"
     try:

@@ -1,0 +1,412 @@
+"""DeterminismCallback for Hugging Face's Trainer: its loop drives a TrainingRun (read at transformers 4.57 and 5.24)."""
+
+import inspect
+import json
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+from typing_extensions import override
+
+from det_callbacks.audit.result import AuditReport
+from det_callbacks.checkpoint.check import compare_saved
+from det_callbacks.checkpoint.files import ANOTHER_PLACE, SIDECAR, read_sidecar, write_sidecar
+from det_callbacks.errors import CheckpointMismatchError, SelectionError
+from det_callbacks.integrations.loop import LoopTraining, TrainingRun
+from det_callbacks.ranks.replicas import ReplicaReport
+from det_callbacks.report.tensors import mismatch_text
+from det_callbacks.runs.disk import writing
+from det_callbacks.training.following import FollowedRun
+from det_callbacks.training.held_generators import find_generators
+from det_callbacks.training.replaced import ReplacedMethods
+from det_callbacks.verdict import Verdict
+
+_LOADER = "train_dataloader"
+
+# Of the TrainingArguments what says where, how often and to whom something is written; the rest may change bits.
+_CHANGES_NO_BITS = (
+    *(
+        "*_dir",
+        "run_name",
+        "project",
+        "report_to",
+        "disable_tqdm",
+        "log_*",
+        "logging_*",
+        "save_*",
+        "hub_*",
+        "push_to_*",
+    ),
+    *("trackio_*", "resume_from_checkpoint", "do_*", "local_rank", "ddp_timeout", "skip_memory_metrics", "debug"),
+)
+_OF_A_CLOCK = ("epoch", "*_runtime", "*_per_second", "*_preparation_time", "*_mem_*", "*_memory*")
+"""Metrics of an evaluation that are no result of the training."""
+
+
+class _ReplacedInTrainer(ReplacedMethods):
+    places = {  # noqa: RUF012  # read only
+        "train": "of the Trainer: no callback is told that a training ends with an exception, or resumes",
+        "training_step": "of the Trainer: no callback is told where forward and backward end",
+        "get_batch_samples": "of the Trainer: callbacks get no batch, and after a resume another loader",
+        "clip_grad_norm_": "of the Trainer's accelerator: no callback is told that clipping begins",
+    }
+
+
+class _TrainerTraining(LoopTraining):
+    """The training of a Trainer, prepared by accelerate."""
+
+    framework = "transformers"
+
+    def __init__(self, trainer: Trainer, model: nn.Module, optimizer: Optimizer) -> None:
+        super().__init__(model, [optimizer])
+        scheduler: Any = trainer.lr_scheduler
+        self.schedulers = [(getattr(scheduler, "scheduler", scheduler), "step")]
+        self.folder = Path(str(trainer.args.output_dir))
+        self.choices = _choices(trainer.args, self.module)
+
+
+class _TrainerRun(TrainingRun):
+    """The run of one Trainer after the other; ``DeterminismCallback`` calls it."""
+
+    called = "DeterminismCallback"
+    _training: _TrainerTraining
+
+    def __init__(self, reference: str | Path | None, *, resume: str = "plain", **arguments: Any) -> None:
+        if resume != "plain":
+            raise SelectionError(
+                f"resume={resume!r} is not supported with Hugging Face's Trainer, which goes on from a checkpoint by "
+                'itself: leave it out, or write "plain". What it does not bring back is compared, and named.'
+            )
+        if "log_metrics" in arguments:
+            raise SelectionError("log_metrics is for Lightning's Trainer: leave it out, and log the verdict yourself.")
+        # the Trainer has model and optimizer when it trains
+        FollowedRun.__init__(self, reference, resume="plain", **arguments)
+        self._of_trainer = _ReplacedInTrainer()
+        self._iterator: object = None
+        self._drawn: list[Any] = []
+        self._first_epoch_of_loader = 0
+
+    @override
+    def _make_training(self) -> _TrainerTraining:
+        return _TrainerTraining(self._trainer, self._model, self._optimizers[0])
+
+    def begin(self, trainer: Trainer, state: TrainerState, *, is_resumed: bool) -> None:
+        """Begin to follow a training whose model, optimizer and loader are prepared."""
+        self._trainer = trainer
+        self._model = trainer.model_wrapped
+        optimizer: Any = trainer.optimizer
+        while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):  # accelerate wraps it
+            optimizer = inner
+        self._optimizers = [optimizer]
+        self._iterator, self._drawn = None, []
+        epoch = int(state.epoch or 0)
+        self._first_epoch_of_loader = epoch + 1 if is_resumed else 0
+        if is_resumed:
+            self.resume_from(state.global_step, epoch=epoch)
+        self.__enter__()
+        self._stage.callback(self._of_trainer.restore)
+        self._of_trainer.put(trainer, "get_batch_samples", lambda draw: partial(self._draw, draw))
+        self._of_trainer.put(trainer, "training_step", lambda train: partial(self._train_step, train))
+        self._of_trainer.put(trainer.accelerator, "clip_grad_norm_", lambda clip: partial(self._clip, clip))
+
+    def begin_epoch(self, state: TrainerState, loader: Any) -> None:
+        """Note that an epoch begins, and follow the loader's sampler.
+
+        In the epoch that a checkpoint goes on with, the Trainer skips batches with another sampler: it is not followed.
+        """
+        training, hooks = self._training, self._hooks
+        training.epoch = int(state.epoch or 0)
+        hooks.mark("epoch start")
+        follower = training.follower
+        if follower is not None and loader is not self._loader and training.epoch >= self._first_epoch_of_loader:
+            self._loader = loader
+            follower.begin_loaders({_LOADER: loader}, find_generators({_LOADER: loader}), is_in_turn=False)
+
+    def end_epoch(self) -> None:
+        """Note that an epoch ended; a callback may have ended it within a step."""
+        if self._is_in_step:
+            self._is_in_step = False
+            self._hooks.drop_step()
+        self._iterator = None
+        self._hooks.mark("epoch end")
+
+    def begin_step(self) -> None:
+        """Begin the step whose batches were drawn last."""
+        batches, self._drawn = self._drawn, []
+        self._training.num_batches = len(batches)
+        self.step(batches[0] if len(batches) == 1 else batches).__enter__()
+
+    def begin_update(self) -> None:
+        """Record ops again: what comes next belongs to the step."""
+        self._hooks.go_on()
+
+    def end_step(self) -> None:
+        """End the step; raise what it found."""
+        self._step_context.__exit__(None, None, None)
+
+    def log_evaluation(self, metrics: Mapping[str, Any]) -> None:
+        """Record the metrics of an evaluation, or compare them."""
+        for name, value in metrics.items():
+            is_result = isinstance(value, float | int) and not any(fnmatchcase(name, one) for one in _OF_A_CLOCK)
+            if is_result and name not in self._logged:
+                self.log(name, value)
+
+    def save(self, folder: Path, state: TrainerState) -> None:
+        """Write the digests of a checkpoint beside its folder, and remove those of folders that are gone."""
+        self._group.run_on_all(lambda: None, task=f"saving {folder}")  # each rank has written its part of it
+        if self._training.rank:
+            return
+        run_id = None if self._session.run is None else self._session.run.manifest.run_id
+        run = {"id": run_id, "mode": self.mode, "reference": None if self.reference is None else str(self.reference)}
+        place: dict[str, Any] = {"step": state.global_step - 1, "epoch": self._training.epoch}
+        write_sidecar(folder, entries=dict, id=uuid.uuid4().hex, run=run, **place)
+        for sidecar in folder.parent.glob(f"checkpoint-*{SIDECAR}"):
+            if not sidecar.with_name(sidecar.name.removesuffix(SIDECAR)).exists():
+                with writing(sidecar, instead=ANOTHER_PLACE):
+                    sidecar.unlink(missing_ok=True)
+
+    def end(self) -> None:
+        """End the run of a training that came to its end; raise what it found."""
+        self._drawn, self._iterator = [], None
+        self.__exit__(None, None, None)
+
+    def leave(self, error: BaseException) -> None:
+        """End the run of a training that an exception ended."""
+        self._drawn, self._iterator = [], None
+        self.__exit__(type(error), error, error.__traceback__)
+
+    def _draw(self, draw: Callable[..., Any], iterator: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
+        """Draw the batches of a step, and follow them."""
+        follower = self._training.follower
+        if follower is not None and iterator is not self._iterator:
+            follower.begin_iteration()
+        self._iterator = iterator
+        batches, num_items = draw(self._followed(iterator), *args, **kwargs)
+        self._drawn = list(batches)
+        return batches, num_items
+
+    def _followed(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            follower = self._training.follower
+            if follower is not None:
+                follower.begin_draw()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            if follower is not None:
+                follower.end_draw(batch)
+            yield batch
+
+    def _train_step(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run forward and backward; the sums of losses that the Trainer logs, and begins anew, are left out."""
+        self._hooks.go_on()
+        loss = train(*args, **kwargs)
+        self._hooks.pause()
+        return loss
+
+    def _clip(self, clip: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._hooks.go_on()
+        return clip(*args, **kwargs)
+
+
+class DeterminismCallback(TrainerCallback):
+    """Record a training with Hugging Face's Trainer, or verify it against a recorded one, bit for bit.
+
+    One step is one step of the optimizer, with all batches that it accumulates; it has the number that
+    ``state.global_step`` has before it. Evaluation belongs to no step; its metrics are compared by name. It changes no
+    bit of the training, and costs what Lightning's ``DeterminismCallback`` costs. Trainers that subclass it, such as
+    TRL's, are followed as it is.
+
+    Args:
+        reference: as for Lightning's ``DeterminismCallback``, and so are ``mode`` and all arguments but ``resume``,
+            which can only be "plain", and ``log_metrics``. New folders are made below ``output_dir``.
+        arguments: see Lightning's ``DeterminismCallback``.
+
+    Attributes:
+        verdict: the Verdict of a verification; None before its end.
+        audit_report: the AuditReport of an audit; None before its end.
+        replica_report: the ReplicaReport of the last audit of the replicas; None before the first.
+
+    Raises:
+        SelectionError: an argument is not one of the allowed ones; the Trainer was not given the callback when it was
+            made, or trains in a way that is not supported.
+        CheckpointMismatchError: a checkpoint is not what was saved.
+        Exception: what Lightning's ``DeterminismCallback`` raises, such as DivergenceError.
+
+    Example:
+        >>> callback = DeterminismCallback("refs/run1", mode="record")  # doctest: +SKIP
+        >>> Trainer(model, args, train_dataset=data, callbacks=[callback]).train()  # doctest: +SKIP
+    """
+
+    def __init__(self, reference: str | Path | None, **arguments: Any) -> None:
+        self._run = _TrainerRun(reference, **arguments)
+        self._replaced = _ReplacedInTrainer()
+        self._trainer: Trainer | None = None
+        self._is_resumed = False
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """The Verdict of a verification; None before its end."""
+        return self._run.verdict
+
+    @property
+    def audit_report(self) -> AuditReport | None:
+        """The AuditReport of an audit; None before its end."""
+        return self._run.audit_report
+
+    @property
+    def replica_report(self) -> ReplicaReport | None:
+        """The ReplicaReport of the last audit of the replicas; None before the first."""
+        return self._run.replica_report
+
+    @override
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Wrap the ``train`` of the Trainer, which is what is being made now."""
+        if self._run.mode != "disabled" and (trainer := _trainer_being_made(self)) is not None:
+            self._replaced.restore()
+            self._trainer = trainer
+            self._replaced.put(trainer, "train", lambda train: partial(self._train, trainer, train))
+
+    def _train(
+        self,
+        trainer: Trainer,
+        train: Callable[..., Any],
+        resume_from_checkpoint: str | bool | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        place = resume_from_checkpoint
+        if place is True:
+            place = get_last_checkpoint(trainer.args.output_dir)
+        self._is_resumed = bool(place)
+        if self._is_resumed:
+            _check_loaded(Path(str(place)))
+        try:
+            return train(resume_from_checkpoint, *args, **kwargs)
+        except BaseException as error:
+            self._run.leave(error)
+            raise
+
+    @override
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._run.mode == "disabled":
+            return
+        if self._trainer is None or self._trainer.args is not args:
+            raise SelectionError(
+                "The DeterminismCallback was added to a Trainer that is made already, and would not be told of a "
+                "training that fails. Give it to the Trainer when you make it: Trainer(..., callbacks=[callback])."
+            )
+        _require_supported(self._trainer)
+        self._run.begin(self._trainer, state, is_resumed=self._is_resumed)
+
+    @override
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._is_open:
+            self._run.begin_epoch(state, kwargs[_LOADER])
+
+    @override
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._is_open:
+            self._run.end_epoch()
+
+    @override
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._is_open:
+            self._run.begin_step()
+
+    @override
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._is_open:
+            self._run.begin_update()
+
+    @override
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._is_open:
+            self._run.end_step()
+
+    @override
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._is_open:
+            self._run.log_evaluation(kwargs["metrics"])
+
+    @override
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        folder = Path(str(args.output_dir), f"checkpoint-{state.global_step}")
+        if self._is_open and folder.is_dir():  # a search of hyperparameters saves elsewhere
+            self._run.save(folder, state)
+
+    @override
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._is_open:
+            self._run.end()
+
+    @property
+    def _is_open(self) -> bool:
+        return TrainingRun.open_run is self._run
+
+
+def _trainer_being_made(callback: TrainerCallback) -> Trainer | None:
+    """Return the Trainer whose constructor calls ``on_init_end``: hooks do not get it, and it is on the stack."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if isinstance(found, Trainer) and any(one is callback for one in found.callback_handler.callbacks):
+            return found
+        frame = frame.f_back
+    return None
+
+
+def _require_supported(trainer: Trainer) -> None:
+    """Refuse ways to train that would be followed wrongly."""
+    instead = None
+    if isinstance(trainer.model_wrapped, nn.DataParallel):
+        instead = "nn.DataParallel (several GPUs in one process): start one process a GPU with torchrun"
+    elif trainer.is_deepspeed_enabled:
+        instead = "DeepSpeed, which has its own backward pass and update: use DDP or FSDP2"
+    elif trainer.args.auto_find_batch_size:
+        instead = "auto_find_batch_size, which begins again after an error: set per_device_train_batch_size"
+    if instead is not None:
+        raise SelectionError(f"DeterminismCallback does not support {instead}.")
+
+
+def _check_loaded(place: Path) -> None:
+    """Raise where a checkpoint is not what was saved; nothing was loaded yet. One without digests gets no line."""
+    sidecar = read_sidecar(place.resolve()) if place.exists() else None
+    if sidecar is not None and not (report := compare_saved(place.resolve(), sidecar)).equal:
+        raise CheckpointMismatchError(mismatch_text(report), report.path, tuple(entry.name for entry in report.entries))
+
+
+def _choices(args: TrainingArguments, model: nn.Module) -> dict[str, Any]:
+    """Return the TrainingArguments and the model's configuration, but for what changes no bits."""
+    chosen = {
+        name: value
+        for name, value in args.to_dict().items()
+        if not name.startswith("_") and not any(fnmatchcase(name, one) for one in _CHANGES_NO_BITS)
+    }
+    choices: dict[str, Any] = {"args": chosen, "world_size": args.world_size}
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "to_dict"):
+        known = config.to_dict()
+        choices["config"] = {name: known[name] for name in known.keys() - {"_name_or_path", "transformers_version"}}
+    plain: dict[str, Any] = json.loads(json.dumps(choices, default=str, sort_keys=True))
+    return plain

@@ -1,0 +1,397 @@
+"""Hugging Face's Trainer, recorded and verified; needs ``pip install 'det_callbacks[hf]'`` (nox -s hf)."""
+
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from processes import run_ranks
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+pytest.importorskip("transformers", reason="transformers is not installed: pip install 'det_callbacks[hf]'")
+
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from det_callbacks import (
+    CheckpointMismatchError,
+    DivergenceError,
+    NotComparableError,
+    SelectionError,
+    TrainingRun,
+    check_checkpoint,
+)
+from det_callbacks.environment.rng import GeneratorStates
+from det_callbacks.huggingface import DeterminismCallback
+from det_callbacks.runs.store import Run
+
+FEATURES, CLASSES = 8, 3
+STEPS = 6
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*pin_memory.*:UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"
+)
+
+
+class Net(nn.Module):
+    """With dropout, whose draws are recorded, and running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.drop = nn.Dropout(0.2)
+        self.last = nn.Linear(16, CLASSES)
+        self.losses: list[float] = []
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.last(self.drop(torch.relu(self.norm(self.first(inputs)))))
+        loss = cross_entropy(logits, labels)
+        self.losses.append(loss.item())
+        return {"loss": loss, "logits": logits}
+
+
+def samples(number: int = 24) -> list[dict[str, Any]]:
+    """Random samples that are the same at every call."""
+    generator = torch.Generator().manual_seed(3)
+    return [
+        {"inputs": torch.randn(FEATURES, generator=generator), "labels": number % CLASSES} for number in range(number)
+    ]
+
+
+class Fit:
+    """One training, of 6 steps by default, that can be made to fail anywhere."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *callbacks: TrainerCallback,
+        data: list[dict[str, Any]] | None = None,
+        model: Callable[[], nn.Module] = Net,
+        **arguments: Any,
+    ) -> None:
+        for function in (random.seed, np.random.seed, torch.manual_seed):
+            function(11)
+        quiet: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "save_strategy": "no"}
+        given = {"num_train_epochs": 1, "per_device_train_batch_size": 4, "logging_steps": 4, **quiet, **arguments}
+        args = TrainingArguments(output_dir=str(folder / "out"), **given)
+        self.model = model()
+        self.trainer = Trainer(
+            self.model,
+            args,
+            train_dataset=data or samples(),  # type: ignore[arg-type]
+            eval_dataset=samples(6),  # type: ignore[arg-type]
+            callbacks=[*callbacks],
+        )
+
+    def train(self, resume: str | None = None) -> "Fit":
+        self.trainer.train(resume_from_checkpoint=resume)
+        return self
+
+
+def record(folder: Path, *, callback: dict[str, Any] | None = None, **arguments: Any) -> Path:
+    Fit(folder, DeterminismCallback(folder / "run", mode="record", **(callback or {})), **arguments).train()
+    return folder / "run"
+
+
+def verify(folder: Path, *others: TrainerCallback, resume: str | None = None, **arguments: Any) -> Any:
+    """Verify a training against the run in a folder; return the verdict of what differs, too."""
+    given = {"on_divergence": "collect", **arguments.pop("callback", {})}
+    callback = DeterminismCallback(folder / "run", **given)
+    try:
+        Fit(folder, *others, callback, **arguments).train(resume)
+    except (DivergenceError, NotComparableError) as error:
+        assert error.verdict == callback.verdict
+    return callback.verdict
+
+
+class Flips(TrainerCallback):
+    """Flips the last bit of a weight before a step."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            kwargs["model"].first.weight.detach().numpy().view(np.int32)[0, 0] ^= 1
+
+
+STYLES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulating": {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
+    "ragged": {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 4, "num_train_epochs": 2},
+    "evaluated": {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True},
+    "bf16": {"bf16": True},
+    "unclipped": {"max_grad_norm": 0.0},
+    "warmup": {"warmup_steps": 2, "lr_scheduler_type": "cosine", "num_train_epochs": 2},
+}
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("level", ["op", "state"])
+def test_a_training_matches_itself_and_changes_no_bit(tmp_path: Path, style: str, level: str) -> None:
+    bare = Fit(tmp_path / "bare", **STYLES[style]).train()
+    after = GeneratorStates.capture()
+    callback = DeterminismCallback(tmp_path / "run", mode="record", level=level)  # type: ignore[arg-type]
+    fit = Fit(tmp_path, callback, **STYLES[style]).train()
+    assert GeneratorStates.capture() == after
+    assert fit.model.losses == bare.model.losses
+    state, before = fit.model.state_dict(), bare.model.state_dict()
+    assert all(torch.equal(value, before[name]) for name, value in state.items())
+    verdict = verify(tmp_path, **STYLES[style])
+    assert verdict.verdict == "match", verdict.explanation
+    assert verdict.counts.steps_compared == fit.trainer.state.global_step
+    assert bool(verdict.coverage.metrics) is (style == "evaluated")
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+sys.path[:0] = sys.argv[2:]
+import test_huggingface
+test_huggingface.record(Path(sys.argv[1]), **test_huggingface.STYLES["evaluated"])
+"""
+
+
+def test_another_process_matches(tmp_path: Path) -> None:
+    here = Path(__file__).parent
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path), str(here), str(here.parent)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "det_callbacks: recorded 6 steps" in done.stdout
+    verdict = verify(tmp_path, **STYLES["evaluated"])
+    assert verdict.verdict == "match", verdict.explanation
+    assert verdict.counts.steps_compared == STEPS
+    assert verdict.coverage.metrics
+
+
+def test_a_step_holds_batches_loss_clipping_and_update(tmp_path: Path) -> None:
+    run = Run.open(record(tmp_path, gradient_accumulation_steps=2, per_device_train_batch_size=2))
+    sites = run.view(0, 0, 1).program.sites
+    of = {phase: {site.op for site in sites if site.phase == phase} for phase in {site.phase for site in sites}}
+    assert "aten.addmm.default" in of["forward"]
+    assert "aten.mm.default" in of["backward"]
+    assert any("_foreach_norm" in op for op in of["gradient"])
+    assert any("adamw" in op for op in of["optimizer"])
+    assert not any(op == "aten.isnan.default" for ops in of.values() for op in ops)  # of what the Trainer logs
+    names = [site.name for site in sites if site.phase == "data"]
+    assert {"batch[0]['inputs']", "batch[1]['labels']"} <= set(names)
+    assert [site.name for site in sites].count("loss") == 2
+
+
+def test_a_changed_learning_rate_is_named(tmp_path: Path) -> None:
+    record(tmp_path)
+    verdict = verify(tmp_path, learning_rate=1e-3)
+    assert (verdict.verdict, verdict.cause) == ("diverged", "settings")
+    assert (verdict.first_divergence.step, verdict.first_divergence.phase) == (0, "optimizer")
+    assert "args.learning_rate: 5e-05 in the reference, 0.001 now" in verdict.explanation
+
+
+def test_another_order_of_the_data_is_named(tmp_path: Path) -> None:
+    data = samples()
+    record(tmp_path)
+    verdict = verify(tmp_path, data=[*data[1:], data[0]])
+    assert (verdict.verdict, verdict.cause) == ("diverged", "data_order")
+    verdict = verify(tmp_path, data_seed=5)
+    assert (verdict.verdict, verdict.cause) == ("diverged", "data_order")
+    assert "args.data_seed" in verdict.explanation
+
+
+class Draws(TrainerCallback):
+    """Draws from the generator that the sampler of the next epoch is seeded by."""
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.epoch == 1:
+            torch.rand(1)
+
+
+def test_another_order_of_an_epoch_is_named(tmp_path: Path) -> None:
+    record(tmp_path, num_train_epochs=2)
+    verdict = verify(tmp_path, Draws(), num_train_epochs=2)
+    assert verdict.verdict == "diverged"
+    assert verdict.cause in ("data_order", "rng")
+    assert verdict.first_divergence.step == STEPS
+
+
+def test_a_flipped_bit_of_a_weight_is_named(tmp_path: Path) -> None:
+    record(tmp_path)
+    verdict = verify(tmp_path, Flips())
+    first = verdict.first_divergence
+    assert (verdict.verdict, first.phase, first.step, first.name) == ("diverged", "input", 2, "first.weight")
+
+
+def test_other_accumulation_is_named(tmp_path: Path) -> None:
+    record(tmp_path)
+    verdict = verify(tmp_path, gradient_accumulation_steps=2, per_device_train_batch_size=2)
+    assert (verdict.verdict, verdict.cause) == ("diverged", "settings")
+    assert "args.gradient_accumulation_steps: 1 in the reference, 2 now" in verdict.explanation
+
+
+def test_a_metric_of_an_evaluation_is_compared(tmp_path: Path) -> None:
+    class Scores:
+        factor = 1.0
+
+        def __call__(self, prediction: Any) -> dict[str, float]:
+            return {"score": self.factor * float(prediction.predictions.sum())}
+
+    score = Scores()
+
+    def fit(callback: DeterminismCallback) -> None:
+        one = Fit(tmp_path, callback, eval_strategy="epoch")
+        one.trainer.compute_metrics = score
+        one.train()
+
+    fit(DeterminismCallback(tmp_path / "run", mode="record"))
+    score.factor = 2.0
+    with pytest.raises(DivergenceError, match="eval_score"):
+        fit(DeterminismCallback(tmp_path / "run"))
+
+
+SAVED: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "gradient_accumulation_steps": 2}
+SAVED |= {"per_device_train_batch_size": 2, "num_train_epochs": 2}
+
+
+@pytest.mark.parametrize("step", [2, 4, STEPS, 7])
+def test_a_resumed_training_matches(tmp_path: Path, step: int) -> None:
+    """The sums that the Trainer logs begin anew: they are no part of a step."""
+    record(tmp_path, **SAVED)
+    verdict = verify(tmp_path, resume=str(tmp_path / "out" / f"checkpoint-{step}"), **SAVED)
+    assert verdict.verdict == "match", verdict.explanation
+    assert verdict.coverage.steps == (step, 2 * STEPS - 1)
+    assert verdict.environment == ()
+
+
+def test_a_resume_without_its_generators_is_named(tmp_path: Path) -> None:
+    record(tmp_path, **SAVED)
+    folder = tmp_path / "out" / "checkpoint-4"
+    (folder / "rng_state.pth").unlink()
+    with pytest.raises(CheckpointMismatchError, match=r"rng_state\.pth"):
+        verify(tmp_path, resume=str(folder), **SAVED)
+    folder.with_name("checkpoint-4.digests.json").unlink()
+    verdict = verify(tmp_path, resume=str(folder), **SAVED)
+    assert (verdict.verdict, verdict.cause) == ("diverged", "rng")
+    assert verdict.first_divergence.step == 4
+
+
+def test_a_recording_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    record(tmp_path, **{**SAVED, "max_steps": 5})
+    Fit(tmp_path, DeterminismCallback(tmp_path / "run", mode="record"), **SAVED).train(
+        str(tmp_path / "out" / "checkpoint-4")
+    )
+    verdict = verify(tmp_path, **SAVED)
+    assert verdict.counts.steps_compared == 2 * STEPS
+
+
+def test_checkpoints_have_digests_and_are_compared_before_they_are_loaded(tmp_path: Path) -> None:
+    record(tmp_path, **SAVED, save_total_limit=2)
+    out = tmp_path / "out"
+    assert sorted(path.name for path in out.glob("checkpoint-*")) == [
+        *("checkpoint-11", "checkpoint-11.digests.json", "checkpoint-12", "checkpoint-12.digests.json")
+    ]
+    assert check_checkpoint(out / "checkpoint-12").equal
+    weights = next(out.glob("checkpoint-11/model*"))
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(CheckpointMismatchError, match=weights.name):
+        Fit(tmp_path, DeterminismCallback(tmp_path / "run"), **SAVED).train(str(out / "checkpoint-11"))
+
+
+class Fails(TrainerCallback):
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, self._fail)
+
+    def _fail(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step >= 2:
+            raise RuntimeError("planted")
+
+
+@pytest.mark.parametrize("hook", ["on_step_begin", "on_pre_optimizer_step", "on_step_end", "on_log", "on_evaluate"])
+def test_an_error_leaves_nothing_behind(tmp_path: Path, hook: str, capsys: pytest.CaptureFixture[str]) -> None:
+    callback = DeterminismCallback(tmp_path / "run", mode="record")
+    fit = Fit(tmp_path, callback, Fails(hook), eval_strategy="steps", eval_steps=3)
+    with pytest.raises(RuntimeError, match="planted"):
+        fit.train()
+    assert TrainingRun.open_run is None
+    assert {"training_step", "get_batch_samples"}.isdisjoint(vars(fit.trainer))
+    assert "clip_grad_norm_" not in vars(fit.trainer.accelerator)
+    assert "stopped by RuntimeError" in capsys.readouterr().out
+    assert not Run.open(tmp_path / "run").is_complete
+    record(tmp_path, callback={"overwrite": True})
+
+
+class EndsEarly(TrainerCallback):
+    """Ends an epoch in the middle of an accumulation."""
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        control.should_epoch_stop = state.global_step == 2
+        return control
+
+
+def test_a_step_that_a_callback_cuts_off_is_dropped(tmp_path: Path) -> None:
+    options = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "num_train_epochs": 2}
+    Fit(tmp_path, DeterminismCallback(tmp_path / "run", mode="record"), EndsEarly(), **options).train()
+    verdict = verify(tmp_path, EndsEarly(), **options)
+    assert verdict.verdict == "match", verdict.explanation
+
+
+def test_each_train_is_a_fit_of_the_run(tmp_path: Path) -> None:
+    for mode in ("record", "verify"):
+        callback = DeterminismCallback(tmp_path / "run", mode=mode)
+        fit = Fit(tmp_path, callback)
+        fit.train()
+        assert callback.verdict is None  # the reference holds another
+        fit.train()
+    assert callback.verdict is not None
+    assert callback.verdict.counts.steps_compared == 2 * STEPS
+
+
+def test_an_audit_runs_each_op_twice(tmp_path: Path) -> None:
+    callback = DeterminismCallback(None, mode="audit")
+    Fit(tmp_path, callback).train()
+    assert callback.audit_report is not None
+    assert callback.audit_report.steps == (0, 1, 2)
+    assert not callback.audit_report.findings
+
+
+def test_a_disabled_one_does_nothing(tmp_path: Path) -> None:
+    fit = Fit(tmp_path, DeterminismCallback(tmp_path / "run", mode="disabled"))
+    assert "train" not in vars(fit.trainer)
+    fit.train()
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_is_not_supported_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SelectionError, match="resume='exact' is not supported"):
+        DeterminismCallback(tmp_path / "run", resume="exact")
+    with pytest.raises(SelectionError, match="log_metrics is for Lightning's Trainer"):
+        DeterminismCallback(tmp_path / "run", log_metrics=False)
+    fit = Fit(tmp_path)
+    fit.trainer.add_callback(DeterminismCallback(tmp_path / "run", mode="record"))
+    with pytest.raises(SelectionError, match="Give it to the Trainer when you make it"):
+        fit.train()
+    with pytest.raises(SelectionError, match="does not support auto_find_batch_size"):
+        record(tmp_path, auto_find_batch_size=True)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.ddp
+def test_ranks_agree_and_a_fault_on_one_is_named(tmp_path: Path) -> None:
+    def body(rank: int, mode: Any, *others: TrainerCallback) -> None:
+        import os
+
+        os.environ["RANK"] = str(rank)
+        callback = DeterminismCallback(tmp_path / "run", mode=mode, current=tmp_path / "current")
+        options: dict[str, Any] = {"ddp_backend": "gloo", "gradient_accumulation_steps": 2, "save_strategy": "epoch"}
+        Fit(tmp_path, callback, *others, per_device_train_batch_size=2, **options).train()
+        print(f"the verdict: {callback.verdict and callback.verdict.verdict}")
+
+    run_ranks(lambda rank: body(rank, "record"), tmp_path / "record", status=0)
+    assert check_checkpoint(tmp_path / "out" / "checkpoint-3").equal
+    ended = run_ranks(lambda rank: body(rank, "verify"), tmp_path / "verify", status=0)
+    assert all("the verdict: match" in one.output for one in ended)
+    ended = run_ranks(lambda rank: body(rank, "verify", *[Flips()] * rank), tmp_path / "planted", status=1)
+    assert "rank 1" in ended[0].output
+    assert "first.weight" in ended[0].output
