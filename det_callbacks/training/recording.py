@@ -9,7 +9,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from det_callbacks.errors import CoverageWarning, DivergenceError, NotComparableError, NothingComparedError
+from det_callbacks.errors import CoverageWarning, DivergenceError, NotComparableError, NothingComparedError, WriteError
 from det_callbacks.report import fits as closing
 from det_callbacks.report.console import count
 from det_callbacks.report.findings import findings_line
@@ -163,7 +163,11 @@ class Recording(TracedSession):
         return str(place) if place == self.path else f"{place}; {self.path} is as it was before"
 
     def _at_end(self) -> dict[str, Any]:
-        self.run.flush_evidence()  # rank 0 looks for findings in what all have written
+        try:
+            self.run.flush_evidence()  # rank 0 looks for findings in what all have written
+        except WriteError:
+            self.run.close(complete=False)
+            raise
         return {
             "num_steps": self.num_steps,
             "num_sites": self.num_sites,
