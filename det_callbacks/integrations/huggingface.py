@@ -1,4 +1,4 @@
-"""DeterminismCallback for Hugging Face's Trainer: its loop drives a TrainingRun (read at transformers 4.57 and 5.24)."""
+"""DeterminismCallback for Hugging Face's Trainer: its loop drives a TrainingRun (read at 4.57 and 5.24)."""
 
 import inspect
 import json
@@ -32,8 +32,9 @@ _LOADER = "train_dataloader"
 
 # Of the TrainingArguments what says where, how often and to whom something is written; the rest may change bits.
 _CHANGES_NO_BITS = (
-    *("*_dir", "run_name", "project", "report_to", "disable_tqdm", "log_*", "logging_*", "save_*", "hub_*", "push_to_*"),
-    *("trackio_*", "resume_from_checkpoint", "do_*", "local_rank", "ddp_timeout", "skip_memory_metrics", "debug"),
+    *("*_dir", "run_name", "project", "report_to", "disable_tqdm", "log_*", "logging_*", "save_*", "hub_*"),
+    *("push_to_*", "trackio_*", "resume_from_checkpoint", "do_*", "local_rank", "ddp_timeout", "debug"),
+    "skip_memory_metrics",
 )
 _OF_A_CLOCK = ("epoch", "*_runtime", "*_per_second", "*_preparation_time", "*_mem_*", "*_memory*")
 """Metrics of an evaluation that are no result of the training."""
@@ -257,9 +258,7 @@ class DeterminismCallback(TrainerCallback):
         return self._run.replica_report
 
     @override
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Wrap the ``train`` of the Trainer, which is what is being made now."""
         if self._run.mode != "disabled" and (trainer := _trainer_being_made(self)) is not None:
             self._replaced.restore()
@@ -329,23 +328,17 @@ class DeterminismCallback(TrainerCallback):
             self._run.begin_update()
 
     @override
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._is_open:
             self._run.end_step()
 
     @override
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._is_open:
             self._run.log_evaluation(kwargs["metrics"])
 
     @override
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         folder = Path(str(args.output_dir), f"checkpoint-{state.global_step}")
         if self._is_open and folder.is_dir():  # a search of hyperparameters saves elsewhere
             self._run.save(folder, state)
