@@ -1,6 +1,7 @@
-"""The everyday tests with each supported pair of torch and Lightning, in environments of their own.
+"""The tests with each supported pair of torch and Lightning, and of Hugging Face, in environments of their own.
 
-All pairs: ``make test-versions``. One of them: ``nox -s 'tests(oldest)'``.
+All of them: ``make test-versions``. One: ``nox -s 'tests(oldest)'``. Hugging Face alone: ``nox -s hf``; it is not in the
+everyday environment, since torchmetrics imports transformers where it is installed, which takes seconds at each start.
 """
 
 import re
@@ -17,6 +18,9 @@ BOUND_BY_A_PAIR = re.compile(
     r"(torch|lightning|pytorch-lightning|triton|setuptools|packaging|fsspec|nvidia-.*|cuda-.*)=="
 )
 
+# The same of a version of transformers; 4.57 needs an older huggingface_hub and tokenizers.
+BOUND_BY_TRANSFORMERS = re.compile(r"(transformers|huggingface_hub|tokenizers|datasets|packaging)==")
+
 
 @nox.session
 @nox.parametrize(
@@ -31,11 +35,36 @@ BOUND_BY_A_PAIR = re.compile(
 )
 def tests(session: nox.Session, torch: str, lightning: str) -> None:
     """Run the everyday tests; what follows ``--`` goes to pytest."""
-    pins = Path("constraints.txt").read_text().splitlines(keepends=True)
-    others = Path(session.virtualenv.location) / "constraints.txt"
-    others.write_text("".join(pin for pin in pins if not BOUND_BY_A_PAIR.match(pin)))
     pair = f"torch=={torch}", f"lightning=={lightning}", f"pytorch-lightning=={lightning}"
-    session.install("-c", str(others), *pair, "-e", ".[test,recipes]")
+    session.install("-c", others_than(session, BOUND_BY_A_PAIR), *pair, "-e", ".[test,recipes]")
     session.run(
         "python", "-m", "pytest", "-n", "2", "--dist", "worksteal", *session.posargs, env={"OMP_NUM_THREADS": "1"}
     )
+
+
+@nox.session
+@nox.parametrize(
+    "packages",
+    [
+        nox.param("transformers==4.57.6", id="oldest"),
+        nox.param("transformers==5.24.0 trl==1.16.0 peft==0.21.2", id="newest"),
+    ],
+)
+def hf(session: nox.Session, packages: str) -> None:
+    """Run the tests of Hugging Face's Trainer, the slow ones too; what follows ``--`` goes to pytest."""
+    session.install(
+        *("-c", others_than(session, BOUND_BY_TRANSFORMERS), *packages.split()),
+        *("-e", ".[hf]", "pytest", "pytest-timeout", "pytest-xdist"),
+    )
+    session.run(
+        *("python", "-m", "pytest", "-m", "not soak", "-n", "2", "tests/e2e/test_huggingface.py", *session.posargs),
+        env={"OMP_NUM_THREADS": "1"},
+    )
+
+
+def others_than(session: nox.Session, bound: re.Pattern[str]) -> str:
+    """Return a file with the pins of all packages but those."""
+    pins = Path("constraints.txt").read_text().splitlines(keepends=True)
+    others = Path(session.virtualenv.location) / "constraints.txt"
+    others.write_text("".join(pin for pin in pins if not bound.match(pin)))
+    return str(others)

@@ -1,4 +1,4 @@
-"""DeterminismCallback for Hugging Face's Trainer: its loop drives a TrainingRun (read at transformers 4.57 and 5.24)."""
+"""DeterminismCallback for Hugging Face's Trainer: its loop drives a TrainingRun (read at 4.57 and 5.24)."""
 
 import inspect
 import json
@@ -32,19 +32,9 @@ _LOADER = "train_dataloader"
 
 # Of the TrainingArguments what says where, how often and to whom something is written; the rest may change bits.
 _CHANGES_NO_BITS = (
-    *(
-        "*_dir",
-        "run_name",
-        "project",
-        "report_to",
-        "disable_tqdm",
-        "log_*",
-        "logging_*",
-        "save_*",
-        "hub_*",
-        "push_to_*",
-    ),
-    *("trackio_*", "resume_from_checkpoint", "do_*", "local_rank", "ddp_timeout", "skip_memory_metrics", "debug"),
+    *("*_dir", "run_name", "project", "report_to", "disable_tqdm", "log_*", "logging_*", "save_*", "hub_*"),
+    *("push_to_*", "trackio_*", "resume_from_checkpoint", "do_*", "local_rank", "ddp_timeout", "debug"),
+    "skip_memory_metrics",
 )
 _OF_A_CLOCK = ("epoch", "*_runtime", "*_per_second", "*_preparation_time", "*_mem_*", "*_memory*")
 """Metrics of an evaluation that are no result of the training."""

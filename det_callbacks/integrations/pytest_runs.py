@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any
 
 from det_callbacks.compare.record import VERDICT_FILE
 from det_callbacks.errors import (
@@ -30,8 +30,6 @@ from det_callbacks.settings import DeterminismSettings, enforce_determinism
 from det_callbacks.training.fits import take_unfinished
 from det_callbacks.verdict import Verdict
 from det_callbacks.verify.judge import compare_runs
-
-_Returned = TypeVar("_Returned")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,26 +54,6 @@ class TrainingRuns:
         self._trainings: dict[str | None, _Training] = {}
         self._undo = ExitStack()
         self._undo.enter_context(enforce_determinism(DeterminismSettings.choose(seed=0)))
-
-    @overload
-    def __call__(
-        self,
-        *,
-        name: str | None = ...,
-        settings: DeterminismSettings | Mapping[str, Any] | None = ...,
-        **arguments: Any,
-    ) -> DeterminismCallback: ...
-
-    @overload
-    def __call__(
-        self,
-        train: Callable[[Callable[..., TrainingRun]], _Returned],
-        /,
-        *,
-        name: str | None = ...,
-        settings: DeterminismSettings | Mapping[str, Any] | None = ...,
-        **arguments: Any,
-    ) -> _Returned: ...
 
     def __call__(
         self,

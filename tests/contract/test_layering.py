@@ -22,8 +22,15 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("tensors", "audit", "compare"),
     ("causes", "findings", "report", "checkpoint", "ranks", "numerics", "observers", "verify"),
     ("training",),
-    ("integrations", "integrations.lightning", "integrations.loop", "integrations.hydra", "cli"),
-    ("integrations.launch", "integrations.pytest_runs"),
+    (
+        "integrations",
+        "integrations.huggingface",
+        "integrations.lightning",
+        "integrations.loop",
+        "integrations.hydra",
+        "cli",
+    ),
+    ("huggingface", "integrations.launch", "integrations.pytest_runs"),
     ("integrations.pytest_plugin",),
     ("integrations.startup",),
     ("__init__", "__main__"),
@@ -31,14 +38,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 
 _OF_TORCH = (
     "audit checkpoint digest environment internals numerics observers ranks settings tensors trace training "
-    "integrations.lightning integrations.loop"
+    "integrations.huggingface integrations.lightning integrations.loop"
 )
 # Who may import a dependency, by the first part of its name.
 ONLY_IN: Mapping[str, Sequence[str]] = {
     "torch": _OF_TORCH.split(),
     "lightning": ("integrations.lightning", "internals"),
     "pytorch_lightning": (),
-    "transformers": (),
+    "transformers": ("integrations.huggingface",),
     "hydra": ("integrations.hydra", "environment.hydra"),
     "rich": ("report", "cli"),
 }
@@ -157,7 +164,14 @@ def test_what_a_run_is_can_be_imported_without_any_framework() -> None:
         ("integrations.lightning", "import pytorch_lightning", "only nobody may"),
         ("runs.store", "class Run:\n    async def read(self):\n        import torch", "only audit, checkpoint"),
         ("training.session", "import lightning.pytorch as pl", "only integrations.lightning, internals may"),
-        ("training.session", "from transformers import Trainer", "only nobody may"),
+        ("training.session", "from transformers import Trainer", "only integrations.huggingface may"),
+        ("integrations.loop", "from transformers import Trainer", "only integrations.huggingface may"),
+        ("integrations.huggingface", "import lightning", "only integrations.lightning, internals may"),
+        (
+            "integrations.huggingface",
+            "from det_callbacks.integrations.loop import TrainingRun\nimport transformers",
+            "",
+        ),
         ("training.session", "from det_callbacks.integrations.lightning.trainer import LightningTraining", "upwards"),
         ("ranks.group", "from det_callbacks.training.training import Training", "upwards"),
         ("integrations.lightning.trainer", "import lightning\nfrom det_callbacks.training import training", ""),
