@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from causes_page import PAGE, causes, example, page, when
 from step_builder import FLOAT, StepBuilder, both, judge, training_step
-from test_named_causes import FAULTS, Training
+from test_named_causes import FAULTS, WRITES, Training
 from test_named_causes import pytestmark as marks
 from test_torchscript import fit as fit_scripted
 from test_torchscript import pytestmark as scripted_marks
@@ -28,7 +28,7 @@ def planted(name: str, **more: Any) -> Callable[[Path], Verdict]:
     """Train with one of the faults of ``test_named_causes``."""
 
     def verify(folder: Path) -> Verdict:
-        _, _, base, change = FAULTS[name]
+        _, _, base, change = {**FAULTS, **WRITES}[name]
         reference = Training(**base, **more).record(folder / "reference")
         return Training(**{**base, **more, **change}).verify(reference, current=folder / "current")
 
@@ -114,6 +114,7 @@ EXAMPLES: Mapping[str, Callable[[Path], Verdict]] = {
     "batch": planted("unsorted listing"),
     "generator": planted("validation draws"),
     "steps that were not recorded": built(read_a_weight, selection=Selection(only_steps=(7,))),
+    "external write": planted("a weight between steps"),
     "input from outside": built(from_outside),
     "choice": changed(options={"environment": [choice("optimizer.AdamW.lr", 0.1, 0.2)]}, lr=0.2),
     "optimizer option": planted("a callback changes the learning rate", level="state"),
