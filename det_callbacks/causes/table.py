@@ -20,6 +20,7 @@ from det_callbacks.causes import (
     restored_state,
     scripted_module,
     structure,
+    uninitialised_memory,
     unrecorded_steps,
 )
 from det_callbacks.causes.rule import Rule
@@ -36,6 +37,7 @@ RULES: tuple[Rule, ...] = (
     batch,
     generator,
     unrecorded_steps,
+    uninitialised_memory,
     external_write,
     outside_input,
     choice,

@@ -57,6 +57,7 @@ class Training:
     every_n_steps: int = 1
     change_weight: str = ""
     scheduler: bool = False
+    left_in_memory: int | None = None
     trainer: dict[str, Any] = field(default_factory=dict, hash=False)
     level: str = "op"
 
@@ -134,7 +135,10 @@ class Module(pl.LightningModule):
         if self.global_step == made_of.changes_in_step:
             with torch.no_grad():
                 self.net[-1].bias += 1e-3
-        loss = cross_entropy(self.net(batch[0]), batch[1])
+        output = self.net(batch[0])
+        if made_of.left_in_memory is not None:
+            output = torch.cat([output, unwritten(made_of.left_in_memory)])[: len(output)]
+        loss = cross_entropy(output, batch[1])
         if made_of.logs:
             self.log("loss", loss, on_epoch=True, logger=False)
         return loss
@@ -147,6 +151,14 @@ class Module(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         return ([optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]) if self.made_of.scheduler else optimizer
+
+
+def unwritten(left: int) -> Tensor:
+    """Return memory that is only filled in part; what it had held is ``left``, as far as the trace can tell."""
+    memory = torch.empty(2, 10)
+    memory.numpy()[1:] = left
+    memory[0] = 0
+    return memory
 
 
 class DrawsAtBatchEnd(pl.Callback):
@@ -384,6 +396,13 @@ WRITES = {
     ),
     "a weight after a step that was not recorded": planted(
         "unknown", "steps before it were not recorded", base={"every_n_steps": 2}, callbacks=(WritesAfterBatch,)
+    ),
+    "memory that is filled in part": planted(
+        "uninitialised_memory",
+        "Step 0, forward: aten.cat.default in no module",
+        "it reads a tensor (float32 [2, 10]) that was allocated and then filled in part",
+        base={"left_in_memory": 0},
+        left_in_memory=1,
     ),
     "a weight before the first step": planted("initial_weights", callbacks=(LoadsWeights,)),
 }
