@@ -2,13 +2,13 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import cycle, zip_longest
 from typing import Any, Literal, Self
 
 import torch
-from torch import Generator, Tensor, UntypedStorage, nn
+from torch import Generator, Tensor, nn
 
 from det_callbacks.audit import OpMismatch
 from det_callbacks.errors import CoverageWarning, DetCallbacksError, EquivalenceError, TraceError
@@ -20,12 +20,8 @@ from det_callbacks.internals.torch import (
     FunctionalTensor,
     OpOverload,
     graph_task_id,
-    memory_address,
     num_dispatch_modes,
     schema_of,
-    set_conjugate,
-    set_negative,
-    storage_address,
     without_function_modes,
     without_modes,
 )
@@ -33,6 +29,7 @@ from det_callbacks.rng import RewindPoint, is_capturing
 from det_callbacks.trace.attribution.backward import OpPlaces
 from det_callbacks.trace.dispatch import TAKE_APART, DispatchMode
 from det_callbacks.trace.op.components import PLAIN, holds_data
+from det_callbacks.trace.op.copied_calls import Call, copied_call
 from det_callbacks.trace.op.fresh_memory import FreshMemory, UnwrittenWords
 from det_callbacks.trace.op.program_trie import OpScope
 from det_callbacks.trace.op.same_bits import difference_of, has_same_bits, is_special
@@ -40,7 +37,6 @@ from det_callbacks.trace.op.sites import source_of
 from det_callbacks.trace.state.optimizers import OptimizerPhases
 from det_callbacks.trace.tables.overloads import (
     HIDDEN_STATES,
-    OPAQUE_WRITES,
     OpKind,
     OpPlan,
     comes_apart,
@@ -56,11 +52,6 @@ _OWN_NAMESPACES = frozenset({"aten", "quantized", "mkldnn", "onednn", "mkl"})
 """Ops of torch's own kernels: they draw from torch's generators only, and say so by a tag."""
 MAX_KEPT = 1000
 """Mismatches that are kept; more are counted."""
-_ALIGNMENT = 64
-"""Bytes that torch aligns host memory to."""
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword arguments."""
 _Difference = tuple[int, Any, Any]
 """Number of an output, and what the two runs wrote there."""
 _Fault = Literal["", "transient", "uninitialised"]
@@ -105,14 +96,13 @@ class BitwiseEquivalenceMode:
     ``subclass`` counts calls on tensor subclasses: the ops they come down to are compared instead.
 
     Memory that an op only allocates (``torch.empty``) is followed: an op that reads a part of it that nothing has
-    written is run once more with other bytes there, and reported where its outputs differ (``is_uninitialised``). Less
-    than 8 bytes are not followed, nor is what an op updates in place. What an op allocates in its kernel has other
-    bytes in the second run where the allocator hands out memory that was freed last: always on CUDA, mostly on the
-    host.
+    written is run once more with other bytes there, and reported where its outputs differ (``is_uninitialised``); not
+    for less than 8 bytes, nor what an op updates in place. What an op allocates in its kernel has other bytes in the
+    second run where the allocator hands out what was freed last: always on CUDA, mostly on the host.
 
     It cannot know of what an op does beside its schema: a custom op that writes an argument it does not declare, or
     keeps a state of its own, does so twice. Of compiled regions only extern kernels and custom ops are seen.
-    Nondeterminism that two runs in a row do not show (threads, memory that is reused) may need several steps.
+    Nondeterminism that two runs in a row do not show (threads) may need several steps.
 
     Time: each op twice, its outputs read twice (on a GPU one synchronisation an op), and some 30 microseconds an op,
     for a custom op 150 more: a transformer of 6 x 384 takes 2.4 times as long (two cores of a CPU, torch 2.13).
@@ -202,7 +192,7 @@ class BitwiseEquivalenceMode:
         self._phases.close()
         self.places.close()
         mode, self._mode = self._mode, None
-        with _no_modes_below(), without_function_modes():
+        with _unseen():
             self._fresh.close()
         if mode is not None and (above := mode.leave()) is not None:
             warnings.warn(
@@ -258,7 +248,7 @@ class BitwiseEquivalenceMode:
             self._give_back(args, kwargs)
             out = func(*args, **kwargs)
             if reason == OpKind.UNINITIALISED.value and out.__class__ is Tensor and not is_capturing():
-                with _no_modes_below(), without_function_modes():
+                with _unseen():
                     self._fresh.allocate(out)
             return out
         module = context.module
@@ -272,7 +262,7 @@ class BitwiseEquivalenceMode:
         else:
             self.num_compared += 1
         for index, one, other in differing:
-            with _no_modes_below(), without_function_modes():
+            with _unseen():
                 difference = difference_of(one, other)
             mismatch = OpMismatch(
                 phase=phase,
@@ -302,7 +292,7 @@ class BitwiseEquivalenceMode:
         """Return the unwritten memory that a call reads; it holds again what it held when it was allocated."""
         if not self._fresh:
             return []
-        with _no_modes_below(), without_function_modes():
+        with _unseen():
             updated = () if plan.is_overwrite else written_arguments(plan, args, kwargs)
             return self._fresh.begin_read(tensors_read(plan, args, kwargs), updated)
 
@@ -310,13 +300,13 @@ class BitwiseEquivalenceMode:
         self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], unwritten: Sequence[UnwrittenWords]
     ) -> None:
         if unwritten:
-            with _no_modes_below(), without_function_modes():
+            with _unseen():
                 self._fresh.end_read(unwritten, written_arguments(plan, args, kwargs))
 
     def _give_back(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Let a call that is not run twice find what it would have found without the mode."""
         if self._fresh:
-            with _no_modes_below(), without_function_modes():
+            with _unseen():
                 for tensor in tensors_in((*args, *kwargs.values())):
                     self._fresh.give_back(tensor)
 
@@ -335,8 +325,8 @@ def _run_twice(
     calls: list[Call] = [(args, kwargs)] * 3
     if plan.writes:
         try:
-            with _no_modes_below(), without_function_modes():
-                calls = [_copied(plan, args, kwargs) for _ in range(2)]
+            with _unseen():
+                calls = [copied_call(plan, args, kwargs) for _ in range(2)]
                 if unwritten:
                     calls.append(_copied_with_others(plan, args, kwargs, unwritten))
         except Exception:  # noqa: BLE001  # what a tensor class cannot do; the op runs once, and is not compared
@@ -404,14 +394,14 @@ def _differing_by_memory(
 def _copied_with_others(
     plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], unwritten: Sequence[UnwrittenWords]
 ) -> Call:
-    """Return a copied call, as ``_copied`` does, in which unwritten memory holds other bytes.
+    """Return a copied call, as ``copied_call`` does, in which unwritten memory holds other bytes.
 
     What the call reads and does not write is copied too: the memory itself has its own bytes again.
     """
     for one in unwritten:
         one.put(others=True)
     try:
-        return _copied(plan, args, kwargs, with_read=True)
+        return copied_call(plan, args, kwargs, with_read=True)
     finally:
         for one in unwritten:
             one.put()
@@ -455,48 +445,13 @@ def _differing(first: Sequence[Any], second: Sequence[Any]) -> list[_Difference]
         ]
 
 
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """Keep torch-function modes, too, from seeing what is done to check."""
+    with _no_modes_below(), without_function_modes():
+        yield
+
+
 def _no_modes_below() -> AbstractContextManager[Any]:
     """Keep the dispatch modes below this one (not torch-function modes) from seeing what is done to check."""
     return without_modes() if num_dispatch_modes() else nullcontext()
-
-
-def _copied(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], *, with_read: bool = False) -> Call:
-    """Return the arguments of a call with copies of what it writes; raise TypeError where that cannot be done.
-
-    Every storage that a written argument lies in is copied, and each tensor argument on it is rebuilt there, so that
-    two arguments that view the same bytes still do. Not for sparse, quantised or nested tensors (what of them is
-    shared is not known), for tensors without data, and for memory that is less aligned than torch's own: kernels may
-    sum in another order there.
-    """
-    scratch = (plan.argument(name, args, kwargs) for name in OPAQUE_WRITES.get(plan.base, ()))
-    written = [*written_arguments(plan, args, kwargs), *(value for value in scratch if isinstance(value, Tensor))]
-    tensors = {id(tensor): tensor for tensor in tensors_in((*args, *kwargs.values()))}
-    if not all(map(holds_data, written)) or any(map(is_special, (*tensors.values(), *written))):
-        raise TypeError("not strided tensors with data")
-    copied = tensors.values() if with_read else written
-    addresses = {storage_address(tensor.untyped_storage()) for tensor in copied}
-    on_storage: dict[int, list[Tensor]] = {}
-    for tensor in tensors.values():
-        if (address := storage_address(tensor.untyped_storage())) in addresses:
-            on_storage.setdefault(address, []).append(tensor)
-    copies: dict[int, Tensor] = {}
-    for group in on_storage.values():
-        if memory_address(group[0]) % _ALIGNMENT:
-            raise TypeError("memory that torch did not allocate")
-        storage = group[0].untyped_storage().clone()
-        copies.update((id(tensor), _rebuilt(tensor, storage)) for tensor in group)
-
-    def replaced(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return copies.get(id(value), value)
-        return type(value)(map(replaced, value)) if type(value) in (list, tuple) else value
-
-    return replaced(args), {name: replaced(value) for name, value in kwargs.items()}
-
-
-def _rebuilt(tensor: Tensor, storage: UntypedStorage) -> Tensor:
-    copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    copy.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-    set_conjugate(copy, tensor.is_conj())
-    set_negative(copy, tensor.is_neg())
-    return copy.requires_grad_(tensor.requires_grad)

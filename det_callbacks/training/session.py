@@ -1,5 +1,6 @@
 """What a mode does with the fits of a run: ``Session`` does nothing, and each mode has one of its own."""
 
+import os
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -27,6 +28,7 @@ from det_callbacks.trace.tables.nondeterministic_ops import NondeterministicOps
 from det_callbacks.training.arguments import RunArguments
 from det_callbacks.training.evidence import Evidence
 from det_callbacks.training.training import Training
+from det_callbacks.variables import FILL_MEMORY
 from det_callbacks.verdict import Verdict
 from det_callbacks.verification import Verification
 
@@ -158,6 +160,8 @@ class TracedSession(Session):
         self._hash_mode = HashMode.for_training(training.module, selection, base_phase=training.base_phase)
         recorder = self._hash_mode.recorder
         recorder.generators.reader = self.reader
+        if FILL_MEMORY in os.environ:
+            recorder.undigested.fill = int(os.environ[FILL_MEMORY])
         recorder.plans.nondeterministic_ops = ops
         recorder.output_hooks.every = tuple(hook for hook in (self.op_replay, self.keeper) if hook is not None)
         owner = f"the {self.arguments.called} of {self.path}"
