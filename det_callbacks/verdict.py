@@ -25,6 +25,8 @@ Cause = Literal[
     "optimizer",
     "checkpoint",
     "structure",
+    "external_write",
+    "uninitialised_memory",
     "unknown",
 ]
 

@@ -2,16 +2,15 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from itertools import zip_longest
-from typing import Any, Self
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import cycle, zip_longest
+from typing import Any, Literal, Self
 
 import torch
-from torch import Generator, Tensor, UntypedStorage, nn
+from torch import Generator, Tensor, nn
 
 from det_callbacks.audit.result import EquivalenceError, OpMismatch
-from det_callbacks.digest.components import INTEGERS, digest_tensor, require_storage, tensor_numbers
 from det_callbacks.environment.rng import RewindPoint, is_capturing
 from det_callbacks.errors import CoverageWarning, DetCallbacksError, TraceError
 from det_callbacks.internals.names import RECORDING
@@ -22,48 +21,42 @@ from det_callbacks.internals.torch import (
     FunctionalTensor,
     OpOverload,
     graph_task_id,
-    is_zero_tensor,
-    memory_address,
     num_dispatch_modes,
     schema_of,
-    set_conjugate,
-    set_negative,
-    storage_address,
     without_function_modes,
     without_modes,
 )
-from det_callbacks.runs.program import scalar_bits
 from det_callbacks.trace.attribution.backward import OpPlaces
 from det_callbacks.trace.attribution.engine import source_of
 from det_callbacks.trace.dispatch import TAKE_APART, DispatchMode
-from det_callbacks.trace.op.components import PLAIN, has_parts, holds_data
+from det_callbacks.trace.op.components import PLAIN, holds_data
+from det_callbacks.trace.op.copied_calls import Call, copied_call
+from det_callbacks.trace.op.fresh_memory import FreshMemory, UnwrittenWords
 from det_callbacks.trace.op.program_trie import OpScope
+from det_callbacks.trace.op.same_bits import difference_of, has_same_bits, is_special
 from det_callbacks.trace.state.optimizers import OptimizerPhases
 from det_callbacks.trace.tables.overloads import (
     HIDDEN_STATES,
-    OPAQUE_WRITES,
     OpKind,
     OpPlan,
     comes_apart,
     in_flight,
     make_plan,
     tensors_in,
+    tensors_read,
     written_arguments,
     written_by_call,
 )
-from det_callbacks.verdict import TensorNumbers
 
 _OWN_NAMESPACES = frozenset({"aten", "quantized", "mkldnn", "onednn", "mkl"})
 """Ops of torch's own kernels: they draw from torch's generators only, and say so by a tag."""
 MAX_KEPT = 1000
 """Mismatches that are kept; more are counted."""
-_ALIGNMENT = 64
-"""Bytes that torch aligns host memory to."""
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword arguments."""
 _Difference = tuple[int, Any, Any]
 """Number of an output, and what the two runs wrote there."""
+_Fault = Literal["", "transient", "uninitialised"]
+_FILLS = cycle((0x3F, 0xC0))
+"""Bytes that fill memory before an op may allocate it: small numbers, and no NaN, in all floating-point types."""
 
 
 def why_left_out(func: Any, plan: OpPlan) -> str:
@@ -102,9 +95,14 @@ class BitwiseEquivalenceMode:
     ``raised``, ``second_run_raised``, ``no_output``.
     ``subclass`` counts calls on tensor subclasses: the ops they come down to are compared instead.
 
+    Memory that an op only allocates (``torch.empty``) is followed: an op that reads a part of it that nothing has
+    written is run once more with other bytes there, and reported where its outputs differ (``is_uninitialised``); not
+    for less than 8 bytes, nor what an op updates in place. What an op allocates in its kernel has other bytes in the
+    second run where the allocator hands out what was freed last: always on CUDA, mostly on the host.
+
     It cannot know of what an op does beside its schema: a custom op that writes an argument it does not declare, or
     keeps a state of its own, does so twice. Of compiled regions only extern kernels and custom ops are seen.
-    Nondeterminism that two runs in a row do not show (threads, memory that is reused) may need several steps.
+    Nondeterminism that two runs in a row do not show (threads) may need several steps.
 
     Time: each op twice, its outputs read twice (on a GPU one synchronisation an op), and some 30 microseconds an op,
     for a custom op 150 more: a transformer of 6 x 384 takes 2.4 times as long (two cores of a CPU, torch 2.13).
@@ -150,6 +148,7 @@ class BitwiseEquivalenceMode:
         self._phases = OptimizerPhases(self.places, base_phase)
         self._mode: DispatchMode | None = None
         self._mismatches: list[OpMismatch] = []
+        self._fresh = FreshMemory()
         # by id: hashing an OpOverload runs Python code; a plan keeps it alive
         self._plans: dict[int, tuple[OpPlan, str]] = {}
         self._calls: Counter[tuple[str, str, int]] = Counter()
@@ -193,6 +192,8 @@ class BitwiseEquivalenceMode:
         self._phases.close()
         self.places.close()
         mode, self._mode = self._mode, None
+        with _unseen():
+            self._fresh.close()
         if mode is not None and (above := mode.leave()) is not None:
             warnings.warn(
                 f"Another dispatch mode ({above}) was opened inside BitwiseEquivalenceMode and left open; what ran up "
@@ -216,6 +217,7 @@ class BitwiseEquivalenceMode:
         self.num_ops += 1
         if plan.kind is OpKind.OPAQUE:
             self.skipped[reason] += 1
+            self._give_back(args, kwargs)
             self.places.backward.note_unseen()
             return func(*args, **kwargs)
         if graph_task_id() == -1:
@@ -241,17 +243,26 @@ class BitwiseEquivalenceMode:
             reason = "capturing"
         if reason:
             self.skipped[reason] += 1
-            return func(*args, **kwargs)
+            if plan.kind is OpKind.VIEW:
+                return func(*args, **kwargs)
+            self._give_back(args, kwargs)
+            out = func(*args, **kwargs)
+            if reason == OpKind.UNINITIALISED.value and out.__class__ is Tensor and not is_capturing():
+                with _unseen():
+                    self._fresh.allocate(out)
+            return out
         module = context.module
         occurrence = self._calls[phase, module, id(func)]
         self._calls[phase, module, id(func)] += 1
-        out, reason, differing, is_transient = _run_twice(plan, args, kwargs, self.skipped)
+        unwritten = self._begin_read(plan, args, kwargs)
+        out, reason, differing, fault = _run_twice(plan, args, kwargs, self.skipped, unwritten)
+        self._end_read(plan, args, kwargs, unwritten)
         if reason:
             self.skipped[reason] += 1
         else:
             self.num_compared += 1
         for index, one, other in differing:
-            with _no_modes_below(), without_function_modes():
+            with _unseen():
                 difference = difference_of(one, other)
             mismatch = OpMismatch(
                 phase=phase,
@@ -260,7 +271,8 @@ class BitwiseEquivalenceMode:
                 occurrence=occurrence,
                 output=index,
                 source=source_of(context),
-                is_transient=is_transient,
+                is_transient=fault == "transient",
+                is_uninitialised=fault == "uninitialised",
                 **difference,
             )
             self.num_mismatches += 1
@@ -276,21 +288,49 @@ class BitwiseEquivalenceMode:
                 )
         return out
 
+    def _begin_read(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[UnwrittenWords]:
+        """Return the unwritten memory that a call reads; it holds again what it held when it was allocated."""
+        if not self._fresh:
+            return []
+        with _unseen():
+            updated = () if plan.is_overwrite else written_arguments(plan, args, kwargs)
+            return self._fresh.begin_read(tensors_read(plan, args, kwargs), updated)
+
+    def _end_read(
+        self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], unwritten: Sequence[UnwrittenWords]
+    ) -> None:
+        if unwritten:
+            with _unseen():
+                self._fresh.end_read(unwritten, written_arguments(plan, args, kwargs))
+
+    def _give_back(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Let a call that is not run twice find what it would have found without the mode."""
+        if self._fresh:
+            with _unseen():
+                for tensor in tensors_in((*args, *kwargs.values())):
+                    self._fresh.give_back(tensor)
+
 
 def _run_twice(
-    plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], skipped: Counter[str]
-) -> tuple[Any, str, list[_Difference], bool]:
-    """Run an op twice, and a third time where these differ.
+    plan: OpPlan,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    skipped: Counter[str],
+    unwritten: Sequence[UnwrittenWords],
+) -> tuple[Any, str, list[_Difference], _Fault]:
+    """Run an op twice, a third time where these differ, and once more with other bytes in ``unwritten`` memory.
 
-    Return what the first returned, why it was not compared, what differed, and whether the third agreed with one.
+    Return what the first returned, why it was not compared, what differed, and what is known of the fault.
     """
-    calls: list[Call] = [(args, kwargs)] * 2
+    calls: list[Call] = [(args, kwargs)] * 3
     if plan.writes:
         try:
-            with _no_modes_below(), without_function_modes():
-                calls = [_copied(plan, args, kwargs) for _ in range(2)]
+            with _unseen():
+                calls = [copied_call(plan, args, kwargs) for _ in range(2)]
+                if unwritten:
+                    calls.append(_copied_with_others(plan, args, kwargs, unwritten))
         except Exception:  # noqa: BLE001  # what a tensor class cannot do; the op runs once, and is not compared
-            return plan.call(*args, **kwargs), "not_copied", [], False
+            return plan.call(*args, **kwargs), "not_copied", [], ""
     passed = [value for value in (*args, *kwargs.values()) if isinstance(value, Generator)]
 
     def generators() -> RewindPoint | None:
@@ -308,22 +348,76 @@ def _run_twice(
     after = generators()
     first = written_by_call(plan, out, args, kwargs)
     if not first:
-        return out, "no_output", [], False
+        return out, "no_output", [], ""
     if plan.may_be_in_flight and all(in_flight(plan, out, args, kwargs)):
-        return out, "in_flight", [], False
+        return out, "in_flight", [], ""
     if not all(map(holds_data, first)):
-        return out, "no_data", [], False
+        return out, "no_data", [], ""
     with _no_modes_below():
+        _refill_allocator(first, plan, args, kwargs)
         second = _run_again(plan, before, after, calls[0])
         if second is None:
-            return out, "second_run_raised", [], False
+            return out, "second_run_raised", [], ""
         try:
             differing = _differing(first, second)
+            if not differing and unwritten:
+                differing = _differing_by_memory(plan, before, after, calls[2], first, unwritten)
+                return out, "", differing, "uninitialised" if differing else ""
             third = _run_again(plan, before, after, calls[1]) if differing else None
             is_transient = third is not None and not (_differing(first, third) and _differing(second, third))
         except (TypeError, DetCallbacksError):
-            return out, "unreadable", [], False
-    return out, "", differing, is_transient
+            return out, "unreadable", [], ""
+    return out, "", differing, "transient" if is_transient else ""
+
+
+def _differing_by_memory(
+    plan: OpPlan,
+    before: RewindPoint | None,
+    after: RewindPoint | None,
+    call: Call,
+    first: Sequence[Any],
+    unwritten: Sequence[UnwrittenWords],
+) -> list[_Difference]:
+    """Return what an op writes with other bits where the memory that it reads unwritten holds other bytes."""
+    with without_function_modes():
+        for one in unwritten if not plan.writes else ():
+            one.put(others=True)
+    try:
+        again = _run_again(plan, before, after, call)
+    finally:
+        with without_function_modes():
+            for one in unwritten if not plan.writes else ():
+                one.put()
+    return [] if again is None else _differing(first, again)
+
+
+def _copied_with_others(
+    plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], unwritten: Sequence[UnwrittenWords]
+) -> Call:
+    """Return a copied call, as ``copied_call`` does, in which unwritten memory holds other bytes.
+
+    What the call reads and does not write is copied too: the memory itself has its own bytes again.
+    """
+    for one in unwritten:
+        one.put(others=True)
+    try:
+        return copied_call(plan, args, kwargs, with_read=True)
+    finally:
+        for one in unwritten:
+            one.put()
+
+
+def _refill_allocator(first: Sequence[Any], plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Let the next run of an op get other bytes where it allocates what it returns, as far as that can be had.
+
+    An allocator mostly hands out next the memory of that size that was freed last: CUDA's always does.
+    """
+    written = {id(tensor) for tensor in written_arguments(plan, args, kwargs)}
+    with without_function_modes():
+        for tensor in first:
+            if isinstance(tensor, Tensor) and id(tensor) not in written and not is_special(tensor):
+                size = tensor.untyped_storage().nbytes()
+                torch.empty(size, dtype=torch.uint8, device=tensor.device).fill_(next(_FILLS))
 
 
 def _run_again(plan: OpPlan, before: RewindPoint | None, after: RewindPoint | None, call: Call) -> Sequence[Any] | None:
@@ -351,85 +445,13 @@ def _differing(first: Sequence[Any], second: Sequence[Any]) -> list[_Difference]
         ]
 
 
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """Keep torch-function modes, too, from seeing what is done to check."""
+    with _no_modes_below(), without_function_modes():
+        yield
+
+
 def _no_modes_below() -> AbstractContextManager[Any]:
     """Keep the dispatch modes below this one (not torch-function modes) from seeing what is done to check."""
     return without_modes() if num_dispatch_modes() else nullcontext()
-
-
-def _copied(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """Return the arguments of a call with copies of what it writes; raise TypeError where that cannot be done.
-
-    Every storage that a written argument lies in is copied, and each tensor argument on it is rebuilt there, so that
-    two arguments that view the same bytes still do. Not for sparse, quantised or nested tensors (what of them is
-    shared is not known), for tensors without data, and for memory that is less aligned than torch's own: kernels may
-    sum in another order there.
-    """
-    scratch = (plan.argument(name, args, kwargs) for name in OPAQUE_WRITES.get(plan.base, ()))
-    written = [*written_arguments(plan, args, kwargs), *(value for value in scratch if isinstance(value, Tensor))]
-    tensors = {id(tensor): tensor for tensor in tensors_in((*args, *kwargs.values()))}
-    if not all(map(holds_data, written)) or any(map(is_special, (*tensors.values(), *written))):
-        raise TypeError("not strided tensors with data")
-    addresses = {storage_address(tensor.untyped_storage()) for tensor in written}
-    on_storage: dict[int, list[Tensor]] = {}
-    for tensor in tensors.values():
-        if (address := storage_address(tensor.untyped_storage())) in addresses:
-            on_storage.setdefault(address, []).append(tensor)
-    copies: dict[int, Tensor] = {}
-    for group in on_storage.values():
-        if memory_address(group[0]) % _ALIGNMENT:
-            raise TypeError("memory that torch did not allocate")
-        storage = group[0].untyped_storage().clone()
-        copies.update((id(tensor), _rebuilt(tensor, storage)) for tensor in group)
-
-    def replaced(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return copies.get(id(value), value)
-        return type(value)(map(replaced, value)) if type(value) in (list, tuple) else value
-
-    return replaced(args), {name: replaced(value) for name, value in kwargs.items()}
-
-
-def has_same_bits(first: Any, second: Any) -> bool:
-    """Return whether two outputs are the same, bit for bit, whatever their strides; raise as ``digest_tensor`` does."""
-    if not isinstance(first, Tensor) or not isinstance(second, Tensor):
-        return type(first) is type(second) and scalar_bits(first) == scalar_bits(second)
-    if first.dtype != second.dtype or first.layout != second.layout or _sizes(first) != _sizes(second):
-        return False
-    is_plain = not any(is_special(one) or one.is_conj() or one.is_neg() for one in (first, second))
-    if is_plain and first.device == second.device and (words := INTEGERS.get(first.element_size())) is not None:
-        require_storage(first)
-        require_storage(second)
-        return torch.equal(first.view(words), second.view(words))  # on a device: a digest would be taken on the host
-    return digest_tensor(first) == digest_tensor(second)
-
-
-def difference_of(first: Any, second: Any) -> dict[str, Any]:
-    """Return shape, dtype and numbers for the ``OpMismatch`` of two outputs that have not the same bits."""
-    if not isinstance(first, Tensor):
-        name = type(first).__name__
-        return {"shape": (), "dtype": name, "num_elements": 1, "num_differing": 1, "max_ulps": None}
-    dtype = str(first.dtype).removeprefix("torch.")
-    found = TensorNumbers(tensor="", shape=(first.numel(),), num_differing=first.numel())
-    is_plain = isinstance(second, Tensor) and not is_special(first) and not is_special(second)
-    if is_plain and first.shape == second.shape and first.dtype == second.dtype:
-        found = tensor_numbers(found, first, second)
-    counts = {"num_elements": found.num_elements, "num_differing": found.num_differing, "max_ulps": found.max_ulps}
-    return {"shape": _sizes(first), "dtype": dtype, **counts}
-
-
-def is_special(tensor: Tensor) -> bool:
-    """Return whether a tensor is more, or less, than strided elements on a storage."""
-    return has_parts(tensor) or tensor.is_quantized or tensor.is_nested or is_zero_tensor(tensor)
-
-
-def _rebuilt(tensor: Tensor, storage: UntypedStorage) -> Tensor:
-    copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    copy.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-    set_conjugate(copy, tensor.is_conj())
-    set_negative(copy, tensor.is_neg())
-    return copy.requires_grad_(tensor.requires_grad)
-
-
-def _sizes(tensor: Tensor) -> tuple[int, ...]:
-    """Return the shape; of a nested tensor the number of its tensors, whose shapes count one by one."""
-    return (tensor.size(0),) if tensor.is_nested and tensor.layout is torch.strided else tuple(tensor.shape)

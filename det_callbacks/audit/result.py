@@ -28,6 +28,8 @@ class OpMismatch:
             tensors that are not strided.
         max_ulps: largest distance of two finite elements; None where there is none.
         is_transient: whether everything that the third run wrote agrees with the first run, or with the second.
+        is_uninitialised: whether it repeated itself, and gave other bits when memory that it read and that nothing had
+            written since it was allocated held other bytes.
     """
 
     phase: str
@@ -42,16 +44,20 @@ class OpMismatch:
     num_differing: int
     max_ulps: int | None
     is_transient: bool
+    is_uninitialised: bool = False
 
     def __str__(self) -> str:
         module = {"": "outside any module", "?": "in an unknown module"}.get(self.module, f"in {self.module}")
         place = f" at {self.source[0]}" if self.source else ""
         distance = "" if self.max_ulps is None else f", by up to {self.max_ulps} ULPs"
         third = "; of three runs two agree, so it may be transient" if self.is_transient else ""
-        return (
+        what = (
             f"{self.op} {module}{place} ({self.phase}): {self.num_differing} of {self.num_elements} elements of output "
-            f"{self.output} differ{distance}{third}"
+            f"{self.output}"
         )
+        if self.is_uninitialised:
+            return f"{what} depend on memory that it reads and that nothing has written since it was allocated"
+        return f"{what} differ{distance}{third}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +65,13 @@ class AuditFinding(OpMismatch):
     """One op that gave other bits when it was run again; what ``OpMismatch`` says is of the first such output.
 
     Attributes:
-        judgement: "transient" when a single call of it differed, and its third run agreed with one of the two before.
+        judgement: "transient" when a single call of it differed, and its third run agreed with one of the two before;
+            "uninitialised" when it repeats itself, and its output depends on memory that nothing had written.
         steps: in which it differed.
         num_places: outputs and occurrences of it that differed, all steps together.
     """
 
-    judgement: Literal["nondeterministic", "transient"]
+    judgement: Literal["nondeterministic", "transient", "uninitialised"]
     steps: tuple[int, ...]
     num_places: int
 
@@ -74,9 +81,14 @@ class AuditFinding(OpMismatch):
         first = mismatches[0][1]
         calls = {(step, one.occurrence) for step, one in mismatches}
         known = [one.max_ulps for _, one in mismatches if one.max_ulps is not None]
+        judgement: Literal["nondeterministic", "transient", "uninitialised"] = "nondeterministic"
+        if all(one.is_uninitialised for _, one in mismatches):
+            judgement = "uninitialised"
+        elif first.is_transient and len(calls) == 1:
+            judgement = "transient"
         return cls(
             **{**asdict(first), "max_ulps": max(known, default=None)},
-            judgement="transient" if first.is_transient and len(calls) == 1 else "nondeterministic",
+            judgement=judgement,
             steps=tuple(sorted({step for step, _ in calls})),
             num_places=len(mismatches),
         )

@@ -8,6 +8,7 @@ from det_callbacks.causes import (
     choice,
     compiled_graph,
     dtype,
+    external_write,
     first_difference,
     generator,
     generator_before_data,
@@ -19,6 +20,7 @@ from det_callbacks.causes import (
     restored_state,
     scripted_module,
     structure,
+    uninitialised_memory,
     unrecorded_steps,
 )
 from det_callbacks.causes.rule import Rule
@@ -35,6 +37,8 @@ RULES: tuple[Rule, ...] = (
     batch,
     generator,
     unrecorded_steps,
+    uninitialised_memory,
+    external_write,
     outside_input,
     choice,
     optimizer_option,

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import json
 import os
+import platform
 import shlex
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from det_callbacks.cli.parser import SCRIPT_OPTIONS
 from det_callbacks.cli.trainers import TRAINERS, nothing_text
 from det_callbacks.compare.evidence import read_window
 from det_callbacks.compare.record import REPORT_FILE, VERDICT_FILE
-from det_callbacks.environment.variables import LAUNCH, NUM_WORKERS, REFUSAL
+from det_callbacks.environment.variables import FILL_MEMORY, LAUNCH, NUM_WORKERS, REFUSAL
 from det_callbacks.errors import CheckError, ReferenceFormatError, RunExistsError
 from det_callbacks.report.console import STYLES, Section, Table, make_console, print_line, print_report, printable
 from det_callbacks.report.verdict import verdict_report
@@ -31,10 +32,12 @@ from det_callbacks.runs.store import Run
 from det_callbacks.verdict import EXIT_CODES, Verdict
 
 RECORDING, PLAIN = "recording", "plain"
-FACTORS = ("workers", "threads", "hash-seed")  # are varied in this order
+FACTORS = ("workers", "threads", "hash-seed", "memory")  # are varied in this order
 GRACE_SECONDS = 20.0  # for an interrupted script to end by itself
 
 _HASH_SEED = "PYTHONHASHSEED"
+_FILL = "MALLOC_PERTURB_"
+_WITHOUT_CACHE = "glibc.malloc.tcache_count=0"  # of blocks below 1 KiB, which glibc hands out as they are
 _STARTUP = Path(__file__).parents[1] / "integrations" / "startup"
 _OF_SCRIPT = {
     "match": "the script repeats itself, bit for bit",
@@ -173,6 +176,13 @@ def _varied(script: Script, name: str, run: Run, seed: str) -> Script:
         settings["num_threads"] = number = 2 if had == 1 else 1
         variables["OMP_NUM_THREADS"] = str(number)  # what NumPy's libraries ask
         change = f"{number} instead of {had}"
+    elif name == "memory":
+        entry = f"env.{_FILL}"
+        given = os.environ.get(_FILL, "")
+        variables[_FILL] = now = "90" if given != "90" else "195"  # glibc fills with the complement: 0xa5, or 0x3c
+        variables["GLIBC_TUNABLES"] = ":".join(filter(None, (os.environ.get("GLIBC_TUNABLES"), _WITHOUT_CACHE)))
+        variables[FILL_MEMORY] = str(255 - int(now))
+        change = f"filled with {255 - int(now):#x} when allocated"
     else:
         entry = f"env.{_HASH_SEED}"
         variables[_HASH_SEED] = other = "1" if seed == "0" else "0"
@@ -223,6 +233,10 @@ def check(options: argparse.Namespace) -> int:
     script, vary = _script(options), options.vary.split(",") if options.vary else []
     if unknown := [factor for factor in vary if factor not in FACTORS]:
         raise CheckError(f"There is no {unknown[0]!r} to vary; there are {', '.join(FACTORS)}.")
+    if "memory" in vary and platform.libc_ver()[0] != "glibc":
+        raise CheckError(
+            "memory cannot be varied here: it is glibc that fills what is allocated. Leave it out of --vary."
+        )
     home = new_folder(options.to, "determinism-check", option="--to")
     runs = check_script(script, home, vary)
     is_varied, sections = len(runs) > 2, [Section()]

@@ -123,7 +123,10 @@ _ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
     "--to": {"metavar": "DIR", "help": "new or empty folder to write to"},
     "--overwrite": {"action": "store_true", "help": "replace a run that is there"},
     "--current": {"metavar": "DIR", "help": "folder for all that is kept (default: a new one in determinism-verify)"},
-    "--vary": {"metavar": "FACTORS", "help": "any of workers,threads,hash-seed: changed in one further run each"},
+    "--vary": {
+        "metavar": "FACTORS",
+        "help": "any of workers,threads,hash-seed,memory: changed in one further run each",
+    },
     "-v/--verbose": {"action": "store_true", "help": "print what the script prints, also on success"},
     "--level": {"choices": ("op", "module", "state"), "help": "op is the default"},
     "--modules": {"type": _names, "metavar": "PATTERNS", "help": "fnmatch patterns of modules, separated by commas"},

@@ -124,6 +124,7 @@ class Evidence:
     constants: frozenset[str] = frozenset()  # initial tensors that hold one value only in both runs
     options: tuple[OptionChange, ...] = ()
     scripted: tuple[str, ...] = ()  # of the current run
+    moments: tuple[tuple[int, str], ...] = ()  # (step, point) of the current run, from the step before on
     unread: str = ""  # why it could not be read; "" where it could, or where a run has none
 
     @property
@@ -264,6 +265,7 @@ def compare_windows(reference: Window, current: Window, step: int) -> Evidence:
         idle=tuple(_idle_generators(reference, current, step, moved={change.name for change in changes})),
         batch=_batch_change(reference, current, step),
         hooks=current.hooks,
+        moments=tuple(dict.fromkeys((row.step, row.point) for row in current.rows if row.point != BATCH)),
         constants=reference.constants & current.constants,
         options=tuple(_option_changes(reference, current)),
         scripted=current.scripted,

@@ -56,7 +56,10 @@ _IDLE_FACTS = (  # change no bits by themselves
     "torch.num_interop_threads",  # runs whole ops side by side, splits none
     "det_callbacks.version",  # a trace changes no bits (a test holds it to that)
 )
-_DETERMINISM_VARIABLES = ("FLASH_ATTENTION_DETERMINISTIC", "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "PYTHONHASHSEED")
+_DETERMINISM_VARIABLES = (
+    *("FLASH_ATTENTION_DETERMINISTIC", "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "PYTHONHASHSEED"),
+    "MALLOC_PERTURB_",  # what memory holds that was allocated and not written
+)
 
 # Names of secrets, as a whole: "num_tokens" and "pad_token" are hyperparameters.
 _SECRET = re.compile(

@@ -6,5 +6,8 @@ LAUNCH = "DET_CALLBACKS_LAUNCH"
 REFUSAL = "refusal"
 """File beside the claim of a launch, into which the callback writes why it ended the script."""
 
+FILL_MEMORY = "DET_CALLBACKS_FILL_MEMORY"
+"""``DeterminismCallback`` fills the memory that recorded ops only allocate with this byte, at level op."""
+
 NUM_WORKERS = "DET_CALLBACKS_NUM_WORKERS"
 """``DeterminismCallback`` gives the training's DataLoaders so many workers."""

@@ -143,6 +143,11 @@ def audit_lines(report: AuditReport, *, replay: Path) -> str:
     advice = [f"Make these ops deterministic (det-callbacks ops), {make}"] if report.replay else []
     if any(found.judgement == "transient" for found in report.findings):
         advice += ["Transient: a single call differed, and two of its three runs agreed; suspect the hardware first."]
+    if any(found.judgement == "uninitialised" for found in report.findings):
+        advice += [
+            "Uninitialised: an op repeats itself, but its output depends on memory that nothing has written since it "
+            "was allocated. Fill it, or allocate with torch.zeros."
+        ]
     begin = f"Run again on the same inputs, {count(len(report.findings), 'op')} gave other bits."
     table = Table(columns=columns, rows=rows, limit=MAX_FINDINGS)
     return to_text([Section(lines=[begin]), Section(table=table), Section(lines=advice)])

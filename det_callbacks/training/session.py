@@ -1,5 +1,6 @@
 """What a mode does with the fits of a run: ``Session`` does nothing, and each mode has one of its own."""
 
+import os
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -10,6 +11,7 @@ from typing_extensions import override
 
 from det_callbacks.audit.result import AuditReport
 from det_callbacks.compare.evidence import BATCH
+from det_callbacks.environment.variables import FILL_MEMORY
 from det_callbacks.errors import TraceError
 from det_callbacks.findings.table import ignored_findings
 from det_callbacks.observers.observations import REGISTRY, Observations
@@ -163,6 +165,8 @@ class TracedSession(Session):
         self._hash_mode = HashMode.for_training(training.module, selection, base_phase=training.base_phase)
         recorder = self._hash_mode.recorder
         recorder.generators.reader = self.reader
+        if FILL_MEMORY in os.environ:
+            recorder.undigested.fill = int(os.environ[FILL_MEMORY])
         recorder.plans.nondeterministic_ops = ops
         recorder.output_hooks.every = tuple(hook for hook in (self.op_replay, self.keeper) if hook is not None)
         owner = f"the {self.arguments.called} of {self.path}"

@@ -43,6 +43,8 @@ class Model(pl.LightningModule):
         loss = nn.functional.cross_entropy(self.net(images), labels)
         if "reduction" in FAULTS:  # each thread sums its part
             loss = loss + torch.rand(1_000_003, generator=torch.Generator().manual_seed(0)).sum()
+        if "memory" in FAULTS:  # so much that the system hands it out anew each time, as zeros
+            loss = loss + 1e15 * torch.empty(10_000_019)[-1000:].sum()
         if "broken" in FAULTS and index == 1:
             raise ZeroDivisionError("the script's own error")
         return loss * (2 if "planted" in FAULTS and index == 1 else 1)

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from causes_page import PAGE, causes, example, page, when
 from step_builder import FLOAT, StepBuilder, both, judge, training_step
-from test_named_causes import FAULTS, Training
+from test_named_causes import FAULTS, WRITES, Training
 from test_named_causes import pytestmark as marks
 from test_torchscript import fit as fit_scripted
 from test_torchscript import pytestmark as scripted_marks
 
 from det_callbacks import DeterminismCallback, DivergenceError
 from det_callbacks.causes.table import RULES
-from det_callbacks.runs.program import TensorLayout
+from det_callbacks.runs.program import UNWRITTEN, TensorLayout
 from det_callbacks.runs.selection import Selection
 from det_callbacks.verdict import EnvironmentDifference, Verdict
 
@@ -28,7 +28,7 @@ def planted(name: str, **more: Any) -> Callable[[Path], Verdict]:
     """Train with one of the faults of ``test_named_causes``."""
 
     def verify(folder: Path) -> Verdict:
-        _, _, base, change = FAULTS[name]
+        _, _, base, change = {**FAULTS, **WRITES}[name]
         reference = Training(**base, **more).record(folder / "reference")
         return Training(**{**base, **more, **change}).verify(reference, current=folder / "current")
 
@@ -95,6 +95,13 @@ def from_outside(step: StepBuilder, now: bool) -> None:
     step.op("aten.mul.Tensor", "?noise", weights={"?noise": 1 + now}, module="net.noise")
 
 
+def of_unwritten_memory(step: StepBuilder, now: bool) -> None:
+    filled = step.op("aten.fill_.Scalar", layout=TensorLayout(dtype="float32", shape=(4,), stride=(1,)))
+    layout = TensorLayout(dtype="float32", shape=(8,), stride=(1,), detail=UNWRITTEN)
+    memory = step.row(0, layout, phase="input", role="input", module="net", inputs=(filled,))
+    step.op("aten.clone.default", filled, memory, source=("train.py:9 in forward",), noise=now)
+
+
 def read_a_weight(step: StepBuilder, now: bool) -> None:
     step.op("aten.mm.default", "net.weight", weights={"net.weight": 1 + now}, module="net")
 
@@ -114,6 +121,8 @@ EXAMPLES: Mapping[str, Callable[[Path], Verdict]] = {
     "batch": planted("unsorted listing"),
     "generator": planted("validation draws"),
     "steps that were not recorded": built(read_a_weight, selection=Selection(only_steps=(7,))),
+    "uninitialised memory": built(of_unwritten_memory, step=0),
+    "external write": planted("a weight between steps"),
     "input from outside": built(from_outside),
     "choice": changed(options={"environment": [choice("optimizer.AdamW.lr", 0.1, 0.2)]}, lr=0.2),
     "optimizer option": planted("a callback changes the learning rate", level="state"),

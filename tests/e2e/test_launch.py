@@ -68,7 +68,7 @@ def test_what_goes_wrong_has_a_status_and_is_said_once(run_command: Run) -> None
         (("record", "run", "--keep", "add"), "The op pattern 'add' names no op"),
         (("verify", "nothing"), "nothing"),
         (("record", "run", "--seed", "4294967296"), "must be a whole number from 0 to 4294967295; got '4294967296'"),
-        (("check", "--vary", "worker"), "there are workers, threads, hash-seed"),
+        (("check", "--vary", "worker"), "there are workers, threads, hash-seed, memory"),
     ):
         done = run_command(*words)
         assert (done.status, done.text) == (2, "")
@@ -149,6 +149,16 @@ def test_augmentation_in_the_main_process_depends_on_the_workers(run_command: Ru
     row = r"^workers +2 instead of 0 +diverged +step 0, data: batch\[0\] +data_content$"
     assert re.search(row, done.text, re.MULTILINE)
     assert "bit for bit; its bits depend on workers; kept in" in done.last
+
+
+def test_a_read_of_unwritten_memory_depends_on_the_memory(run_command: Run) -> None:
+    """In a process that was forked only the recording fills memory: glibc does from a process's start."""
+    done = run_command("check", "--vary", "memory", "--to", "home", faults=["memory"])
+    assert done.status == 1, done.text
+    row = r"^memory +filled with 0xa5 .* +diverged +step 0, forward: aten\.sum\.default +uninitialised_memory$"
+    assert re.search(row, done.text, re.MULTILINE), done.text
+    assert "it reads a tensor (float32 [1000]) that was allocated in the step" in " ".join(done.text.split())
+    assert "bit for bit; its bits depend on memory; kept in" in done.last
 
 
 # real processes
@@ -234,12 +244,14 @@ def test_a_python_that_ignores_its_variables_looks_neither_seeded_nor_varied(tmp
 @pytest.mark.slow
 def test_hash_seed_and_threads_are_named(tmp_path: Path) -> None:
     script = write_app(tmp_path / "app")
-    words = ["check", "--level", "state", "--vary", "threads,hash-seed", "--to", "runs", "--", sys.executable]
-    done = start(*words, script.name, "set", "reduction", folder=script.parent)
+    words = ["check", "--level", "state", "--vary", "threads,hash-seed,memory", "--to", "runs", "--", sys.executable]
+    done = start(*words, script.name, "set", "reduction", "memory", folder=script.parent)
     assert done.returncode == 1, done.stderr
     home = script.parent / "runs"
     threads, hashing = (compare_runs(home / "reference", home / name) for name in ("threads", "hash-seed"))
     assert (threads.verdict, threads.first_divergence.name) == ("diverged", "loss"), "they excuse nothing"
     assert (hashing.verdict, hashing.first_divergence.phase) == ("diverged", "data")
     assert [entry.name for entry in hashing.environment] == ["env.PYTHONHASHSEED"]
-    assert "repeats itself, bit for bit; its bits depend on threads, hash-seed; kept in" in done.stdout
+    memory = compare_runs(home / "reference", home / "memory")
+    assert (memory.verdict, memory.first_divergence.name) == ("diverged", "loss")
+    assert "repeats itself, bit for bit; its bits depend on threads, hash-seed, memory; kept in" in done.stdout

@@ -57,6 +57,7 @@ class Training:
     every_n_steps: int = 1
     change_weight: str = ""
     scheduler: bool = False
+    left_in_memory: int | None = None
     trainer: dict[str, Any] = field(default_factory=dict, hash=False)
     level: str = "op"
 
@@ -134,7 +135,10 @@ class Module(pl.LightningModule):
         if self.global_step == made_of.changes_in_step:
             with torch.no_grad():
                 self.net[-1].bias += 1e-3
-        loss = cross_entropy(self.net(batch[0]), batch[1])
+        output = self.net(batch[0])
+        if made_of.left_in_memory is not None:
+            output = torch.cat([output, unwritten(made_of.left_in_memory)])[: len(output)]
+        loss = cross_entropy(output, batch[1])
         if made_of.logs:
             self.log("loss", loss, on_epoch=True, logger=False)
         return loss
@@ -147,6 +151,14 @@ class Module(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         return ([optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]) if self.made_of.scheduler else optimizer
+
+
+def unwritten(left: int) -> Tensor:
+    """Return memory that is only filled in part; what it had held is ``left``, as far as the trace can tell."""
+    memory = torch.empty(2, 10)
+    memory.numpy()[1:] = left
+    memory[0] = 0
+    return memory
 
 
 class DrawsAtBatchEnd(pl.Callback):
@@ -188,6 +200,42 @@ class LoadsWeights(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         last = [part for part in pl_module.modules() if isinstance(part, nn.Linear)][-1]
         last.load_state_dict({name: value + 1 for name, value in last.state_dict().items()})
+
+
+class WritesAfterBatch(pl.Callback):
+    """Writes a weight after step 3 without an op of torch."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step == 4:
+            pl_module.net[-1].bias.detach().numpy()[0] += 1
+
+
+class WritesStatistics(pl.Callback):
+    """Writes a buffer before step 4, when ours has begun the step."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step == 4:
+            pl_module.net[1].running_mean.numpy()[0] += 1
+
+
+class WritesOptimizerState(pl.Callback):
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if trainer.global_step == 6:
+            trainer.optimizers[0].state[pl_module.net[-1].bias]["exp_avg"].numpy()[0] += 1
+
+
+class WritesGradient(pl.Callback):
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step == 4:
+            pl_module.net[-1].bias.grad.numpy()[0] += 1
+
+
+class WritesBetweenPasses(pl.Callback):
+    """Writes a weight that the forward pass has read, and the backward pass reads once more."""
+
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step == 4:
+            pl_module.net[-1].weight.detach().numpy()[0] += 1
 
 
 def planted(cause: str, *says: str, base: Any = None, **change: Any) -> tuple[str, tuple[str, ...], Any, Any]:
@@ -305,3 +353,66 @@ def test_the_cause_of_a_planted_fault_is_named(name: str, level: str, record: An
     assert (verdict.verdict, verdict.cause) == ("diverged", cause), verdict.explanation
     said = "\n".join((verdict.explanation, *verdict.evidence))
     assert not [part for part in says if (part.removeprefix("!") in said) is part.startswith("!")]
+
+
+BETWEEN = "was changed between step 3 and step 4 by something that the trace does not see (NumPy, a raw kernel,"
+WITHIN = "was changed within the step by something that the trace does not see (NumPy, a raw kernel)"
+WRITES = {
+    "a weight between steps": planted(
+        "external_write",
+        f"Step 4: net.5.bias {BETWEEN}",
+        "what ran there: on_train_batch_end of WritesAfterBatch",
+        "!validation",
+        callbacks=(WritesAfterBatch,),
+    ),
+    "a buffer before the step": planted(
+        "external_write",
+        f"Step 4: net.1.running_mean {BETWEEN}",
+        "what ran there: on_train_batch_start of WritesStatistics",
+        callbacks=(WritesStatistics,),
+    ),
+    "optimizer state in a validation": planted(
+        "external_write",
+        "Step 6: exp_avg of net.5.bias was changed between step 5 and step 6",
+        "what ran there: validation, on_validation_end of WritesOptimizerState",
+        callbacks=(WritesOptimizerState,),
+    ),
+    "a weight at the end of the step": planted(
+        "external_write",
+        f"Step 3: net.5.bias {WITHIN}; what ran there: on_train_batch_end of WritesAfterBatch",
+        first_callbacks=(WritesAfterBatch,),
+    ),
+    "a gradient": planted(
+        "external_write",
+        f"Step 4: grad of net.5.bias {WITHIN}",
+        "what ran there: on_before_optimizer_step of WritesGradient",
+        callbacks=(WritesGradient,),
+    ),
+    "a weight between the passes": planted(
+        "external_write",
+        "net.5.weight",
+        "which it reads, was changed earlier in the step by something that the trace does not see",
+        callbacks=(WritesBetweenPasses,),
+    ),
+    "a weight after a step that was not recorded": planted(
+        "unknown", "steps before it were not recorded", base={"every_n_steps": 2}, callbacks=(WritesAfterBatch,)
+    ),
+    "memory that is filled in part": planted(
+        "uninitialised_memory",
+        "Step 0, forward: aten.cat.default in no module",
+        "it reads a tensor (float32 [2, 10]) that was allocated and then filled in part",
+        base={"left_in_memory": 0},
+        left_in_memory=1,
+    ),
+    "a weight before the first step": planted("initial_weights", callbacks=(LoadsWeights,)),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_write_from_outside_is_named(name: str, record: Any, tmp_path: Path) -> None:
+    cause, says, base, change = WRITES[name]
+    verdict = replace(Training(**base), **change).verify(record(Training(**base)), current=tmp_path / "current")
+    assert (verdict.verdict, verdict.cause) == ("diverged", cause), verdict.explanation
+    assert not [part for part in says if (part.removeprefix("!") in verdict.explanation) is part.startswith("!")], (
+        verdict.explanation
+    )

@@ -107,6 +107,19 @@ def reading(name, phase="forward"):
     return lambda step, now: step.op("aten.mm.default", name, weights={name: 1 + now}, phase=phase)
 
 
+def after_a_compiled_region(step, now):
+    step.row(9, TensorLayout(dtype="graph", shape=()), op="compiled.Net_forward.graph", role="graph", module="net")
+    reading("net.weight")(step, now)
+
+
+def found_and_left(name, *, reads=True):
+    def fill(step, now):
+        step.op("aten.mm.default", *[name][:reads])
+        step.named(name, 3 + now, inputs=(0,) if reads else ())
+
+    return fill
+
+
 def left_behind(name):
     def fill(step, now):
         step.named("loss", 1, phase="forward")
@@ -161,6 +174,7 @@ def case(planted, cause, *said, **options):
 
 
 GIVEN = "an input from outside the trace differs (net.weight); it entered the step that way, so no op is to blame"
+CHANGED = "net.weight was changed between step 6 and step 7 by something that the trace does not see"
 UNRECORDED = (
     "differs (net.weight)",
     "began to differ before step 7, and steps before it were not recorded",
@@ -208,10 +222,17 @@ CASES = [
     case(lambda *both: of_other_tensors(*both, (9, 4)), "structure", "[9, 4] now; it reads different tensors than"),
     case(of_other_arguments, "forward", "digests of different arguments", "cannot be proven"),
     case(reading("net.weight"), "initial_weights", GIVEN),
-    case(reading("net.weight"), "forward", GIVEN, begins_before=True),
-    case(reading("net.weight", "backward"), "backward", GIVEN, begins_before=True),
-    case(reading("net.weight", "optimizer"), "optimizer", GIVEN, begins_before=True),
-    case(reading("exp_avg of net.weight"), "optimizer", "no op is to blame", begins_before=True),
+    case(reading("net.weight"), "external_write", CHANGED, begins_before=True),
+    case(reading("net.weight"), "checkpoint", "!was changed", begins_before=True, is_resumed=True),
+    case(reading("net.weight", "optimizer"), "external_write", CHANGED, begins_before=True),
+    case(reading("exp_avg of net.weight"), "external_write", f"exp_avg of {CHANGED}", begins_before=True),
+    case(reading("?number"), "unknown", "!was changed", begins_before=True),
+    # what the trace may not have seen is no write from outside
+    case(after_an_unselected_op, "unknown", "!was changed", begins_before=True),
+    case(after_a_compiled_region, "forward", GIVEN, begins_before=True),
+    # a tensor of the state that no op of the step wrote, and one that no op has read
+    case(found_and_left("net.weight"), "external_write", "net.weight was changed within the step by something"),
+    case(found_and_left("net.weight", reads=False), "unknown", "cannot be proven"),
     case(reading("?number"), "unknown", LOST, is_resumed=True),
     case(reading("?number"), "unknown", "observe_non_deterministic", f"!{LOST}"),
     case(with_another_gradient, "backward", "grad of output of net.2 at train.py:6 in forward holds different bits"),

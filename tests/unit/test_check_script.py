@@ -58,6 +58,7 @@ class Processes:
 
 ENVIRONMENT = {"torch.num_threads": {"value": 2, "is_machine": True, "changes_bits": True}}
 MANIFEST = {"selection": {}, "environment": ENVIRONMENT}
+FILLING = replace(MATCH, environment=(differing("env.MALLOC_PERTURB_", is_machine=False),))
 HASHING = replace(MATCH, environment=(differing("env.PYTHONHASHSEED", is_machine=False),))
 THREADING = replace(MATCH, environment=(THREADS,))
 Check = Callable[..., tuple[int, list[str], Processes]]
@@ -119,6 +120,29 @@ def test_a_factor_is_the_one_thing_that_changes(given, seeds, check, monkeypatch
     assert (processes.asked[-1]["settings"], processes.variables[-1]["OMP_NUM_THREADS"]) == ({"num_threads": 1}, "1")
 
 
+@pytest.mark.parametrize(("given", "filled"), [(None, ("90", "165")), ("90", ("195", "60"))])
+def test_memory_is_filled_by_glibc_and_by_the_recording_alike(given, filled, check, monkeypatch):
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=0")
+    if given is not None:
+        monkeypatch.setenv("MALLOC_PERTURB_", given)
+    *_, processes = check(End(), End(verdict=MATCH), End(verdict=FILLING), options="--vary memory")
+    plain, varied = processes.variables[1:]
+    assert (varied["MALLOC_PERTURB_"], varied["DET_CALLBACKS_FILL_MEMORY"]) == filled
+    assert varied["GLIBC_TUNABLES"] == "glibc.malloc.check=0:glibc.malloc.tcache_count=0"
+    assert (plain.get("MALLOC_PERTURB_"), plain["GLIBC_TUNABLES"]) == (given, "glibc.malloc.check=0")
+    script = (
+        "import torch; print({torch.empty(size, dtype=torch.uint8)[size // 2].item() for size in (8, 999, 1 << 22)})"
+    )
+    done = subprocess.run([sys.executable, "-c", script], env={**varied, LAUNCH: ""}, capture_output=True, text=True)
+    assert done.stdout == f"{{{filled[1]}}}\n", done.stderr
+
+
+def test_memory_of_another_library_than_glibc_is_not_varied(check, monkeypatch):
+    monkeypatch.setattr("platform.libc_ver", lambda: ("", ""))
+    status, lines, _ = check(options="--vary memory")
+    assert (status, lines) == (2, [])
+
+
 @pytest.mark.parametrize(
     ("vary", "ends", "outcomes", "code"),
     [
@@ -128,6 +152,8 @@ def test_a_factor_is_the_one_thing_that_changes(given, seeds, check, monkeypatch
         ("threads,hash-seed", [THREADING, NOT_COMPARABLE], "match not_comparable", 3),
         ("threads", [MATCH], "failed", 2),  # as many threads as before
         ("hash-seed", [MATCH], "failed", 2),
+        ("memory", [FILLING], "match", 0),
+        ("memory", [MATCH], "failed", 2),
     ],
 )
 def test_what_is_known_best_decides_the_status(vary, ends, outcomes, code, check):
@@ -147,7 +173,9 @@ def test_a_script_without_a_seed_is_told_of_the_option(options, seed, check, mon
 
 def table(lines: Sequence[str]) -> list[list[str]]:
     """Return the runs of the table, and what they came to."""
-    rows = [re.split("  +", line) for line in lines if re.match(r"(plain|workers|threads|hash-seed) ? .* +\S", line)]
+    rows = [
+        re.split("  +", line) for line in lines if re.match(r"(plain|workers|threads|hash-seed|memory) ? .* +\S", line)
+    ]
     return [[row[0], row[2]] for row in rows if len(row) == 5]
 
 

@@ -1,6 +1,7 @@
 """How the state of a generator came to differ, what ran in between, and what to do about it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 
 from det_callbacks.compare.evidence import Evidence, GeneratorChange
 from det_callbacks.runs.evidence import AFTER, BEFORE
@@ -39,11 +40,11 @@ def show_change(change: GeneratorChange, evidence: Evidence) -> str:
         return f"{change.name} had a different state already {_moment(change.differs_at)}{why}"
     if change.has_other_start:
         use = f"it was unused {_moment(change.equal_at)} and in use {_moment(change.differs_at)}"
-        return f"{show_start(change)}; {use}; what ran in between: {_what_ran(change, evidence)}"
+        return f"{show_start(change)}; {use}; what ran in between: {_shown(change, evidence)}"
     text = f"{change.name}: equal {_moment(change.equal_at)}, different {_moment(change.differs_at)}{why}"
     sides = {"the reference": change.only_reference, "the current run": change.only_current}
     only = (f"; only in {side}: {', '.join(points)}" for side, points in sides.items() if points)
-    return f"{text}; what ran in between: {_what_ran(change, evidence)}{''.join(only)}"
+    return f"{text}; what ran in between: {_shown(change, evidence)}{''.join(only)}"
 
 
 def show_idle(change: GeneratorChange) -> str:
@@ -67,30 +68,34 @@ def _why_it_differs(change: GeneratorChange) -> str:
 
 def keep_from_drawing(change: GeneratorChange, evidence: Evidence) -> str:
     """Return what to do about something that draws from a generator in one run only."""
-    ran = _what_ran(change, evidence)
+    ran = _shown(change, evidence)
     return f"Keep {ran} from drawing from {change.name}: give it a generator of its own, or restore the state after it"
 
 
-def _what_ran(change: GeneratorChange, evidence: Evidence) -> str:
+def _shown(change: GeneratorChange, evidence: Evidence) -> str:
     """Return what ran between the last point where a generator was equal and the first where it was not."""
-    ran: list[str] = []
-
-    def add(hook: str, *orders: str) -> None:
-        names = [evidence.hooks[key] for order in orders if (key := f"{order} {hook}") in evidence.hooks]
-        if names:
-            ran.append(f"{hook} of {', '.join(names)}")
-
-    ends = (*change.points[1:], change.differs_at[1])
-    for point, end in zip(change.points, ends, strict=True):
-        read_in, what, hooks = _AFTER.get(point, ("", "", ""))
-        add(read_in, AFTER)
-        if what:
-            ran.append(what)
-        for hook in hooks.split():
-            add(hook, BEFORE, AFTER)
-        read_at_end, _, _ = _AFTER.get(end, ("", "", ""))
-        add(read_at_end, BEFORE)
+    ran = what_ran((*change.points, change.differs_at[1]), evidence)
     return ", ".join(dict.fromkeys(ran)) or "something outside every hook"
+
+
+def what_ran(points: Sequence[str], evidence: Evidence) -> Iterator[str]:
+    """Yield what ran between the first of these points and the last: what the training does, and whose hooks."""
+    for point, end in pairwise(points):
+        read_in, what, hooks = _AFTER.get(point, ("", "", ""))
+        yield from users_of(read_in, evidence, AFTER)
+        if what:
+            yield what
+        for hook in hooks.split():
+            yield from users_of(hook, evidence, BEFORE, AFTER)
+        read_at_end, _, _ = _AFTER.get(end, ("", "", ""))
+        yield from users_of(read_at_end, evidence, BEFORE)
+
+
+def users_of(hook: str, evidence: Evidence, *orders: str) -> Iterator[str]:
+    """Yield "on_train_start of A, B" where callbacks called before or after ours, as ``orders`` say, have the hook."""
+    names = [evidence.hooks[key] for order in orders if (key := f"{order} {hook}") in evidence.hooks]
+    if names:
+        yield f"{hook} of {', '.join(names)}"
 
 
 def _moment(place: tuple[int, str]) -> str:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.internals.torch import storage_address
 from det_callbacks.trace.attribution.places import Places
 from det_callbacks.trace.collectives import Collectives
@@ -32,6 +33,7 @@ class UndigestedOps:
         self._step, self._places, self._plans = step, places, plans
         self._collectives, self._output_hooks = collectives, output_hooks
         self._copying: set[torch.device] = set()
+        self.fill: int | None = None  # byte that allocated memory is filled with; None leaves it as it is
 
     def begin(self) -> None:
         """Start a step."""
@@ -55,6 +57,8 @@ class UndigestedOps:
         out = func(*args, **kwargs)
         if plan.kind is OpKind.UNINITIALISED:
             if out.__class__ is Tensor and out.layout is STRIDED:
+                if self.fill is not None and not out.is_meta:
+                    self._fill(out, self.fill)
                 step.ledger.mark_uninitialised(out, is_empty=True)
         elif plan.kind is OpKind.OPAQUE:
             step.counts.opaque.add(plan.name)
@@ -147,6 +151,12 @@ class UndigestedOps:
     def _build(self, plan: OpPlan, node: CallNode) -> None:
         node.op_base, node.is_in_place, node.source = plan.base, bool(plan.writes), source_of_call(node)
         self._places.backward.note_stack(node)
+
+    def _fill(self, tensor: Tensor, byte: int) -> None:
+        storage = tensor.untyped_storage()
+        with unobserved():
+            memory = torch.empty(0, dtype=torch.uint8, device=storage.device)
+            memory.set_(storage, 0, (storage.nbytes(),), (1,)).fill_(byte)
 
     def _forget(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:

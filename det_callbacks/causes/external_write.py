@@ -1,0 +1,143 @@
+"""A weight, buffer, gradient or optimizer state differs, and no recorded op wrote the difference.
+
+Example:
+    Step 4: net.5.bias was changed between step 3 and step 4 by something that the trace does not see (NumPy, a raw
+    kernel, a callback between steps); what ran there: on_train_batch_end of WritesAfterBatch. Look at what runs
+    there. If the write is meant, do it with torch ops inside a step, so that it is recorded.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+from det_callbacks.causes.phrases.generators import users_of, what_ran
+from det_callbacks.causes.phrases.sites import site_text
+from det_callbacks.causes.phrases.steps import also_differ, place
+from det_callbacks.compare.differences import Finding
+from det_callbacks.compare.facts import Facts
+from det_callbacks.report.console import listed
+from det_callbacks.runs.evidence import AFTER, BEFORE
+from det_callbacks.runs.program import GRAPH, REGION, Site
+
+NAME = "external write"
+
+_OPAQUE_ROLES = ("graph", "region_input", "graph_output")
+_OF_DATA = ("before the loader starts", "before a batch is drawn")  # always there, and it writes no weights
+_NUMBERS = ("int", "float", "bool")
+
+
+def cause(facts: Facts) -> Literal["external_write"] | None:
+    is_found = _changed_between_steps(facts) or _is_changed_in_step(facts) or _changed_inputs(facts)
+    return "external_write" if is_found else None
+
+
+def explain(facts: Facts) -> str:
+    step, first = facts.difference.step, facts.first
+    if names := _changed_between_steps(facts):
+        were = "was" if len(names) == 1 else "were"
+        when = f"between step {step - 1} and step {step}" if step else "before step 0"
+        others = [phase for phase in facts.source_phases if phase != "input"]
+        return (
+            f"{place(facts)}: {listed(names)} {were} changed {when} by something that the trace does not see (NumPy, "
+            f"a raw kernel, a callback between steps){_ran_between_steps(facts)}{also_differ(others)}"
+        )
+    unseen = "by something that the trace does not see (NumPy, a raw kernel)"
+    if _is_changed_in_step(facts):
+        name = first.divergence.name
+        return f"{place(facts)}: {name} was changed within the step {unseen}{_ran_in_step(first, facts)}"
+    names = _changed_inputs(facts)
+    return (
+        f"{place(facts)}, {first.divergence.phase}: {site_text(first.divergence)} produced different bits; "
+        f"{listed(names, ' or ')}, which it reads, was changed earlier in the step {unseen}"
+    )
+
+
+def advise(facts: Facts) -> str:
+    return "Look at what runs there. If the write is meant, do it with torch ops inside a step, so that it is recorded"
+
+
+def _changed_between_steps(facts: Facts) -> list[str]:
+    """Return the names of the tensors that a step found with other bits than the step before it had left.
+
+    That step was compared, and what it left is equal. None where a checkpoint, a step that was not recorded or an op
+    that is not digested may have written them.
+    """
+    may_be_written = facts.is_first_seen or facts.is_after_gap or facts.is_resumed
+    if may_be_written or not facts.sources or not _sees_all_ops(facts, before=facts.sources[0].row):
+        return []
+    first = facts.sources[0]
+    if first.role != "input" or first.divergence.name is None:
+        return []
+    names = (one.divergence.name for one in facts.sources if one.role == "input")
+    return list(dict.fromkeys(name for name in names if name is not None))
+
+
+def _is_changed_in_step(facts: Facts) -> bool:
+    """Return whether what differs first is named, and is not what the last recorded op that wrote it had left.
+
+    Where no recorded op wrote it in this step, the step has found it with equal bits.
+    """
+    first = facts.first
+    if first.start == "written since":
+        return first.divergence.phase in ("state", "gradient")
+    if first.start != "not recorded" or first.role != "named" or first.divergence.kind != "content":
+        return False
+    is_tensor = first.divergence.phase == "state" and first.divergence.dtype not in _NUMBERS
+    read = facts.difference.sites_read(first.row)
+    return is_tensor and bool(read) and _sees_all_ops(facts, before=first.row) and all(map(_is_found, read))
+
+
+def _changed_inputs(facts: Facts) -> list[str]:
+    """Return the named tensors among which an op read one that something unseen had changed since its last writer."""
+    row, difference = facts.first.row, facts.difference
+    _, position = difference.pairs[row]
+    is_known = position in difference.current.unseen_writes and not facts.evidence.unread
+    if facts.first.start != "unseen writer" or not is_known:
+        return []
+    if facts.normed_gradient is not None:
+        return [facts.normed_gradient]
+    read = difference.sites_read(row)
+    return list(dict.fromkeys(one.name for one in read if one.name is not None and _is_found(one)))
+
+
+def _is_found(site: Site) -> bool:
+    """Return whether a site is a tensor of the state as the step found it."""
+    return not site.op and (site.role == "input" or (site.role == "named" and site.phase == "state"))
+
+
+def _sees_all_ops(facts: Facts, *, before: int) -> bool:
+    """Return whether the step digests the outputs of all ops, and none before a row ran where the trace cannot see."""
+    program, position = facts.difference.side(before)
+    programs = facts.difference.reference.program, facts.difference.current.program
+    if any("unselected" in one.ops_skipped or GRAPH in one.ops_skipped for one in programs):
+        return False
+    has_ops = any(site.role == "output" for one in programs for site in one.sites)
+    return has_ops and not any(_is_opaque(site) for site in program.sites[:position])
+
+
+def _is_opaque(site: Site) -> bool:
+    return site.role in _OPAQUE_ROLES or site.op.startswith(REGION)
+
+
+def _ran_between_steps(facts: Facts) -> str:
+    evidence, step = facts.evidence, facts.difference.step
+    moments = [(step - 1, "batch end"), (step, "batch start")]
+    if any(moment not in evidence.moments for moment in moments):
+        return ""
+    begin, end = map(evidence.moments.index, moments)
+    points = [point for _, point in evidence.moments[begin : end + 1] if point not in _OF_DATA]
+    return _told([*what_ran(points, evidence), *users_of("on_train_batch_start", evidence, AFTER)])
+
+
+def _ran_in_step(first: Finding, facts: Facts) -> str:
+    def hooks() -> Iterator[str]:
+        yield from users_of("on_after_backward", facts.evidence, BEFORE, AFTER)
+        yield from users_of("on_before_optimizer_step", facts.evidence, BEFORE, AFTER)
+        if first.divergence.phase == "state":
+            yield from users_of("on_train_batch_end", facts.evidence, BEFORE)
+
+    return _told(hooks())
+
+
+def _told(ran: Iterable[str]) -> str:
+    shown = list(dict.fromkeys(ran))
+    return f"; what ran there: {', '.join(shown)}" if shown else ""

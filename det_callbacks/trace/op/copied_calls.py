@@ -1,0 +1,59 @@
+"""Calls of ops with copies of what they write, so that they can be run again."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from det_callbacks.internals.torch import memory_address, set_conjugate, set_negative, storage_address
+from det_callbacks.trace.op.components import holds_data
+from det_callbacks.trace.op.same_bits import is_special
+from det_callbacks.trace.tables.overloads import OPAQUE_WRITES, OpPlan, tensors_in, written_arguments
+
+_ALIGNMENT = 64
+"""Bytes that torch aligns host memory to."""
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments."""
+
+
+def copied_call(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], *, with_read: bool = False) -> Call:
+    """Return the arguments of a call with copies of what it writes; raise TypeError where that cannot be done.
+
+    Every storage that a written argument lies in is copied, and each tensor argument on it is rebuilt there, so that
+    two arguments that view the same bytes still do. Not for sparse, quantised or nested tensors (what of them is
+    shared is not known), for tensors without data, and for memory that is less aligned than torch's own: kernels may
+    sum in another order there.
+    """
+    scratch = (plan.argument(name, args, kwargs) for name in OPAQUE_WRITES.get(plan.base, ()))
+    written = [*written_arguments(plan, args, kwargs), *(value for value in scratch if isinstance(value, Tensor))]
+    tensors = {id(tensor): tensor for tensor in tensors_in((*args, *kwargs.values()))}
+    if not all(map(holds_data, written)) or any(map(is_special, (*tensors.values(), *written))):
+        raise TypeError("not strided tensors with data")
+    copied = tensors.values() if with_read else written
+    addresses = {storage_address(tensor.untyped_storage()) for tensor in copied}
+    on_storage: dict[int, list[Tensor]] = {}
+    for tensor in tensors.values():
+        if (address := storage_address(tensor.untyped_storage())) in addresses:
+            on_storage.setdefault(address, []).append(tensor)
+    copies: dict[int, Tensor] = {}
+    for group in on_storage.values():
+        if memory_address(group[0]) % _ALIGNMENT:
+            raise TypeError("memory that torch did not allocate")
+        storage = group[0].untyped_storage().clone()
+        copies.update((id(tensor), _rebuilt(tensor, storage)) for tensor in group)
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return copies.get(id(value), value)
+        return type(value)(map(replaced, value)) if type(value) in (list, tuple) else value
+
+    return replaced(args), {name: replaced(value) for name, value in kwargs.items()}
+
+
+def _rebuilt(tensor: Tensor, storage: UntypedStorage) -> Tensor:
+    copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    copy.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    set_conjugate(copy, tensor.is_conj())
+    set_negative(copy, tensor.is_neg())
+    return copy.requires_grad_(tensor.requires_grad)

@@ -1,0 +1,50 @@
+"""Whether two outputs of an op have the same bits, and by how much they differ."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from det_callbacks.digest.components import INTEGERS, digest_tensor, require_storage, tensor_numbers
+from det_callbacks.internals.torch import is_zero_tensor
+from det_callbacks.runs.program import scalar_bits
+from det_callbacks.trace.op.components import has_parts
+from det_callbacks.verdict import TensorNumbers
+
+
+def has_same_bits(first: Any, second: Any) -> bool:
+    """Return whether two outputs are the same, bit for bit, whatever their strides; raise as ``digest_tensor`` does."""
+    if not isinstance(first, Tensor) or not isinstance(second, Tensor):
+        return type(first) is type(second) and scalar_bits(first) == scalar_bits(second)
+    if first.dtype != second.dtype or first.layout != second.layout or _sizes(first) != _sizes(second):
+        return False
+    is_plain = not any(is_special(one) or one.is_conj() or one.is_neg() for one in (first, second))
+    if is_plain and first.device == second.device and (words := INTEGERS.get(first.element_size())) is not None:
+        require_storage(first)
+        require_storage(second)
+        return torch.equal(first.view(words), second.view(words))  # on a device: a digest would be taken on the host
+    return digest_tensor(first) == digest_tensor(second)
+
+
+def difference_of(first: Any, second: Any) -> dict[str, Any]:
+    """Return shape, dtype and numbers for the ``OpMismatch`` of two outputs that have not the same bits."""
+    if not isinstance(first, Tensor):
+        name = type(first).__name__
+        return {"shape": (), "dtype": name, "num_elements": 1, "num_differing": 1, "max_ulps": None}
+    dtype = str(first.dtype).removeprefix("torch.")
+    found = TensorNumbers(tensor="", shape=(first.numel(),), num_differing=first.numel())
+    is_plain = isinstance(second, Tensor) and not is_special(first) and not is_special(second)
+    if is_plain and first.shape == second.shape and first.dtype == second.dtype:
+        found = tensor_numbers(found, first, second)
+    counts = {"num_elements": found.num_elements, "num_differing": found.num_differing, "max_ulps": found.max_ulps}
+    return {"shape": _sizes(first), "dtype": dtype, **counts}
+
+
+def is_special(tensor: Tensor) -> bool:
+    """Return whether a tensor is more, or less, than strided elements on a storage."""
+    return has_parts(tensor) or tensor.is_quantized or tensor.is_nested or is_zero_tensor(tensor)
+
+
+def _sizes(tensor: Tensor) -> tuple[int, ...]:
+    """Return the shape; of a nested tensor the number of its tensors, whose shapes count one by one."""
+    return (tensor.size(0),) if tensor.is_nested and tensor.layout is torch.strided else tuple(tensor.shape)
