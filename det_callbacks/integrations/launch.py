@@ -24,12 +24,14 @@ def callbacks() -> list[Any]:
     if LAUNCH not in os.environ:
         return []
     from det_callbacks.integrations.lightning.launched import launched_callback  # noqa: PLC0415  # loads Lightning
+    from det_callbacks.integrations.torch_steps import follow_torch  # noqa: PLC0415  # likewise
 
+    follow_torch(os.environ[LAUNCH]).give_way()
     return [launched_callback(os.environ[LAUNCH])]
 
 
 def begin() -> None:
-    """Let the settings be in force from the script's first line on, and note at its end what it may have trained with.
+    """Follow torch from its import on, with the settings in force, and note at the end what may have trained.
 
     Nothing of torch or NumPy can be drawn before they are imported, so that is when each is set. To import torch here
     would come before the script's own ``os.environ["OMP_NUM_THREADS"] = "1"``, which torch reads when it is imported.
@@ -39,12 +41,18 @@ def begin() -> None:
     asked = json.loads(os.environ[LAUNCH])
     atexit.register(_note_trainers, asked["trainers"], os.path.dirname(asked["claim"]))
     settings = asked["settings"]
-    if not settings:
-        return
     if (seed := settings.get("seed")) is not None:
         random.seed(seed)
         sys.meta_path.insert(0, _AfterImport("numpy", lambda numpy: numpy.random.seed(seed)))
-    sys.meta_path.insert(0, _AfterImport("torch", lambda torch: _enforce(settings)))
+    sys.meta_path.insert(0, _AfterImport("torch", lambda torch: _begin_with_torch(settings)))
+
+
+def _begin_with_torch(settings: dict[str, Any]) -> None:
+    from det_callbacks.integrations.torch_steps import follow_torch  # noqa: PLC0415  # loads torch
+
+    if settings:
+        _enforce(settings)
+    follow_torch(os.environ[LAUNCH])
 
 
 def _note_trainers(names: Sequence[str], folder: str) -> None:

@@ -34,6 +34,20 @@ from det_callbacks.training.training import LoaderFollower, Training
 _Batch = TypeVar("_Batch")
 
 
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the module itself: a name is the same in it, in what compiles it and in what distributes it."""
+    while (inside := _inside(module)) is not module:
+        module = inside
+    return module
+
+
+def _inside(module: nn.Module) -> nn.Module:
+    if isinstance(module, DistributedDataParallel):
+        inside: nn.Module = module.module
+        return inside
+    return getattr(module, ORIGINAL) if ORIGINAL in getattr(module, CHILDREN) else module
+
+
 class LoopTraining(Training):
     """The training of a loop: its module and optimizers are given, and the run counts steps and epochs."""
 
@@ -45,14 +59,11 @@ class LoopTraining(Training):
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self.ddp: DistributedDataParallel | None = None
-        self.module, self.optimizers = model, optimizers
-        # a name is the same in the module, in what compiles it and in what distributes it
-        while isinstance(self.module, DistributedDataParallel) or ORIGINAL in getattr(self.module, CHILDREN):
-            if isinstance(self.module, DistributedDataParallel):
-                self.ddp = self.module
-                self.module = self.module.module
-            else:
-                self.module = getattr(self.module, ORIGINAL)
+        self.module, self.optimizers = unwrapped(model), optimizers
+        while model is not self.module:
+            if isinstance(model, DistributedDataParallel):
+                self.ddp = model
+            model = _inside(model)
         if dist.is_available() and dist.is_initialized():
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.folder = Path()

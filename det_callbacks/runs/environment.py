@@ -16,6 +16,7 @@ CONFIGURATION = "config."  # a key of an application's configuration
 COMMIT = "code.git_commit"
 CHANGED_FILE = "code.file."  # digest of a file of the code that differs from the commit
 OPTIMIZER = "optimizer"  # the classes of the optimizers; their options have names that begin with it
+FOLLOWED = "loop.followed"  # the models and optimizers of a script that knows nothing of its run
 LOST = "torch.lost"  # what this version of torch does not let be seen, a sentence each
 GENERATOR = "generators."  # digest of the state that a generator of rank 0 had when the first fit began
 ARGUMENTS = "process.argv"  # the words that started the program

@@ -2,14 +2,12 @@
 
 import json
 import os
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from det_callbacks.compare.evidence import BATCH
 from det_callbacks.digest.host import digest_bytes
@@ -21,13 +19,12 @@ from det_callbacks.runs.evidence import CALLBACKS, CONSTANTS, OPTIONS, SCRIPTED
 from det_callbacks.trace.op.components import has_parts, holds_data
 from det_callbacks.trace.state.generators import GeneratorReader, Ledger
 from det_callbacks.trace.state.leaves import flatten
-from det_callbacks.training.replaced import ReplacedMethods
+from det_callbacks.training.draws import Draws
 from det_callbacks.training.training import Training
 
 _FIT_START = "fit start"
 _LOADER_START = "before the loader starts"
 MAX_INDICES = 256  # of a batch that are kept as they are, beside the digest of all; zstd makes about 2 bytes of each
-MAX_WAITING = 64  # batches drawn and not trained on yet that are known; a fetcher holds one or two
 
 
 class Evidence(Ledger):
@@ -39,9 +36,7 @@ class Evidence(Ledger):
     def __init__(self, training: Training, reader: GeneratorReader, *, is_resumed: bool) -> None:
         super().__init__(reader)
         self._training = training
-        self._samplers = ReplacedMethods()
-        self._indices: dict[str, deque[Any]] = {}
-        self._waiting: deque[tuple[Any, dict[str, Any]]] = deque(maxlen=MAX_WAITING)
+        self._draws = Draws()
         if NUM_WORKERS in os.environ and training.loaders is not None:
             set_workers([], os.environ[NUM_WORKERS])  # too late, so it raises: the loader has been iterated over
         if not is_resumed:
@@ -70,51 +65,31 @@ class Evidence(Ledger):
                         self._options[name] = value
                         self.note(OPTIONS, name, text=json.dumps(value))
 
-    def begin_loaders(self, loaders: Mapping[str, Any], held: Mapping[str, Held], *, is_in_turn: bool) -> None:
+    def begin_loaders(
+        self, loaders: Mapping[str, Any], held: Mapping[str, Held], *, is_in_turn: bool, draws: Draws | None = None
+    ) -> None:
         """Follow the samplers of loaders, and note how they draw; the generators that they hold are marked, too."""
-        self.detach()
+        if draws is None:
+            self.detach()
+        else:
+            self._draws = draws
         if NUM_WORKERS in os.environ:
             set_workers([*loaders.values()], os.environ[NUM_WORKERS])
         self.held = held
         for name, one in loaders.items():
             for setting, text in _settings_of(one):
                 self.note(_LOADER_START, f"{setting} of {name}", text=text)
-            is_map = isinstance(one, DataLoader) and not isinstance(one.dataset, IterableDataset)
-            is_in_order = is_map and (not one.num_workers or getattr(one, "in_order", True))
             # a draw of loaders that are used up in turn is of one of them, and nobody says of which
-            if is_in_order and (not is_in_turn or len(loaders) == 1):
-                self._follow_sampler(name, one)
-
-    def _follow_sampler(self, name: str, loader: Any) -> None:
-        """Keep what the sampler of a loader draws: workers are sent it ahead, and return the batches in that order."""
-        sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
-        indices = deque[Any]()
-
-        def keep(index: Any) -> Any:
-            indices.append(index)
-            return index
-
-        def watched(base: Any) -> Any:
-            def iterate(self: Any) -> Any:
-                indices.clear()
-                return map(keep, base.__iter__(self))  # called now: a sampler may draw before its first index
-
-            names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__iter__": iterate}
-            return type(base.__name__, (base,), names)
-
-        with suppress(TypeError):  # a list of indices, say: built-in objects keep their class
-            self._samplers.put(sampler, "__class__", watched)
-            self._indices[name] = indices
+            if draws is None and (not is_in_turn or len(loaders) == 1):
+                self._draws.follow(name, one)
 
     def detach(self) -> None:
         """Leave the samplers as they were; may be called more than once."""
-        self._samplers.restore()
-        self._waiting.clear()
-        self._indices.clear()
+        self._draws.detach()
 
     def begin_iteration(self) -> None:
         """Note that the loader begins to be iterated over."""
-        self._waiting.clear()
+        self._draws.waiting.clear()
         self.mark(_LOADER_START)
 
     def begin_draw(self) -> None:
@@ -123,16 +98,17 @@ class Evidence(Ledger):
 
     def end_draw(self, batch: Any) -> None:
         """Keep what was drawn until it is trained on."""
-        self._waiting.append((batch, {name: known.popleft() for name, known in self._indices.items() if known}))
+        self._draws.add(batch)
 
     def begin_step(self, batch: Any) -> None:
         """Note what the batch of a step is made of, as the training step gets it, when its trace has begun."""
         self.mark("batch start", with_seeds=True)
-        last = len(self._waiting) - self._training.num_drawn_ahead
+        waiting = self._draws.waiting
+        last = len(waiting) - self._training.num_drawn_ahead
         first = last - self._training.num_batches
         if first < 0:
             return
-        drawn = [self._waiting[place] for place in range(first, last)]
+        drawn = [waiting[place] for place in range(first, last)]
         for loader in drawn[0][1]:
             parts = [_whole_numbers(indices_by_loader.get(loader)) for _, indices_by_loader in drawn]
             if None not in parts:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from det_callbacks.environment.rng import Held
 from det_callbacks.ranks.replicas import ReplicatedState
 from det_callbacks.report.console import print_closing_line
+from det_callbacks.training.draws import Draws
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Takes a function, and returns one that does the same with something around it."""
@@ -18,10 +19,13 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 class LoaderFollower(Protocol):
     """Follows the loaders of a training, and what they draw."""
 
-    def begin_loaders(self, loaders: Mapping[str, Any], held: Mapping[str, Held], *, is_in_turn: bool) -> None:
+    def begin_loaders(
+        self, loaders: Mapping[str, Any], held: Mapping[str, Held], *, is_in_turn: bool, draws: Draws | None = None
+    ) -> None:
         """Take the loaders by name, and the generators they hold.
 
-        With ``is_in_turn`` one is used up before the next, and a draw may be of any of them.
+        With ``is_in_turn`` one is used up before the next, and a draw may be of any of them. ``draws`` are those of a
+        way in that follows the samplers itself, and adds to them.
         """
 
     def begin_iteration(self) -> None:

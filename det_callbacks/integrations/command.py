@@ -1,0 +1,74 @@
+"""What ``det-callbacks record``, ``verify`` or ``check`` asked of this process, and what it hears of it."""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from det_callbacks.environment.variables import LAUNCH, REFUSAL
+from det_callbacks.errors import DetCallbacksError, DivergenceError, SelectionError, SettingsError, WriteError
+from det_callbacks.report.console import print_error
+from det_callbacks.runs.disk import writing
+from det_callbacks.settings import DeterminismSettings
+
+_ANOTHER_TMPDIR = "set TMPDIR to a folder that can be written"
+
+
+def read_arguments(asked: str) -> dict[str, Any]:
+    """Return the arguments of the run that the command asked for, settings among them."""
+    arguments, settings = (json.loads(asked)[name] for name in ("arguments", "settings"))
+    if settings and sys.flags.ignore_environment:
+        raise SettingsError(
+            "--seed and --deterministic reach the script through PYTHONPATH, which this Python ignores (-E or -I). "
+            "Start it without these flags, or set seed and settings in the script."
+        )
+    return {**arguments, "settings": DeterminismSettings.choose(**settings) if settings else None}
+
+
+def claim_run() -> None:
+    """Make the run this process's own; raises ``SelectionError`` in a second process that is no rank of it.
+
+    The first process makes the file of the claim. A second one, whose verdict would replace the first one's, writes its
+    error into it, and the command reads that.
+    """
+    claim = Path(json.loads(os.environ[LAUNCH])["claim"])
+    with writing(claim, instead=_ANOTHER_TMPDIR):
+        try:
+            claim.touch(exist_ok=False)
+        except FileExistsError as error:
+            text = "The command trains in several processes that are no ranks of one training, and are no one run"
+            claim.write_text(text, encoding="utf-8")
+            raise SelectionError(f"{text}. Start det-callbacks for each of them.") from error
+
+
+def tell_command(error: BaseException) -> bool:
+    """Write why det_callbacks ends the script to where the command looks; return whether the command prints it."""
+    asked = json.loads(os.environ[LAUNCH])
+    if not isinstance(error, DetCallbacksError):
+        return False
+    if asked["arguments"]["mode"] == "verify" and isinstance(error, DivergenceError):
+        return True  # the command prints the verdict
+    refusal, text = Path(asked["claim"]).with_name(REFUSAL), str(error)
+    try:
+        with writing(refusal), refusal.open("x", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+    except WriteError as failure:  # it is there, of this error or of the rank that failed first, or has no room
+        return isinstance(failure.__cause__, FileExistsError) and refusal.read_text(encoding="utf-8") == text
+    return True
+
+
+def print_errors_plainly(before_printing: Callable[[BaseException], object] = lambda error: None) -> None:
+    """Print what det_callbacks raises without a traceback from now on; the function is called with any error first."""
+    before = sys.excepthook
+
+    def print_plainly(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        before_printing(error)
+        if not isinstance(error, DetCallbacksError):
+            before(kind, error, trace)
+        elif not tell_command(error):
+            print_error(error)
+
+    sys.excepthook = print_plainly

@@ -1,0 +1,173 @@
+"""The run of a training that torch alone tells of: ``torch_steps.py`` says where its steps begin and end."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from det_callbacks.errors import DetCallbacksError, SelectionError
+from det_callbacks.integrations.command import claim_run, read_arguments
+from det_callbacks.integrations.loop import TrainingRun, unwrapped
+from det_callbacks.integrations.torch_models import SeveralModels, models_of
+from det_callbacks.integrations.torch_steps import DrawnLoader, parameters_of
+from det_callbacks.observers.observations import REGISTRY
+from det_callbacks.report.console import count, end_process, listed, print_closing_line, print_error
+from det_callbacks.runs.environment import FOLLOWED
+from det_callbacks.trace.dispatch import runs_uncompiled
+from det_callbacks.trace.state.leaves import flatten
+from det_callbacks.training.fits import take_unfinished
+from det_callbacks.training.held_generators import find_generators
+
+_LOADER = "train_dataloader"
+
+
+class FollowedLoop(TrainingRun):
+    """A TrainingRun whose loop knows nothing of it; ``TorchSteps`` begins and ends its fits and steps.
+
+    The batch of a step is what was drawn from a ``DataLoader`` for it, where the model gets a tensor of that, and else
+    what the model gets.
+    """
+
+    called = "run"
+
+    def __init__(self, asked: str, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        model = models_of(module, optimizers)
+        super().__init__(**read_arguments(asked), model=model, optimizers=[*optimizers])
+        self._ended_by: BaseException | None = None
+        self._has_claimed = False
+
+    @staticmethod
+    def is_replaced() -> bool:
+        """Return whether the script records itself."""
+        return REGISTRY.sink is not None
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a step is under way."""
+        return self._is_in_step
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """Those of the fit, as they were at its beginning."""
+        return self._optimizers
+
+    def take(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Let the next fit be of these."""
+        self._model, self._optimizers = models_of(module, optimizers), [*optimizers]
+
+    def holds(self, module: nn.Module) -> bool:
+        """Return whether the fit under way trains this module."""
+        return self._is_open and any(id(parameter) in self._owned for parameter in module.parameters())
+
+    def begin_fit(self) -> None:
+        """Begin a fit, and say what it follows."""
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        if not rank and not self._has_claimed:
+            claim_run()
+        self._has_claimed = True
+        self._owned = {id(parameter) for parameter in self._model.parameters()}
+        model = unwrapped(self._model)
+        models = [*model.children()] if isinstance(model, SeveralModels) else [model]
+        self._trained = listed([type(one).__name__ for one in models])
+        self._by = listed(dict.fromkeys(type(one).__name__ for one in self._optimizers))
+        self._num_loaders = self._num_steps = 0
+        self._iteration: tuple[DrawnLoader, int] | None = None
+        self._drawn: DrawnLoader | None = None
+        self.choices[FOLLOWED] = f"{self._trained}, {self._by}"
+        self.__enter__()
+        if not self._training.rank:
+            self._training.print_line(
+                f"det_callbacks: follows torch's optimizers: each step of {self._by} ends one of {self._trained}"
+            )
+
+    def begin_step(self, args: Sequence[Any], keywords: Mapping[str, Any], drawn: DrawnLoader | None) -> None:
+        """Begin a step, whose first call of a module has these arguments, after a draw from a loader."""
+        given = [*args, dict(keywords)] if keywords else [*args]
+        self._batch = given
+        if drawn is not None:
+            self._batch = self._drawn_for(given, drawn)
+        self._enter_step()
+
+    def _drawn_for(self, given: Any, drawn: DrawnLoader) -> Any:
+        """Return the batch that was drawn for a step, the arguments where none of them is of it; note where it is from.
+
+        A loader may draw some batches ahead: those that come after it.
+        """
+        training, waiting = self._training, drawn.draws.waiting
+        tensors = {id(value) for _, value in flatten(given, "batch", is_whole=True) if isinstance(value, Tensor)}
+        batch, num_ahead = given, training.num_drawn_ahead
+        for place, (loaded, _) in enumerate(waiting):
+            if any(id(value) in tensors for _, value in flatten(loaded, "batch", is_whole=True)):
+                batch, num_ahead = loaded, len(waiting) - 1 - place
+                break
+        training.num_drawn_ahead = num_ahead
+        while len(waiting) > num_ahead + 1:
+            waiting.popleft()
+        loader = drawn.loader
+        if drawn is not self._drawn and loader is not None and training.follower is not None:
+            self._drawn = drawn
+            self._num_loaders += 1
+            held = find_generators({_LOADER: loader})
+            training.follower.begin_loaders({_LOADER: loader}, held, is_in_turn=False, draws=drawn.draws)
+        if self._iteration != (drawn, drawn.num_iterations):
+            self._iteration = drawn, drawn.num_iterations
+            training.epoch += 1
+            self._hooks.mark("epoch start")
+        return batch
+
+    def mark_draw(self, drawn: DrawnLoader) -> None:
+        """Note that a batch is about to be drawn."""
+        if self._is_open and drawn is self._drawn and self._training.follower is not None:
+            self._training.follower.begin_draw()
+
+    def end_step(self) -> None:
+        """End the step under way; may raise what ends the run."""
+        self._num_steps += 1
+        self._leave_step(None)
+
+    def end(self) -> None:
+        """End the fit under way, if there is one, without a step that no optimizer has ended."""
+        if not self._is_open:
+            return
+        if self._is_in_step:
+            self._is_in_step = False
+            self._hooks.drop_step()
+        steps = count(self._num_steps, "step")
+        loaders = count(self._num_loaders, "DataLoader") if self._num_loaders else "no DataLoader"
+        if not self._training.rank:
+            text = f"followed torch's optimizers: {steps} of {self._trained}, {self._by}, {loaders}"
+            self._training.print_line(f"det_callbacks: {text}")
+        self.__exit__(None, None, None)
+
+    def fail(self, error: BaseException) -> None:
+        """End the run with an exception, which the script may catch."""
+        self._ended_by = error
+        self.__exit__(type(error), error, error.__traceback__)
+
+    def end_process(self, unfollowed: Mapping[str, int]) -> None:
+        """End the process with the status of what ended the run, or is not finished."""
+        if unfollowed and not self._training.rank:
+            steps = listed([f"{count(number, 'step')} of {name}" for name, number in unfollowed.items()])
+            print_closing_line(f"det_callbacks: not followed: {steps}, before which no module of theirs was called")
+        error = self._ended_by
+        unfinished = take_unfinished()
+        if unfinished is not None:
+            print_error(unfinished)
+            error = unfinished
+        if isinstance(error, DetCallbacksError):
+            end_process(error.exit_code)
+
+    @override
+    @runs_uncompiled
+    def _before_update(self, optimizer: Optimizer, args: Any, keywords: Any) -> None:
+        closure = keywords.get("closure", args[1] if len(args) > 1 else None)
+        if self._is_in_step or closure is not None or not any(id(one) in self._owned for one in parameters_of(optimizer)):
+            return
+        raise SelectionError(
+            f"{type(optimizer).__name__} stepped, and no module with its parameters was called since the step before, "
+            "with gradients enabled: det-callbacks cannot tell where this step began. Put the loop into a TrainingRun "
+            "(docs/how-to/plain-loop.md)."
+        )

@@ -1,0 +1,71 @@
+"""Which module holds all that some optimizers train, where nobody says so."""
+
+import gc
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from det_callbacks.integrations.loop import unwrapped
+
+
+class SeveralModels(nn.Module):
+    """Modules that are trained together, by the names of their classes, and tensors that are in none of them."""
+
+
+def models_of(module: nn.Module, optimizers: Sequence[Optimizer]) -> nn.Module:
+    """Return the module that was called, or one that holds every parameter of the optimizers.
+
+    That is another one where a part of the model was called, and a ``SeveralModels`` where there are several.
+    """
+    parameters: dict[int, torch.Tensor] = {}
+    for optimizer in optimizers:
+        parameters |= {id(tensor): tensor for group in optimizer.param_groups for tensor in group["params"]}
+    if parameters.keys() <= _owned(module):
+        return module
+    roots: list[nn.Module] = []
+    known = _outermost(parameters.keys())
+    while parameters:
+        first = next(iter(parameters))
+        root = max((root for root in known if first in known[root]), key=lambda root: len(known[root]), default=None)
+        if root is None:
+            break
+        roots.append(root)
+        parameters = {key: tensor for key, tensor in parameters.items() if key not in known[root]}
+        if first in parameters:
+            break
+    # what is left is in no module, or in one of those: a tensor, or a module that a list holds
+    if len(roots) == 1 and not parameters:
+        return roots[0]
+    several = SeveralModels()
+    for model in map(unwrapped, roots):
+        several.add_module(_free_name(several, type(model).__name__), model)
+    for tensor in parameters.values():
+        name = _free_name(several, "tensor")
+        if isinstance(tensor, nn.Parameter):
+            several.register_parameter(name, tensor)
+        else:
+            several.register_buffer(name, tensor)
+    return several
+
+
+def _owned(module: nn.Module) -> set[int]:
+    return {id(parameter) for parameter in module.parameters()}
+
+
+def _outermost(wanted: "set[int] | Sequence[int] | object") -> dict[nn.Module, set[int]]:
+    """Return the modules of this process that hold some of the parameters and are in no other module."""
+    keys = set(wanted)  # type: ignore[call-overload]
+    modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
+    modules = [one for one in modules if not isinstance(one, SeveralModels) and "_modules" in vars(one)]
+    inner = {id(child) for one in modules for child in one.children()}
+    owned = {one: _owned(one) & keys for one in modules if id(one) not in inner}
+    return {one: found for one, found in owned.items() if found}
+
+
+def _free_name(several: nn.Module, name: str) -> str:
+    number, free = 1, name
+    while hasattr(several, free):
+        free, number = f"{name}_{number}", number + 1
+    return free

@@ -1,0 +1,57 @@
+"""Batches that were drawn from loaders and wait to be trained on, with the indices that samplers drew for them."""
+
+from collections import deque
+from contextlib import suppress
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from det_callbacks.training.replaced import ReplacedMethods
+
+MAX_WAITING = 64  # batches drawn and not trained on yet that are known; a fetcher holds one or two
+
+
+class Draws:
+    """What was drawn from the loaders of a training, oldest first; it follows their samplers until ``detach``."""
+
+    def __init__(self, max_waiting: int = MAX_WAITING) -> None:
+        self.waiting: deque[tuple[Any, dict[str, Any]]] = deque(maxlen=max_waiting)
+        self._samplers = ReplacedMethods()
+        self._indices: dict[str, deque[Any]] = {}
+
+    def follow(self, name: str, loader: Any) -> None:
+        """Keep what the sampler of a loader draws, if batches come in that order.
+
+        Workers are sent the indices ahead, and return the batches in their order.
+        """
+        is_map = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+        if not is_map or (loader.num_workers and not getattr(loader, "in_order", True)):
+            return
+        sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+        indices = deque[Any]()
+
+        def keep(index: Any) -> Any:
+            indices.append(index)
+            return index
+
+        def watched(base: Any) -> Any:
+            def iterate(self: Any) -> Any:
+                indices.clear()
+                return map(keep, base.__iter__(self))  # called now: a sampler may draw before its first index
+
+            names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__iter__": iterate}
+            return type(base.__name__, (base,), names)
+
+        with suppress(TypeError):  # a list of indices, say: built-in objects keep their class
+            self._samplers.put(sampler, "__class__", watched)
+            self._indices[name] = indices
+
+    def add(self, batch: Any) -> None:
+        """Keep a batch that was drawn until it is trained on."""
+        self.waiting.append((batch, {name: known.popleft() for name, known in self._indices.items() if known}))
+
+    def detach(self) -> None:
+        """Leave the samplers as they were; may be called more than once."""
+        self._samplers.restore()
+        self.waiting.clear()
+        self._indices.clear()
