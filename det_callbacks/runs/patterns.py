@@ -12,7 +12,14 @@ PHASES = ("forward", "backward", "gradient", "optimizer", "other")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpPattern:
-    """Ops by phase, module and name, each an fnmatch pattern ("*" where it is not given)."""
+    """Ops by phase, module and name, each an fnmatch pattern ("*" where it is not given).
+
+    ::
+
+        aten.kthvalue.default                   # everywhere
+        decoder.*:aten.index_put_.*             # in the modules below decoder
+        backward/decoder.*:aten.index_put_.*    # there, in the backward pass
+    """
 
     phase: str
     module: str

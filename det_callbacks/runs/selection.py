@@ -18,6 +18,15 @@ _LEFT_OUT = "!metric/"
 class Selection:
     """What is digested, as the arguments of the callback say it; a value that is not allowed is a SelectionError.
 
+    ::
+
+        Selection()                             # the outputs of every op of every step
+        Selection(modules=("encoder.*",))       # of the ops in these modules
+        Selection(phases=("forward",))          # of the ops of the forward pass
+        Selection(level="module")               # of modules, with their gradients; not of ops
+        Selection(level="state")                # the batch, the loss, gradients, weights and optimizer state
+        Selection(every_n_steps=100)            # each of these in the steps 0, 100, 200 and so on
+
     A number that Python reads back from a tensor (``item``) is recorded in any phase but the optimizer, since any op
     may be called with it.
     """
