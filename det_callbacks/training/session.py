@@ -174,6 +174,7 @@ class TracedSession(Session):
     @override
     def attach(self, training: Training) -> None:
         self._hash_mode.optimizers = list(training.optimizers)
+        self._hash_mode.list_further = training.further_state
         training.mark_forward(self._hash_mode.marks_forward)
         training.leave_out(self._hash_mode.leaves_out)
 
