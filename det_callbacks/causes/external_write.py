@@ -35,7 +35,7 @@ def explain(facts: Facts) -> str:
     if names := _changed_between_steps(facts):
         were = "was" if len(names) == 1 else "were"
         when = f"between step {step - 1} and step {step}" if step else "before step 0"
-        others = [phase for phase in facts.source_phases if phase != "input"]
+        others = [phase for phase in facts.source_phases if phase not in ("input", "state")]
         return (
             f"{place(facts)}: {listed(names)} {were} changed {when} by something that the trace does not see (NumPy, "
             f"a raw kernel, a callback between steps){_ran_between_steps(facts)}{also_differ(others)}"
@@ -62,6 +62,8 @@ def _changed_between_steps(facts: Facts) -> list[str]:
     that is not digested may have written them.
     """
     may_be_written = facts.is_first_seen or facts.is_after_gap or facts.is_resumed
+    if facts.further and not may_be_written:
+        return facts.further
     if may_be_written or not facts.sources or not _sees_all_ops(facts, before=facts.sources[0].row):
         return []
     first = facts.sources[0]

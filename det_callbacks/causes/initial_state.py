@@ -28,7 +28,11 @@ NAME = "initial state"
 
 
 def cause(facts: Facts) -> Literal["initial_weights"] | None:
-    return "initial_weights" if "state" in facts.source_phases else None
+    if "state" not in facts.source_phases:
+        return None
+    if {*facts.initial_sources} <= {*facts.further}:  # a choice may explain it: another scheduler, say
+        return "initial_weights" if facts.is_first_seen and facts.explaining_choice is None else None
+    return "initial_weights"
 
 
 def advise(facts: Facts) -> str:

@@ -26,7 +26,7 @@ def cause(facts: Facts) -> Literal["unknown", "settings"] | None:
 def _may_be_older(facts: Facts) -> bool:
     if facts.sources:
         source = facts.sources[0].divergence
-        return source.phase == "input" and bool(source.name)
+        return source.phase in ("input", "state") and bool(source.name)
     # what it was computed from is not recorded
     first = facts.first.divergence
     return facts.origin is None and not first.op and first.kind == "content"

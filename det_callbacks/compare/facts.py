@@ -10,7 +10,7 @@ import numpy as np
 from det_callbacks.compare.differences import Finding, StepDifference
 from det_callbacks.compare.evidence import Evidence, GeneratorChange
 from det_callbacks.runs.environment import CONFIGURATION
-from det_callbacks.runs.program import Program
+from det_callbacks.runs.program import Program, is_further
 from det_callbacks.verdict import EnvironmentDifference
 
 LENGTHS = frozenset({"trainer.min_epochs", "trainer.max_epochs", "trainer.min_steps", "trainer.max_steps"})
@@ -99,13 +99,20 @@ class Facts:
     @cached_property
     def _initial_names(self) -> list[str]:
         rows = np.flatnonzero(self.difference.is_leading & (self.difference.roles == "named")).tolist()
-        return [self.difference.site(row).name or "" for row in rows if self._is_state(row)]
+        names = [self.difference.site(row).name or "" for row in rows if self._is_state(row)]
+        return [name for name in names if not is_further(name)]
 
     def _is_state(self, row: int) -> bool:
         """Return whether a row is a tensor of the state as the step finds it: listed before it, or read first."""
         site = self.difference.site(row)
         is_listed = site.role == "named" and site.phase == "state" and bool(self.difference.is_leading[row])
         return not site.op and site.name is not None and (site.role == "input" or is_listed)
+
+    @property
+    def further(self) -> list[str]:
+        """Names of the state beside model and optimizers that the step found with other bits."""
+        names = (finding.divergence.name or "" for finding in self.sources)
+        return list(dict.fromkeys(filter(is_further, names)))
 
     # the state that a run starts with
 

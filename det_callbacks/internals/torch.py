@@ -111,7 +111,22 @@ def forward_code(node: object) -> CodeType | None:
     return getattr(forward, "__code__", None)
 
 
+def scaler_state(scaler: object) -> dict[str, Any]:
+    """Return the state of a gradient scaler as tensors, unread: its ``state_dict`` waits for the device."""
+    parts = {"scale": ("_scale", "_init_scale", torch.float32)}
+    parts["growth_tracker"] = ("_growth_tracker", "_init_growth_tracker", torch.int32)
+    found: dict[str, Any] = {}
+    for name, (current, initial, dtype) in parts.items():
+        value = getattr(scaler, current, None)
+        if value is None and (number := getattr(scaler, initial, None)) is not None:
+            value = torch.tensor(number, dtype=dtype)  # it makes the tensor when it first scales a loss
+        if value is not None:
+            found[name] = value
+    return found
+
+
 # Storages and memory.
+
 
 storage_address: Callable[[UntypedStorage], int] = TORCH.attribute(
     "torch.UntypedStorage._cdata", "the address of a storage, which identifies it while somebody holds it"

@@ -40,6 +40,14 @@ AFTER_STEP = " after the step"
 
 _OF = " of "  # between what a tensor is, and the parameter that it is of
 
+STATE_OF = "state of "  # begins the name of further state: "state of StepLR: last_epoch"
+
+
+def is_further(name: str) -> bool:
+    """Return whether a name is of state beside model and optimizers, which each step has as it found it."""
+    return name.startswith(STATE_OF) and ": " in name
+
+
 # Layout details of sites.
 UNWRITTEN = "written by nothing seen"  # an input without bits: allocated memory which no recorded op has written
 READS = "reads "  # begins that of an input, or an op of the forward pass, that reads a part of a tensor

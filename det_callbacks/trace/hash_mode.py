@@ -1,7 +1,7 @@
 """HashMode: what one step computed, as digests."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -96,6 +96,7 @@ class HashMode:
         self._by_shape: dict[torch.Size, list[tuple[str, Tensor]]] = {}
         self.is_open = False
         self._samples: list[Samples] = []
+        self.list_further: Callable[[], Iterable[Entry]] = tuple  # state beside model and optimizers
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -137,6 +138,8 @@ class HashMode:
             self._name_parameters()
             if is_first:
                 recorder.named.group("initial state", "state", self._state(), is_source=True)
+            if further := list(self.list_further()):
+                recorder.named.group("further state", "state", further, owner="", is_source=True)
             if batch is not None:
                 self._samples = record_batch(recorder.step, recorder.named, batch)
             recorder.named.generators()

@@ -180,6 +180,7 @@ class TracedSession(Session):
     def attach(self, training: Training) -> None:
         self._hash_mode.optimizers = list(training.optimizers)
         self._optimized = OptimizedParameters(training.module, training.optimizers, self._evidence)
+        self._hash_mode.list_further = training.further_state
         training.mark_forward(self._hash_mode.marks_forward)
         training.leave_out(self._hash_mode.leaves_out)
 

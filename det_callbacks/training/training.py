@@ -1,6 +1,6 @@
 """What a run has to know of a training, whatever drives it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -89,6 +89,13 @@ class Training:
 
     def leave(self) -> None:
         """Leave the training as it was; may be called more than once."""
+
+    def further_state(self) -> Iterator[tuple[str, Tensor | int | float | bool]]:
+        """Yield what else decides the next step: ("state of StepLR: last_epoch", 3); read as each step begins.
+
+        It may not wait for a device. By default there is none.
+        """
+        yield from ()
 
     def replicated_weights(self) -> Mapping[str, Tensor] | None:
         """Return the parameters and buffers that are equal on all ranks when a fit begins; None if unknown."""

@@ -3,7 +3,7 @@
 # properties stand for attributes: a Trainer has its facts later than it has its callbacks
 # mypy: disable-error-code="override"
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import SettingsError
+from det_callbacks.integrations.lightning.further_state import FurtherState
 from det_callbacks.integrations.lightning.loaders import find_generators, follow
 from det_callbacks.integrations.lightning.progress import print_beside_bar
 from det_callbacks.integrations.lightning.replaced import ReplacedInLightning
@@ -46,6 +48,7 @@ class LightningTraining(Training):
         self.trainer, self._own = trainer, own
         self._replaced = ReplacedInLightning()
         self._let_go: Callable[[], object] = lambda: None
+        self._further = FurtherState(trainer, own, self.print_line)
         self.rank, self.world_size = trainer.global_rank, trainer.world_size
         self.framework = package_of(trainer)
 
@@ -140,6 +143,11 @@ class LightningTraining(Training):
         held = find_generators(roots, left=either(pl.LightningModule))
         self._let_go = follow(loader, follower)
         follower.begin_loaders(loaders, held, is_in_turn=loader_mode(loader) == "sequential")
+
+    @override
+    def further_state(self) -> Iterator[tuple[str, Tensor | int | float | bool]]:
+        with unobserved():
+            yield from self._further.entries()
 
     @override
     def mark_forward(self, mark: Wrap) -> None:

@@ -1,0 +1,156 @@
+"""State beside model and optimizers: compared as each step begins, and named where a resume loses it."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch import callbacks as given
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from trainers import LIGHTNING_ADVICE, quiet_trainer
+
+from det_callbacks import DeterminismCallback, DivergenceError
+from det_callbacks.runs.store import Run
+from det_callbacks.verdict import Verdict
+
+pytestmark = [
+    LIGHTNING_ADVICE,
+    pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning"),  # Lightning's, of the callback that saves
+]
+
+SAVED = 3  # steps before the checkpoint
+
+
+class Small(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 2)
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        return self.net(batch[0]).float().square().mean()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class Ema(pl.Callback):
+    """An average of its own making; ``loses`` it like a callback whose ``load_state_dict`` was forgotten."""
+
+    def __init__(self, *, loses: bool = False, draws_at: int | None = None, size: int = 2) -> None:
+        self.weights, self.loses, self.draws_at = torch.zeros(size, 4), loses, draws_at
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        self.weights[:2].lerp_(pl_module.net.weight.detach(), 0.1)
+        if trainer.global_step == self.draws_at:
+            self.weights += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": self.weights}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if not self.loses:
+            self.weights = state_dict["weights"]
+
+
+def scaled() -> MixedPrecision:
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2))
+
+
+def fit(
+    mode: str, folder: Path, *callbacks: pl.Callback, level: str | None = None, resumes: bool = False, **options: Any
+) -> DeterminismCallback:
+    torch.manual_seed(0)
+    data = torch.rand(24, 4, generator=torch.Generator().manual_seed(1))
+    reference = folder / "reference"
+    current = None if mode == "record" else folder / "current"
+    ours = DeterminismCallback(reference, mode=mode, level=level, current=current, on_divergence="collect")
+    saves = ModelCheckpoint(
+        folder / ("saved" if mode == "record" else "again"), every_n_train_steps=SAVED, save_top_k=-1, filename="{step}"
+    )
+    kept = {"enable_checkpointing": True, "max_steps": 6, "max_epochs": None, **options}
+    trainer = quiet_trainer(ours, *callbacks, saves, default_root_dir=folder, **kept)
+    path = folder / "saved" / f"step={SAVED}.ckpt" if resumes else None
+    trainer.fit(Small(), DataLoader(TensorDataset(data), 4), ckpt_path=path)
+    return ours
+
+
+def verdict_of(folder: Path, *callbacks: pl.Callback, **options: Any) -> Verdict:
+    with pytest.raises(DivergenceError) as caught:
+        fit("verify", folder, *callbacks, **options)
+    return caught.value.verdict
+
+
+@pytest.mark.parametrize("level", ["op", "state"])
+def test_a_resume_that_restores_it_all_matches(level: str, tmp_path: Path) -> None:
+    # at level op a scaler shows that it makes its tensors when it is first used in a process
+    options = {"plugins": scaled()} if level == "state" else {}
+    more = [given.WeightAveraging] if hasattr(given, "WeightAveraging") else []  # since Lightning 2.6
+    fit("record", tmp_path, Ema(), *(make() for make in more), level=level, **options)
+    options = {"plugins": scaled()} if level == "state" else {}
+    resumed = fit("verify", tmp_path, Ema(), *(make() for make in more), resumes=True, **options)
+    assert resumed.verdict.verdict == "match"
+    names = recorded(tmp_path, SAVED + 1)
+    expected = ["StepLR: last_epoch", "Ema: ['weights']"]
+    expected += ["WeightAveraging: average_model.module.net.weight"] * len(more)
+    expected += ["the gradient scaler: scale", "the gradient scaler: growth_tracker"] * (level == "state")
+    assert {f"state of {name}" for name in expected} <= names
+
+
+def recorded(folder: Path, step: int) -> set[str | None]:
+    """Return the names of the sites of a step."""
+    return {site.name for site in Run.open(folder / "reference").view(0, 0, step).program.sites}
+
+
+@pytest.mark.filterwarnings("ignore:.*SWA.*:UserWarning")  # Lightning's, of the scheduler of this training
+def test_stochastic_averages_count_from_the_epoch_on_in_which_they_are_used(tmp_path: Path) -> None:
+    average = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1, annealing_epochs=1)
+    fit("record", tmp_path, average, level="state", max_steps=-1, max_epochs=2)
+    name = "state of StochasticWeightAveraging: average_model.net.weight"
+    assert [name in recorded(tmp_path, step) for step in (0, 5, 6, 11)] == [False, False, True, True]
+
+
+@pytest.mark.parametrize("level", ["op", "state"])
+def test_an_average_that_a_resume_loses_is_named(level: str, tmp_path: Path) -> None:
+    fit("record", tmp_path, Ema(), level=level)
+    verdict = verdict_of(tmp_path, Ema(loses=True), resumes=True)
+    assert (verdict.cause, verdict.first_divergence.step) == ("checkpoint", SAVED)
+    assert "the state after the checkpoint was loaded differs (state of Ema: ['weights'])" in verdict.explanation
+
+
+@pytest.mark.parametrize(
+    ("dropped", "name"), [("MixedPrecision", "the gradient scaler: scale"), ("lr_schedulers", "StepLR: last_epoch")]
+)
+def test_a_scaler_or_a_scheduler_that_a_resume_loses_is_named(dropped: str, name: str, tmp_path: Path) -> None:
+    fit("record", tmp_path, plugins=scaled(), level="state")
+
+    class Forgets(pl.Callback):
+        def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+            if dropped == "lr_schedulers":
+                checkpoint[dropped] = [{**one, "last_epoch": 0} for one in checkpoint[dropped]]
+            else:
+                del checkpoint[dropped]
+
+    verdict = verdict_of(tmp_path, Forgets(), plugins=scaled(), resumes=True)
+    assert (verdict.cause, verdict.first_divergence.step) == ("checkpoint", SAVED)
+    assert f"state of {name}" in verdict.explanation
+
+
+def test_a_callback_whose_state_changes_between_steps_is_named(tmp_path: Path) -> None:
+    fit("record", tmp_path, Ema(), level="state")
+    verdict = verdict_of(tmp_path, Ema(draws_at=4))
+    assert (verdict.cause, verdict.first_divergence.step) == ("external_write", 4)
+    assert "state of Ema: ['weights'] was changed between step 3 and step 4" in verdict.explanation
+    assert "what ran there: on_train_batch_end of Ema" in verdict.explanation
+
+
+def test_a_large_state_is_left_to_the_checkpoint_and_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit("record", tmp_path, Ema(size=1 << 17), level="state")
+    assert "the state of Ema has 2 MiB, so it is not compared at each step" in capsys.readouterr().out
