@@ -1,6 +1,6 @@
 """The tests with each supported pair of torch and Lightning, and of Hugging Face, in environments of their own.
 
-All of them: ``make test-versions``. One: ``nox -s 'tests(oldest)'``. Hugging Face alone: ``nox -s hf``; it is not in
+All of them: ``make test-versions``. One: ``nox -s 'tests(oldest)'``. Hugging Face alone: ``nox -s hf``. It is not in
 the everyday environment: torchmetrics imports transformers where it is installed, which takes seconds at each start.
 """
 

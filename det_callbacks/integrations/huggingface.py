@@ -21,6 +21,7 @@ from det_callbacks.checkpoint.files import ANOTHER_PLACE, SIDECAR, read_sidecar,
 from det_callbacks.errors import CheckpointMismatchError, SelectionError
 from det_callbacks.integrations.loop import LoopTraining, TrainingRun
 from det_callbacks.ranks.replicas import ReplicaReport
+from det_callbacks.report.console import print_closing_line
 from det_callbacks.report.tensors import mismatch_text
 from det_callbacks.runs.disk import writing
 from det_callbacks.training.following import FollowedRun
@@ -130,7 +131,7 @@ class _TrainerRun(TrainingRun):
     def begin_step(self) -> None:
         """Begin the step whose batches were drawn last."""
         batches, self._drawn = self._drawn, []
-        self._training.num_batches = len(batches)
+        self._training.num_batches = max(1, len(batches))
         self.step(batches[0] if len(batches) == 1 else batches).__enter__()
 
     def begin_update(self) -> None:
@@ -139,6 +140,8 @@ class _TrainerRun(TrainingRun):
 
     def end_step(self) -> None:
         """End the step; raise what it found."""
+        if (follower := self._training.follower) is not None:
+            follower.forget_drawn()  # accelerate has moved them to the device, where there may be little room
         self._step_context.__exit__(None, None, None)
 
     def log_evaluation(self, metrics: Mapping[str, Any]) -> None:
@@ -278,7 +281,7 @@ class DeterminismCallback(TrainerCallback):
             place = get_last_checkpoint(trainer.args.output_dir)
         self._is_resumed = bool(place)
         if self._is_resumed:
-            _check_loaded(Path(str(place)))
+            _check_loaded(Path(str(place)), is_first_rank=trainer.is_world_process_zero())
         try:
             return train(resume_from_checkpoint, *args, **kwargs)
         except BaseException as error:
@@ -379,10 +382,16 @@ def _require_supported(trainer: Trainer) -> None:
         raise SelectionError(f"DeterminismCallback does not support {instead}.")
 
 
-def _check_loaded(place: Path) -> None:
-    """Raise where a checkpoint is not what was saved; nothing was loaded yet. One without digests gets no line."""
-    sidecar = read_sidecar(place.resolve()) if place.exists() else None
-    if sidecar is not None and not (report := compare_saved(place.resolve(), sidecar)).equal:
+def _check_loaded(place: Path, *, is_first_rank: bool) -> None:
+    """Raise where a checkpoint is not what was saved; nothing of it was loaded yet."""
+    place = place.resolve()
+    if not place.exists():
+        return  # the Trainer says so
+    sidecar = read_sidecar(place)
+    if sidecar is None:
+        if is_first_rank:
+            print_closing_line(f"det_callbacks: {place} was loaded unchecked: no digests stand beside it")
+    elif not (report := compare_saved(place, sidecar)).equal:
         raise CheckpointMismatchError(mismatch_text(report), report.path, tuple(entry.name for entry in report.entries))
 
 

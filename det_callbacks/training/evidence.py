@@ -100,6 +100,10 @@ class Evidence(Ledger):
         """Keep what was drawn until it is trained on."""
         self._draws.add(batch)
 
+    def forget_drawn(self) -> None:
+        """Let go of the batches that were drawn: none of them is trained on any more."""
+        self._waiting.clear()
+
     def begin_step(self, batch: Any) -> None:
         """Note what the batch of a step is made of, as the training step gets it, when its trace has begun."""
         self.mark("batch start", with_seeds=True)

@@ -37,6 +37,9 @@ class LoaderFollower(Protocol):
     def end_draw(self, batch: Any) -> None:
         """Take a batch that was drawn."""
 
+    def forget_drawn(self) -> None:
+        """Let go of the batches that were drawn: none of them is trained on any more."""
+
 
 class Training:
     """Ten facts of a training; each way in has a subclass that says where its framework keeps them.

@@ -1,8 +1,11 @@
 """Hugging Face's Trainer, recorded and verified; needs ``pip install 'det_callbacks[hf]'`` (nox -s hf)."""
 
+import os
 import random
+import re
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -185,6 +188,24 @@ def test_a_step_holds_batches_loss_clipping_and_update(tmp_path: Path) -> None:
     names = [site.name for site in sites if site.phase == "data"]
     assert {"batch[0]['inputs']", "batch[1]['labels']"} <= set(names)
     assert [site.name for site in sites].count("loss") == 2
+
+
+def test_batches_that_were_trained_on_are_let_go(tmp_path: Path) -> None:
+    known: list[weakref.ref[Tensor]] = []
+
+    class Watches(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            assert sum(batch() is not None for batch in known) <= 2  # the last one, and one that accelerate draws ahead
+
+    def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+        inputs = torch.stack([row["inputs"] for row in rows])
+        known.append(weakref.ref(inputs))
+        return {"inputs": inputs, "labels": torch.tensor([row["labels"] for row in rows])}
+
+    fit = Fit(tmp_path, DeterminismCallback(tmp_path / "run", mode="record"), Watches())
+    fit.trainer.data_collator = collate
+    fit.train()
+    assert len(known) == STEPS
 
 
 def test_a_changed_learning_rate_is_named(tmp_path: Path) -> None:
@@ -386,8 +407,6 @@ def test_what_is_not_supported_is_refused(tmp_path: Path) -> None:
 @pytest.mark.ddp
 def test_ranks_agree_and_a_fault_on_one_is_named(tmp_path: Path) -> None:
     def body(rank: int, mode: Any, *others: TrainerCallback) -> None:
-        import os
-
         os.environ["RANK"] = str(rank)
         callback = DeterminismCallback(tmp_path / "run", mode=mode, current=tmp_path / "current")
         options: dict[str, Any] = {"ddp_backend": "gloo", "gradient_accumulation_steps": 2, "save_strategy": "epoch"}
@@ -401,6 +420,15 @@ def test_ranks_agree_and_a_fault_on_one_is_named(tmp_path: Path) -> None:
     ended = run_ranks(lambda rank: body(rank, "verify", *[Flips()] * rank), tmp_path / "planted", status=1)
     assert "rank 1" in ended[0].output
     assert "first.weight" in ended[0].output
+
+
+def test_the_example_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "huggingface.md").read_text()
+    names: dict[str, Any] = {"model": Net(), "train_dataset": samples()}
+    for example in re.findall(r"(?s)```python\n(.*?)```", page):
+        exec(example, names)
+    assert len(Run.open("refs/run1").rank(0).steps(0)) == 8
 
 
 @pytest.mark.slow

@@ -55,6 +55,18 @@ def test_another_optimizer_and_the_option_of_a_group_are_named() -> None:
     assert chosen(options(adam, 0.1), options(sgd, 0.1)) == {"optimizer": ("Adam", "SGD", True)}
 
 
+def test_the_learning_rate_is_the_one_that_was_chosen_also_where_a_scheduler_has_changed_it() -> None:
+    """A resumed training begins with another one than the training that it goes on with, and nobody chose that."""
+    optimizer = torch.optim.SGD([torch.ones(1)], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    before = optimizer_choices([optimizer])
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    assert optimizer_choices([optimizer]) == before
+    assert before["optimizer.SGD"]["lr"] == 0.1
+
+
 def test_two_captures_in_one_process_are_equal_and_survive_json() -> None:
     choices = {"precision": "32-true", "hparams": {"lr": 0.1, "betas": (0.9, 0.999)}}
     first, second = capture_environment(choices=choices), capture_environment(choices=choices)

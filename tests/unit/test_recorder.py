@@ -27,6 +27,26 @@ def test_a_digest_is_that_of_the_output():
     assert (entry.dtype, entry.shape, entry.stride) == ("float32", (1, 3, 2, 2), (12, 1, 6, 3))
 
 
+def test_what_runs_between_pause_and_go_on_is_left_out():
+    mode = HashMode()
+    mode.pause()  # outside a step both change nothing
+    mode.go_on()
+    with mode:
+        ones = torch.ones(2)
+        mode.pause()
+        total = ones.sin()
+        mode.go_on()
+        total.cos()
+    assert mode.trace is not None
+    sites = mode.trace.program.sites
+    assert [site.op for site in sites if site.role == "output"] == ["aten.ones.default", "aten.cos.default"]
+    with mode:
+        mode.pause()
+    with mode:
+        torch.ones(2)
+    assert [site.op for site in mode.trace.program.sites if site.role == "output"] == ["aten.ones.default"]
+
+
 def test_what_is_skipped_is_counted():
     def body():
         x = torch.ones(2, 3)
