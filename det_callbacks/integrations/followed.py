@@ -164,7 +164,11 @@ class FollowedLoop(TrainingRun):
     @runs_uncompiled
     def _before_update(self, optimizer: Optimizer, args: Any, keywords: Any) -> None:
         closure = keywords.get("closure", args[1] if len(args) > 1 else None)
-        if self._is_in_step or closure is not None or not any(id(one) in self._owned for one in parameters_of(optimizer)):
+        if (
+            self._is_in_step
+            or closure is not None
+            or not any(id(one) in self._owned for one in parameters_of(optimizer))
+        ):
             return
         raise SelectionError(
             f"{type(optimizer).__name__} stepped, and no module with its parameters was called since the step before, "

@@ -2,7 +2,7 @@
 
 A step begins when a module that holds parameters of an optimizer is called with gradients enabled. Once an optimizer
 has stepped, the step ends before the next batch is drawn from a ``DataLoader``, before a module is called in evaluation
-mode, or before the next such call with gradients where every optimizer has stepped.
+mode without gradients, or before the next call of a module where every optimizer has stepped.
 
 Until a training is seen this costs a tenth of a second, and a tenth of a microsecond for each call of a module; what
 records it is imported then.
@@ -168,7 +168,7 @@ class TorchSteps:
         has_gradients = torch.is_grad_enabled()
         if self._stepped:
             if not has_gradients:
-                if not module.training:
+                if not module.training or self._has_all_stepped():
                     self._end_step()
                 return
             if not self._has_all_stepped() or not self._is_trained(module):
@@ -197,7 +197,7 @@ class TorchSteps:
     # what follows from it
 
     def _is_elsewhere(self) -> bool:
-        """Return whether what is called here is of another thread, of a worker, or of a process that is not followed."""
+        """Return whether this call is of another thread, of a worker, or of a process that is not followed."""
         if self._is_off or get_ident() != main_thread().ident:
             return True
         return self._run is not None and self._pid != os.getpid()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from det_callbacks.compare.evidence import BATCH
 from det_callbacks.digest.unobserved import unobserved

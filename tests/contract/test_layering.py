@@ -21,7 +21,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("tensors", "equivalence", "compare", "doctor", "export", "installation"),
     ("causes", "report", "checkpoint", "ranks", "numerics", "observers", "judge", "verification"),
     ("training",),
-    ("integrations", "integrations.lightning", "integrations.loop", "hydra", "cli"),
+    ("integrations.command", "integrations.loop", "cli"),
+    ("integrations.torch_models",),
+    ("integrations.followed", "integrations.torch_steps"),
+    ("integrations", "integrations.lightning", "hydra"),
     ("launch", "pytest_runs"),
     ("pytest_plugin",),
     ("startup",),
@@ -30,7 +33,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 
 _OF_TORCH = (
     "checkpoint digest doctor environment equivalence internals nondeterminism numerics observers ranks rng settings "
-    "tensors trace training integrations.lightning integrations.loop"
+    "tensors trace training integrations.lightning integrations.loop "
+    "integrations.followed integrations.torch_models integrations.torch_steps"
 )
 # Who may import a dependency, by the first part of its name.
 ONLY_IN: Mapping[str, Sequence[str]] = {
