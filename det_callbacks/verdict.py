@@ -132,6 +132,7 @@ class Coverage:
             whose live bits differed ("differing"), and "mib_per_step".
         metrics: how many values that the module logged were compared.
         lost: what the installed torch did not let be seen in one of the runs, a sentence each.
+        followed: the models and optimizers that torch's own hooks told of, "" where the training told of its steps.
     """
 
     ranks: int
@@ -143,6 +144,7 @@ class Coverage:
     replayed: Mapping[str, Any] = field(default_factory=dict)
     metrics: int = 0
     lost: tuple[str, ...] = ()
+    followed: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

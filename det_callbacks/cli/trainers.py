@@ -6,19 +6,7 @@ from pathlib import Path
 from det_callbacks.report.console import listed
 
 _LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
-_OTHERS = {
-    "transformers.trainer": "the Trainer of transformers",
-    "composer.trainer": "the Trainer of Composer",
-    "lightning.fabric": "Fabric (lightning.fabric)",
-    "lightning_fabric": "Fabric (lightning_fabric)",
-    "fastai.learner": "the Learner of fastai",
-    "ignite.engine": "the Engine of Ignite",
-    "skorch": "skorch",
-    "keras": "Keras",
-    "accelerate": "Accelerate",
-    "tensorflow": "TensorFlow",
-    "jax": "JAX",
-}
+_OTHERS = {"keras": "Keras", "tensorflow": "TensorFlow", "jax": "JAX"}
 TRAINERS = (*_LIGHTNING, *_OTHERS, "torch")
 """Modules that tell what trains in a process; ``integrations/launch.py`` notes those that a process loaded."""
 
@@ -28,15 +16,19 @@ def nothing_text(verb: str, notes: Path) -> str:
     loaded = {name for file in notes.glob("loaded-*") for name in json.loads(file.read_text(encoding="utf-8"))}
     head = f"the script ended well, and nothing was {verb}"
     others = [title for name, title in _OTHERS.items() if name in loaded]
-    if loaded and loaded.isdisjoint(_LIGHTNING):
-        trains = f"with {listed(others)}" if others else "in a loop of its own on torch"
+    if "torch" in loaded and loaded.isdisjoint(_LIGHTNING):
         return (
-            f"{head}: it has no Trainer of lightning.pytorch or pytorch_lightning, and trains {trains}, which this "
-            "command cannot reach. Record its steps in the script itself: docs/how-to/observe.md"
+            f"{head}: no optimizer of torch.optim stepped after a module with its parameters was called, with "
+            "gradients enabled, or the script records itself. Where it trains in another way, such as by changing the "
+            "parameters itself, put its loop into a TrainingRun: docs/how-to/plain-loop.md"
         )
+    if others and loaded.isdisjoint(_LIGHTNING):
+        return f"{head}: it trains with {listed(others)}, which this command cannot reach"
     reasons = "no Trainer had a fit, or one had a DeterminismCallback of the script's own"
     if not loaded:
-        reasons += ", or the Python that trains has no det_callbacks installed"
+        reasons += (
+            ", or the Python that trains has no det_callbacks installed, or ignores PYTHONPATH (its flags -E and -I)"
+        )
     return f"{head}: {reasons}" + (
         f". It also loads {listed(others)}, which this command cannot reach" if others else ""
     )

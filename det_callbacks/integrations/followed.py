@@ -12,12 +12,13 @@ from det_callbacks.errors import DetCallbacksError, SelectionError
 from det_callbacks.integrations.command import claim_run, read_arguments
 from det_callbacks.integrations.loop import TrainingRun, unwrapped
 from det_callbacks.integrations.torch_models import SeveralModels, models_of
-from det_callbacks.integrations.torch_steps import DrawnLoader, parameters_of
 from det_callbacks.observers.observations import REGISTRY
 from det_callbacks.report.console import count, end_process, listed, print_closing_line, print_error
 from det_callbacks.runs.environment import FOLLOWED
 from det_callbacks.trace.dispatch import runs_uncompiled
 from det_callbacks.trace.state.leaves import flatten
+from det_callbacks.trace.state.optimizers import parameters_of
+from det_callbacks.training.draws import DrawnLoader
 from det_callbacks.training.fits import take_unfinished
 from det_callbacks.training.held_generators import find_generators
 
@@ -164,7 +165,11 @@ class FollowedLoop(TrainingRun):
     @runs_uncompiled
     def _before_update(self, optimizer: Optimizer, args: Any, keywords: Any) -> None:
         closure = keywords.get("closure", args[1] if len(args) > 1 else None)
-        if self._is_in_step or closure is not None or not any(id(one) in self._owned for one in parameters_of(optimizer)):
+        if (
+            self._is_in_step
+            or closure is not None
+            or not any(id(one) in self._owned for one in parameters_of(optimizer))
+        ):
             return
         raise SelectionError(
             f"{type(optimizer).__name__} stepped, and no module with its parameters was called since the step before, "

@@ -24,6 +24,7 @@ from det_callbacks.observers.observations import REGISTRY
 from det_callbacks.ranks.replicas import ReplicatedState, replicated_state
 from det_callbacks.runs.metrics import LOG, RESUMED, Metric, Reading
 from det_callbacks.trace.dispatch import runs_uncompiled
+from det_callbacks.trace.state.optimizers import parameters_of
 from det_callbacks.training.arguments import require_whole
 from det_callbacks.training.following import FollowedRun
 from det_callbacks.training.held_generators import find_generators
@@ -328,7 +329,7 @@ class TrainingRun(FollowedRun):
         TORCH.require(RECORDING)
         owned = {id(parameter) for parameter in self._training.module.parameters()}
         for number, optimizer in enumerate(self._optimizers):
-            parameters = _parameters_of(optimizer)
+            parameters = parameters_of(optimizer)
             if strange := sum(id(one) not in owned for one in parameters):
                 raise SelectionError(
                     f"optimizers[{number}] ({type(optimizer).__name__}) updates {strange} of {len(parameters)} "
@@ -405,8 +406,8 @@ class TrainingRun(FollowedRun):
         """Refuse an optimizer that was not given, unless it does the work of one that was."""
         kind = type(optimizer).__name__
         if id(optimizer) not in self._known:
-            own = {id(parameter) for one in self._optimizers for parameter in _parameters_of(one)}
-            if not all(id(parameter) in own for parameter in _parameters_of(optimizer)):
+            own = {id(parameter) for one in self._optimizers for parameter in parameters_of(one)}
+            if not all(id(parameter) in own for parameter in parameters_of(optimizer)):
                 if not self._is_in_step:
                     return  # another training
                 raise SelectionError(
@@ -477,7 +478,3 @@ class _Step:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._end(error)
-
-
-def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

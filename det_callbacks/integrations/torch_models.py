@@ -1,7 +1,7 @@
 """Which module holds all that some optimizers train, where nobody says so."""
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import torch
 from torch import nn
@@ -26,22 +26,22 @@ def models_of(module: nn.Module, optimizers: Sequence[Optimizer]) -> nn.Module:
         return module
     roots: list[nn.Module] = []
     known = _outermost(parameters.keys())
+    in_none: list[torch.Tensor] = []
     while parameters:
         first = next(iter(parameters))
-        root = max((root for root in known if first in known[root]), key=lambda root: len(known[root]), default=None)
+        holders = [root for root in known if first in known[root]]
+        root = max(holders, key=lambda one: len(known[one]), default=None)
         if root is None:
-            break
+            in_none.append(parameters.pop(first))
+            continue
         roots.append(root)
         parameters = {key: tensor for key, tensor in parameters.items() if key not in known[root]}
-        if first in parameters:
-            break
-    # what is left is in no module, or in one of those: a tensor, or a module that a list holds
-    if len(roots) == 1 and not parameters:
+    if len(roots) == 1 and not in_none:
         return roots[0]
     several = SeveralModels()
     for model in map(unwrapped, roots):
         several.add_module(_free_name(several, type(model).__name__), model)
-    for tensor in parameters.values():
+    for tensor in in_none:
         name = _free_name(several, "tensor")
         if isinstance(tensor, nn.Parameter):
             several.register_parameter(name, tensor)
@@ -54,9 +54,8 @@ def _owned(module: nn.Module) -> set[int]:
     return {id(parameter) for parameter in module.parameters()}
 
 
-def _outermost(wanted: "set[int] | Sequence[int] | object") -> dict[nn.Module, set[int]]:
+def _outermost(keys: Set[int]) -> dict[nn.Module, set[int]]:
     """Return the modules of this process that hold some of the parameters and are in no other module."""
-    keys = set(wanted)  # type: ignore[call-overload]
     modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
     modules = [one for one in modules if not isinstance(one, SeveralModels) and "_modules" in vars(one)]
     inner = {id(child) for one in modules for child in one.children()}

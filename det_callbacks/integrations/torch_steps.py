@@ -2,7 +2,7 @@
 
 A step begins when a module that holds parameters of an optimizer is called with gradients enabled. Once an optimizer
 has stepped, the step ends before the next batch is drawn from a ``DataLoader``, before a module is called in evaluation
-mode, or before the next such call with gradients where every optimizer has stepped.
+mode without gradients, or before the next call of a module where every optimizer has stepped.
 
 Until a training is seen this costs a tenth of a second, and a tenth of a microsecond for each call of a module; what
 records it is imported then.
@@ -11,7 +11,7 @@ records it is imported then.
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, wraps
 from multiprocessing.util import Finalize
 from threading import get_ident, main_thread
@@ -28,27 +28,11 @@ from torch.utils.data import DataLoader
 
 from det_callbacks.internals.torch import DataLoaderIter, keywords_of_call
 from det_callbacks.trace.dispatch import runs_uncompiled
-from det_callbacks.training.draws import Draws
+from det_callbacks.trace.state.optimizers import parameters_of
+from det_callbacks.training.draws import DrawnLoader
 
 if TYPE_CHECKING:
     from det_callbacks.integrations.followed import FollowedLoop
-
-_MAX_WAITING = 16  # batches of a loader that are kept until they are trained on
-
-
-class DrawnLoader:
-    """A loader that is iterated over, and what was drawn from it."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = ref(loader)
-        self.draws = Draws(_MAX_WAITING)
-        self.draws.follow("train_dataloader", loader)
-        self.num_iterations = 0
-
-    @property
-    def loader(self) -> Any:
-        """The loader itself; None once nothing else holds it."""
-        return self._loader()
 
 
 class TorchSteps:
@@ -168,7 +152,7 @@ class TorchSteps:
         has_gradients = torch.is_grad_enabled()
         if self._stepped:
             if not has_gradients:
-                if not module.training:
+                if not module.training or self._has_all_stepped():
                     self._end_step()
                 return
             if not self._has_all_stepped() or not self._is_trained(module):
@@ -197,7 +181,7 @@ class TorchSteps:
     # what follows from it
 
     def _is_elsewhere(self) -> bool:
-        """Return whether what is called here is of another thread, of a worker, or of a process that is not followed."""
+        """Return whether this call is of another thread, of a worker, or of a process that is not followed."""
         if self._is_off or get_ident() != main_thread().ident:
             return True
         return self._run is not None and self._pid != os.getpid()
@@ -317,11 +301,6 @@ def follow_torch(asked: str) -> TorchSteps:
     steps = TorchSteps(asked)
     steps.begin()
     return steps
-
-
-def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """Yield the tensors that an optimizer updates."""
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:

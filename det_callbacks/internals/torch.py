@@ -6,7 +6,7 @@ All are there in torch 2.11 to 2.15.
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,7 +68,7 @@ CALL_MODULE: CodeType | None = None if _call_module is None else _call_module.__
 
 def keywords_of_call() -> dict[str, Any]:
     """Return the keyword arguments of the innermost call of a module that is under way; global hooks get none."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and CALL_MODULE is not None:
         if frame.f_code.co_filename == CALL_MODULE.co_filename and "kwargs" in frame.f_locals:
             return {**frame.f_locals["kwargs"]}

@@ -254,6 +254,7 @@ def _coverage(verdict: Verdict) -> list[str]:
     lines += [count(coverage.metrics, "metric")] if coverage.metrics else []
     lines.append(f"{count(coverage.ops_seen, 'op')} seen, {coverage.ops_digested:,} digested{skipped}")
     lines += [f"seen only from outside: {', '.join(coverage.opaque_regions)}"] if coverage.opaque_regions else []
+    lines += [f"followed torch's optimizers: {coverage.followed}"] if coverage.followed else []
     lines += [f"not seen: {text}" for text in coverage.lost]
     return lines + [
         f"replayed: {name}: {count(replayed['count'], 'tensor')} put back, {replayed['differing']:,} of them "

@@ -3,12 +3,14 @@
 from collections import deque
 from contextlib import suppress
 from typing import Any
+from weakref import ref
 
 from torch.utils.data import DataLoader, IterableDataset
 
 from det_callbacks.training.replaced import ReplacedMethods
 
 MAX_WAITING = 64  # batches drawn and not trained on yet that are known; a fetcher holds one or two
+_MAX_WAITING_OF_LOADER = 16  # where nothing says when a batch is trained on
 
 
 class Draws:
@@ -55,3 +57,18 @@ class Draws:
         self._samplers.restore()
         self.waiting.clear()
         self._indices.clear()
+
+
+class DrawnLoader:
+    """A loader that is iterated over, and what was drawn from it."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = ref(loader)
+        self.draws = Draws(_MAX_WAITING_OF_LOADER)
+        self.draws.follow("train_dataloader", loader)
+        self.num_iterations = 0
+
+    @property
+    def loader(self) -> Any:
+        """The loader itself; None once nothing else holds it."""
+        return self._loader()

@@ -102,7 +102,7 @@ class Evidence(Ledger):
 
     def forget_drawn(self) -> None:
         """Let go of the batches that were drawn: none of them is trained on any more."""
-        self._waiting.clear()
+        self._draws.waiting.clear()
 
     def begin_step(self, batch: Any) -> None:
         """Note what the batch of a step is made of, as the training step gets it, when its trace has begun."""

@@ -22,7 +22,7 @@ from det_callbacks.findings.table import find_findings
 from det_callbacks.report.console import capitalised, count, listed
 from det_callbacks.report.metrics import advise_metric, explain_metric, metric_lines
 from det_callbacks.report.sentences import code_lines, explain_match, explain_ranks, explain_whole_steps, steps_agree
-from det_callbacks.runs.environment import GENERATOR, LOST, compare_environments
+from det_callbacks.runs.environment import FOLLOWED, GENERATOR, LOST, compare_environments
 from det_callbacks.runs.metrics import read_metrics
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import (
@@ -260,6 +260,7 @@ class _Judge:
                 replayed=tally.replayed,
                 metrics=tally.num_metrics,
                 lost=self._lost,
+                followed=self._followed,
             ),
             # a generator that began elsewhere is in the evidence where it may be the cause
             environment=self.environment if verdict == "match" else tuple(_without_starts(self.environment)),
@@ -271,6 +272,11 @@ class _Judge:
         runs = self.walk.reference, self.walk.current
         entries = [run.manifest.environment.get(LOST) for run in runs]
         return tuple(dict.fromkeys(text for entry in entries if entry is not None for text in entry.value))
+
+    @property
+    def _followed(self) -> str:
+        entry = self.walk.current.manifest.environment.get(FOLLOWED)
+        return "" if entry is None else str(entry.value)
 
     @property
     def _num_ranks(self) -> int:

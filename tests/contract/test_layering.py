@@ -22,14 +22,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("tensors", "audit", "compare"),
     ("causes", "findings", "report", "checkpoint", "ranks", "numerics", "observers", "verify"),
     ("training",),
-    (
-        "integrations",
-        "integrations.huggingface",
-        "integrations.lightning",
-        "integrations.loop",
-        "integrations.hydra",
-        "cli",
-    ),
+    ("integrations.command", "integrations.loop", "cli"),
+    ("integrations.torch_models",),
+    ("integrations.followed", "integrations.torch_steps"),
+    ("integrations", "integrations.huggingface", "integrations.lightning", "integrations.hydra"),
     ("huggingface", "integrations.launch", "integrations.pytest_runs"),
     ("integrations.pytest_plugin",),
     ("integrations.startup",),
@@ -38,7 +34,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 
 _OF_TORCH = (
     "audit checkpoint digest environment internals numerics observers ranks settings tensors trace training "
-    "integrations.huggingface integrations.lightning integrations.loop"
+    "integrations.huggingface integrations.lightning integrations.loop "
+    "integrations.followed integrations.torch_models integrations.torch_steps"
 )
 # Who may import a dependency, by the first part of its name.
 ONLY_IN: Mapping[str, Sequence[str]] = {

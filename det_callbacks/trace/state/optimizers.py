@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -86,3 +87,8 @@ def in_phase(owner: Any, phase: str, function: Callable[..., Any]) -> Callable[.
             owner.phase = outer
 
     return marked
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the tensors that an optimizer updates."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,0 +1,173 @@
+"""``det-callbacks record``, ``verify`` and ``check`` on loops without a Trainer, which know nothing of them."""
+
+import os
+import runpy
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+import pytest
+from checking import Ended
+from forks import end_with
+from test_launch import TORCHRUN, start
+
+from det_callbacks import compare_runs
+from det_callbacks.cli import check as checks
+from det_callbacks.cli import main
+from det_callbacks.environment.variables import LAUNCH
+from det_callbacks.integrations.torch_steps import follow_torch
+from det_callbacks.runs.store import Run as StoredRun
+
+APP = Path(__file__).with_name("loop_app.py")
+Command = Callable[..., Ended]
+
+
+def fork(words: Sequence[str], *, variables: Mapping[str, str], output: IO[bytes] | None = None) -> int:
+    """Run a script as in a process that has just imported torch."""
+
+    def body() -> None:
+        os.environ.update(variables)
+        sys.argv = [*words[1:]]
+        steps = follow_torch(variables[LAUNCH]) if LAUNCH in variables else None
+        runpy.run_path(words[1], run_name="__main__")
+        if steps is not None:
+            steps.end_process()
+
+    sys.stdout.flush()
+    sys.stderr.flush()
+    process = os.fork()
+    if not process:
+        end_with(body, None if output is None else output.fileno())
+    _, status = os.waitpid(process, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
+    """Run a command on a loop: ``command("record", "run", "plain", "seed")``."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(APP, "train.py")
+    monkeypatch.setattr(checks, "run_process", fork)
+
+    def run(name: str, *words: str) -> Ended:
+        capfd.readouterr()
+        at = words.index("--") if "--" in words else 1
+        status = main([name, *words[:at], "--", sys.executable, "train.py", *words[at:]])
+        return Ended(status, *capfd.readouterr())
+
+    return run
+
+
+STYLES = {
+    "plain": (12, "Net, AdamW, 1 DataLoader", 3),
+    "accumulation": (3, "Net, AdamW, 1 DataLoader", None),
+    "gan": (6, "Net, Critic, AdamW, SGD, 1 DataLoader", 3),
+    "without_loader": (5, "Net, AdamW, no DataLoader", 3),
+    "scaler": (6, "Net, AdamW, 1 DataLoader", 3),
+    "closure": (4, "Net, LBFGS, no DataLoader", 3),
+    "parts": (6, "Net, AdamW, 1 DataLoader", 3),
+}
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_loop_is_recorded_and_verified_as_it_is(style: str, command: Command) -> None:
+    """It also computes what it computes without us."""
+    num_steps, followed, planted_at = STYLES[style]
+    done = command("record", "run", style)
+    assert done.status == 0, done.text + done.errors
+    assert f"followed torch's optimizers: {num_steps} steps of {followed}" in done.text
+    assert StoredRun.open(Path("run")).rank(0).steps(0).tolist() == [*range(num_steps)]
+    printed = [line for line in done.text.splitlines() if line.startswith(("weights", "validation"))]
+
+    with open("alone.txt", "wb") as file:
+        assert fork((sys.executable, "train.py", style), variables={}, output=file) == 0
+    assert Path("alone.txt").read_text().splitlines() == printed
+
+    done = command("verify", "run", style)
+    assert (done.status, "\nMATCH\n" in done.text) == (0, True), done.text + done.errors
+    assert f"followed torch's optimizers: {followed.rpartition(', ')[0]}" in done.text.split("Compared")[1]
+    done = command("verify", "run", style, "seed")
+    assert (done.status, "\nDIVERGED\nStep 0: the initial state differs" in done.text) == (1, True), done.text
+    if planted_at is not None:
+        done = command("verify", "run", style, "planted")
+        assert (done.status, f"\nDIVERGED\nStep {planted_at}, forward: aten.mul" in done.text) == (1, True), done.text
+
+
+def test_what_is_recorded_of_a_step(command: Command) -> None:
+    """The phases and the names of a step, what the loader drew, and a learning rate that is another one."""
+    assert command("record", "run", "plain").status == 0
+    run = StoredRun.open(Path("run"))
+    program = run.program(run.rank(0).program_id(0, 1))
+    names = {(site.phase, site.name) for site in program.sites}
+    assert {("data", "batch[0]"), ("data", "batch[1]"), ("forward", "loss")} <= names
+    assert {("gradient", "grad of first.weight"), ("state", "exp_avg of last.bias")} <= names
+    assert {site.phase for site in program.sites} >= {"forward", "backward", "gradient", "optimizer", "state"}
+    assert command("verify", "run", "--current", "other", "--", "plain", "lr").status == 1
+    verdict = compare_runs("run", "other/run")
+    assert (verdict.cause, verdict.first_divergence.phase) == ("settings", "optimizer")
+    assert verdict.coverage.followed == "Net, AdamW"
+
+
+def test_several_trainings_are_one_run(command: Command) -> None:
+    done = command("record", "run", "folds")
+    assert done.status == 0, done.text + done.errors
+    assert StoredRun.open(Path("run")).rank(0).segments == [0, 1]
+    assert done.text.count("6 steps of") == 2
+    assert command("verify", "run", "folds").status == 0
+
+
+@pytest.mark.parametrize(
+    ("style", "says"),
+    [
+        ("by_hand", "no optimizer of torch.optim stepped after a module with its parameters was called"),
+        ("functional", "AdamW stepped, and no module with its parameters was called since the step before"),
+        ("caught", "its recording is incomplete"),
+        ("broken", "the script failed with status 1"),
+        ("own", "or the script records itself"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused(style: str, says: str, command: Command) -> None:
+    done = command("record", "run", style)
+    assert (done.status, says in " ".join(done.text.split())) == (2, True), done.text + done.errors
+    assert ("Traceback" in done.errors) is (style == "broken")
+
+
+@pytest.mark.parametrize("style", ["plain"])
+def test_a_script_is_followed_from_its_start(style: str, tmp_path: Path) -> None:
+    """In a process of its own, whose settings come first."""
+    shutil.copy(APP, tmp_path / "train.py")
+    words = ("--seed", "5", "--level", "state", "--", sys.executable, "train.py", style)
+    done = start("record", "run", *words, folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "followed torch's optimizers: 12 steps of Net, AdamW, 1 DataLoader" in done.stdout
+
+
+DDP = """
+import sys, torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+torch.distributed.init_process_group("gloo")
+torch.manual_seed(0)
+model = DistributedDataParallel(nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.2 if "planted" in sys.argv else 0.1)
+for step in range(4):
+    model(torch.ones(3, 4) * (step + torch.distributed.get_rank())).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.ddp
+def test_every_rank_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(DDP)
+    words = ("--", sys.executable, *TORCHRUN, "train.py")
+    done = start("record", "run", *words, folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert StoredRun.open(tmp_path / "run").ranks == [0, 1]
+    assert start("verify", "run", *words, folder=tmp_path).returncode == 0
+    done = start("verify", "run", *words, "planted", folder=tmp_path)
+    assert (done.returncode, "optimizer.SGD.lr: 0.1 in the reference, 0.2 now" in done.stdout) == (1, True)
