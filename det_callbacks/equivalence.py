@@ -35,8 +35,8 @@ from det_callbacks.rng import RewindPoint, is_capturing
 from det_callbacks.runs.program import scalar_bits
 from det_callbacks.trace.attribution.backward import OpPlaces
 from det_callbacks.trace.dispatch import TAKE_APART, DispatchMode
+from det_callbacks.trace.op.call_graph import OpScope
 from det_callbacks.trace.op.components import PLAIN, has_parts, holds_data
-from det_callbacks.trace.op.program_trie import OpScope
 from det_callbacks.trace.op.sites import source_of
 from det_callbacks.trace.state.optimizers import OptimizerPhases
 from det_callbacks.trace.tables.overloads import (

@@ -29,9 +29,8 @@ from det_callbacks.trace.dispatch import TAKE_APART
 from det_callbacks.trace.op.components import PLAIN, STRIDED, address_of, holds_data, parts_with_memory
 from det_callbacks.trace.op.layouts import Parts, describe_parts, parts_of_arguments
 from det_callbacks.trace.op.output_hooks import OutputHooks
-from det_callbacks.trace.op.program_trie import with_occurrences
 from det_callbacks.trace.op.reads import Reads
-from det_callbacks.trace.op.sites import InputName, build_op
+from det_callbacks.trace.op.sites import InputName, build_op, names_of_written, source_of
 from det_callbacks.trace.op.undigested_ops import UndigestedOps
 from det_callbacks.trace.op.unseen_writes import UnseenWriteCheck
 from det_callbacks.trace.state.generators import GeneratorTrail
@@ -121,7 +120,7 @@ class Recorder:
         """End the step and return what it did."""
         step = self.step
         with step.lock:
-            program = step.trie.program(step.counts)
+            program = step.graph.program(step.counts)
             require_whole(program, step.digests)
             settled = step.deferred.settle(step.digests)
             unseen: frozenset[int] = frozenset()
@@ -256,31 +255,41 @@ class Recorder:
         if self.output_hooks.every:
             out, outputs = self.output_hooks.call(plan, phase, scope, out, outputs, args, kwargs)
 
-        # which call it is in the program: the one predicted here, or another one, which may have to be built
-        trie = step.trie
-        node = trie.at.likely
+        if plan.is_overwrite:  # what it reads does not tell which tensor it writes
+            names += names_of_written(places, phase, plan, outputs)
+
+        # which call it is: the one predicted here, or another one, which may have to be built
+        graph = step.graph
+        labels = graph.labels
+        written_by = graph.labels_of(reads, mark, self._reads.row_edges) if names else [labels[at] for at in reads]
+        node = graph.at.likely
         if (
             node is None
             or node.func is not func
-            or node.reads != reads
+            or node.reads != written_by
             or node.scope is not scope
             or node.phase is not phase
             or node.names != names
             or node.num_outputs != len(outputs)
+            or node.made.step == graph.step
             or (kwargs and node.keywords != tuple(kwargs))
             or (
                 (node.consts != consts or (node.exact is not None and node.exact != repr(consts)))
-                and not trie.takes(node, consts)
+                and not graph.takes(node, consts)
             )
         ):
             if outputs and not any(holds_data(output) for output in outputs):
                 self._reads.roll_back(mark)
                 step.counts.skipped["no_data"] += 1
                 return out
-            call = (func, phase, scope, consts, reads, names, len(outputs), tuple(kwargs))
-            node = trie.step_to(call, partial(build_op, trie, places, self._reads, plan, args, kwargs, outputs))
+            call = (func, phase, scope, consts, written_by, names, len(outputs), tuple(kwargs))
+            build = partial(build_op, graph, places, self._reads, plan, args, kwargs, outputs)
+            node = graph.go_to(call, reads, build, partial(source_of, scope))
         else:
-            trie.at = node
+            node.previous = graph.at
+            node.made.step = graph.step
+            graph.at = node
+            labels.extend(node.made.labels)
         if names:
             self._reads.row_edges.clear()
         step.counts.num_digested += 1
@@ -335,8 +344,11 @@ class Recorder:
     def _ordered(self, program: Program, digests: np.ndarray) -> StepTrace:
         """Return the trace of a step that ran modules in several threads: its sites came in the order of the clock."""
         step = self.step
-        order, sites = canonical_order(step.trie.calls(), self.strands.all, self.places.modules.names, digests.tolist())
-        program = replace(program, sites=with_occurrences(sites))
+        graph, modules = step.graph, self.places.modules.names
+        calls = graph.calls()
+        reads = graph.reads_by_position(calls)
+        order, sites = canonical_order(calls, reads, program.sites, self.strands.all, modules, digests.tolist())
+        program = Program.of(sites, **program.counts, text=program.text)
         digests = digests[order]
         unseen = frozenset() if self._expected is None else frozenset(self._expected.unproven(order, digests))
         places = {number: position for position, number in enumerate(order)}
@@ -355,7 +367,7 @@ class Recorder:
             digests=digests,
             layout_id=self.step.layouts.layout_id(indices),
             unseen_writes=unseen_writes,
-            values=self.step.trie.values,
+            values=self.step.graph.values,
             _make_layout=partial(self.step.layouts.layout, indices),
             _places=places,
         )
