@@ -260,8 +260,12 @@ class Recorder:
 
         # which call it is: the one predicted here, or another one, which may have to be built
         graph = step.graph
-        labels = graph.labels
-        written_by = graph.labels_of(reads, mark, self._reads.row_edges) if names else [labels[at] for at in reads]
+        if names:
+            written_by = graph.labels_of(reads, mark, self._reads.row_edges)
+            position = len(digests)
+        else:
+            written_by = [*map(graph.label_at, reads)]
+            position = mark
         node = graph.at.likely
         if (
             node is None
@@ -289,9 +293,9 @@ class Recorder:
             node.previous = graph.at
             node.made.step = graph.step
             graph.at = node
-            labels.extend(node.made.labels)
+            graph.labels += node.made.labels
         if names:
-            self._reads.row_edges.clear()
+            self._reads.row_edges = []
         step.counts.num_digested += 1
         if phase != "optimizer" and (phase != "backward" or _is_grad_enabled() or scope.recomputed):
             places.backward.register(node)
@@ -301,7 +305,8 @@ class Recorder:
         if node.numbers:
             digests.append(node.bits)
             indices.append(step.layouts.tags[node.tag].index)
-        first = len(digests)
+            position += 1
+        first = position
         slots = step.layouts.slots
         # not in the backward pass and the optimizer, whose parts follow from those of the forward pass
         parts = parts_of_arguments(args, kwargs, places.names.offset_in) if phase == "forward" else ()
@@ -317,22 +322,23 @@ class Recorder:
                 if is_functional:
                     address = pin_storage(storage)
                     ledger.pins.append(address)
-                    writers[address] = len(digests)
+                    writers[address] = position
                 elif (
                     slot.is_dense
                     and storage.nbytes() == slot.num_bytes
                     and (address := storage_address(storage)) in writers
                 ):
-                    writers[address] = len(digests)
+                    writers[address] = position
                 else:
-                    ledger.write(output, len(digests))
+                    ledger.write(output, position)
                 if slot.is_raw and output.is_cpu and (address := address_of(output)):
                     digests.append(digest_memory(address, slot.num_bytes))
                 else:
-                    digests.append(deferred.digest(len(digests), output, slot))
+                    digests.append(deferred.digest(position, output, slot))
                 indices.append(slot.index)
             else:
                 self._append_special(output, parts, is_fresh=is_functional)
+            position += 1
         if not is_functional:
             deferred.end_read()
         if plan.draws_random:

@@ -147,7 +147,8 @@ class StepCounts:
 class CallGraph:
     """The calls of all steps seen so far, bounded in size; ``at`` is the last one of the step under way.
 
-    ``labels`` are those of the step's rows, by position, up to the last call.
+    ``labels`` are those of the step's rows, by position, up to the last call; ``label_at`` returns one of them, sooner
+    than a comprehension does.
     """
 
     def __init__(self) -> None:
@@ -165,13 +166,15 @@ class CallGraph:
         self._site_rows: dict[Site, dict[tuple[str, ...], SiteRow]] = {}
         self._alike: dict[Hashable, _Alike] = {}  # by op, place and rows
         self._programs: OrderedDict[tuple[CallNode, ...], Program] = OrderedDict()
-        self._num_program_rows = 0
+        self._has_strayed = True  # whether a call was not the likely one, since the last program
+        self._last: tuple[CallNode, Program] | None = None  # where it ended
         self._root = _root()
         self._start()
 
     def _start(self) -> None:
         self.at = self._root
         self.labels: list[int] = []
+        self.label_at = self.labels.__getitem__
 
     def begin(self) -> None:
         """Start a step; forget everything once it is too much."""
@@ -244,13 +247,14 @@ class CallGraph:
             self._settle(node)
             self._calls[key] = node
         self.at.likely = node
+        self._has_strayed = True
         return self.advance(node)
 
     def advance(self, node: CallNode) -> CallNode:
         """Note that this call was the next one."""
         node.previous = self.at
         node.made.step = self.step
-        self.labels.extend(node.made.labels)
+        self.labels += node.made.labels
         self.at = node
         return node
 
@@ -333,14 +337,22 @@ class CallGraph:
 
     def program(self, counts: StepCounts) -> Program:
         """Return the program of the step that ends here; one of those that were had last is not built again."""
+        if not self._has_strayed and self._last is not None and self._last[0] is self.at:
+            return self._last[1]
         key = tuple(self.calls())
-        program = self._programs.get(key)
-        if program is not None:
-            self._programs.move_to_end(key)
-            return program
+        program = self._programs.pop(key, None) or self._make_program(key, counts)
+        self._programs[key] = program
+        self._has_strayed, self._last = False, (self.at, program)
+        num_rows = sum(map(len, self._programs.values()))
+        while num_rows > MAX_PROGRAM_ROWS and len(self._programs) > 1:
+            _, earlier = self._programs.popitem(last=False)
+            num_rows -= len(earlier)
+        return program
+
+    def _make_program(self, key: tuple[CallNode, ...], counts: StepCounts) -> Program:
         skipped = {"view": counts.num_views, **counts.skipped}
         num_read, read = self._edges(key)
-        program = Program(
+        return Program(
             rows=tuple(chain.from_iterable([call.made.rows for call in key])),
             num_read=num_read,
             read=read,
@@ -350,12 +362,6 @@ class CallGraph:
             opaque_regions=tuple(sorted(counts.opaque)),
             text=self.text,
         )
-        self._programs[key] = program
-        self._num_program_rows += len(program)
-        while self._num_program_rows > MAX_PROGRAM_ROWS and len(self._programs) > 1:
-            _, earlier = self._programs.popitem(last=False)
-            self._num_program_rows -= len(earlier)
-        return program
 
     def _edges(self, calls: Sequence[CallNode]) -> tuple[np.ndarray, np.ndarray]:
         """Return how many sites each site of the step reads, and their positions, see ``Program``."""
