@@ -132,7 +132,7 @@ class SiteTable:
 
     def rows(self, ids: Sequence[int]) -> tuple[SiteRow, ...]:
         """Return the sites with these ids; KeyError where one is nowhere."""
-        if any(identity not in self._rows for identity in ids):
+        if not self._rows.keys() >= set(ids):
             for path in sorted({*self._folder.glob("*.parquet")} - self._read):
                 self._rows.update((row.id, row) for row in _read_sites(path))
                 self._read.add(path)
@@ -270,5 +270,5 @@ def _read_table(path: Path, schema: pa.Schema, make: Callable[[pa.Table], Table]
 
 
 def _counts_digest(sites: np.ndarray, counts: Mapping[str, Any]) -> str:
-    content = json.dumps([sites.tolist(), counts], sort_keys=True)
-    return format_digest(digest_bytes(content.encode()))
+    content = sites.astype("<u8").tobytes() + json.dumps(counts, sort_keys=True).encode()
+    return format_digest(digest_bytes(content))
