@@ -119,7 +119,7 @@ class StepBuilder:
 
     def trace(self) -> StepTrace:
         skipped = {"view": 1, **self.skipped}
-        program = Program(sites=tuple(self.sites), ops_seen=3, ops_digested=3, ops_skipped=skipped)
+        program = Program.of(self.sites, ops_seen=3, ops_digested=3, ops_skipped=skipped)
         layout = Layout(entries=tuple(self.entries))
         digests = np.array(self.digests, dtype=np.uint64)
         return StepTrace(program, digests, layout.id, frozenset(self.unseen), self.values, lambda: layout)

@@ -22,7 +22,6 @@ INT32, COUNTS = st.integers(0, 2**31 - 1), st.integers(0, 2**40)
 SIZES = st.lists(st.integers(0, 2**63 - 1), max_size=3).map(tuple)
 SITES = st.builds(
     Site,
-    occurrence=INT32,
     output=INT32,
     inputs=st.lists(INT32, max_size=3).map(tuple),
     **dict.fromkeys(("name", "arguments", "varying", "recomputed", "source"), ...),
@@ -38,7 +37,8 @@ def whole_steps(draw: st.DrawFn) -> tuple[Program, Layout, list[int]]:
         draw(st.lists(one, min_size=num, max_size=num)) for one in (SITES, ENTRIES, st.integers(0, 2**64 - 1))
     )
     counts = [draw(one) for one in (COUNTS, COUNTS, st.dictionaries(st.text(), COUNTS), st.lists(st.text()).map(tuple))]
-    return Program(tuple(sites), *counts), Layout(tuple(entries)), digests
+    names = ("ops_seen", "ops_digested", "ops_skipped", "opaque_regions")
+    return Program.of(sites, **dict(zip(names, counts, strict=True))), Layout(tuple(entries)), digests
 
 
 def small_program(num_sites: int = 3, op: str = "aten.mul.Tensor") -> Program:
@@ -50,7 +50,7 @@ def small_program(num_sites: int = 3, op: str = "aten.mul.Tensor") -> Program:
     other = Site(phase="backward", module="net", op=op, occurrence=0, output=0, role="output")
     rest = [replace(other, occurrence=index) for index in range(num_sites - 1)]
     counts = {"ops_seen": 9, "ops_digested": num_sites, "ops_skipped": {"view": 6}}
-    return Program(sites=(first, *rest), **counts, opaque_regions=("net.fused",))
+    return Program.of((first, *rest), **counts, opaque_regions=("net.fused",))
 
 
 def small_layout(num_sites: int = 3) -> Layout:

@@ -29,10 +29,10 @@ from det_callbacks.internals.torch import (
 from det_callbacks.trace.attribution.backward import OpPlaces
 from det_callbacks.trace.attribution.engine import source_of
 from det_callbacks.trace.dispatch import TAKE_APART, DispatchMode
+from det_callbacks.trace.op.call_graph import OpScope
 from det_callbacks.trace.op.components import PLAIN, holds_data
 from det_callbacks.trace.op.copied_calls import Call, copied_call
 from det_callbacks.trace.op.fresh_memory import FreshMemory, UnwrittenWords
-from det_callbacks.trace.op.program_trie import OpScope
 from det_callbacks.trace.op.same_bits import difference_of, has_same_bits, is_special
 from det_callbacks.trace.state.optimizers import OptimizerPhases
 from det_callbacks.trace.tables.overloads import (

@@ -35,7 +35,7 @@ from det_callbacks.runs.environment import (
     Environment,
     EnvironmentEntry,
 )
-from det_callbacks.runs.files import without_surrogates
+from det_callbacks.runs.program import without_surrogates
 from det_callbacks.settings import SETTINGS, settings_in_force
 from det_callbacks.settings.catalogue import SDPA_BACKENDS, start_environment
 from det_callbacks.settings.enforce import enforced_names

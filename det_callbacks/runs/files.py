@@ -14,23 +14,25 @@ import pyarrow.parquet as pq
 from det_callbacks.digest.host import digest_bytes, format_digest
 from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.runs.disk import make_folder, replace_atomically
-from det_callbacks.runs.program import Layout, Program, Site, TensorLayout
+from det_callbacks.runs.program import Layout, Program, Site, SiteRow, TensorLayout, without_surrogates
 
 FORMAT_VERSION = 1
 
 MANIFEST = "run.json"
 PROGRAMS = "programs"
+SITES = "sites"
 LAYOUTS = "layouts"
 SOURCES = "sources"
 NONDETERMINISTIC_FILE = "nondeterministic_ops.json"
 
-PROGRAM_SCHEMA = pa.schema(
+PROGRAM_SCHEMA = pa.schema({"position": pa.int32(), "site": pa.uint64(), "inputs": pa.list_(pa.int32())})
+SITE_SCHEMA = pa.schema(
     {
-        "position": pa.int32(),
+        **{"position": pa.int32(), "site": pa.uint64()},
         **dict.fromkeys(("phase", "module", "op"), pa.string()),
-        **dict.fromkeys(("occurrence", "output"), pa.int32()),
+        "output": pa.int32(),
         **dict.fromkeys(("role", "name", "arguments"), pa.string()),
-        **{"varying": pa.list_(pa.string()), "inputs": pa.list_(pa.int32())},
+        "varying": pa.list_(pa.string()),
         **{"recomputed": pa.bool_(), "source": pa.list_(pa.string())},
     }
 )
@@ -42,13 +44,10 @@ LAYOUT_SCHEMA = pa.schema(
     }
 )
 
-# What is kept of a program beside its sites.
-_COUNTS = ("ops_seen", "ops_digested", "ops_skipped", "opaque_regions")
-
 READ_ERRORS = (msgspec.MsgspecError, pa.ArrowException, OSError, ValueError, KeyError, TypeError, RecursionError)
 
 Content = TypeVar("Content")
-Table = TypeVar("Table", Program, Layout)
+Table = TypeVar("Table")
 
 
 def damaged(path: Path, what: object) -> ReferenceFormatError:
@@ -91,15 +90,27 @@ def _seal_digest(content: bytes, run_id: str) -> str:
     return format_digest(digest_bytes(run_id.encode() + content))
 
 
+def write_sites(folder: Path, rows: Sequence[SiteRow]) -> None:
+    """Write what sites are, as a file of its own; programs tell of them by their ids."""
+    sites = [row.site for row in rows]
+    names = (name for name in SITE_SCHEMA.names if name not in ("position", "site"))
+    columns: dict[str, Any] = {name: [getattr(site, name) for site in sites] for name in names}
+    columns["site"] = ids = np.array([row.id for row in rows], dtype=np.uint64)
+    path = table_path(folder, SITES, digest_bytes(ids.tobytes()))
+    if not path.exists():
+        _write_table(path, SITE_SCHEMA, columns)
+
+
 def write_program(folder: Path, program: Program) -> None:
-    """Write a program, unless it is there."""
+    """Write a program, unless it is there; the sites of its rows have been written."""
     path = table_path(folder, PROGRAMS, program.id)
     if path.exists():
         return
-    columns = {field.name: [getattr(site, field.name) for site in program.sites] for field in fields(Site)}
-    columns["source"] = sources = [[without_surrogates(line) for line in site.source] for site in program.sites]
-    counts = {name: getattr(program, name) for name in _COUNTS}
-    _write_table(path, PROGRAM_SCHEMA, columns, counts=json.dumps(counts), digest=_counts_digest(sources, counts))
+    sites = np.array([row.id for row in program.rows], dtype=np.uint64)
+    offsets = np.concatenate(([0], np.cumsum(program.num_read))).astype(np.int32)
+    columns = {"site": sites, "inputs": pa.ListArray.from_arrays(offsets, program.read)}
+    digest = _counts_digest(sites, program.counts)
+    _write_table(path, PROGRAM_SCHEMA, columns, counts=json.dumps(program.counts), digest=digest)
 
 
 def write_layout(folder: Path, layout: Layout) -> None:
@@ -111,18 +122,64 @@ def write_layout(folder: Path, layout: Layout) -> None:
         _write_table(path, LAYOUT_SCHEMA, columns)
 
 
-def read_program(folder: Path, identity: int) -> Program:
+class SiteTable:
+    """What the sites of a run's programs are, by id; files that come later are read when one of theirs is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / SITES
+        self._read: set[Path] = set()
+        self._rows: dict[int, SiteRow] = {}
+
+    def rows(self, ids: Sequence[int]) -> tuple[SiteRow, ...]:
+        """Return the sites with these ids; KeyError where one is nowhere."""
+        if not self._rows.keys() >= set(ids):
+            for path in sorted({*self._folder.glob("*.parquet")} - self._read):
+                self._rows.update((row.id, row) for row in _read_sites(path))
+                self._read.add(path)
+        return tuple([self._rows[identity] for identity in ids])
+
+
+def _read_sites(path: Path) -> list[SiteRow]:
+    def make(table: pa.Table) -> list[SiteRow]:
+        ids = table.column("site").to_pylist()
+        rows = [SiteRow.of(msgspec.convert(row, Site)) for row in table.drop_columns(["site"]).to_pylist()]
+        if [row.id for row in rows] != ids or table_name(
+            digest_bytes(np.array(ids, dtype=np.uint64).tobytes())
+        ) != path.name:
+            raise ValueError("its content is not what its name says")
+        return rows
+
+    return _read_table(path, SITE_SCHEMA, make)
+
+
+def read_program(folder: Path, sites: SiteTable, identity: int) -> Program:
     """Return a program; ReferenceFormatError where its file is damaged or of another format version."""
 
     def make(table: pa.Table) -> Program:
         metadata = table.schema.metadata
         counts = json.loads(metadata[b"counts"])
-        program = msgspec.convert({**counts, "sites": table.to_pylist()}, Program)
-        if metadata[b"digest"].decode() != _counts_digest([list(site.source) for site in program.sites], counts):
-            raise ValueError("its source lines or counts are not what its digest says")
+        ids, inputs = table.column("site").combine_chunks(), table.column("inputs").combine_chunks()
+        if metadata[b"digest"].decode() != _counts_digest(ids.to_numpy(), counts):
+            raise ValueError("its sites or counts are not what its digest says")
+        try:
+            rows = sites.rows(ids.to_pylist())
+        except KeyError as error:
+            raise ValueError(f"none of the files in {folder / SITES} has its site {error}") from error
+        num_read = inputs.value_lengths().to_numpy()
+        read = inputs.flatten().to_numpy()
+        convert = msgspec.convert(counts, _Counts)
+        program = Program(rows=rows, num_read=num_read, read=read, **{name: getattr(convert, name) for name in counts})
+        _require_identity(program, identity)
         return program
 
-    return _read_table(table_path(folder, PROGRAMS, identity), PROGRAM_SCHEMA, identity, make)
+    return _read_table(table_path(folder, PROGRAMS, identity), PROGRAM_SCHEMA, make)
+
+
+class _Counts(msgspec.Struct, forbid_unknown_fields=True):
+    ops_seen: int
+    ops_digested: int
+    ops_skipped: dict[str, int]
+    opaque_regions: tuple[str, ...]
 
 
 def read_layout(folder: Path, identity: int) -> Layout:
@@ -130,9 +187,16 @@ def read_layout(folder: Path, identity: int) -> Layout:
 
     def make(table: pa.Table) -> Layout:
         entries = [None if row["dtype"] is None else row for row in table.to_pylist()]
-        return msgspec.convert({"entries": entries}, Layout)
+        layout = msgspec.convert({"entries": entries}, Layout)
+        _require_identity(layout, identity)
+        return layout
 
-    return _read_table(table_path(folder, LAYOUTS, identity), LAYOUT_SCHEMA, identity, make)
+    return _read_table(table_path(folder, LAYOUTS, identity), LAYOUT_SCHEMA, make)
+
+
+def _require_identity(content: Program | Layout, identity: int) -> None:
+    if content.id != identity:
+        raise ValueError("its content is not what its name says")
 
 
 def write_source_text(folder: Path, text: Mapping[str, Sequence[str]]) -> None:
@@ -157,8 +221,13 @@ def read_source_text(folder: Path) -> dict[str, tuple[str, ...]]:
 
 
 def table_path(folder: Path, kind: str, identity: int) -> Path:
-    """Return where a program or a layout lies."""
-    return folder / kind / f"{format_digest(identity)}.parquet"
+    """Return where a program, a layout or a table of sites lies."""
+    return folder / kind / table_name(identity)
+
+
+def table_name(identity: int) -> str:
+    """Return the name of such a file."""
+    return f"{format_digest(identity)}.parquet"
 
 
 def rank_folder(rank: int) -> str:
@@ -172,7 +241,7 @@ def stream_path(folder: Path, rank: int, attempt: int, number: int) -> Path:
     return folder / rank_folder(rank) / f"attempt-{attempt:03d}{segment}.arrows"
 
 
-def _write_table(path: Path, schema: pa.Schema, columns: dict[str, list[Any]], **metadata: str) -> None:
+def _write_table(path: Path, schema: pa.Schema, columns: dict[str, Any], **metadata: str) -> None:
     columns["position"] = list(range(len(next(iter(columns.values())))))
     metadata["format_version"] = str(FORMAT_VERSION)
     sink = pa.BufferOutputStream()
@@ -180,8 +249,8 @@ def _write_table(path: Path, schema: pa.Schema, columns: dict[str, list[Any]], *
     replace_atomically(path, sink.getvalue().to_pybytes())
 
 
-def _read_table(path: Path, schema: pa.Schema, identity: int, make: Callable[[pa.Table], Table]) -> Table:
-    """Return what is made of a table, whose id has to be the file's name."""
+def _read_table(path: Path, schema: pa.Schema, make: Callable[[pa.Table], Table]) -> Table:
+    """Return what is made of a table; ``make`` raises ValueError where it is not what the file's name says."""
     try:
         # pq.read_table would load pyarrow.dataset, which takes longer than the table
         table = pq.ParquetFile(pa.BufferReader(path.read_bytes())).read(use_threads=False)
@@ -193,25 +262,13 @@ def _read_table(path: Path, schema: pa.Schema, identity: int, make: Callable[[pa
             raise ValueError("its columns are others than a run's")
         if not np.array_equal(table.column("position"), np.arange(len(table))):
             raise ValueError("its rows are not in order")
-        content = make(table.drop_columns(["position"]))
-        if content.id != identity:
-            raise ValueError("its content is not what its name says")
+        return make(table.drop_columns(["position"]))
+    except ReferenceFormatError:  # of another file that this one tells of
+        raise
     except READ_ERRORS as error:
         raise damaged(path, error) from error
-    return content
 
 
-def without_surrogates(text: str) -> str:
-    """Return a text that JSON and text columns take: bytes that are no text in the process's locale become UTF-8.
-
-    A path or an argument has them where it is not UTF-8, or the locale is C; what is no UTF-8 either is escaped.
-    """
-    try:
-        content = text.encode(errors="surrogateescape")
-    except UnicodeEncodeError:  # surrogates that stand for no bytes
-        content = text.encode(errors="backslashreplace")
-    return content.decode(errors="backslashreplace")
-
-
-def _counts_digest(sources: list[list[str]], counts: Mapping[str, Any]) -> str:
-    return format_digest(digest_bytes(json.dumps([sources, counts], sort_keys=True).encode()))
+def _counts_digest(sites: np.ndarray, counts: Mapping[str, Any]) -> str:
+    content = sites.astype("<u8").tobytes() + json.dumps(counts, sort_keys=True).encode()
+    return format_digest(digest_bytes(content))

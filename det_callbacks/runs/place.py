@@ -7,13 +7,13 @@ from pathlib import Path
 
 from det_callbacks.errors import RunExistsError
 from det_callbacks.runs.disk import ANOTHER_FOLDER, make_folder, writing
-from det_callbacks.runs.files import LAYOUTS, MANIFEST, PROGRAMS, SOURCES
+from det_callbacks.runs.files import LAYOUTS, MANIFEST, PROGRAMS, SITES, SOURCES
 from det_callbacks.runs.manifest import Purpose, read_manifest
 
 REPLACEMENT = ".replacement"  # folder in a run's folder with what is to replace it, until that is whole
 
 _OUR_NAME = re.compile(
-    rf"{MANIFEST}|{PROGRAMS}|{LAYOUTS}|{SOURCES}|verdict\.json|report\.html|rank-\d{{5}}"
+    rf"{MANIFEST}|{PROGRAMS}|{SITES}|{LAYOUTS}|{SOURCES}|verdict\.json|report\.html|rank-\d{{5}}"
     rf"|\.(run\.json|verdict\.json|report\.html)\.\d+\.tmp|\{REPLACEMENT}"
 )
 

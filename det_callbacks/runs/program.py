@@ -1,12 +1,14 @@
 """What one step consists of: its ordered sites (the program), their layouts, and the digests found there.
 
-Layouts are kept apart, so that a model whose shapes change every step keeps one program.
+Layouts are kept apart, so that a model whose shapes change every step keeps one program. What a site is, apart from its
+place in a step, is kept apart as well: programs of steps that vary share most of it.
 """
 
 import json
 import struct
-from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any, Literal
@@ -81,10 +83,27 @@ class Site:
     recomputed: bool = False  # it ran again under activation checkpointing
     source: tuple[str, ...] = field(default=(), compare=False)  # the user's lines, innermost first
 
-    def identity(self) -> list[object]:
-        """Return what distinguishes this site: everything but its source lines."""
-        place = [self.phase, self.module, self.op, self.occurrence, self.output, self.role, self.name]
-        return [*place, self.arguments, list(self.varying), list(self.inputs), self.recomputed]
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SiteRow:
+    """A site without its place in a step: what it reads and which occurrence it is follow from the program.
+
+    ``kind`` is a 64-bit digest of what distinguishes it (JSON, UTF-8): everything but its source lines. ``id`` is one
+    of that and the source lines.
+    """
+
+    site: Site
+    kind: int
+    id: int
+
+    @classmethod
+    def of(cls, site: Site) -> "SiteRow":
+        """Return the row of a site."""
+        source = tuple(map(without_surrogates, site.source))
+        site = replace(site, occurrence=0, inputs=(), source=source)
+        place = [site.phase, site.module, site.op, site.output, site.role, site.name]
+        kind = [*place, site.arguments, list(site.varying), site.recomputed]
+        return cls(site, digest_bytes(to_json(kind)), digest_bytes(to_json([*kind, list(source)])))
 
 
 def parameter_in(name: str, parameters: Container[str]) -> str | None:
@@ -113,32 +132,80 @@ class TensorLayout:
     detail: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Program:
     """The ordered sites of one step; the counts of its ops, for the coverage, are not part of the identity.
 
-    ``text`` is what stood in source lines when they were traced: "train.py:41" -> the lines 40 to 42.
+    Attributes:
+        rows: by position; programs share them.
+        num_read: how many sites each site reads, int32.
+        read: the positions of these, one site's after the other's, each ascending, int32.
+        text: what stood in source lines when they were traced, of this program and of others: "train.py:41" -> the
+            lines 40 to 42.
     """
 
-    sites: tuple[Site, ...]
+    rows: tuple[SiteRow, ...]
+    num_read: np.ndarray
+    read: np.ndarray
     ops_seen: int = 0
     ops_digested: int = 0
     ops_skipped: Mapping[str, int] = field(default_factory=dict)
     opaque_regions: tuple[str, ...] = ()
-    text: Mapping[str, tuple[str, ...]] = field(default_factory=dict, compare=False)
+    text: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, sites: Iterable[Site], **counts: Any) -> "Program":
+        """Return the program with these sites; their occurrences are counted anew."""
+        sites = list(sites)
+        num_read, read = edges_of(sites)
+        return cls(rows=tuple(map(SiteRow.of, sites)), num_read=num_read, read=read, **counts)
 
     def __len__(self) -> int:
-        return len(self.sites)
+        return len(self.rows)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Program) and (self.sites, self.counts) == (other.sites, other.counts)
+
+    __hash__ = None  # type: ignore[assignment]  # its id tells programs apart
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        """The counts of its ops."""
+        return {name: getattr(self, name) for name in ("ops_seen", "ops_digested", "ops_skipped", "opaque_regions")}
 
     @cached_property
     def id(self) -> int:
-        """64-bit digest of the sites' identities in order (JSON, one line a site, UTF-8)."""
-        return digest_bytes(b"\n".join([to_json(site.identity()) for site in self.sites]))
+        """64-bit digest of the rows' kinds in order, how many sites each reads, and which (little-endian)."""
+        kinds = np.array([row.kind for row in self.rows], dtype="<u8")
+        return digest_bytes(kinds.tobytes() + self.num_read.astype("<i4").tobytes() + self.read.astype("<i4").tobytes())
+
+    @cached_property
+    def sites(self) -> tuple[Site, ...]:
+        """The sites in order, with their places in the step; made when first asked for, some 5 microseconds each."""
+        read, ends = self.read.tolist(), np.cumsum(self.num_read).tolist()
+        counts: Counter[tuple[str, str, str, int, str, str | None]] = Counter()
+        sites = []
+        begin = 0
+        for row, end in zip(self.rows, ends, strict=True):
+            site = row.site
+            key = (site.phase, site.module, site.op, site.output, site.role, site.name if site.op == "" else None)
+            if begin < end or counts[key]:
+                site = replace(site, occurrence=counts[key], inputs=tuple(read[begin:end]))
+            counts[key] += 1
+            sites.append(site)
+            begin = end
+        return tuple(sites)
+
+    def read_by(self, position: int) -> list[int]:
+        """Return the positions of the sites that one reads, ascending."""
+        begin = int(self.num_read[:position].sum())
+        found: list[int] = self.read[begin : begin + int(self.num_read[position])].tolist()
+        return found
 
     @cached_property
     def roles(self) -> np.ndarray:
         """Role by position, as text."""
-        return np.array([site.role for site in self.sites], dtype="U12")
+        return np.array([row.site.role for row in self.rows], dtype="U12")
 
     @cached_property
     def arguments(self) -> np.ndarray:
@@ -148,14 +215,33 @@ class Program:
     @cached_property
     def phases(self) -> np.ndarray:
         """Phase by position, as text."""
-        return np.array([site.phase for site in self.sites], dtype="U9")
+        return np.array([row.site.phase for row in self.rows], dtype="U9")
 
     @cached_property
     def edges(self) -> tuple[np.ndarray, np.ndarray]:
         """Two int64 arrays with an entry for each site that another one reads: the reader, and what it reads."""
-        num_read = [len(site.inputs) for site in self.sites]
-        read = np.fromiter(chain.from_iterable(site.inputs for site in self.sites), dtype=np.int64, count=sum(num_read))
-        return np.repeat(np.arange(len(num_read)), num_read), read
+        return np.repeat(np.arange(len(self)), self.num_read), self.read.astype(np.int64)
+
+
+def edges_of(sites: Sequence[Site]) -> tuple[np.ndarray, np.ndarray]:
+    """Return how many sites each site reads, and their positions, one site's after the other's; both int32."""
+    num_read = np.array([len(site.inputs) for site in sites], dtype=np.int32)
+    read = np.fromiter(chain.from_iterable(site.inputs for site in sites), dtype=np.int32, count=num_read.sum())
+    return num_read, read
+
+
+def without_surrogates(text: str) -> str:
+    """Return a text that JSON and text columns take: bytes that are no text in the process's locale become UTF-8.
+
+    A path or an argument has them where it is not UTF-8, or the locale is C; what is no UTF-8 either is escaped.
+    """
+    if text.isascii():
+        return text
+    try:
+        content = text.encode(errors="surrogateescape")
+    except UnicodeEncodeError:  # surrogates that stand for no bytes
+        content = text.encode(errors="backslashreplace")
+    return content.decode(errors="backslashreplace")
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,9 @@ class Run:
         # one after the other: a number that is nonsense ends at the first file that is not there
         wanted = (rank for rank in range(manifest.world_size) if ranks is None or rank in ranks)
         self._ranks = {rank: self._open_rank(rank) for rank in wanted}
-        self.program: Callable[[int], Program] = lru_cache(_CACHED)(partial(files.read_program, path))
+        self.program: Callable[[int], Program] = lru_cache(_CACHED)(
+            partial(files.read_program, path, files.SiteTable(path))
+        )
         self.layout: Callable[[int], Layout] = lru_cache(_CACHED)(partial(files.read_layout, path))
         self._text = lru_cache(1)(files.read_source_text)
         self._values = lru_cache(_CACHED)(read_values)

@@ -45,6 +45,7 @@ class RunWriter:
         self._attempt = attempt
         self._programs: dict[int, int] = {}
         self._layouts: dict[int, int] = {}
+        self._sites: set[int] = set()
         self._places: set[str] = set()
         self._last_step = -1
         self._chain: int | None = 0 if not attempt else None
@@ -127,16 +128,21 @@ class RunWriter:
     @property
     def _shared(self) -> set[Path]:
         """The files there that all ranks and attempts share."""
-        folders = [self.path / kind for kind in (files.PROGRAMS, files.LAYOUTS, files.SOURCES)]
+        kinds = (files.PROGRAMS, files.SITES, files.LAYOUTS, files.SOURCES)
+        folders = [self.path / kind for kind in kinds]
         return {file for folder in folders for file in folder.glob("*")}
 
     def put_program(self, program: Program) -> None:
-        """Write a program and the text of its source lines, unless they are there."""
+        """Write a program, its sites and the text of their source lines, unless they are there."""
         if program.id not in self._programs:
-            text = {place: lines for place, lines in program.text.items() if place not in self._places}
-            if text:
-                files.write_source_text(self.path, text)
-                self._places |= text.keys()
+            new = {row.id: row for row in program.rows if row.id not in self._sites}
+            if new:
+                text = {place: lines for place, lines in program.text.items() if place not in self._places}
+                if text:
+                    files.write_source_text(self.path, text)
+                    self._places |= text.keys()
+                files.write_sites(self.path, [*new.values()])
+                self._sites |= new.keys()
             files.write_program(self.path, program)
             self._programs[program.id] = len(program)
 
@@ -325,7 +331,7 @@ class RunWriter:
         header = encode_header(run_id=self.manifest.run_id, rank=rank, attempt=self._attempt, segment=self.segment)
 
         def open_it() -> None:
-            for folder in (files.PROGRAMS, files.LAYOUTS, path.parent.name):
+            for folder in (files.PROGRAMS, files.SITES, files.LAYOUTS, path.parent.name):
                 make_folder(self.path / folder)
             # files that are there are of an attempt killed before run.json told of it
             if is_new:

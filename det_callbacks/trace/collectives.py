@@ -19,8 +19,8 @@ from det_callbacks.runs.program import IN_FLIGHT, Site
 from det_callbacks.trace.attribution.engine import source_of
 from det_callbacks.trace.attribution.places import Places
 from det_callbacks.trace.attribution.source import capture_source
+from det_callbacks.trace.op.call_graph import NOWHERE, CallNode, OpScope
 from det_callbacks.trace.op.components import STRIDED, has_parts, holds_data, parts_of
-from det_callbacks.trace.op.program_trie import NOWHERE, CallNode, OpScope
 from det_callbacks.trace.op.reads import Reads
 from det_callbacks.trace.op.sites import InputName, SpecialInput, arguments_json
 from det_callbacks.trace.op.storages import PartialWrites, region_of
@@ -114,7 +114,7 @@ class Collectives:
         has_arrived = all(delivery.has_arrived(for_collective=self._is_sending) for delivery in deliveries)
         position = len(step.digests)
         site = deliveries[-1].site
-        key = (site.op, numbers[-1], site.output, has_arrived)
+        key = (site.op, numbers[-1], site.output, has_arrived, site.phase, site.module)
         names.append(SpecialInput("delivered", self._places.names.of(tensor), key))
         sent = (place for delivery in deliveries for place in delivery.inputs)
         self._reads.row_edges.append(tuple(sorted({*edges, *sent})))
@@ -156,9 +156,9 @@ class Collectives:
 
             def build(node: CallNode) -> None:
                 node.source = source_of(scope) or capture_source()
-                node.rows = tuple(self._reads.sites(node))
+                node.sites = tuple(self._reads.sites(node))
 
-            step.trie.step_to(("arrival", phase, scope, [], reads, names, 0), build)
+            step.graph.step_to(("arrival", phase, scope, [], reads, names, 0), build, self._reads.row_edges)
             self._reads.row_edges.clear()
         return not any(map(self._numbers, delivered))
 
@@ -217,9 +217,10 @@ class Collectives:
                 phase=phase, module=scope.module, op=plan.name, role="sent", arguments=arguments, source=node.source
             )
             sites = [replace(sent, output=index, inputs=inputs) for index, inputs in enumerate(edges)]
-            node.rows = (*self._reads.sites(node), *sites)
+            node.sites = (*self._reads.sites(node), *sites)
 
-        node = step.trie.step_to((call.func, phase, scope, [arguments], reads, names, len(positions)), build)
+        call_key = (call.func, phase, scope, [arguments], reads, names, len(positions))
+        node = step.graph.step_to(call_key, build, self._reads.row_edges)
         self._reads.row_edges.clear()
         step.counts.num_digested += 1
         self._deliver(plan, node, positions, out, given)

@@ -20,6 +20,7 @@ from det_callbacks.runs.program import Program, scalar_bits
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import Expectation, StepTrace, require_whole
 from det_callbacks.trace.attribution.backward import ENGINE
+from det_callbacks.trace.attribution.engine import source_of
 from det_callbacks.trace.attribution.places import Places
 from det_callbacks.trace.collectives import Collectives
 from det_callbacks.trace.compiled.captures import GraphCaptures
@@ -29,9 +30,8 @@ from det_callbacks.trace.dispatch import TAKE_APART
 from det_callbacks.trace.op.components import PLAIN, STRIDED, address_of, holds_data, parts_with_memory
 from det_callbacks.trace.op.layouts import Parts, describe_parts, parts_of_arguments
 from det_callbacks.trace.op.output_hooks import OutputHooks
-from det_callbacks.trace.op.program_trie import with_occurrences
 from det_callbacks.trace.op.reads import Reads
-from det_callbacks.trace.op.sites import InputName, build_op
+from det_callbacks.trace.op.sites import InputName, build_op, names_of_written
 from det_callbacks.trace.op.undigested_ops import UndigestedOps
 from det_callbacks.trace.op.unseen_writes import UnseenWriteCheck
 from det_callbacks.trace.state.generators import GeneratorTrail
@@ -121,7 +121,7 @@ class Recorder:
         """End the step and return what it did."""
         step = self.step
         with step.lock:
-            program = step.trie.program(step.counts)
+            program = step.graph.program(step.counts)
             require_whole(program, step.digests)
             settled = step.deferred.settle(step.digests)
             unseen: frozenset[int] = frozenset()
@@ -256,33 +256,47 @@ class Recorder:
         if self.output_hooks.every:
             out, outputs = self.output_hooks.call(plan, phase, scope, out, outputs, args, kwargs)
 
-        # which call it is in the program: the one predicted here, or another one, which may have to be built
-        trie = step.trie
-        node = trie.at.likely
+        if plan.is_overwrite:  # what it reads does not tell which tensor it writes
+            names += names_of_written(places, phase, plan, outputs)
+
+        # which call it is: the one predicted here, or another one, which may have to be built
+        graph = step.graph
+        if names:
+            written_by = graph.labels_of(reads, mark, self._reads.row_edges)
+            position = len(digests)
+        else:
+            written_by = [*map(graph.label_at, reads)]
+            position = mark
+        node = graph.at.likely
         if (
             node is None
             or node.func is not func
-            or node.reads != reads
+            or node.reads != written_by
             or node.scope is not scope
             or node.phase is not phase
             or node.names != names
             or node.num_outputs != len(outputs)
+            or node.made.step == graph.step
             or (kwargs and node.keywords != tuple(kwargs))
             or (
                 (node.consts != consts or (node.exact is not None and node.exact != repr(consts)))
-                and not trie.takes(node, consts)
+                and not graph.takes(node, consts)
             )
         ):
             if outputs and not any(holds_data(output) for output in outputs):
                 self._reads.roll_back(mark)
                 step.counts.skipped["no_data"] += 1
                 return out
-            call = (func, phase, scope, consts, reads, names, len(outputs), tuple(kwargs))
-            node = trie.step_to(call, partial(build_op, trie, places, self._reads, plan, args, kwargs, outputs))
+            call = (func, phase, scope, consts, written_by, names, len(outputs), tuple(kwargs))
+            build = partial(build_op, graph, places, self._reads, plan, args, kwargs, outputs)
+            node = graph.go_to(call, reads, build, partial(source_of, scope))
         else:
-            trie.at = node
+            node.previous = graph.at
+            node.made.step = graph.step
+            graph.at = node
+            graph.labels += node.made.labels
         if names:
-            self._reads.row_edges.clear()
+            self._reads.row_edges = []
         step.counts.num_digested += 1
         if phase != "optimizer" and (phase != "backward" or _is_grad_enabled() or scope.recomputed):
             places.backward.register(node)
@@ -292,7 +306,8 @@ class Recorder:
         if node.numbers:
             digests.append(node.bits)
             indices.append(step.layouts.tags[node.tag].index)
-        first = len(digests)
+            position += 1
+        first = position
         slots = step.layouts.slots
         # not in the backward pass and the optimizer, whose parts follow from those of the forward pass
         parts = parts_of_arguments(args, kwargs, places.names.offset_in) if phase == "forward" else ()
@@ -308,22 +323,23 @@ class Recorder:
                 if is_functional:
                     address = pin_storage(storage)
                     ledger.pins.append(address)
-                    writers[address] = len(digests)
+                    writers[address] = position
                 elif (
                     slot.is_dense
                     and storage.nbytes() == slot.num_bytes
                     and (address := storage_address(storage)) in writers
                 ):
-                    writers[address] = len(digests)
+                    writers[address] = position
                 else:
-                    ledger.write(output, len(digests))
+                    ledger.write(output, position)
                 if slot.is_raw and output.is_cpu and (address := address_of(output)):
                     digests.append(digest_memory(address, slot.num_bytes))
                 else:
-                    digests.append(deferred.digest(len(digests), output, slot))
+                    digests.append(deferred.digest(position, output, slot))
                 indices.append(slot.index)
             else:
                 self._append_special(output, parts, is_fresh=is_functional)
+            position += 1
         if not is_functional:
             deferred.end_read()
         if plan.draws_random:
@@ -335,8 +351,11 @@ class Recorder:
     def _ordered(self, program: Program, digests: np.ndarray) -> StepTrace:
         """Return the trace of a step that ran modules in several threads: its sites came in the order of the clock."""
         step = self.step
-        order, sites = canonical_order(step.trie.calls(), self.strands.all, self.places.modules.names, digests.tolist())
-        program = replace(program, sites=with_occurrences(sites))
+        graph, modules = step.graph, self.places.modules.names
+        calls = graph.calls()
+        reads = graph.reads_by_position(calls)
+        order, sites = canonical_order(calls, reads, program.sites, self.strands.all, modules, digests.tolist())
+        program = Program.of(sites, **program.counts, text=program.text)
         digests = digests[order]
         unseen = frozenset() if self._expected is None else frozenset(self._expected.unproven(order, digests))
         places = {number: position for position, number in enumerate(order)}
@@ -355,7 +374,7 @@ class Recorder:
             digests=digests,
             layout_id=self.step.layouts.layout_id(indices),
             unseen_writes=unseen_writes,
-            values=self.step.trie.values,
+            values=self.step.graph.values,
             _make_layout=partial(self.step.layouts.layout, indices),
             _places=places,
         )

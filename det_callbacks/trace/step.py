@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from det_callbacks.runs.program import scalar_bits
+from det_callbacks.trace.op.call_graph import CallGraph, OpScope, StepCounts
 from det_callbacks.trace.op.components import parts_with_memory
 from det_callbacks.trace.op.deferred_sites import DeferredSites
 from det_callbacks.trace.op.layouts import LayoutSlot, LayoutTable
-from det_callbacks.trace.op.program_trie import OpScope, ProgramTrie, StepCounts
 from det_callbacks.trace.op.storages import StorageLedger
 
 
@@ -24,7 +24,7 @@ class Step:
 
     def __init__(self) -> None:
         self.lock = RLock()
-        self.trie = ProgramTrie()
+        self.graph = CallGraph()
         self.layouts = LayoutTable()
         self.ledger = StorageLedger()
         self.deferred = DeferredSites()
@@ -37,7 +37,7 @@ class Step:
         self.deferred.begin()
         self.layouts.trim()
         self.ledger.close()
-        self.trie.begin()
+        self.graph.begin()
         self.digests = array("Q")
         self.layout_indices = []
         self.counts = StepCounts()
@@ -103,7 +103,7 @@ class Step:
         """Note that something without rows ran, and may have written any memory: another program than without it."""
         self.counts.opaque.add(label)
         self.ledger.invalidate()
-        self.trie.step_to((label, phase, scope, [], [], [], 0), lambda node: None)
+        self.graph.step_to((label, phase, scope, [], [], [], 0), lambda node: None)
 
     def roll_back(self, mark: int) -> None:
         """Drop the sites from a position on."""

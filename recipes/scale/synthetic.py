@@ -77,7 +77,7 @@ def make_program(num_sites: int) -> Program:
                 source=(f"model.py:{100 + position % 40} in forward",),
             )
         )
-    return Program(sites=tuple(sites), ops_seen=2 * num_sites, ops_digested=num_sites, ops_skipped={"view": num_sites})
+    return Program.of(sites, ops_seen=2 * num_sites, ops_digested=num_sites, ops_skipped={"view": num_sites})
 
 
 def make_layout(num_sites: int) -> Layout:

@@ -17,7 +17,8 @@ from stored_runs import digests_of, record, small_layout, small_program
 
 from det_callbacks.runs.program import Role
 
-PROGRAM = "6992a2677c253c5c"
+PROGRAM = "584df17145d3b743"
+SITES = "0088c3e938de2d27"
 LAYOUT = "9d790b2ff43dcaba"
 STREAMS = ("attempt-000.arrows", "attempt-000.segment-001.arrows")
 RUN_JSON = """
@@ -30,13 +31,13 @@ STREAM_COLUMNS = {
     **dict.fromkeys(("program_id", "layout_id", "chain"), "uint64"),
     "digests": "list<item: uint64 not null>",
 }
-PROGRAM_COLUMNS = {
-    "position": "int32",
+PROGRAM_COLUMNS = {"position": "int32", "site": "uint64", "inputs": "list<element: int32>"}
+SITE_COLUMNS = {
+    **{"position": "int32", "site": "uint64"},
     **dict.fromkeys(("phase", "module", "op"), "string"),
-    **dict.fromkeys(("occurrence", "output"), "int32"),
+    "output": "int32",
     **dict.fromkeys(("role", "name", "arguments"), "string"),
     "varying": "list<element: string>",
-    "inputs": "list<element: int32>",
     "recomputed": "bool",
     "source": "list<element: string>",
 }
@@ -68,6 +69,7 @@ def test_the_names_in_the_folder_and_no_pickle(run: Path) -> None:
     assert beginnings == {
         f"layouts/{LAYOUT}.parquet": b"PAR1",
         f"programs/{PROGRAM}.parquet": b"PAR1",
+        f"sites/{SITES}.parquet": b"PAR1",
         **{f"rank-00000/{name}": b"\xff\xff\xff\xff" for name in STREAMS},
         "run.json": b'{\n "',
     }
@@ -102,25 +104,43 @@ def test_the_streams_and_their_chains(run: Path) -> None:
             assert row["chain"] == chain
 
 
-def test_a_program_and_its_name(run: Path) -> None:
-    table = pq.read_table(run / "programs" / f"{PROGRAM}.parquet")
-    assert columns(table.schema) == PROGRAM_COLUMNS
+def xxh3_of_json(content: object) -> int:
+    return xxh3(json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode())
+
+
+def test_the_sites_and_their_ids(run: Path) -> None:
+    table = pq.read_table(run / "sites" / f"{SITES}.parquet")
+    assert columns(table.schema) == SITE_COLUMNS
+    assert table.schema.metadata == {b"format_version": b"1"}
     assert set(get_args(Role)) == set(ROLES.split())
-    first, second, _ = table.to_pylist()
-    assert tuple(first.values()) == (
-        *(0, "forward", "net.größe", "aten.mul.Tensor", 0, 0, "named", "batch[0]", '{"other":2.0}', ["lr"], [0], True),
+    first, second = (tuple(row.values()) for row in table.to_pylist())
+    assert first[2:] == (
+        *("forward", "net.größe", "aten.mul.Tensor", 0, "named", "batch[0]", '{"other":2.0}', ["lr"], True),
         ["train.py:41 in forward", "train.py:7 in main"],
     )
-    assert (second["position"], second["name"], second["inputs"]) == (1, None, [])
+    assert second[2:] == ("backward", "net", "aten.mul.Tensor", 0, "output", None, "{}", [], False, [])
+    ids = [xxh3_of_json(row[2:]) for row in (first, second)]
+    assert [row[:2] for row in (first, second)] == [*enumerate(ids)]
+    assert f"{xxh3(struct.pack('<2Q', *ids)):016x}" == SITES
+
+
+def test_a_program_and_its_name(run: Path) -> None:
+    sites = {row["site"]: row for row in pq.read_table(run / "sites" / f"{SITES}.parquet").to_pylist()}
+    table = pq.read_table(run / "programs" / f"{PROGRAM}.parquet")
+    assert columns(table.schema) == PROGRAM_COLUMNS
+    ids, inputs = table.column("site").to_pylist(), table.column("inputs").to_pylist()
+    first, second = sites
+    assert (ids, inputs) == ([first, second, second], [[0], [], []])
     counts = {"ops_seen": 9, "ops_digested": 3, "ops_skipped": {"view": 6}, "opaque_regions": ["net.fused"]}
-    content = json.dumps([table.column("source").to_pylist(), counts], sort_keys=True).encode()
     metadata = table.schema.metadata
     assert set(metadata) == {b"format_version", b"counts", b"digest"}
     assert (metadata[b"format_version"], json.loads(metadata[b"counts"])) == (b"1", counts)
+    content = struct.pack("<3Q", *ids) + json.dumps(counts, sort_keys=True).encode()
     assert metadata[b"digest"].decode() == f"{xxh3(content):016x}"
-    # position and source are no part of the name
-    lines = [json.dumps([*row.values()][1:-1], separators=(",", ":"), ensure_ascii=False) for row in table.to_pylist()]
-    assert f"{xxh3(chr(10).join(lines).encode()):016x}" == f"{small_program().id:016x}" == PROGRAM
+    # source lines are no part of the name, nor are positions
+    kinds = [xxh3_of_json([*sites[one].values()][2:-1]) for one in ids]
+    content = struct.pack("<3Q", *kinds) + struct.pack("<3i", *map(len, inputs)) + struct.pack("<i", 0)
+    assert f"{xxh3(content):016x}" == f"{small_program().id:016x}" == PROGRAM
 
 
 def test_a_layout_and_its_name(run: Path) -> None:

@@ -219,7 +219,7 @@ def test_an_unusable_reference_is_an_error_that_names_the_file(file: str, damage
         assert not (tmp_path / "current").exists()
 
 
-@pytest.mark.parametrize("part", ["programs", "layouts"])
+@pytest.mark.parametrize("part", ["programs", "sites", "layouts"])
 def test_a_damaged_program_is_an_error_also_where_the_steps_agree(part: str, damageable: Path, tmp_path: Path) -> None:
     for path in (damageable / part).iterdir():
         content = bytearray(path.read_bytes())

@@ -169,7 +169,7 @@ def test_a_step_keeps_no_tensor_alive_and_gives_addresses_back():
 @pytest.mark.parametrize("is_strange", [False, True])
 def test_what_is_kept_from_step_to_step_is_bounded(monkeypatch, is_strange):
     monkeypatch.setattr("det_callbacks.trace.op.layouts.MAX_ENTRIES", 50)
-    monkeypatch.setattr("det_callbacks.trace.op.program_trie.MAX_NODES", 200)
+    monkeypatch.setattr("det_callbacks.trace.op.call_graph.MAX_BYTES", 400_000)
     mode = HashMode()
     x = torch.ones(130)
 
@@ -184,7 +184,8 @@ def test_what_is_kept_from_step_to_step_is_bounded(monkeypatch, is_strange):
     for number in range(1, 120):
         step_of(mode, lambda number=number: step(number))
         assert len(mode.recorder.step.layouts.order) <= 60
-        assert mode.recorder.step.trie.num_nodes <= 200 + 40
+        assert mode.recorder.step.graph.num_nodes <= 200 + 40
+        assert mode.recorder.step.graph.num_bytes <= 400_000 + 40 * 3000
     assert_same(step_of(mode, lambda: step(3)), first)
 
 

@@ -21,7 +21,7 @@ from det_callbacks.runs import files
 from det_callbacks.runs.disk import replace_atomically
 from det_callbacks.runs.manifest import Manifest, _digest, read_manifest, write_manifest
 from det_callbacks.runs.place import make_room, put_in_place
-from det_callbacks.runs.program import Program
+from det_callbacks.runs.program import Program, SiteRow
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import as_json
@@ -31,8 +31,18 @@ def manifest_with(**changes: object) -> Manifest:
     return Manifest(**{"selection": Selection(), "environment": {}, "run_id": "ab12", **changes})
 
 
+def write_program(folder: Path, program: Program) -> None:
+    (folder / "sites").mkdir(exist_ok=True)
+    files.write_sites(folder, program.rows)
+    files.write_program(folder, program)
+
+
+def read_program(folder: Path, identity: int) -> Program:
+    return files.read_program(folder, files.SiteTable(folder), identity)
+
+
 TABLES = [
-    ("programs", small_program(), small_program(op="aten.add.Tensor"), files.write_program, files.read_program),
+    ("programs", small_program(), small_program(op="aten.add.Tensor"), write_program, read_program),
     ("layouts", small_layout(3), small_layout(4), files.write_layout, files.read_layout),
 ]
 
@@ -58,8 +68,9 @@ def test_a_table_that_is_not_what_was_written_is_refused(tmp_path, kind, ours, t
         (whole.set_column(0, whole.schema.field(0), pa.array([0, 2, 1], pa.int32())), "rows are not in order"),
     ]
     if kind == "programs":  # what its name leaves out
-        lines = pa.array([["train.py:42 in forward"], [], []])
-        changes.append((whole.set_column(12, whole.schema.field("source"), lines), "its source lines or counts"))
+        other_lines = replace(ours.sites[0], source=("train.py:42 in forward",))
+        ids = pa.array([SiteRow.of(other_lines).id, *(row.id for row in ours.rows[1:])], pa.uint64())
+        changes.append((whole.set_column(1, whole.schema.field("site"), ids), "its sites or counts"))
         others = [{**metadata, b"counts": counts} for counts in (metadata[b"counts"].replace(b"6}", b"7}"), b"")]
         changes += [(whole.replace_schema_metadata(other), "is damaged") for other in others]
     for changed, says in changes:
@@ -69,6 +80,42 @@ def test_a_table_that_is_not_what_was_written_is_refused(tmp_path, kind, ours, t
         assert str(path) in str(caught.value)
 
 
+def test_a_site_that_is_not_what_its_file_says_or_is_in_none_is_refused(tmp_path):
+    (tmp_path / "programs").mkdir()
+    program = small_program()
+    write_program(tmp_path, program)
+    assert read_program(tmp_path, program.id) == program
+    (path,) = (tmp_path / "sites").iterdir()
+    whole = pq.read_table(path)
+    modules = pa.array(["net.other", *whole.column("module").to_pylist()[1:]])
+    at = whole.schema.get_field_index("module")
+    for changed in (whole.set_column(at, whole.schema.field("module"), modules), whole.slice(0, 2)):
+        pq.write_table(changed, path)
+        with pytest.raises(ReferenceFormatError, match="not what its name says") as caught:
+            read_program(tmp_path, program.id)
+        assert str(path) in str(caught.value)
+    path.unlink()
+    with pytest.raises(ReferenceFormatError, match=r"none of the files in .*sites has its site") as caught:
+        read_program(tmp_path, program.id)
+    assert str(files.table_path(tmp_path, "programs", program.id)) in str(caught.value)
+
+
+def test_programs_share_what_their_sites_are(tmp_path):
+    writer = create(tmp_path / "run")
+    programs = [small_program(num_sites) for num_sites in (3, 5, 4)]
+    first, *rest = small_program(4).sites
+    programs.append(Program.of([first, *(replace(site, inputs=(0,)) for site in rest)]))
+    for program in programs:
+        writer.put_program(program)
+    writer.close(complete=True)
+    assert len({program.id for program in programs}) == 4, "what a site reads, and how many there are, is identity"
+    (path,) = (tmp_path / "run" / "sites").iterdir()
+    assert len(pq.read_table(path)) == 2
+    run = Run.open(tmp_path / "run")
+    assert [run.program(program.id) for program in programs] == programs
+    assert [site.occurrence for site in run.program(programs[1].id).sites] == [0, 0, 1, 2, 3]
+
+
 def test_the_text_of_source_lines_is_kept_once_and_only_where_it_is_certain(tmp_path):
     text = {"train.py:41": ("a", "b", "c"), "train.py:1": ("first", "second"), "caf\udce9.py:7": ("x", "y", "z")}
     writer = create(tmp_path / "run")
@@ -76,7 +123,7 @@ def test_the_text_of_source_lines_is_kept_once_and_only_where_it_is_certain(tmp_
     site = replace(small_program().sites[0], source=(odd,))
     for op in ("aten.mul.Tensor", "aten.add.Tensor"):
         writer.put_program(replace(small_program(op=op), text=text))
-    writer.put_program(program := Program(sites=(site,)))
+    writer.put_program(program := Program.of((site,)))
     writer.close(complete=True)
     (path,) = (tmp_path / "run" / "sources").iterdir()
     run = Run.open(tmp_path / "run")
@@ -177,7 +224,7 @@ def test_a_kill_while_one_run_takes_the_place_of_another_leaves_none(tmp_path, m
         read_manifest(run)
     append(create(run, overwrite=True), [0], complete=True)
     assert Run.open(run).rank(0).num_steps == 1
-    assert {path.name for path in run.iterdir()} == {"run.json", "programs", "layouts", "rank-00000"}
+    assert {path.name for path in run.iterdir()} == {"run.json", "programs", "sites", "layouts", "rank-00000"}
 
 
 def test_a_file_in_the_way_is_named(tmp_path):

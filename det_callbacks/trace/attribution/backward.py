@@ -30,7 +30,7 @@ from det_callbacks.internals.torch import (
 )
 from det_callbacks.trace.attribution.engine import Entry, engine_entry, frames_above_engine, source_of
 from det_callbacks.trace.attribution.modules import UNKNOWN_MODULE, ModuleCalls, ModuleStack, repeated_region
-from det_callbacks.trace.op.program_trie import CallNode, OpScope
+from det_callbacks.trace.op.call_graph import CallNode, OpScope
 from det_callbacks.trace.tables.overloads import OpPlan
 
 _is_grad_enabled = torch.is_grad_enabled
@@ -199,7 +199,11 @@ class BackwardMap:
         number = sequence_number(node)
         if len(self._threads) == 1 and not self._others:
             (nodes,) = self._threads.values()
-            if (calls := nodes.get(number)) is not None and (known := calls[0].scopes.get(name)) is not None:
+            if (
+                (calls := nodes.get(number)) is not None
+                and (scopes := calls[0].scopes) is not None
+                and (known := scopes.get(name)) is not None
+            ):
                 return known
         code = forward_code(node)
         if (made := self._other_of.get(node)) is not None:
@@ -283,20 +287,34 @@ def _find_in(nodes: _Nodes, number: int, name: str, code: CodeType | None) -> Op
     if _fits(call.op_base, name):
         found = _scope_in(call)
         if code is None and not num_between:
-            call.scopes[name] = found  # the common case, looked up first from now on
+            _scopes_of(call)[name] = found  # the common case, looked up first from now on
         return found
     return next((_scope_in(later) for later in nodes.get(number, [])[1:] if _fits(later.op_base, name)), UNKNOWN)
+
+
+def _scopes_of(call: CallNode) -> dict[object, OpScope]:
+    """Return the scopes that are known of a call: few have any."""
+    if call.scopes is None:
+        call.scopes = {}
+    return call.scopes
 
 
 def _scope_in(call: CallNode, code: CodeType | None = None) -> OpScope:
     """Return where a node belongs that was made at a call, by its op or by the Function with this forward around it."""
     key = id(code)  # equal code is not the same Function
-    known = call.scopes.get(key)
+    scopes = _scopes_of(call)
+    known = scopes.get(key)
     if known is None:
         modules = {call.module} if code is None else _callers_of(code, call)
         is_known = len(modules) == 1 and UNKNOWN_MODULE not in modules
-        known = call.scopes[key] = OpScope(module=modules.pop(), source=call.source) if is_known else UNKNOWN
+        known = scopes[key] = _of_forward(modules.pop(), call.source) if is_known else UNKNOWN
     return known
+
+
+@lru_cache(maxsize=100_000)
+def _of_forward(module: str, source: tuple[str, ...]) -> OpScope:
+    """Return the scope of the backward ops of a forward op, always as the same object, since those are compared."""
+    return OpScope(module=module, source=source)
 
 
 def _callers_of(code: CodeType, call: CallNode) -> set[str]:

@@ -10,7 +10,7 @@ from torch.autograd.function import BackwardCFunction
 
 from det_callbacks.internals.torch import RUN_BACKWARD, is_mode
 from det_callbacks.trace.attribution.source import MAX_LINES, capture_source, is_of_torch
-from det_callbacks.trace.op.program_trie import OpScope
+from det_callbacks.trace.op.call_graph import OpScope
 
 _APPLY_FUNCTION = BackwardCFunction.apply.__code__
 _is_mode = lru_cache(maxsize=1024)(is_mode)

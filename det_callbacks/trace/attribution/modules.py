@@ -23,7 +23,7 @@ from det_callbacks.internals.torch import (
 )
 from det_callbacks.trace.attribution.engine import frames_above_engine
 from det_callbacks.trace.dispatch import runs_uncompiled
-from det_callbacks.trace.op.program_trie import NOWHERE, OpScope
+from det_callbacks.trace.op.call_graph import NOWHERE, OpScope
 
 UNKNOWN_MODULE = "?"
 

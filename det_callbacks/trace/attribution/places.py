@@ -10,7 +10,7 @@ from det_callbacks.runs.selection import PHASES, Selection
 from det_callbacks.trace.attribution.backward import BackwardMap
 from det_callbacks.trace.attribution.modules import ModuleCalls, ModuleStack
 from det_callbacks.trace.attribution.names import NameTable
-from det_callbacks.trace.op.program_trie import OpScope
+from det_callbacks.trace.op.call_graph import OpScope
 
 
 class Place(Protocol):

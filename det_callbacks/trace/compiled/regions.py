@@ -24,9 +24,9 @@ from det_callbacks.trace.attribution.places import Places
 from det_callbacks.trace.compiled.captures import GraphCaptures
 from det_callbacks.trace.compiled.graphs import TracedGraph
 from det_callbacks.trace.dispatch import TAKE_APART, breaks_graph
+from det_callbacks.trace.op.call_graph import CallNode, OpScope, rowwise
 from det_callbacks.trace.op.components import holds_data, parts_with_memory
 from det_callbacks.trace.op.output_hooks import OutputHooks
-from det_callbacks.trace.op.program_trie import CallNode, OpScope
 from det_callbacks.trace.op.reads import Reads
 from det_callbacks.trace.op.sites import InputName, arguments_json
 from det_callbacks.trace.op.undigested_ops import UndigestedOps
@@ -163,10 +163,10 @@ class Region:
                 )
                 for edges, (op, index, role, name) in zip(reads, rows, strict=True)
             )
-            node.rows = (*self.read.sites(node), *sites)
+            node.sites = (*self.read.sites(node), *sites)
 
-        call = (func, self.phase, self.scope, [part], reads, names, len(reads))
-        self.source = self.step.trie.step_to(call, build).source
+        call = (func, self.phase, self.scope, [part], rowwise(reads), names, len(reads))
+        self.source = self.step.graph.step_to(call, build, self.read.row_edges).source
         self.read.row_edges.clear()
 
 

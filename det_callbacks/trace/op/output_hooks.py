@@ -5,8 +5,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from det_callbacks.trace.op.call_graph import OpScope
 from det_callbacks.trace.op.deferred_sites import DeferredSites
-from det_callbacks.trace.op.program_trie import OpScope
 from det_callbacks.trace.step import Step
 from det_callbacks.trace.tables.overloads import OpPlan, written_by_call
 

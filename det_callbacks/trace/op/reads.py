@@ -12,8 +12,8 @@ from det_callbacks.environment.rng import digest_generator
 from det_callbacks.internals.torch import AsyncCollectiveTensor, storage_address
 from det_callbacks.runs.program import IN_FLIGHT, UNWRITTEN, Site
 from det_callbacks.trace.attribution.places import Places
+from det_callbacks.trace.op.call_graph import CallNode
 from det_callbacks.trace.op.components import address_of, has_parts, holds_data, parts_of
-from det_callbacks.trace.op.program_trie import CallNode
 from det_callbacks.trace.op.sites import InputName, SpecialInput, owner_of
 from det_callbacks.trace.op.storages import region_of
 from det_callbacks.trace.state.generators import PASSED, GeneratorTrail, generator_of

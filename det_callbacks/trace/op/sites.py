@@ -11,8 +11,8 @@ from det_callbacks.runs.program import Role, Site, parameter_in, plain_value
 from det_callbacks.trace.attribution.engine import source_of
 from det_callbacks.trace.attribution.places import Places
 from det_callbacks.trace.attribution.source import is_of_torch
+from det_callbacks.trace.op.call_graph import CallGraph, CallNode, is_number
 from det_callbacks.trace.op.components import has_parts
-from det_callbacks.trace.op.program_trie import CallNode, ProgramTrie, is_number
 from det_callbacks.trace.tables.overloads import OpPlan
 
 
@@ -40,7 +40,7 @@ class ReadSites(Protocol):
 
 
 def build_op(
-    trie: ProgramTrie,
+    graph: CallGraph,
     places: Places,
     read: ReadSites,
     plan: OpPlan,
@@ -53,11 +53,8 @@ def build_op(
     scope = node.scope
     places.backward.note_stack(node)
     node.op_base, node.is_in_place, node.source = plan.base, bool(plan.writes), source_of_call(node)
-    # which memory becomes a gradient, autograd and DDP choose by what was before the step: a name is known after it
-    name_of = places.names.of if node.phase == "backward" else places.names.of_written
     default = None if scope.name is None else f"grad of {scope.name}"
-    may_be_named = [not plan.is_functional and isinstance(one, Tensor) and not has_parts(one) for one in outputs]
-    output_names = [(may and name_of(one)) or default for may, one in zip(may_be_named, outputs, strict=True)]
+    output_names = [name or default for name in names_of_written(places, node.phase, plan, outputs)]
     by_output = read.by_output(plan, args, kwargs, len(outputs))
     names = list(_names_of_arguments(plan, args, kwargs))
     assert len(names) == len(node.consts), plan.name
@@ -65,7 +62,7 @@ def build_op(
     node.any_number = frozenset(
         index for index, name in enumerate(names) if name.partition("[")[0] in plan.number_arguments
     )
-    trie.set_numbers(node, node.consts)
+    graph.set_numbers(node, node.consts)
     varying = tuple(names[index] for index in node.numbers)
     constants = {
         name: value
@@ -75,7 +72,7 @@ def build_op(
     given = {*plan.argument_names[: len(args)], *kwargs}
     constants.update((name, value) for name, value in plan.defaults.items() if name not in given)
     arguments = arguments_json(constants)
-    every = tuple(sorted(set(node.reads)))
+    every = tuple(sorted({at for at in node.positions if at is not None}))
     numbers = Site(
         phase=node.phase,
         module=node.module,
@@ -96,7 +93,16 @@ def build_op(
         )
         for index, (output, name) in enumerate(zip(outputs, output_names, strict=True))
     ]
-    node.rows = (*read.sites(node), *([numbers] if varying else ()), *written)
+    node.sites = (*read.sites(node), *([numbers] if varying else ()), *written)
+
+
+def names_of_written(places: "Places", phase: str, plan: OpPlan, outputs: Sequence[Any]) -> list[str | None]:
+    """Return the names of the tensors that an op has written, None for those that it made."""
+    if plan.is_functional:
+        return [None] * len(outputs)
+    # which memory becomes a gradient, autograd and DDP choose by what was before the step: a name is known after it
+    name_of = places.names.of if phase == "backward" else places.names.of_written
+    return [name_of(one) if isinstance(one, Tensor) and not has_parts(one) else None for one in outputs]
 
 
 def owner_of(name: str, parameters: Iterable[str]) -> str:
@@ -114,11 +120,11 @@ def source_of_call(node: CallNode) -> tuple[str, ...]:
     if not node.scope.recomputed or not is_of_torch(source):
         return source
     first_runs: set[tuple[str, ...]] = set()
-    earlier = node.parent
+    earlier = node.previous
     while earlier is not None:
         if earlier.func is node.func and earlier.phase == "forward" and earlier.module == node.module:
             first_runs.add(earlier.source)
-        earlier = earlier.parent
+        earlier = earlier.previous
     return first_runs.pop() if len(first_runs) == 1 else source
 
 

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.internals.torch import storage_address
+from det_callbacks.trace.attribution.engine import source_of
 from det_callbacks.trace.attribution.places import Places
 from det_callbacks.trace.collectives import Collectives
 from det_callbacks.trace.dispatch import TAKE_APART
+from det_callbacks.trace.op.call_graph import CallNode, OpScope
 from det_callbacks.trace.op.components import STRIDED, has_parts, parts_with_memory
 from det_callbacks.trace.op.output_hooks import OutputHooks
-from det_callbacks.trace.op.program_trie import CallNode, OpScope
 from det_callbacks.trace.op.sites import source_of_call
 from det_callbacks.trace.step import Step
 from det_callbacks.trace.tables.overloads import REDUCING, OpKind, OpPlan, comes_apart, tensors_in, written_arguments
@@ -139,13 +140,23 @@ class UndigestedOps:
 
     def _touch(self, func: Any, plan: OpPlan) -> None:
         """Note an op that is not digested: the autograd node it may own leads back to its module."""
-        trie = self._step.trie
+        graph = self._step.graph
         phase, scope = self._places.now()
-        node = trie.at.likely
-        if node is not None and node.func is func and node.scope is scope and node.phase is phase and not node.rows:
-            trie.at = node
+        node = graph.at.likely
+        if (
+            node is None
+            or node.func is not func
+            or node.scope is not scope
+            or node.phase is not phase
+            or node.made.labels
+            or node.made.step == graph.step
+        ):
+            call: tuple[Any, ...] = (func, phase, scope, [], [], [], 0)
+            node = graph.go_to(call, [], partial(self._build, plan), partial(source_of, scope))
         else:
-            node = trie.step_to((func, phase, scope, [], [], [], 0), partial(self._build, plan))
+            node.previous = graph.at
+            node.made.step = graph.step
+            graph.at = node
         self._places.backward.register(node)
 
     def _build(self, plan: OpPlan, node: CallNode) -> None:

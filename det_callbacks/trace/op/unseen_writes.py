@@ -90,12 +90,14 @@ class UnseenWriteCheck:
 
         What they read is looked at where it is alive still, and no recorded site has written it since.
         """
-        sites, digests = program.sites, self._step.digests
-        differing = [at for at in sorted(deferred) if sites[at].role == "output" and expected.differs(at, digests[at])]
+        rows, digests = program.rows, self._step.digests
+        outputs = (at for at in sorted(deferred) if rows[at].site.role == "output")
+        differing = [at for at in outputs if expected.differs(at, digests[at])]
         differing = differing[: expected.checks_left]
         expected.checks_left -= len(differing)
         expected.looked_at.update(differing)
-        step, wanted = self._step, {writer for at in differing for writer in sites[at].inputs}
+        step, read = self._step, {at: program.read_by(at) for at in differing}
+        wanted = {writer for writers in read.values() for writer in writers}
         queues = DeferredDigests()
         found: list[tuple[int, Bits]] = []
         for address, writer in step.ledger.writers.items() if wanted else ():
@@ -110,7 +112,7 @@ class UnseenWriteCheck:
                     found.append((writer, bits))
         known = queues.finish()
         changed = {writer for writer, bits in found if value_of(bits, known) != digests[writer]}
-        expected.unseen_writes.update(at for at in differing if not changed.isdisjoint(sites[at].inputs))
+        expected.unseen_writes.update(at for at in differing if not changed.isdisjoint(read[at]))
 
     def _is_changed(self, tensor: Tensor, trusted: int | None = None) -> bool:
         """Return whether bytes that one site before ``trusted`` wrote have changed; with holes it cannot be told."""

@@ -13,15 +13,15 @@ from det_callbacks.digest.components import tensor_bits
 from det_callbacks.digest.device.deferred import Bits
 from det_callbacks.digest.host import digest_spans
 from det_callbacks.internals.torch import CHILDREN, storage_address
-from det_callbacks.runs.program import AFTER_STEP, IN_FLIGHT, Role, Site, scalar_bits
+from det_callbacks.runs.program import AFTER_STEP, IN_FLIGHT, Role, Site, SiteRow, scalar_bits
 from det_callbacks.trace.attribution.backward import scope_in
 from det_callbacks.trace.attribution.names import Place, has_place, place_of
 from det_callbacks.trace.attribution.places import Places
 from det_callbacks.trace.collectives import Collectives
 from det_callbacks.trace.compiled.captures import GraphCaptures
+from det_callbacks.trace.op.call_graph import CallNode, CallRows
 from det_callbacks.trace.op.components import PLAIN, STRIDED, address_of, has_parts, holds_data, unwrapped
 from det_callbacks.trace.op.layouts import LayoutSlot
-from det_callbacks.trace.op.program_trie import CallNode
 from det_callbacks.trace.op.sites import owner_of
 from det_callbacks.trace.op.storages import PartialWrites
 from det_callbacks.trace.state.generators import GeneratorTrail, process_generators
@@ -39,16 +39,18 @@ class NamedSites:
     ) -> None:
         self._step, self._places, self._generators = step, places, generators
         self._collectives, self._captures = collectives, captures
+        self._parameters: frozenset[str] = frozenset()
+        self._rows: dict[tuple[str, str | None, Role, str], SiteRow] = {}  # as long as these are the parameters
 
     def generators(self, *, is_end: bool = False) -> None:
         """Record the states of the generators of the process as the step begins or ends (phase rng)."""
         step, trail = self._step, self._generators
         first = step.num_sites
         names: list[str] = []
-        reads: list[list[int]] = []
+        reads: list[int | None] = []
         for number, (name, generator) in enumerate(process_generators(trail.homes)):
             names.append(name + AFTER_STEP if is_end else name)
-            reads.append([*trail.read(name, first + number)])
+            reads += (*trail.read(name, first + number), None)
             step.digests.append(trail.reader.read(name, generator))
         step.layout_indices.extend([step.layouts.none.index] * len(names))
         self._step_to("generators", "rng", "", reads, names, "generator")
@@ -72,7 +74,7 @@ class NamedSites:
         if self._captures.is_captured():
             return {}
         names: list[str] = []
-        reads: list[list[int]] = []
+        reads: list[int | None] = []
         indices: list[int] = []
         spans: list[tuple[int, int]] = []  # of memory of the host, which is digested at once
         others: list[tuple[int, Any]] = []
@@ -82,12 +84,12 @@ class NamedSites:
         step = self._step
         layouts, writers = step.layouts, step.ledger.writers
         for name, value in entries:
-            edges: list[int] = []
+            edges: Sequence[int] = ()
             is_plain = value.__class__ in PLAIN and value.layout is STRIDED and value.is_cpu and not value.is_nested
             storage = value.untyped_storage() if is_plain else None
             known: Any = writers.get(storage_address(storage)) if storage is not None else None
             if storage is not None and known.__class__ is not PartialWrites:
-                edges = [] if known is None else [known]
+                edges = () if known is None else (known,)
                 slot = layouts.slots.get((value.dtype, value.shape, value.stride())) or layouts.of(value)
                 address = address_of(value)
                 if slot.num_bytes:
@@ -110,7 +112,8 @@ class NamedSites:
                 edges, slot = step.writers_of(value), layouts.without_bits(value, IN_FLIGHT)
                 others.append((len(names), 0))
             names.append(name)
-            reads.append(edges)
+            reads += edges
+            reads.append(None)
             indices.append(slot.index)
             if is_source:
                 sources.append(value)
@@ -134,7 +137,7 @@ class NamedSites:
         self, label: str, phase: str, name: str, bits: Bits, *, role: Role, slot: LayoutSlot | None = None
     ) -> None:
         """Record 64 bits that are no tensor's."""
-        self._step_to(label, phase, "", [[]], [name], role)
+        self._step_to(label, phase, "", [None], [name], role)
         self._step.append_bits(self._step.deferred.defer(self._step.num_sites, bits), slot or self._step.layouts.none)
 
     def output(self, phase: str, module: str, name: str, tensor: Tensor) -> None:
@@ -146,7 +149,7 @@ class NamedSites:
             step.counts.skipped["in_flight"] += 1
         else:
             reads = step.writers_of(tensor)
-            self._step_to("output", phase, module, [reads], [name])
+            self._step_to("output", phase, module, [*reads, None], [name])
             step.append_output(tensor, reads)
             step.deferred.end_group()
 
@@ -155,21 +158,43 @@ class NamedSites:
         label: str,
         phase: str,
         owner: str | None,
-        reads: list[list[int]],
+        reads: list[int | None],
         names: Sequence[str],
         role: Role = "named",
     ) -> None:
         def build(node: CallNode) -> None:
-            parameters = self._places.parameter_names.values()
-            modules = [owner_of(name, parameters) if owner is None else owner for name in names]
-            node.rows = tuple(
-                Site(phase=phase, module=module, role=role, name=name, inputs=tuple(sorted(set(edges))))
-                for module, name, edges in zip(modules, names, reads, strict=True)
-            )
+            parameters = frozenset(self._places.parameter_names.values())
+            if parameters != self._parameters:
+                self._parameters = parameters
+                self._rows.clear()
+            node.made = CallRows(rows=tuple([self._row(phase, owner, role, name) for name in names]))
+            node.edges = _by_row(reads)
 
-        self._step.trie.step_to(
+        self._step.graph.step_to(
             (label, phase, scope_in(owner or "", recomputed=False), [], reads, names, len(names)), build
         )
+
+    def _row(self, phase: str, owner: str | None, role: Role, name: str) -> SiteRow:
+        """Return the row of a name; many are in groups that have other names in each step."""
+        key = (phase, owner, role, name)
+        row = self._rows.get(key)
+        if row is None:
+            module = owner_of(name, self._parameters) if owner is None else owner
+            row = self._rows[key] = SiteRow.of(Site(phase=phase, module=module, role=role, name=name))
+        return row
+
+
+def _by_row(reads: Iterable[int | None]) -> list[list[int]]:
+    """Return what each row reads, ascending, of a list with None after the positions of each."""
+    found: list[list[int]] = []
+    positions: set[int] = set()
+    for at in reads:
+        if at is None:
+            found.append(sorted(positions))
+            positions = set()
+        else:
+            positions.add(at)
+    return found
 
 
 class ModuleOutputs:

@@ -29,7 +29,7 @@ from det_callbacks.settings.catalogue import algorithms_in_force
 from det_callbacks.trace.attribution.engine import source_of
 from det_callbacks.trace.attribution.modules import UNKNOWN_MODULE, ModuleStack
 from det_callbacks.trace.dispatch import TAKE_APART, DispatchMode
-from det_callbacks.trace.op.program_trie import OpScope
+from det_callbacks.trace.op.call_graph import OpScope
 from det_callbacks.trace.tables.overloads import OpPlan, comes_apart, make_plan
 
 # aten/src/ATen/Context.cpp, Context::alertNotDeterministic

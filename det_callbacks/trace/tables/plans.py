@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from det_callbacks.trace.op.program_trie import OpScope
+from det_callbacks.trace.op.call_graph import OpScope
 from det_callbacks.trace.tables.nondeterministic_ops import NondeterministicOps
 from det_callbacks.trace.tables.overloads import OpPlan, make_plan
 

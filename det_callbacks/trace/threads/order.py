@@ -12,13 +12,13 @@
 import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, count
+from itertools import count
 
 import torch
 
 from det_callbacks.digest.host import digest_bytes
 from det_callbacks.runs.program import Site, to_json
-from det_callbacks.trace.op.program_trie import CallNode
+from det_callbacks.trace.op.call_graph import CallNode
 from det_callbacks.trace.threads.strands import Strand
 
 _READ_FIRST = frozenset({"input", "delivered", "graph_output"})  # roles of what has its site at its first read
@@ -34,6 +34,7 @@ class Group:
     """Sites that stay together: one that was made at a first read, or all others of a call."""
 
     call: CallNode
+    num_given: int  # tensors that the call reads
     positions: list[int]
     strand: Strand | None
     reads: list[int]  # positions of sites, in the order of the arguments
@@ -55,7 +56,7 @@ class Group:
         """
         call = self.call
         is_anywhere = call.scope.name is None and not call.scope.recomputed
-        return self.is_of_backward and call.func in _SUMS and is_anywhere and len(call.reads) == 2 and not call.consts
+        return self.is_of_backward and call.func in _SUMS and is_anywhere and self.num_given == 2 and not call.consts
 
 
 @dataclass(slots=True, eq=False)
@@ -68,22 +69,39 @@ class _Line:
 
 
 def canonical_order(
-    calls: Sequence[CallNode], strands: Sequence[Strand], modules: Sequence[str], digests: Sequence[int]
+    calls: Sequence[CallNode],
+    reads: Sequence[Sequence[int]],
+    sites: Sequence[Site],
+    strands: Sequence[Strand],
+    modules: Sequence[str],
+    digests: Sequence[int],
 ) -> tuple[list[int], list[Site]]:
     """Return the positions of a step's sites, as they came, in their order, and the sites in it.
 
-    ``modules`` are the names of the model's modules as it lists them.
+    Args:
+        calls: those of the step.
+        reads: of each call, the positions of what it reads.
+        sites: as they came.
+        strands: those of the step.
+        modules: the names of the model's modules as it lists them.
+        digests: by position.
     """
-    ordering = _Ordering(calls, strands, modules, digests)
+    ordering = _Ordering(calls, reads, sites, strands, modules, digests)
     ordering.place_all()
     return ordering.order, ordering.sites()
 
 
 class _Ordering:
     def __init__(
-        self, calls: Sequence[CallNode], strands: Sequence[Strand], modules: Sequence[str], digests: Sequence[int]
+        self,
+        calls: Sequence[CallNode],
+        reads: Sequence[Sequence[int]],
+        sites: Sequence[Site],
+        strands: Sequence[Strand],
+        modules: Sequence[str],
+        digests: Sequence[int],
     ) -> None:
-        self._rows = [row for call in calls for row in call.rows]
+        self._rows = sites
         self._listed = {name: index for index, name in enumerate(modules)}
         self._lines = {id(strand): _Line(strand) for strand in strands}
         self._begun: list[_Line] = []
@@ -93,7 +111,7 @@ class _Ordering:
         self._last_of_module: dict[str, int] = {}  # where the forward pass was in a module last
         self.order: list[int] = []
         self._place_of: dict[int, int] = {}
-        self._split(calls, self._strand_by_position(strands), self._keys(digests))
+        self._split(calls, reads, self._strand_by_position(strands), self._keys(digests))
 
     def _strand_by_position(self, strands: Iterable[Strand]) -> list[Strand | None]:
         found: list[Strand | None] = [None] * len(self._rows)
@@ -115,19 +133,29 @@ class _Ordering:
             keys.append((kind, content, position))
         return keys
 
-    def _split(self, calls: Sequence[CallNode], strand_of: Sequence[Strand | None], keys: Sequence[_Key]) -> None:
+    def _split(
+        self,
+        calls: Sequence[CallNode],
+        reads_of_calls: Sequence[Sequence[int]],
+        strand_of: Sequence[Strand | None],
+        keys: Sequence[_Key],
+    ) -> None:
         position = 0
-        for call in calls:
-            positions = [*range(position, position + len(call.rows))]
-            position += len(call.rows)
+        for call, given in zip(calls, reads_of_calls, strict=True):
+            positions = [*range(position, position + len(call.made.rows))]
+            position += len(call.made.rows)
             rest = [at for at in positions if self._rows[at].role not in _READ_FIRST or not call.reads]
             for at in positions:
                 if at not in rest:
-                    self._add(Group(call, [at], None, [*self._rows[at].inputs], keys[at], is_read_first=True))
+                    self._add(
+                        Group(call, len(given), [at], None, [*self._rows[at].inputs], keys[at], is_read_first=True)
+                    )
             if not rest:
                 continue
-            reads = [*_flat(call.reads), *(read for at in rest for read in self._rows[at].inputs)]
-            group = Group(call, rest, strand_of[rest[-1]], [at for at in reads if at not in rest], keys[rest[-1]])
+            reads = [*given, *(read for at in rest for read in self._rows[at].inputs)]
+            group = Group(
+                call, len(given), rest, strand_of[rest[-1]], [at for at in reads if at not in rest], keys[rest[-1]]
+            )
             if group.is_sum:
                 group.reads.sort(key=lambda at: keys[at])
             self._add(group)
@@ -319,10 +347,6 @@ class _Ordering:
                 row = replace(row, module=call.module, source=call.source)
             found.append(replace(row, inputs=tuple(sorted(self._place_of[at] for at in row.inputs))))
         return found
-
-
-def _flat(reads: Iterable[int | Sequence[int]]) -> Iterator[int]:
-    return chain.from_iterable((read,) if isinstance(read, int) else read for read in reads)
 
 
 def _is_output(group: Group) -> bool:

@@ -18,7 +18,7 @@ from det_callbacks.trace.attribution.backward import UNKNOWN, ThreadNodes
 from det_callbacks.trace.attribution.modules import ModuleCalls
 from det_callbacks.trace.attribution.places import Places
 from det_callbacks.trace.dispatch import DispatchMode
-from det_callbacks.trace.op.program_trie import OpScope
+from det_callbacks.trace.op.call_graph import OpScope
 from det_callbacks.trace.state.leaves import flatten
 from det_callbacks.trace.step import Step
 

@@ -4,19 +4,20 @@ import json
 import math
 import struct
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
 import torch
 from numerics_models import Transformer
 from torch import Tensor, nn
-from tracing import assert_same, site_of, step_of, traced
+from tracing import assert_same, position_of, site_of, step_of, traced
 
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.runs.program import plain_value
 from det_callbacks.runs.steps import Expectation, StepTrace
 from det_callbacks.trace.hash_mode import HashMode
+from det_callbacks.trace.op.call_graph import CallGraph
 
 X = torch.ones(3)
 
@@ -81,7 +82,7 @@ def test_equal_numbers_that_are_not_the_same_are_told_apart(values):
 
 @pytest.mark.parametrize("arguments", [[math.nan] * 20, [[math.nan, 1.0]] * 20, [-0.0] * 20, [*range(2, 22)]])
 def test_other_numbers_and_lengths_are_the_same_program_and_what_is_kept_is_bounded(arguments, monkeypatch):
-    monkeypatch.setattr("det_callbacks.trace.op.program_trie.MAX_TEXT", 40)
+    monkeypatch.setattr("det_callbacks.trace.op.call_graph.MAX_TEXT", 40)
 
     def step(value: float | list[float]) -> None:
         if isinstance(value, list):
@@ -96,10 +97,10 @@ def test_other_numbers_and_lengths_are_the_same_program_and_what_is_kept_is_boun
 
     mode = HashMode()
     first = step_of(mode, lambda: step(arguments[0]))
-    num_nodes = mode.recorder.step.trie.num_nodes
+    num_nodes = mode.recorder.step.graph.num_nodes
     traces = [step_of(mode, lambda value=value: step(value)) for value in arguments]
-    assert mode.recorder.step.trie.num_nodes == num_nodes
-    assert sum(map(len, mode.recorder.step.trie.values.values())) <= 40
+    assert mode.recorder.step.graph.num_nodes == num_nodes
+    assert sum(map(len, mode.recorder.step.graph.values.values())) <= 40
     assert_same(first, traces[0])
 
 
@@ -155,3 +156,111 @@ def test_a_program_is_a_function_of_the_step_alone(optimizer):
     assert_same(fresh, trace_after([2, 9, 5, 2]))
     assert_same(fresh, trace_after([], Expectation.of(fresh.digests)))
     assert_same(fresh, trace_after([4], Expectation.of(traced(lambda: X.exp()).digests)))
+
+
+# A detour is found back: what follows it is what followed it before
+
+
+class SkippingBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(4), nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + self.down(self.up(self.norm(inputs)).relu())
+
+
+class SkippingNet(nn.Module):
+    """Blocks of which some are skipped in each step, as in LayerDrop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(SkippingBlock() for _ in range(5)), nn.Linear(4, 2)
+
+    def forward(self, inputs: Tensor, taken: tuple[bool, ...]) -> Tensor:
+        for block, is_taken in zip(self.blocks, taken, strict=True):
+            if is_taken:
+                inputs = block(inputs)
+        return self.head(inputs)
+
+
+def skipping_step(model: SkippingNet, optimizer: torch.optim.Optimizer, taken: tuple[bool, ...]) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(3, 4), taken).logsumexp(-1).mean().backward()
+    optimizer.step()
+
+
+def test_steps_that_skip_blocks_at_random_are_not_built_anew(monkeypatch):
+    built: list[str] = []
+    settle = CallGraph._settle
+    monkeypatch.setattr(
+        CallGraph, "_settle", lambda graph, node: (built.append(str(node.func)), settle(graph, node))[1]
+    )
+    model = SkippingNet()
+    update = torch.optim.AdamW(model.parameters(), lr=0.01)
+    skipping_step(model, update, (True,) * 5)  # the optimizer makes its state
+    mode = HashMode(model)
+    mode.optimizers = [update]
+    every = [*product((True, False), repeat=5)]
+    few = [taken for taken in every if sum(taken) <= 2 or sum(taken) == 5]
+    for taken in few:  # each pair of blocks that may follow one another is among them
+        step_of(mode, lambda taken=taken: skipping_step(model, update, taken))
+    programs = {}
+    num_built = []
+    for taken in every * 2:
+        built.clear()
+        trace = step_of(mode, lambda taken=taken: skipping_step(model, update, taken))
+        assert programs.setdefault(taken, trace.program.id) == trace.program.id
+        num_built.append(sum(func.startswith("aten.") for func in built))
+    # ops are known by what they are and read, whatever came before them
+    assert sum(num_built[:32]) <= 8, "but for sums of gradients that came from other blocks than before"
+    assert sum(num_built[32:]) == 0
+    assert len(set(programs.values())) == len(every)
+    fresh = HashMode(model)
+    fresh.optimizers = [update]
+    last = step_of(fresh, lambda: skipping_step(model, update, every[5]))
+    assert last.program.id == programs[every[5]]
+
+
+def test_what_is_read_from_another_call_is_another_program_and_a_divergence():
+    def step(number: int) -> None:
+        clones = torch.full((3,), 0.5).clone(), torch.full((3,), 0.25).clone()
+        clones[number].exp()
+
+    mode = HashMode()
+    traces = one, other, again = [step_of(mode, lambda number=number: step(number)) for number in (0, 1, 0)]
+    assert one.program.id != other.program.id
+    assert one.program is again.program
+    read = [site_of(trace, "exp.default").inputs for trace in traces]
+    assert read == [(position_of(one, "clone.default", number),) for number in (0, 1, 0)]
+    (found,) = compare_steps(one.view(), other.view()).divergences
+    assert found.op == "aten.exp.default"
+
+
+@pytest.mark.parametrize("values", [(1, 1.0, True), (0.0, -0.0)], ids=str)
+def test_equal_constants_that_are_not_the_same_are_told_apart_behind_a_detour(values):
+    def step(number: int) -> None:
+        if number % 2:
+            torch.sin(X)
+        torch._foreach_mul([X, X], [0.5, values[number % len(values)]])
+
+    mode = HashMode()
+    for number in range(2 * len(values)):
+        trace = step_of(mode, lambda number=number: step(number))
+        assert_same(trace, traced(lambda number=number: step(number)))
+
+
+def test_tensors_that_are_overwritten_are_told_apart_behind_a_detour():
+    model = nn.BatchNorm1d(3)  # its buffers have one shape
+
+    def step(skips: bool) -> None:
+        if not skips:
+            model.running_mean.zero_()
+        model.running_var.zero_()
+
+    mode = HashMode(model)
+    for skips in (False, True, False):
+        trace = step_of(mode, lambda skips=skips: step(skips))
+        assert_same(trace, traced(lambda skips=skips: step(skips), model=model))
+        written = [site.name for site in trace.program.sites if site.op == "aten.zero_.default"]
+        assert written == ["running_mean", "running_var"][skips:]

@@ -1,0 +1,410 @@
+"""The calls of all steps so far, as a graph: what an earlier step did is not built again, whatever came before it.
+
+A call is known by its op, its place and what it reads. What it reads is told by who wrote it: each row of a call has a
+*label*, a number that no other row of the step has, and which stays the same in other steps, where the row may be at
+another position. So a call after a skipped block, or in the second of two branches, is the call that it always is, and
+only those differ that read something else.
+
+The call that came next the last time is tried first. If another one came, it is looked up, and its own successor is
+tried next; only a call that no step had is built, with its sites and source lines.
+
+What a step's program is follows from the step alone. So each number among the arguments of a call (a learning rate, a
+size) is left out of the program, and the step has one digest of all those of a call.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from types import CodeType
+from typing import Any
+
+import numpy as np
+
+from det_callbacks.runs.program import ArgumentTag, Program, Site, SiteRow, argument_bits
+from det_callbacks.trace.attribution.source import read_text
+
+MAX_BYTES = 48 << 20  # of calls, as estimated; more are forgotten when the next step begins
+MAX_PROGRAM_ROWS = 200_000  # of the programs that are kept, some 30 bytes each
+MAX_TEXT = 4_000_000  # characters of arguments; of those that come later, a step has the digest only
+
+_BYTES_OF_CALL, _BYTES_OF_ROW, _BYTES_OF_ITEM = 1600, 1000, 40  # measured with tracemalloc, rounded up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpScope:
+    """Where an op belongs; in a backward pass that is where the forward op is whose gradient it computes."""
+
+    module: str  # "" outside any module, "?" when it cannot be told
+    source: tuple[str, ...] | None = None  # the lines of that forward op; None when the op's own stack tells them
+    name: str | None = None  # the parameter whose gradient is accumulated
+    recomputed: bool = False  # it repeats a forward op under activation checkpointing
+
+
+@dataclass(slots=True, eq=False)
+class CallRows:
+    """The rows of a call, which a step has at most once; calls that differ only in what they read share them."""
+
+    rows: tuple[SiteRow, ...] = ()
+    labels: range = range(0)  # of the rows
+    step: int = 0  # the last step that had them
+
+
+@dataclass(slots=True, eq=False)
+class _Alike:
+    """The rows of calls that differ only in what they read, and in which of several such calls of a step they are."""
+
+    is_named: bool  # so that the names tell such calls apart
+    all: list[CallRows] = field(default_factory=list)
+    readers: dict[int, list[CallRows]] = field(default_factory=dict)  # by a label that they read
+    step: int = 0
+    num_used: int = 0  # in that step, from the first on
+
+    def unused(self, step: int, phase: str, reads: Sequence[int]) -> CallRows | None:
+        """Return rows for a new call that the step does not have yet, None where they have to be made.
+
+        Rows that read something in common with it come first. Else, in an optimizer's update, the call is about another
+        parameter; elsewhere the first unused ones are taken, so that what follows a detour is known by its order.
+        """
+        for label in reads:
+            for made in self.readers.get(label, ()):
+                if made.step != step:
+                    return made
+        if phase == "optimizer" and not self.is_named:
+            return None
+        if self.step != step:
+            self.step, self.num_used = step, 0
+        while self.num_used < len(self.all) and self.all[self.num_used].step == step:
+            self.num_used += 1
+        return self.all[self.num_used] if self.num_used < len(self.all) else None
+
+
+@dataclass(slots=True, eq=False)
+class CallNode:
+    """One call of an op, or one group of named tensors."""
+
+    previous: "CallNode | None"  # the call before it, in the last step that had it
+    func: object  # the op's overload, or what stands for another kind of call
+    phase: str
+    scope: OpScope
+    consts: list[Any]  # the arguments that are no tensors, in order, as they were in the last such call
+    reads: list[int | None]  # labels, see ``CallGraph.labels_of``
+    names: list[Any]  # of the input sites made for it
+    num_outputs: int
+    keywords: tuple[str, ...] = ()
+    exact: str | None = None  # text form of ``consts`` where equality would be too weak (1 == 1.0 == True, 0.0 == -0.0)
+    numbers: tuple[int, ...] = ()  # indices of the arguments that belong to the step, and not to the program
+    any_number: frozenset[int] = frozenset()  # of those that take any kind of number: 1, 1.0 and True are not the same
+    bits: int = 0  # the digest of the ``numbers``
+    tag: ArgumentTag = "digest"
+    # while it is built: what it reads, its sites, and the positions that each reads, where the sites do not tell it
+    positions: Sequence[int | None] = ()
+    sites: tuple[Site, ...] = ()
+    edges: Sequence[Sequence[int]] = ()
+    made: CallRows = field(default_factory=CallRows)
+    num_read: tuple[int, ...] = ()  # by row: how many rows it reads
+    read: tuple[int, ...] = ()  # the labels of these, one row's after the other's
+    source: tuple[str, ...] = ()
+    # from here on: what tells whether an autograd node is of this call (backward.py)
+    op_base: str = ""
+    is_in_place: bool = False
+    codes: tuple[CodeType, ...] = ()  # what ran, innermost first, and the modules that did
+    running_modules: tuple[str, ...] = ()
+    scopes: dict[object, OpScope] | None = None
+    likely: "CallNode | None" = None  # what came next, the last time
+    other: "CallNode | None" = None  # another one with its hash
+
+    @property
+    def key(self) -> Hashable:
+        """What it has in common with calls that differ only in what they read: op, place and rows."""
+        return self.func, self.phase, self.scope, self.made.rows
+
+    @property
+    def module(self) -> str:
+        """Qualified name of the module it belongs to."""
+        return self.scope.module
+
+    def is_call(self, call: tuple[Any, ...]) -> bool:
+        """Return whether a call is this one again, but for its arguments that are no tensors."""
+        func, phase, scope, _, *rest = call
+        known = [self.reads, self.names, self.num_outputs, self.keywords]
+        return self.func is func and self.phase == phase and self.scope == scope and known[: len(rest)] == rest
+
+
+NOWHERE = OpScope(module="")
+
+
+@dataclass(slots=True)
+class StepCounts:
+    """What became of the ops of one step, for the coverage; ``opaque`` ran others where no mode sees all of them."""
+
+    num_digested: int = 0
+    num_views: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+    opaque: set[str] = field(default_factory=set)
+
+
+class CallGraph:
+    """The calls of all steps seen so far, bounded in size; ``at`` is the last one of the step under way.
+
+    ``labels`` are those of the step's rows, by position, up to the last call; ``label_at`` returns one of them, sooner
+    than a comprehension does.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[int, str] = {}  # digest of the numbers of a call -> their JSON text
+        self._num_characters = 0
+        self.text: dict[str, tuple[str, ...]] = {}  # see ``Program.text``; as much as there is code that calls ops
+        self.step = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self.num_nodes = 0
+        self.num_bytes = 0
+        self._num_labels = 0
+        self._calls: dict[int, CallNode] = {}  # by a hash of all but the arguments; the one built last
+        self._site_rows: dict[Site, dict[tuple[str, ...], SiteRow]] = {}
+        self._alike: dict[Hashable, _Alike] = {}  # by op, place and rows
+        self._programs: OrderedDict[tuple[CallNode, ...], Program] = OrderedDict()
+        self._has_strayed = True  # whether a call was not the likely one, since the last program
+        self._last: tuple[CallNode, Program] | None = None  # where it ended
+        self._root = _root()
+        self._start()
+
+    def _start(self) -> None:
+        self.at = self._root
+        self.labels: list[int] = []
+        self.label_at = self.labels.__getitem__
+
+    def begin(self) -> None:
+        """Start a step; forget everything once it is too much."""
+        self.step += 1
+        if self.num_bytes > MAX_BYTES:
+            self._forget()
+        else:
+            self._start()
+
+    def labels_of(
+        self, reads: Sequence[int | None], mark: int, edges: Sequence[Sequence[int]] = ()
+    ) -> list[int | None]:
+        """Return what a call reads by label, -1 - n for its own n-th row; ``reads`` are positions, None between rows.
+
+        ``mark`` is the position of its first row, and ``edges`` are what the input sites made for it read.
+        """
+        labels = self.labels
+        if any(edges):
+            reads = [*reads, *rowwise(edges)]
+        return [at if at is None else labels[at] if at < mark else mark - 1 - at for at in reads]
+
+    def step_to(
+        self, call: tuple[Any, ...], build: Callable[[CallNode], None], edges: Sequence[Sequence[int]] = ()
+    ) -> CallNode:
+        """Go to a call that is told with positions (see ``go_to``); its rows come after those that have labels."""
+        func, phase, scope, consts, positions, *rest = call
+        reads = self.labels_of(positions, len(self.labels), edges)
+        node = self.at.likely
+        is_likely = (
+            node is not None
+            and node.made.step != self.step
+            and node.is_call((func, phase, scope, consts, reads, *rest))
+            and self.takes(node, consts)
+        )
+        if node is not None and is_likely:
+            return self.advance(node)
+        return self.go_to((func, phase, scope, consts, reads, *rest), positions, build)
+
+    def go_to(
+        self,
+        call: tuple[Any, ...],
+        positions: Sequence[int | None],
+        build: Callable[[CallNode], None],
+        source: Callable[[], tuple[str, ...]] | None = None,
+    ) -> CallNode:
+        """Go to a call that is not the likely one: a known one, or a new one.
+
+        Args:
+            call: the arguments of ``CallNode`` after the first.
+            positions: what it reads.
+            build: fills in a new node, and may raise.
+            source: the lines behind it; a call that reads nothing is the one that these lines made before.
+        """
+        func, phase, scope, consts, reads, names, *_ = call
+        key = hash((func, phase, scope, tuple(reads), tuple(names)))
+        node = last = self._calls.get(key)
+        lines = None if source is None or reads or scope.recomputed or node is None else source()
+        while node is not None and not (
+            node.made.step != self.step
+            and node.is_call(call)
+            and (lines is None or node.source == lines)
+            and self.takes(node, consts)
+        ):
+            node = node.other
+        if node is None:
+            node = CallNode(self.at, *call)
+            node.names, node.positions, node.other = names or _NO_NAMES, positions, last
+            build(node)
+            node.positions = ()
+            self._settle(node)
+            self._calls[key] = node
+        self.at.likely = node
+        self._has_strayed = True
+        return self.advance(node)
+
+    def advance(self, node: CallNode) -> CallNode:
+        """Note that this call was the next one."""
+        node.previous = self.at
+        node.made.step = self.step
+        self.labels += node.made.labels
+        self.at = node
+        return node
+
+    def _settle(self, node: CallNode) -> None:
+        """Give a new node its rows, and these their labels."""
+        sites, node.sites = node.sites, ()
+        rows = node.made.rows or tuple(map(self._row_of, sites))
+        edges = node.edges or [site.inputs for site in sites]
+        node.edges = ()
+        reads = [label for label in node.reads if label is not None and label >= 0]
+        node.made = CallRows(rows=rows)
+        key = node.key
+        alike = self._alike.get(key) or _Alike(is_named=any(row.site.name for row in rows))
+        likely = self.at.likely
+        if likely is None or likely.made.step == self.step or likely.key != key:
+            made = alike.unused(self.step, node.phase, reads) if rows else None
+        else:
+            made = likely.made
+        if made is None:
+            made = CallRows(rows=rows, labels=range(self._num_labels, self._num_labels + len(rows)))
+            self._num_labels += len(rows)
+            alike.all.append(made)
+        if rows:
+            self._alike[key] = alike
+        for label in reads if not alike.is_named else ():
+            readers = alike.readers.setdefault(label, [])
+            if made not in readers:
+                readers.append(made)
+        node.made = made
+        node.num_read = tuple(map(len, edges))
+        first, own = len(self.labels), made.labels
+        node.read = tuple([self.labels[at] if at < first else own[at - first] for one in edges for at in one])
+        self.num_nodes += 1
+        self.num_bytes += _BYTES_OF_CALL + _BYTES_OF_ITEM * (len(rows) + len(node.read) + len(node.reads))
+
+    def _row_of(self, site: Site) -> SiteRow:
+        bare = replace(site, inputs=()) if site.inputs else site
+        by_source = self._site_rows.setdefault(bare, {})
+        row = by_source.get(site.source)
+        if row is None:
+            row = by_source[site.source] = SiteRow.of(bare)
+            self.num_bytes += _BYTES_OF_ROW
+            if any(line.partition(" in ")[0] not in self.text for line in site.source):
+                self.text.update(read_text([site.source]))
+        return row
+
+    def takes(self, node: CallNode, consts: list[Any]) -> bool:
+        """Return whether a call with these arguments is of a node; the node then has their numbers."""
+        if node.consts == consts and (node.exact is None or node.exact == repr(consts)):
+            return True
+        if not node.numbers or len(node.consts) != len(consts):
+            return False
+        for index, (known, value) in enumerate(zip(node.consts, consts, strict=True)):
+            is_same = known.__class__ is value.__class__ and known == value
+            if not (is_number(value) if index in node.numbers else is_same):
+                return False
+        self.set_numbers(node, consts)
+        return True
+
+    def set_numbers(self, node: CallNode, consts: list[Any]) -> None:
+        """Take the numbers of a call for those of its node."""
+        node.consts = consts
+        is_weak = any(is_ambiguous(value, is_number=index in node.any_number) for index, value in enumerate(consts))
+        node.exact = repr(consts) if is_weak else None
+        if node.numbers:
+            node.bits, node.tag, text = argument_bits([consts[index] for index in node.numbers])
+            if text is not None and node.bits not in self.values and self._num_characters + len(text) <= MAX_TEXT:
+                self.values[node.bits] = text
+                self._num_characters += len(text)
+
+    def calls(self) -> list[CallNode]:
+        """Return the calls of the step up to here."""
+        path: list[CallNode] = []
+        node = self.at
+        while node is not self._root:
+            path.append(node)
+            assert node.previous is not None, "only the root has none"
+            node = node.previous
+        return path[::-1]
+
+    def program(self, counts: StepCounts) -> Program:
+        """Return the program of the step that ends here; one of those that were had last is not built again."""
+        if not self._has_strayed and self._last is not None and self._last[0] is self.at:
+            return self._last[1]
+        key = tuple(self.calls())
+        program = self._programs.pop(key, None) or self._make_program(key, counts)
+        self._programs[key] = program
+        self._has_strayed, self._last = False, (self.at, program)
+        num_rows = sum(map(len, self._programs.values()))
+        while num_rows > MAX_PROGRAM_ROWS and len(self._programs) > 1:
+            _, earlier = self._programs.popitem(last=False)
+            num_rows -= len(earlier)
+        return program
+
+    def _make_program(self, key: tuple[CallNode, ...], counts: StepCounts) -> Program:
+        skipped = {"view": counts.num_views, **counts.skipped}
+        num_read, read = self._edges(key)
+        return Program(
+            rows=tuple(chain.from_iterable([call.made.rows for call in key])),
+            num_read=num_read,
+            read=read,
+            ops_seen=counts.num_digested + sum(skipped.values()),
+            ops_digested=counts.num_digested,
+            ops_skipped={reason: count for reason, count in sorted(skipped.items()) if count},
+            opaque_regions=tuple(sorted(counts.opaque)),
+            text=self.text,
+        )
+
+    def _edges(self, calls: Sequence[CallNode]) -> tuple[np.ndarray, np.ndarray]:
+        """Return how many sites each site of the step reads, and their positions, see ``Program``."""
+        num_read = np.fromiter(chain.from_iterable([call.num_read for call in calls]), dtype=np.int32)
+        positions = {label: position for position, label in enumerate(self.labels)}
+        read = np.array([positions[label] for call in calls for label in call.read], dtype=np.int32)
+        return num_read, read[np.lexsort((read, np.repeat(np.arange(len(num_read)), num_read)))]
+
+    def reads_by_position(self, calls: Sequence[CallNode]) -> list[list[int]]:
+        """Return the positions of what each of the step's calls reads, in the order of its arguments."""
+        positions = {label: position for position, label in enumerate(self.labels)}
+        found = []
+        first = 0
+        for call in calls:
+            given = [label for label in call.reads if label is not None]
+            found.append([positions[label] if label >= 0 else first - 1 - label for label in given])
+            first += len(call.made.labels)
+        return found
+
+
+_NO_NAMES: list[Any] = []  # of most calls
+
+
+def _root() -> CallNode:
+    return CallNode(None, None, "", NOWHERE, [], [], [], 0)
+
+
+def rowwise(edges: Iterable[Sequence[int]]) -> list[int | None]:
+    """Return what several rows read as one list, with None after those of each row."""
+    return [at for one in edges for at in (*one, None)]
+
+
+def is_number(value: Any) -> bool:
+    """Return whether an argument is a value of the step: a number, or a list of numbers."""
+    if isinstance(value, list | tuple):
+        return all(map(is_number, value))
+    return isinstance(value, int | float | complex) and not isinstance(value, bool)
+
+
+def is_ambiguous(value: Any, *, is_number: bool) -> bool:
+    """Return whether an argument may equal another that is not the same: 0.0 == -0.0, 1 == 1.0 == True."""
+    if isinstance(value, list | tuple):
+        return any(is_ambiguous(item, is_number=is_number) for item in value)
+    if isinstance(value, float):
+        return value == 0.0 or (is_number and value.is_integer())
+    return is_number and isinstance(value, int | complex)
