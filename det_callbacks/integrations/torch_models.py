@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from det_callbacks.integrations.loop import unwrapped
+from det_callbacks.internals.torch import CHILDREN
 
 
 class SeveralModels(nn.Module):
@@ -57,7 +58,7 @@ def _owned(module: nn.Module) -> set[int]:
 def _outermost(keys: Set[int]) -> dict[nn.Module, set[int]]:
     """Return the modules of this process that hold some of the parameters and are in no other module."""
     modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
-    modules = [one for one in modules if not isinstance(one, SeveralModels) and "_modules" in vars(one)]
+    modules = [one for one in modules if not isinstance(one, SeveralModels) and CHILDREN in vars(one)]
     inner = {id(child) for one in modules for child in one.children()}
     owned = {one: _owned(one) & keys for one in modules if id(one) not in inner}
     return {one: found for one, found in owned.items() if found}

@@ -8,7 +8,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 WORDS = set(sys.argv[2:])
-torch.manual_seed(1 if "seed" in WORDS else 0)
+if "unseeded" not in WORDS:
+    torch.manual_seed(1 if "seed" in WORDS else 0)
 
 
 class Net(nn.Module):
@@ -132,6 +133,7 @@ def scaler() -> None:
 
 
 def closure() -> None:
+    global optimizer
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
     inputs, labels = samples.tensors
 
@@ -167,12 +169,31 @@ def folds() -> None:
         optimizer = torch.optim.AdamW(model.parameters())
 
 
+def fabric() -> None:
+    """Lightning's Fabric, which wraps the model, the optimizer and the loader."""
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=1)
+    wrapped, wrapped_optimizer = fabric.setup(model, optimizer)
+    for inputs, labels in fabric.setup_dataloaders(loader):
+        plant()
+        fabric.backward(cross_entropy(wrapped(inputs), labels))
+        wrapped_optimizer.step()
+        wrapped_optimizer.zero_grad()
+
+
 def by_hand() -> None:
     """No optimizer steps."""
     for inputs, labels in loader:
         cross_entropy(model(inputs), labels).backward()
         for parameter in model.parameters():
             parameter.data.add_(parameter.grad, alpha=-0.1)
+
+
+def without_optimizer() -> None:
+    global optimizer
+    del optimizer
+    by_hand()
 
 
 def functional() -> None:
