@@ -169,6 +169,17 @@ def folds() -> None:
         optimizer = torch.optim.AdamW(model.parameters())
 
 
+def compiled() -> None:
+    """The graphs are those without us; a validation on the same batch follows each step."""
+    wrapped = torch.compile(model, backend="aot_eager")
+    for inputs, labels in loader:
+        update(cross_entropy(wrapped(inputs), labels))
+        with torch.no_grad():
+            wrapped(inputs)
+    counters = torch._dynamo.utils.counters
+    print("weights", counters["stats"]["unique_graphs"], dict(counters["graph_break"]))
+
+
 def fabric() -> None:
     """Lightning's Fabric, which wraps the model, the optimizer and the loader."""
     from lightning.fabric import Fabric
@@ -198,7 +209,7 @@ def without_optimizer() -> None:
 
 def functional() -> None:
     """The second step calls no module."""
-    for number, (inputs, labels) in enumerate(loader):
+    for number, (inputs, _) in enumerate(loader):
         outputs = nn.functional.linear(inputs, model.first.weight) if number else model(inputs)
         update(outputs.mean())
 

@@ -69,6 +69,7 @@ STYLES = {
     "scaler": (6, "Net, AdamW, 1 DataLoader", 3),
     "closure": (4, "Net, LBFGS, no DataLoader", 3),
     "fabric": (6, "_FabricModule, AdamW, 1 DataLoader", 3),
+    "compiled": (6, "Net, AdamW, 1 DataLoader", None),
     "parts": (6, "Net, AdamW, 1 DataLoader", 3),
 }
 
@@ -79,6 +80,7 @@ def test_a_loop_is_recorded_and_verified_as_it_is(style: str, command: Command) 
     num_steps, followed, planted_at = STYLES[style]
     done = command("record", "run", style)
     assert done.status == 0, done.text + done.errors
+    assert "Warning" not in done.text + done.errors
     assert f"followed torch's optimizers: {num_steps} steps of {followed}" in done.text
     assert StoredRun.open(Path("run")).rank(0).steps(0).tolist() == [*range(num_steps)]
     printed = [line for line in done.text.splitlines() if line.startswith(("weights", "validation"))]
