@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from det_callbacks.errors import DetCallbacksError, SelectionError
-from det_callbacks.integrations.command import claim_run, read_arguments
+from det_callbacks.errors import DetCallbacksError, NothingComparedError, SelectionError
+from det_callbacks.integrations.command import claim_run, read_arguments, tell_command
 from det_callbacks.integrations.loop import TrainingRun, unwrapped
 from det_callbacks.integrations.torch_models import SeveralModels, models_of
 from det_callbacks.observers.observations import REGISTRY
@@ -42,8 +42,11 @@ class FollowedLoop(TrainingRun):
 
     @staticmethod
     def is_replaced() -> bool:
-        """Return whether the script records itself."""
-        return REGISTRY.sink is not None
+        """Return whether the script records itself, and say so."""
+        if REGISTRY.sink is None:
+            return False
+        print_closing_line("det_callbacks: the script has a run of its own, which is used")
+        return True
 
     @property
     def is_in_step(self) -> bool:
@@ -136,6 +139,12 @@ class FollowedLoop(TrainingRun):
         if self._is_in_step:
             self._is_in_step = False
             self._hooks.drop_step()
+        if not self._num_steps:
+            raise NothingComparedError(
+                f"{self._trained} was called, and no optimizer of torch stepped after it ({self._by}), so there is no "
+                "step. Where the script changes the parameters itself, put its loop into a TrainingRun "
+                "(docs/how-to/plain-loop.md)."
+            )
         steps = count(self._num_steps, "step")
         loaders = count(self._num_loaders, "DataLoader") if self._num_loaders else "no DataLoader"
         if not self._training.rank:
@@ -146,6 +155,7 @@ class FollowedLoop(TrainingRun):
     def fail(self, error: BaseException) -> None:
         """End the run with an exception, which the script may catch."""
         self._ended_by = error
+        tell_command(error)
         self.__exit__(type(error), error, error.__traceback__)
 
     def end_process(self, unfollowed: Mapping[str, int]) -> None:
@@ -171,8 +181,10 @@ class FollowedLoop(TrainingRun):
             or not any(id(one) in self._owned for one in parameters_of(optimizer))
         ):
             return
-        raise SelectionError(
+        error = SelectionError(
             f"{type(optimizer).__name__} stepped, and no module with its parameters was called since the step before, "
             "with gradients enabled: det-callbacks cannot tell where this step began. Put the loop into a TrainingRun "
             "(docs/how-to/plain-loop.md)."
         )
+        self.fail(error)  # now: the script may catch it
+        raise error

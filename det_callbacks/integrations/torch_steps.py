@@ -10,6 +10,7 @@ records it is imported then.
 
 import os
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from functools import cache, wraps
@@ -58,6 +59,8 @@ class TorchSteps:
 
     def begin(self) -> None:
         """Follow torch from here on, until the process ends."""
+        # torch warns that hooks are called once more for the wrapper of a compiled module: that changes nothing here
+        warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks", UserWarning)
         register_module_forward_pre_hook(self._before_module)
         register_optimizer_step_post_hook(self._after_update)
         _replace(Optimizer, "__init__", self._around_new_optimizer)

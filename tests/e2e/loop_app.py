@@ -8,7 +8,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 WORDS = set(sys.argv[2:])
-torch.manual_seed(1 if "seed" in WORDS else 0)
+if "unseeded" not in WORDS:
+    torch.manual_seed(1 if "seed" in WORDS else 0)
 
 
 class Net(nn.Module):
@@ -132,6 +133,7 @@ def scaler() -> None:
 
 
 def closure() -> None:
+    global optimizer
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
     inputs, labels = samples.tensors
 
@@ -167,6 +169,30 @@ def folds() -> None:
         optimizer = torch.optim.AdamW(model.parameters())
 
 
+def compiled() -> None:
+    """The graphs are those without us; a validation on the same batch follows each step."""
+    wrapped = torch.compile(model, backend="aot_eager")
+    for inputs, labels in loader:
+        update(cross_entropy(wrapped(inputs), labels))
+        with torch.no_grad():
+            wrapped(inputs)
+    counters = torch._dynamo.utils.counters
+    print("weights", counters["stats"]["unique_graphs"], dict(counters["graph_break"]))
+
+
+def fabric() -> None:
+    """Lightning's Fabric, which wraps the model, the optimizer and the loader."""
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=1)
+    wrapped, wrapped_optimizer = fabric.setup(model, optimizer)
+    for inputs, labels in fabric.setup_dataloaders(loader):
+        plant()
+        fabric.backward(cross_entropy(wrapped(inputs), labels))
+        wrapped_optimizer.step()
+        wrapped_optimizer.zero_grad()
+
+
 def by_hand() -> None:
     """No optimizer steps."""
     for inputs, labels in loader:
@@ -175,9 +201,15 @@ def by_hand() -> None:
             parameter.data.add_(parameter.grad, alpha=-0.1)
 
 
+def without_optimizer() -> None:
+    global optimizer
+    del optimizer
+    by_hand()
+
+
 def functional() -> None:
     """The second step calls no module."""
-    for number, (inputs, _labels) in enumerate(loader):
+    for number, (inputs, _) in enumerate(loader):
         outputs = nn.functional.linear(inputs, model.first.weight) if number else model(inputs)
         update(outputs.mean())
 

@@ -54,7 +54,8 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
     def run(name: str, *words: str) -> Ended:
         capfd.readouterr()
         at = words.index("--") if "--" in words else 1
-        status = main([name, *words[:at], "--", sys.executable, "train.py", *words[at:]])
+        faults = [word for word in words[at:] if word != "--"]
+        status = main([name, *words[:at], "--", sys.executable, "train.py", *faults])
         return Ended(status, *capfd.readouterr())
 
     return run
@@ -67,6 +68,8 @@ STYLES = {
     "without_loader": (5, "Net, AdamW, no DataLoader", 3),
     "scaler": (6, "Net, AdamW, 1 DataLoader", 3),
     "closure": (4, "Net, LBFGS, no DataLoader", 3),
+    "fabric": (6, "_FabricModule, AdamW, 1 DataLoader", 3),
+    "compiled": (6, "Net, AdamW, 1 DataLoader", None),
     "parts": (6, "Net, AdamW, 1 DataLoader", 3),
 }
 
@@ -77,6 +80,7 @@ def test_a_loop_is_recorded_and_verified_as_it_is(style: str, command: Command) 
     num_steps, followed, planted_at = STYLES[style]
     done = command("record", "run", style)
     assert done.status == 0, done.text + done.errors
+    assert "Warning" not in done.text + done.errors
     assert f"followed torch's optimizers: {num_steps} steps of {followed}" in done.text
     assert StoredRun.open(Path("run")).rank(0).steps(0).tolist() == [*range(num_steps)]
     printed = [line for line in done.text.splitlines() if line.startswith(("weights", "validation"))]
@@ -99,7 +103,7 @@ def test_what_is_recorded_of_a_step(command: Command) -> None:
     """The phases and the names of a step, what the loader drew, and a learning rate that is another one."""
     assert command("record", "run", "plain").status == 0
     run = StoredRun.open(Path("run"))
-    program = run.program(run.rank(0).program_id(0, 1))
+    program = run.view(0, 0, 1).program
     names = {(site.phase, site.name) for site in program.sites}
     assert {("data", "batch[0]"), ("data", "batch[1]"), ("forward", "loss")} <= names
     assert {("gradient", "grad of first.weight"), ("state", "exp_avg of last.bias")} <= names
@@ -121,11 +125,11 @@ def test_several_trainings_are_one_run(command: Command) -> None:
 @pytest.mark.parametrize(
     ("style", "says"),
     [
-        ("by_hand", "no optimizer of torch.optim stepped after a module with its parameters was called"),
+        ("by_hand", "Net was called, and no optimizer of torch stepped after it (AdamW), so there is no step"),
         ("functional", "AdamW stepped, and no module with its parameters was called since the step before"),
-        ("caught", "its recording is incomplete"),
+        ("caught", "AdamW stepped, and no module with its parameters was called since the step before"),
         ("broken", "the script failed with status 1"),
-        ("own", "or the script records itself"),
+        ("own", "the script has a run of its own, which is used"),
     ],
 )
 def test_what_cannot_be_followed_is_refused(style: str, says: str, command: Command) -> None:
@@ -134,14 +138,16 @@ def test_what_cannot_be_followed_is_refused(style: str, says: str, command: Comm
     assert ("Traceback" in done.errors) is (style == "broken")
 
 
-@pytest.mark.parametrize("style", ["plain"])
-def test_a_script_is_followed_from_its_start(style: str, tmp_path: Path) -> None:
-    """In a process of its own, whose settings come first."""
+def test_a_script_is_followed_from_its_start(tmp_path: Path) -> None:
+    """In a process of its own, whose seed comes first; one without an optimizer is refused."""
     shutil.copy(APP, tmp_path / "train.py")
-    words = ("--seed", "5", "--level", "state", "--", sys.executable, "train.py", style)
-    done = start("record", "run", *words, folder=tmp_path)
+    words = ("--seed", "5", "--level", "state", "--", sys.executable, "train.py")
+    done = start("record", "run", *words, "plain", "unseeded", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "followed torch's optimizers: 12 steps of Net, AdamW, 1 DataLoader" in done.stdout
+    done = start("record", "other", *words, "without_optimizer", "unseeded", folder=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "no optimizer of torch.optim stepped after a module with its parameters was called" in done.stdout
 
 
 DDP = """

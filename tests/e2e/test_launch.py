@@ -194,15 +194,14 @@ def test_settings_are_in_force_before_the_first_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("loads", "says"),
     [
-        ("transformers.trainer", "and trains with the Trainer of transformers, which this command cannot reach"),
-        ("torch", "and trains in a loop of its own on torch, which this command cannot reach"),
+        ("jax", "nothing was recorded: it trains with JAX, which this command cannot reach"),
         ("pytorch_lightning", "nothing was recorded: no Trainer had a fit, or one had a DeterminismCallback of the"),
         ("json", "or the Python that trains has no det_callbacks installed"),
     ],
 )
 def test_what_a_script_trains_with_is_named_where_it_cannot_be_reached(loads: str, says: str, tmp_path: Path) -> None:
     """The packages are stand-ins, since only what is loaded is looked at."""
-    for name in ("transformers/trainer", "torch/__init__", "pytorch_lightning/__init__"):
+    for name in ("jax/__init__", "pytorch_lightning/__init__"):
         (tmp_path / f"{name}.py").parent.mkdir(exist_ok=True)
         (tmp_path / f"{name}.py").touch()
     (tmp_path / "train.py").write_text(f"import {loads}")

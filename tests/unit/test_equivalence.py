@@ -23,8 +23,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # looked at i
 from torch.utils.flop_counter import FlopCounterMode
 
 from det_callbacks import BitwiseEquivalenceMode, EquivalenceError, HashMode, OpMismatch, TraceError
+from det_callbacks.audit import equivalence
 from det_callbacks.audit.equivalence import difference_of, has_same_bits
-from det_callbacks.audit.result import equivalence
 from det_callbacks.errors import CoverageWarning
 from det_callbacks.trace.op import fresh_memory
 
