@@ -88,6 +88,16 @@ def test_the_training_loop_is_not_users_code_and_an_optimizer_without_any_shows_
     assert line.startswith("torch/optim/sgd.py:")
 
 
+def test_the_loop_of_hugging_face_is_not_users_code_and_its_models_are():
+    installed = "/env/lib/python3.11/site-packages"
+    (line,) = called(f"{installed}/transformers/trainer.py", lambda: capture_source())
+    assert line.endswith("in <lambda>")
+    assert (
+        called(f"{installed}/transformers/models/llama.py", capture_source)[0] == "transformers/models/llama.py:2 in f"
+    )
+    assert not any("accelerate" in line for line in called(f"{installed}/accelerate/optimizer.py", capture_source))
+
+
 class Double(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
