@@ -12,6 +12,7 @@ from det_callbacks.causes.phrases.steps import explain_first as explain
 from det_callbacks.causes.phrases.unrecorded import advise_lost_value as advise
 from det_callbacks.causes.rule import CAUSE_OF_PHASE, is_of_parameter
 from det_callbacks.compare.facts import Facts
+from det_callbacks.runs.program import is_further
 
 __all__ = ["NAME", "advise", "cause", "explain"]
 
@@ -25,6 +26,8 @@ def cause(facts: Facts) -> Literal["initial_weights", "forward", "backward", "op
     name = source.divergence.name
     if name is None:
         return "unknown"
+    if is_further(name):
+        return None  # of the first step: a choice explains it, or it is initial state
     if is_of_parameter(source):
         return "unknown" if name.startswith("grad of ") else "optimizer"
     if facts.is_first_seen and not facts.is_after_gap:

@@ -54,6 +54,12 @@ class Diagnosis:
         """Whether nothing is missing: no setting, and no private name."""
         return not (self.missing or self.installation.missing)
 
+    @property
+    def fills_memory(self) -> bool:
+        """Whether deterministic algorithms are in force, and torch fills the memory that ops only allocate."""
+        here = {finding.name: finding.in_force for finding in self.settings}
+        return here["deterministic_algorithms"] != "disabled" and bool(here["fill_uninitialized_memory"])
+
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
         differences = [{**asdict(difference), "to_do": to_do} for difference, to_do in self.differences]

@@ -45,6 +45,20 @@ def test_what_the_defaults_ask_for_is_missing_until_it_is_enforced(capsys: Captu
     assert finding.to_do.startswith("restart with PYTHONHASHSEED=11 (PYTHONHASHSEED is read when the process starts")
 
 
+@pytest.mark.parametrize(
+    ("algorithms", "fills", "is_told"), [("error", True, True), ("warn", True, True), ("error", False, False)]
+)
+def test_what_filling_memory_costs_is_told_where_it_is_done(algorithms, fills, is_told, capsys: Capture):
+    settings = {"deterministic_algorithms": algorithms, "fill_uninitialized_memory": fills}
+    with enforce_determinism({**settings, "cublas_workspace_config": None}):
+        main(["doctor"])
+        text = " ".join(capsys.readouterr().out.split())
+        assert ("enforce_determinism({'fill_uninitialized_memory': False})" in text) is is_told
+    with enforce_determinism({"deterministic_algorithms": "disabled", "cublas_workspace_config": None}):
+        main(["doctor"])
+        assert "Filling memory" not in capsys.readouterr().out
+
+
 def test_what_only_cuda_reads_is_no_fault_without_it_and_how_an_accelerator_digests_is_said(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ):

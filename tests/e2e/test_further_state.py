@@ -109,7 +109,7 @@ def recorded(folder: Path, step: int) -> set[str | None]:
 
 @pytest.mark.filterwarnings("ignore:.*SWA.*:UserWarning")  # Lightning's, of the scheduler of this training
 def test_stochastic_averages_count_from_the_epoch_on_in_which_they_are_used(tmp_path: Path) -> None:
-    average = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1, annealing_epochs=1)
+    average = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=2, annealing_epochs=1)
     fit("record", tmp_path, average, level="state", max_steps=-1, max_epochs=2)
     name = "state of StochasticWeightAveraging: average_model.net.weight"
     assert [name in recorded(tmp_path, step) for step in (0, 5, 6, 11)] == [False, False, True, True]

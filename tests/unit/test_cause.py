@@ -107,6 +107,15 @@ def reading(name, phase="forward"):
     return lambda step, now: step.op("aten.mm.default", name, weights={name: 1 + now}, phase=phase)
 
 
+def finding(name):
+    def fill(step, now):
+        step.named(name, 3 + now)
+        batch = step.batch("batch[0]", [1, 2])
+        step.op("aten.mul.Tensor", batch)
+
+    return fill
+
+
 def after_a_compiled_region(step, now):
     step.row(9, TensorLayout(dtype="graph", shape=()), op="compiled.Net_forward.graph", role="graph", module="net")
     reading("net.weight")(step, now)
@@ -227,6 +236,20 @@ CASES = [
     case(reading("net.weight", "optimizer"), "external_write", CHANGED, begins_before=True),
     case(reading("exp_avg of net.weight"), "external_write", f"exp_avg of {CHANGED}", begins_before=True),
     case(reading("?number"), "unknown", "!was changed", begins_before=True),
+    # state beside model and optimizers, which each step has
+    case(
+        finding("state of Ema: weights"), "external_write", f"state of Ema: weights {CHANGED[11:]}", begins_before=True
+    ),
+    case(finding("state of Ema: weights"), "checkpoint", "(state of Ema: weights)", is_resumed=True),
+    case(finding("state of Ema: weights"), "initial_weights", "initial state differs", "!was changed"),
+    case(finding("state of StepLR: gamma"), "settings", "!was changed", environment=[choice("optimizer.lr_scheduler")]),
+    case(
+        finding("state of Ema: weights"),
+        "unknown",
+        "steps before it were not recorded",
+        selection=Selection(every_n_steps=7),
+        begins_before=True,
+    ),
     # what the trace may not have seen is no write from outside
     case(after_an_unselected_op, "unknown", "!was changed", begins_before=True),
     case(after_a_compiled_region, "forward", GIVEN, begins_before=True),
