@@ -181,7 +181,7 @@ def test_our_line_is_whole_and_the_bar_says_how_far_it_is(bar, tmp_path, monkeyp
     see(DeterminismCallback(run, mode="record", level="state"), bar())
     line, drawn = see(DeterminismCallback(run, current=current), bar())
     assert line == (
-        f"det_callbacks: match: verified 8 steps, 345 sites at level state, 2 metrics, against {run} "
+        f"det_callbacks: match: verified 8 steps, 369 sites at level state, 2 metrics, against {run} "
         f"(verdict: {current})"
     )
     assert re.search(r"determinism[=:] ?8 steps match", drawn)

@@ -185,8 +185,8 @@ def test_an_unseen_writer_makes_no_origin(read: Any, tmp_path: Path) -> None:
     first = verdict.first_divergence
     assert (first.module, first.op.split(".")[1], first.kind, first.is_origin) == ("middle", "tanh", "content", None)
     assert verdict.origins == ()
-    assert "the trace did not see what wrote its inputs" in verdict.explanation
-    assert "cannot be proven" in verdict.explanation
+    unseen = ("the trace did not see what wrote its inputs", "no recorded op has written", "then filled in part")
+    assert any(text in verdict.explanation for text in unseen), verdict.explanation
 
 
 def write_row(values: Tensor, number: int) -> Tensor:
