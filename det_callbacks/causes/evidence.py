@@ -24,7 +24,7 @@ def evidence_lines(facts: Facts) -> tuple[str, ...]:
 
 
 def _of_initial_state(facts: Facts) -> str:
-    names = facts.initial_sources
+    names = [name for name in facts.initial_sources if name not in facts.further]
     if not names:
         return f"{count(facts.num_initial, 'tensor')}, all equal"
     text = f"{len(names)} of {facts.num_initial} tensors differ"

@@ -40,6 +40,12 @@ def advise(facts: Facts) -> str:
     if any(one.kind != "content" for one in state):
         return "Build the same model: some of its tensors have another name, shape or dtype, or are in one run only"
     names = facts.initial_sources
+    if {*names} <= {*facts.further}:
+        return (
+            "Give both runs the same schedulers, gradient scaler and averaged weights, with the same arguments: "
+            f"{names[0]} differs before the first step"
+        )
+    names = [name for name in names if name not in facts.further]
     random = [name for name in names if name not in facts.evidence.constants]
     if not random:
         return (

@@ -345,7 +345,7 @@ def test_a_small_run_of_the_recipe_finds_what_it_plants(monkeypatch, capsys, tmp
     runpy.run_path(str(SCALE / "run.py"), run_name="__main__")
     lines = capsys.readouterr().out.splitlines()
     sys.modules.pop("synthetic")
-    assert lines[0].startswith("3 ranks x 6 steps x 50 sites: 6 files")
+    assert lines[0].startswith("3 ranks x 6 steps x 50 sites: 7 files")
     assert lines[1].endswith(" match")
     places = zip(lines[2:5], ((1, 3), (2, 5), (1, 2)), strict=True)
     assert all(f"diverged: rank {rank}, step {step}, " in line for line, (rank, step) in places)

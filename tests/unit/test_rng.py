@@ -17,7 +17,8 @@ from torch import Generator, Tensor, nn
 
 from det_callbacks import DeterminismSettings, HashMode, enforce_determinism
 from det_callbacks.digest.device.triton_digest import Choice
-from det_callbacks.environment.capture import capture_environment, rng
+from det_callbacks.environment import rng
+from det_callbacks.environment.capture import capture_environment
 from det_callbacks.environment.rng import (
     GeneratorStates,
     RewindPoint,

@@ -66,8 +66,9 @@ def how_it_entered(phase: str, found: Sequence[Finding], facts: Facts) -> str:
     kinds = {one.divergence.kind for one in found}
     layouts = next((one.layouts for one in found if one.layouts is not None), None)
     shown = listed(names)
-    if phase == "state" and facts.num_initial > 1:
-        shown = f"{shown}: {len(names)} of {facts.num_initial} tensors"
+    of_model = [name for name in names if name not in facts.further]
+    if phase == "state" and of_model and facts.num_initial > 1:
+        shown = f"{shown}: {len(of_model)} of {facts.num_initial} tensors"
     if phase == "data" and facts.has_equal_samples:
         return f"{subject} holds the same samples in a different order ({shown})"
     if "structure" in kinds and layouts is not None:
