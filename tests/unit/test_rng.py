@@ -107,6 +107,7 @@ class StandInDevices:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> StandInDevices:
     """Four devices, the current one with the index 1, and a context on 1 and 3."""
+    torch.backends.cudnn.version()  # a build with CUDA asks the devices at the first call of a process
     return StandInDevices(4, contexts=(1, 3), current=1).install(monkeypatch)
 
 
