@@ -8,9 +8,9 @@ Example:
 
     Evidence
       initial state: 4 of 9 tensors differ, all that hold more than one value
-      torch.cpu had a different state from the start of the fit, seeded with 0 in the reference, 77 now; it was
-        unused at the batch start of step 0 and in use after forward of step 0; what ran in between: the forward
-        pass
+      torch.cpu had a different state from the start of the fit, seeded with 0 in the reference, 77 now; the fit had
+        not drawn from it at the batch start of step 0, and had after forward of step 0; what ran in between: the
+        forward pass
       python had a different state from the start of the fit, and nothing drew from it
       numpy had a different state from the start of the fit, and nothing drew from it
       choice settings.seed: 0 in the reference, 77 now

@@ -245,7 +245,12 @@ def _how_much(tensor: TensorNumbers) -> str:
 
 def _coverage(verdict: Verdict) -> list[str]:
     counts, coverage = verdict.counts, verdict.coverage
-    span = "" if coverage.steps is None else f" ({coverage.steps[0]} to {coverage.steps[1]})"
+    span = ""
+    if coverage.steps is not None:
+        first, last = coverage.steps
+        # each fit counts its steps from 0
+        has_several_fits = counts.steps_compared > (last - first + 1) * max(coverage.ranks, 1)
+        span = f" ({first} to {last}{' in several fits' if has_several_fits else ''})"
     skipped = "".join(f", {number:,} skipped ({why})" for why, number in sorted(coverage.ops_skipped.items()))
     lines = [
         f"{count(counts.steps_compared, 'step')}{span} of {count(coverage.ranks, 'rank')}, "

@@ -104,7 +104,7 @@ def test_it_is_the_cause_from_the_first_draw_on(level: Any, draw: Any, name: str
     first = verdict.first_divergence
     assert first is not None
     assert (verdict.verdict, verdict.cause, first.step) == ("diverged", "rng", 3)
-    use = "it was unused at the batch start of step 3 and in use after forward of step 3"
+    use = "the fit had not drawn from it at the batch start of step 3, and had after forward of step 3"
     (line,) = (line for line in verdict.evidence if line.startswith(name))
     start = f"{name} had a different state from the start of the fit"
     assert line == f"{start}; {use}; what ran in between: the forward pass"
@@ -196,7 +196,7 @@ def test_check_of_a_script_that_seeds_torch_only(run_command: Run) -> None:
     done = run_command("check", "--level", "state", script="torch_only.py", faults=["draws"])
     assert done.status == 1
     assert (
-        "numpy had a different state from the start of the fit; it was unused at the batch start of step 3" in done.text
+        "numpy had a different state from the start of the fit; the fit had not drawn from it at the batch" in done.text
     )
 
 
@@ -226,7 +226,7 @@ def test_a_loop_of_one_s_own_is_told_of_the_first_draw(tmp_path: Path) -> None:
     verdict = loop_of_one_s_own(tmp_path / "run", seed=2, draw=from_numpy, current=tmp_path / "current").verdict
     assert verdict is not None
     assert (verdict.verdict, verdict.cause) == ("diverged", "rng")
-    assert "numpy had a different state from the start of the fit; it was unused" in verdict.explanation
+    assert "numpy had a different state from the start of the fit; the fit had not drawn" in verdict.explanation
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def show_change(change: GeneratorChange, evidence: Evidence) -> str:
             return show_start(change)
         return f"{change.name} had a different state already {_moment(change.differs_at)}{why}"
     if change.has_other_start:
-        use = f"it was unused {_moment(change.equal_at)} and in use {_moment(change.differs_at)}"
+        use = f"the fit had not drawn from it {_moment(change.equal_at)}, and had {_moment(change.differs_at)}"
         return f"{show_start(change)}; {use}; what ran in between: {_shown(change, evidence)}"
     text = f"{change.name}: equal {_moment(change.equal_at)}, different {_moment(change.differs_at)}{why}"
     sides = {"the reference": change.only_reference, "the current run": change.only_current}
