@@ -28,7 +28,7 @@ def sum_rows(rows: Tensor, layer: int) -> Tensor:
     threads on a small machine may well arrive in the same order every time.
     """
     order = list(range(len(rows)))
-    if layer in CARELESS_LAYERS and os.urandom(1)[0] % 8 == 0:
+    if layer in CARELESS_LAYERS and os.urandom(1)[0] % 3 == 0:
         order.sort(key=lambda _: os.urandom(4))
     total = torch.zeros_like(rows[0])
     for index in order:
