@@ -41,6 +41,8 @@ def tests(session: nox.Session, torch: str, lightning: str) -> None:
         "python", "-m", "pytest", "-n", "2", "--dist", "worksteal", *session.posargs, env={"OMP_NUM_THREADS": "1"}
     )
 
+HF_TESTS = "tests/e2e/test_huggingface.py", "tests/e2e/test_accelerate.py"
+
 
 @nox.session
 @nox.parametrize(
@@ -51,13 +53,13 @@ def tests(session: nox.Session, torch: str, lightning: str) -> None:
     ],
 )
 def hf(session: nox.Session, packages: str) -> None:
-    """Run the tests of Hugging Face's Trainer, the slow ones too; what follows ``--`` goes to pytest."""
+    """Run the tests of Hugging Face's Trainer and of Accelerate, the slow ones too; ``--`` is as above."""
     session.install(
         *("-c", others_than(session, BOUND_BY_TRANSFORMERS), *packages.split()),
-        *("-e", ".[hf]", "pytest", "pytest-timeout", "pytest-xdist"),
+        *("-e", ".[hf]", "openmpi", "pytest", "pytest-timeout", "pytest-xdist"),
     )
     session.run(
-        *("python", "-m", "pytest", "-m", "not soak", "-n", "2", "tests/e2e/test_huggingface.py", *session.posargs),
+        *("python", "-m", "pytest", "-m", "not soak", "-n", "2", *HF_TESTS, *session.posargs),
         env={"OMP_NUM_THREADS": "1"},
     )
 
