@@ -41,6 +41,7 @@ def tests(session: nox.Session, torch: str, lightning: str) -> None:
         "python", "-m", "pytest", "-n", "2", "--dist", "worksteal", *session.posargs, env={"OMP_NUM_THREADS": "1"}
     )
 
+
 HF_TESTS = "tests/e2e/test_huggingface.py", "tests/e2e/test_accelerate.py"
 
 
