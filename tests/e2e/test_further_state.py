@@ -1,5 +1,6 @@
 """State beside model and optimizers: compared as each step begins, and named where a resume loses it."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,18 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from trainers import LIGHTNING_ADVICE, quiet_trainer
 
-from det_callbacks import DeterminismCallback, DivergenceError
+from det_callbacks import DeterminismCallback, DivergenceError, check_checkpoint
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import Verdict
 
 pytestmark = [
     LIGHTNING_ADVICE,
-    pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning"),  # Lightning's, of the callback that saves
+    # Lightning's, of the callback that saves
+    pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning", "ignore:Checkpoint directory:UserWarning"),
 ]
 
 SAVED = 3  # steps before the checkpoint
+DATA = torch.rand(24, 4, generator=torch.Generator().manual_seed(1))
 
 
 class Small(pl.LightningModule):
@@ -63,20 +66,29 @@ def scaled() -> MixedPrecision:
 
 
 def fit(
-    mode: str, folder: Path, *callbacks: pl.Callback, level: str | None = None, resumes: bool = False, **options: Any
+    mode: str,
+    folder: Path,
+    *callbacks: pl.Callback,
+    loader: Any = None,
+    level: str | None = None,
+    resumes: bool = False,
+    resume: str = "exact",
+    **options: Any,
 ) -> DeterminismCallback:
     torch.manual_seed(0)
-    data = torch.rand(24, 4, generator=torch.Generator().manual_seed(1))
+    loader = loader or DataLoader(TensorDataset(DATA), 4)
     reference = folder / "reference"
     current = None if mode == "record" else folder / "current"
-    ours = DeterminismCallback(reference, mode=mode, level=level, current=current, on_divergence="collect")
+    ours = DeterminismCallback(
+        reference, mode=mode, level=level, current=current, resume=resume, on_divergence="collect"
+    )
     saves = ModelCheckpoint(
         folder / ("saved" if mode == "record" else "again"), every_n_train_steps=SAVED, save_top_k=-1, filename="{step}"
     )
     kept = {"enable_checkpointing": True, "max_steps": 6, "max_epochs": None, **options}
     trainer = quiet_trainer(ours, *callbacks, saves, default_root_dir=folder, **kept)
     path = folder / "saved" / f"step={SAVED}.ckpt" if resumes else None
-    trainer.fit(Small(), DataLoader(TensorDataset(data), 4), ckpt_path=path)
+    trainer.fit(Small(), loader, ckpt_path=path)
     return ours
 
 
@@ -139,6 +151,42 @@ def test_a_scaler_or_a_scheduler_that_a_resume_loses_is_named(dropped: str, name
     verdict = verdict_of(tmp_path, Forgets(), plugins=scaled(), resumes=True)
     assert (verdict.cause, verdict.first_divergence.step) == ("checkpoint", SAVED)
     assert f"state of {name}" in verdict.explanation
+
+
+class Place:
+    """A loader that goes on where it was: Lightning saves its state; ``loses`` it like one that is not restored."""
+
+    def __init__(self, *, loses: bool = False) -> None:
+        self.begins_at, self.drawn, self.loses = 0, 0, loses
+
+    def __len__(self) -> int:
+        return len(DATA) // 4
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        for index in range(self.begins_at, len(self)):
+            self.drawn = index + 1
+            yield [DATA[4 * index : 4 * index + 4]]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        if not self.loses:
+            self.begins_at = state_dict["drawn"]
+
+
+def test_the_state_of_a_loader_lies_in_the_digests_of_a_checkpoint_and_shows_as_its_batch(tmp_path: Path) -> None:
+    """It is not asked for between checkpoints: ``state_dict`` of a loader may start its workers."""
+    fit("record", tmp_path, loader=Place(), level="state", resume="plain")
+    resumed = fit("verify", tmp_path, loader=Place(), resumes=True, resume="plain")
+    assert resumed.verdict.verdict == "match"
+    early, late = (tmp_path / "saved" / f"step={step}.ckpt" for step in (SAVED, 2 * SAVED))
+    names = [entry.name for entry in check_checkpoint(early, late).entries]
+    assert any(name.endswith("combined_loader/0/drawn") for name in names), names
+
+    verdict = verdict_of(tmp_path, loader=Place(loses=True), resumes=True, resume="plain")
+    assert (verdict.cause, verdict.first_divergence.name) == ("data_order", "batch[0]")
+    assert verdict.explanation.startswith(f"Step {SAVED}, the first after resuming: the batch differs (batch[0])")
 
 
 def test_a_callback_whose_state_changes_between_steps_is_named(tmp_path: Path) -> None:
