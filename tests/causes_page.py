@@ -2,11 +2,9 @@
 
 import inspect
 from pathlib import Path
-from typing import get_args, get_type_hints
 
 from det_callbacks.causes.rule import Rule
 from det_callbacks.causes.table import RULES
-from det_callbacks.verdict import Cause
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "causes.md"
 EXAMPLE = "\n\nExample:\n"
@@ -31,16 +29,9 @@ def example(rule: Rule) -> str:
     return inspect.cleandoc((inspect.getdoc(rule) or "").partition(EXAMPLE)[2])
 
 
-def causes(rule: Rule) -> tuple[Cause, ...]:
-    """Return the causes that a rule may name: those in the annotation of its function ``cause``."""
-    annotation = get_type_hints(rule.cause)["return"]
-    parts = [annotation, *get_args(annotation)]
-    return tuple(dict.fromkeys(word for part in parts for word in get_args(part) if isinstance(word, str)))
-
-
 def page() -> str:
     """Return the page as it has to be."""
-    rows = [(rule.NAME, " or ".join(f"`{cause}`" for cause in causes(rule)), when(rule)) for rule in RULES]
+    rows = [(rule.NAME, " or ".join(f"`{cause}`" for cause in rule.CAUSES), when(rule)) for rule in RULES]
     table = ["| rule | cause | when it applies |", "| --- | --- | --- |", *(f"| {' | '.join(row)} |" for row in rows)]
     sections = [f"## {rule.NAME.capitalize()}\n\n{when(rule)}\n\n```text\n{example(rule)}\n```" for rule in RULES]
     return "\n\n".join([HEAD.rstrip(), "\n".join(table), *sections]) + "\n"

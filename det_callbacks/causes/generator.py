@@ -9,28 +9,28 @@ Example:
         different number of draws from the same seed; what ran in between: validation
 """
 
-from typing import Literal
-
 from det_callbacks.causes.phrases.generators import RESUME_EXACTLY, keep_from_drawing, show_change
-from det_callbacks.causes.phrases.steps import explain_first as explain
+from det_callbacks.causes.rule import Answer, Causes
 from det_callbacks.compare.differences import Finding
 from det_callbacks.compare.facts import Facts
 
-__all__ = ["NAME", "advise", "cause", "explain"]
-
 NAME = "generator"
+CAUSES: Causes = ("rng",)
 
 
-def cause(facts: Facts) -> Literal["rng"] | None:
+def find(facts: Facts) -> Answer | None:
+    return Answer(cause="rng", advice=advise(facts)) if _is_cause(facts) else None
+
+
+def _is_cause(facts: Facts) -> bool:
     if "rng" in facts.source_phases:
-        return "rng"
+        return True
     if facts.sources:
-        is_of_drawn = bool(facts.drawn_within) and all(map(_is_made_outside, facts.sources))
-        return "rng" if is_of_drawn else None
+        return bool(facts.drawn_within) and all(map(_is_made_outside, facts.sources))
     if facts.model_choice is not None:
-        return None
+        return False
     is_passed_on = bool(facts.drawn_within) and facts.first.start == "passed on"
-    return "rng" if is_passed_on or facts.draws_in_step or _draws_in_one_run(facts) else None
+    return is_passed_on or facts.draws_in_step or _draws_in_one_run(facts)
 
 
 def _is_made_outside(source: Finding) -> bool:
@@ -39,7 +39,6 @@ def _is_made_outside(source: Finding) -> bool:
 
 
 def _draws_in_one_run(facts: Facts) -> bool:
-    """Return whether the first difference is an op that draws, and that only the current run has."""
     first = facts.first.divergence
     reads_generator = any(site.role == "generator" for site in facts.difference.sites_read(facts.first.row))
     return first.kind == "extra" and bool(first.op) and reads_generator

@@ -16,36 +16,33 @@ Example:
       choice settings.seed: 0 in the reference, 77 now
 """
 
-from typing import Literal
-
 from det_callbacks.causes.phrases.generators import show_change, show_start
-from det_callbacks.causes.phrases.steps import explain_first as explain
+from det_callbacks.causes.rule import Answer, Causes
 from det_callbacks.compare.facts import Facts
 
-__all__ = ["NAME", "advise", "cause", "explain"]
-
 NAME = "initial state"
+CAUSES: Causes = ("initial_weights",)
 
 
-def cause(facts: Facts) -> Literal["initial_weights"] | None:
+def find(facts: Facts) -> Answer | None:
     if "state" not in facts.source_phases:
         return None
-    if {*facts.initial_sources} <= {*facts.further}:  # a choice may explain it: another scheduler, say
-        return "initial_weights" if facts.is_first_seen and facts.explaining_choice is None else None
-    return "initial_weights"
+    is_further = {*facts.initial_sources} <= {*facts.further}
+    if is_further and (not facts.is_first_seen or facts.explaining_choice is not None):
+        return None  # the choice may be another scheduler
+    return Answer(cause="initial_weights", advice=_advise(facts))
 
 
-def advise(facts: Facts) -> str:
+def _advise(facts: Facts) -> str:
     state = [one.divergence for one in facts.sources if one.divergence.phase == "state"]
     if any(one.kind != "content" for one in state):
         return "Build the same model: some of its tensors have another name, shape or dtype, or are in one run only"
-    names = facts.initial_sources
-    if {*names} <= {*facts.further}:
+    names = [name for name in facts.initial_sources if name not in facts.further]
+    if not names:
         return (
             "Give both runs the same schedulers, gradient scaler and averaged weights, with the same arguments: "
-            f"{names[0]} differs before the first step"
+            f"{facts.initial_sources[0]} differs before the first step"
         )
-    names = [name for name in names if name not in facts.further]
     random = [name for name in names if name not in facts.evidence.constants]
     if not random:
         return (
@@ -58,8 +55,7 @@ def advise(facts: Facts) -> str:
             f"Look at how {random[0]} is initialised or loaded: the code, the weights that were loaded, or what was "
             "drawn before (seed first) is not the same"
         )
-    reseeded = (one for one in facts.evidence.other_starts if one.is_reseeded)
-    change = next(reseeded, None)
+    change = next((one for one in facts.evidence.other_starts if one.is_reseeded), None)
     if change is None:
         return "Set the same seed before the model is built, or load the same weights"
     # where it is in use since does not matter here

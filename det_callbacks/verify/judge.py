@@ -337,14 +337,14 @@ class _Judge:
         if ranks is not None and ranks.ranks("origin"):
             leader = min((first[rank] for rank in ranks.ranks("origin")), key=lambda one: one.order)
         facts = self._facts(leader)
-        rule, cause = find_cause(facts)
-        text = rule.explain(facts)
+        answer = find_cause(facts)
+        text = answer.explanation
         if ranks is not None:
             text += f"; {explain_ranks(ranks)}"
         if whole:
             text += f"; in addition, {shown_whole}"
         chosen = next((one.name for one in facts.choices if text.startswith(f"{one.name}: ")), "")
-        return _Answer(shown, cause, text, rule.advise(facts), evidence_lines(facts), chosen)
+        return _Answer(shown, answer.cause, text, answer.advice, evidence_lines(facts), chosen)
 
     def _answer_metric(self, metric: MetricDifference, agree: str) -> _Answer:
         others = self.metrics.num_differing - 1
