@@ -1,7 +1,7 @@
 """What the findings look at: the steps and the evidence of each fit of each process, read once and bounded."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +13,7 @@ from det_callbacks.runs.evidence import PARAMETERS, Row, evidence_path, read_evi
 from det_callbacks.runs.program import Layout, Program, Site, StepRecord
 from det_callbacks.runs.store import Run
 
-# Of a whole run; its fits share them.
+# Limits of a whole run, which its fits share.
 MAX_RANKS, MAX_FITS = 8, 4  # processes, and fits of each: the first ones
 MAX_STEPS = 4_000  # whose digests are read: of each fit as many of its first as of its last
 MAX_BYTES = 256 * 2**20  # of these digests
@@ -36,11 +36,6 @@ class Series:
 
     steps: np.ndarray  # int64
     digests: np.ndarray  # uint64
-
-    @property
-    def num_values(self) -> int:
-        """How many different digests there are."""
-        return len(np.unique(self.digests))
 
     @property
     def is_constant(self) -> bool:
@@ -72,6 +67,11 @@ class FitFacts:
         self._paths = paths
         self._share = share
 
+    def choice(self, name: str) -> object:
+        """Return an entry of the run's environment; None where it has none of that name."""
+        entry = self.run.manifest.environment.get(name)
+        return None if entry is None else entry.value
+
     @cached_property
     def records(self) -> list[StepRecord]:
         """The steps that are looked at, ascending."""
@@ -97,7 +97,7 @@ class FitFacts:
         return [(self.run.program(identity), records) for identity, records in by_program.items()]
 
     def layout(self, record: StepRecord) -> Layout:
-        """Return the layouts of a step."""
+        """Return the layout of a step."""
         return self.run.layout(record.layout_id)
 
     def series(self, key: SiteKey, *, takes_first: bool = False) -> dict[str, Series]:
@@ -150,11 +150,10 @@ class FitFacts:
         """The evidence that findings need, in its order."""
         found: list[Row] = []
         for path in self._paths:
-            rows = read_evidence(path, run_id=self.run.manifest.run_id, keep=_is_needed)
-            first = None
-            for row in rows:
-                first = row.step if first is None else first
-                if row.step >= first + MAX_NOTED // self._share:
+            end: int | None = None
+            for row in read_evidence(path, run_id=self.run.manifest.run_id, keep=_is_needed):
+                end = row.step + MAX_NOTED // self._share if end is None else end
+                if row.step >= end:
                     break
                 found.append(row)
         return found
@@ -204,27 +203,17 @@ class FitFacts:
         return all(len(values) < 2 for values in sketches.values())
 
 
-class RunFacts:
-    """A run as the findings see it."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        places: dict[tuple[int, int], list[Path]] = {}
-        for rank in run.ranks[:MAX_RANKS]:
-            for segment, path in run.stream_paths(rank):
-                if segment < MAX_FITS:
-                    places.setdefault((rank, segment), []).append(evidence_path(path))
-        self.fits = [FitFacts(run, *place, paths, share=len(places)) for place, paths in places.items()]
-
-    def choice(self, name: str) -> object:
-        """Return an entry of the environment; None where the run has none of that name."""
-        entry = self.run.manifest.environment.get(name)
-        return None if entry is None else entry.value
-
-    def by_segment(self) -> Iterator[list[FitFacts]]:
-        """Yield the fits of all processes together."""
-        for segment in sorted({fit.segment for fit in self.fits}):
-            yield [fit for fit in self.fits if fit.segment == segment]
+def fits_of(run: Run) -> list[list[FitFacts]]:
+    """Return the first fits of a run, in order, each of all processes that are looked at."""
+    paths: dict[tuple[int, int], list[Path]] = {}
+    for rank in run.ranks[:MAX_RANKS]:
+        for segment, path in run.stream_paths(rank):
+            if segment < MAX_FITS:
+                paths.setdefault((segment, rank), []).append(evidence_path(path))
+    fits: dict[int, list[FitFacts]] = {}
+    for (segment, rank), known in sorted(paths.items()):
+        fits.setdefault(segment, []).append(FitFacts(run, rank, segment, known, share=len(paths)))
+    return [*fits.values()]
 
 
 def _is_needed(batch: pa.RecordBatch) -> np.ndarray:

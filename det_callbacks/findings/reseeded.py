@@ -6,8 +6,8 @@ Example:
     set_rng_state in training_step, in hooks, in the data set and in the validation.
 """
 
-from det_callbacks.findings.facts import START, FitFacts, RunFacts, Series
-from det_callbacks.findings.rule import Found, Level, in_fit, in_fits
+from det_callbacks.findings.facts import START, FitFacts, Series
+from det_callbacks.findings.rule import Fits, Found, Level, found_in, in_any
 from det_callbacks.runs.program import Site
 
 NAME = "reseeded"
@@ -16,8 +16,8 @@ LEVEL: Level = "state"
 MIN_EQUAL = 3  # steps whose draws are all equal
 
 
-def find(facts: RunFacts) -> Found | None:
-    return in_fits(facts, _in_fit)
+def find(fits: Fits) -> Found | None:
+    return in_any(fits, _in_fit)
 
 
 def _in_fit(fit: FitFacts) -> Found | None:
@@ -27,7 +27,7 @@ def _in_fit(fit: FitFacts) -> Found | None:
         before = None
         for step, state in known.items():
             if state != before and state in since:
-                return in_fit(fit, (since[state], step), [name])
+                return _returned(fit, name, since[state], step)
             since[state] = step
             before = state
     # seeded within the step, each begins in the state that the one before has left: look at what the ops read
@@ -36,7 +36,7 @@ def _in_fit(fit: FitFacts) -> Found | None:
         has_moved = len(set(states.get(name, {}).values())) > 1
         equal = _most_frequent(series)
         if has_moved and len(equal) >= MIN_EQUAL and _most_frequent(last[name]) == equal:
-            return in_fit(fit, equal[:2], [name])
+            return _returned(fit, name, *equal[:2])
     return None
 
 
@@ -54,16 +54,13 @@ def _most_frequent(series: Series) -> list[int]:
     return max(by_state.values(), key=len)
 
 
-def explain(found: Found) -> str:
-    first, last = found.steps
-    return (
-        f"The generator {found.names[0]} is at step {last} in the state that it had at step {first}, so both draw the "
-        "same numbers (dropout masks, noise, augmentation)"
-    )
-
-
-def advise(found: Found) -> str:
-    return (
-        "Seed once, before the training: look for seed_everything, manual_seed and set_rng_state in training_step, in "
-        "hooks, in the data set and in the validation"
+def _returned(fit: FitFacts, name: str, first: int, again: int) -> Found:
+    return found_in(
+        fit,
+        steps=(first, again),
+        names=[name],
+        explanation=f"The generator {name} is at step {again} in the state that it had at step {first}, so both draw "
+        "the same numbers (dropout masks, noise, augmentation)",
+        advice="Seed once, before the training: look for seed_everything, manual_seed and set_rng_state in "
+        "training_step, in hooks, in the data set and in the validation",
     )

@@ -1,7 +1,7 @@
 """The findings in their order: the data, the generators, the parameters, what they compute, and what follows them."""
 
 import tomllib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from det_callbacks.errors import SelectionError
@@ -21,8 +21,8 @@ from det_callbacks.findings import (
     unequal_replicas,
     uninitialised_read,
 )
-from det_callbacks.findings.facts import RunFacts
-from det_callbacks.findings.rule import Found, Rule
+from det_callbacks.findings.facts import fits_of
+from det_callbacks.findings.rule import Fits, Found, Rule
 from det_callbacks.report.console import ranks_text
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import Finding
@@ -54,21 +54,27 @@ def find_findings(run: Run, ignored: Collection[str] | None = None) -> tuple[Fin
     pass over the arrays for each finding. A damaged file is a ReferenceFormatError.
     """
     known = ignored_findings() if ignored is None else ignored
-    facts, findings = RunFacts(run), list[Finding]()
-    for rule in RULES:
-        if rule.NAME not in known and (found := rule.find(facts)) is not None:
-            findings.append(_finding(rule, found, run))
-    return tuple(findings)
+    fits = fits_of(run)
+    findings = (_finding(rule, run, fits) for rule in RULES if rule.NAME not in known)
+    return tuple(finding for finding in findings if finding is not None)
 
 
-def _finding(rule: Rule, found: Found, run: Run) -> Finding:
-    sentence = rule.explain(found)
-    if run.manifest.world_size > 1 and rule not in (equal_ranks, unequal_replicas):
-        sentence += f", on {ranks_text(found.ranks)}"
-    place = f"In segment {found.segment}: " if found.segment else ""
+def _finding(rule: Rule, run: Run, fits: Sequence[Fits]) -> Finding | None:
+    """Return what the first fit shows that has a finding, if any."""
+    for of_ranks in fits:
+        found = rule.find(of_ranks)
+        if found is not None:
+            return _as_finding(rule, run, found, of_ranks[0].segment)
+    return None
+
+
+def _as_finding(rule: Rule, run: Run, found: Found, segment: int) -> Finding:
+    place = f"In segment {segment}: " if segment else ""
+    names_ranks = rule in (equal_ranks, unequal_replicas)
+    ranks = f", on {ranks_text(found.ranks)}" if run.manifest.world_size > 1 and not names_ranks else ""
     return Finding(
         finding=rule.NAME,
-        explanation=f"{place}{sentence}. {rule.advise(found)}.",
+        explanation=f"{place}{found.explanation}{ranks}. {found.advice}.",
         ranks=found.ranks,
         steps=found.steps,
         names=found.names,
