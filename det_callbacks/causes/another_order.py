@@ -1,8 +1,9 @@
 """The same ops with the same outputs run in another order, and no bit differs: independent lines were swapped.
 
 Example:
-    Step 7, forward: aten.cos.default in net at train.py:4 in forward ran in another order than in the reference,
-    and no bit differs. Put the lines back in their order, or record the reference again.
+    Step 7, forward: aten.cos.default in net at train.py:4 in forward ran in another order than
+    in the reference, and no bit differs. Put the lines back in their order, or record the
+    reference again.
 """
 
 from collections import Counter

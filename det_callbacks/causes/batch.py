@@ -1,8 +1,8 @@
 """The batch differs: the loaders have different batch sizes, or the samples are others or come in another order.
 
 Example:
-    Step 0: the batch differs (batch[0], batch[1]); it entered the step that way, so no op is to blame. Sort what
-    the data set lists: the sampler drew the same indices in the same order.
+    Step 0: the batch differs (batch[0], batch[1]); it entered the step that way, so no op is to
+    blame. Sort what the data set lists: the sampler drew the same indices in the same order.
 
     Evidence
       initial state: 9 tensors, all equal

@@ -1,9 +1,9 @@
 """A choice differs without which the two runs would have done the same at the first difference.
 
 Example:
-    optimizer.AdamW.lr: 0.1 in the reference, 0.2 now, which explains the first difference. Step 7, optimizer:
-    aten.addcdiv_.default in net was called with different arguments (value: -0.1 -> -0.2); its inputs match, so the
-    difference starts here.
+    optimizer.AdamW.lr: 0.1 in the reference, 0.2 now, which explains the first difference. Step
+    7, optimizer: aten.addcdiv_.default in net was called with different arguments (value: -0.1
+    -> -0.2); its inputs match, so the difference starts here.
 
     Evidence
       initial state: 2 tensors, all equal

@@ -1,9 +1,10 @@
 """The weights or the batch enter the step with another dtype in the same shape, and a choice of the dtype differs.
 
 Example:
-    trainer.precision: 32-true in the reference, bf16-true now, which explains the first difference. Step 0: the
-    initial state has a different structure (net.weight): float32 [64, 32] in the reference, bfloat16 [64, 32] now;
-    it entered the step that way, so no op is to blame.
+    trainer.precision: 32-true in the reference, bf16-true now, which explains the first
+    difference. Step 0: the initial state has a different structure (net.weight): float32 [64,
+    32] in the reference, bfloat16 [64, 32] now; it entered the step that way, so no op is to
+    blame.
 
     Evidence
       initial state: 1 of 1 tensors differ

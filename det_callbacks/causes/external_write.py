@@ -1,9 +1,10 @@
 """A weight, buffer, gradient or optimizer state differs, and no recorded op wrote the difference.
 
 Example:
-    Step 4: net.5.bias was changed between step 3 and step 4 by something that the trace does not see (NumPy, a raw
-    kernel, a callback between steps); what ran there: on_train_batch_end of WritesAfterBatch. Look at what runs
-    there. If the write is meant, do it with torch ops inside a step, so that it is recorded.
+    Step 4: net.5.bias was changed between step 3 and step 4 by something that the trace does
+    not see (NumPy, a raw kernel, a callback between steps); what ran there: on_train_batch_end
+    of WritesAfterBatch. Look at what runs there. If the write is meant, do it with torch ops
+    inside a step, so that it is recorded.
 """
 
 from collections.abc import Iterable, Iterator

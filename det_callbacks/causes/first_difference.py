@@ -1,8 +1,8 @@
 """Nothing earlier explains the difference: the cause is where its origin ran, or else where it shows first.
 
 Example:
-    Step 7, forward: aten.mul.Tensor #5 in net.chain at train.py:45 in forward produced different bits; its inputs
-    match, so the difference starts here.
+    Step 7, forward: aten.mul.Tensor #5 in net.chain at train.py:45 in forward produced
+    different bits; its inputs match, so the difference starts here.
 
     Evidence
       initial state: 2 tensors, all equal

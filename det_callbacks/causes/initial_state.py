@@ -1,16 +1,17 @@
 """A parameter or a buffer differs when the training starts: another seed, other weights, or another model.
 
 Example:
-    Step 0: the initial state differs (net.0.weight, net.0.bias, net.5.weight and 1 more: 4 of 9 tensors), and the
-    generator state also differs; it entered the step that way, so no op is to blame. Set the same seed before the
-    model is built: torch.cpu had a different state from the start of the fit, seeded with 0 in the reference, 77
-    now. Choices differ: settings.seed: 0 in the reference, 77 now.
+    Step 0: the initial state differs (net.0.weight, net.0.bias, net.5.weight and 1 more: 4 of 9
+    tensors), and the generator state also differs; it entered the step that way, so no op is to
+    blame. Set the same seed before the model is built: torch.cpu had a different state from the
+    start of the fit, seeded with 0 in the reference, 77 now. Choices differ: settings.seed: 0
+    in the reference, 77 now.
 
     Evidence
       initial state: 4 of 9 tensors differ, all that hold more than one value
-      torch.cpu had a different state from the start of the fit, seeded with 0 in the reference, 77 now; the fit had
-        not drawn from it at the batch start of step 0, and had after forward of step 0; what ran in between: the
-        forward pass
+      torch.cpu had a different state from the start of the fit, seeded with 0 in the reference,
+        77 now; the fit had not drawn from it at the batch start of step 0, and had after
+        forward of step 0; what ran in between: the forward pass
       python had a different state from the start of the fit, and nothing drew from it
       numpy had a different state from the start of the fit, and nothing drew from it
       choice settings.seed: 0 in the reference, 77 now

@@ -1,9 +1,10 @@
 """During the fit, an update used another option of the optimizer: a scheduler or a callback changed it.
 
 Example:
-    lr of group 0 is 0.01 in the reference, 0.011 now, from step 4 on. Step 4, state: net.0.weight of net.0 holds
-    different bits; the op that wrote it was not recorded, so where it starts cannot be proven. Look at what sets it
-    during the fit: a learning rate scheduler, a callback, a hook of the module.
+    lr of group 0 is 0.01 in the reference, 0.011 now, from step 4 on. Step 4, state:
+    net.0.weight of net.0 holds different bits; the op that wrote it was not recorded, so where
+    it starts cannot be proven. Look at what sets it during the fit: a learning rate scheduler,
+    a callback, a hook of the module.
 """
 
 from det_callbacks.causes.phrases.steps import explain_first

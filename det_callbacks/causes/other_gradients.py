@@ -1,8 +1,9 @@
 """The optimizer was given the gradients of other parameters, or the same ones in another order.
 
 Example:
-    Step 7: the optimizer was given 3 gradients in the reference, 2 now; in one run only: grad of head.bias. Give it
-    the same parameters in the same order: look at configure_optimizers and requires_grad.
+    Step 7: the optimizer was given 3 gradients in the reference, 2 now; in one run only: grad
+    of head.bias. Give it the same parameters in the same order: look at configure_optimizers
+    and requires_grad.
 """
 
 from det_callbacks.causes.phrases.steps import place

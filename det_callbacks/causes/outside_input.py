@@ -1,9 +1,9 @@
 """A tensor that no recorded op made differs: an input from outside the trace.
 
 Example:
-    Step 7: an input from outside the trace differs (a tensor read in net.noise); it entered the step that way, so
-    no op is to blame. Seed what makes it, record it, or name it there: observe_non_deterministic
-    (docs/how-to/replay.md).
+    Step 7: an input from outside the trace differs (a tensor read in net.noise); it entered the
+    step that way, so no op is to blame. Seed what makes it, record it, or name it there:
+    observe_non_deterministic (docs/how-to/replay.md).
 """
 
 from det_callbacks.causes.phrases.unrecorded import advise_lost_value

@@ -1,9 +1,10 @@
 """In the first step after a resume, state that the checkpoint should have restored differs.
 
 Example:
-    Step 7, the first after resuming: the state after the checkpoint was loaded differs (net.weight); no op is to
-    blame. Compare the checkpoint with the one that was saved there, and look at what changes this state before the
-    step. A buffer with persistent=False is in no checkpoint: keep it there with on_save_checkpoint.
+    Step 7, the first after resuming: the state after the checkpoint was loaded differs
+    (net.weight); no op is to blame. Compare the checkpoint with the one that was saved there,
+    and look at what changes this state before the step. A buffer with persistent=False is in no
+    checkpoint: keep it there with on_save_checkpoint.
 
     Evidence
       initial state: 1 of 2 tensors differ

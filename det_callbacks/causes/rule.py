@@ -1,4 +1,4 @@
-"""What each file of a rule has; ``table.py`` lists the rules in the order in which they are asked."""
+"""What the file of each rule has."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ class Rule(Protocol):
 
 
 def is_of_parameter(finding: Finding) -> bool:
-    """Return whether a tensor is a gradient or a state of a parameter: its name does not begin with its module's."""
+    """Return whether a tensor is a gradient or a state of a parameter."""
     name, module = finding.divergence.name or "", finding.divergence.module
     if not name or not module:
         return " of " in name

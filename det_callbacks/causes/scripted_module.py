@@ -1,10 +1,10 @@
 """Only one run has an op of a TorchScript module, whose executor decides which ops it runs.
 
 Example:
-    Step 0, backward: aten.tanh_backward.default in net at train.py:12 in training_step is only in the reference;
-    its inputs match, so the difference starts here. TorchScript runs in net, and what ran earlier in a process also
-    decides which ops its executor runs. Start both runs in fresh processes, and make the same calls to it before
-    the fit.
+    Step 0, backward: aten.tanh_backward.default in net at train.py:12 in training_step is only
+    in the reference; its inputs match, so the difference starts here. TorchScript runs in net,
+    and what ran earlier in a process also decides which ops its executor runs. Start both runs
+    in fresh processes, and make the same calls to it before the fit.
 
     Evidence
       initial state: 5 tensors, all equal

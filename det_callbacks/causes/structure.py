@@ -1,8 +1,9 @@
 """Only shapes, dtypes or layouts differ, or which ops run; no tensor that both runs have holds other bits.
 
 Example:
-    Step 7, forward: aten.slice_copy.Tensor in net at train.py:12 in forward produced a different structure: float32
-    [8, 4] in the reference, float32 [8, 3] now; its inputs match, so the difference starts here.
+    Step 7, forward: aten.slice_copy.Tensor in net at train.py:12 in forward produced a
+    different structure: float32 [8, 4] in the reference, float32 [8, 3] now; its inputs match,
+    so the difference starts here.
 """
 
 from det_callbacks.causes.phrases.unrecorded import advise_lost_value

@@ -1,4 +1,4 @@
-"""The rules in their order, which is that of time: what a run starts with, is given, draws, and computes."""
+"""The rules in the order of time: what a run starts with, is given, draws, and computes."""
 
 from dataclasses import replace
 
@@ -51,7 +51,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def find_cause(facts: Facts) -> Answer:
-    """Return what the first rule says that applies to a step that differs; the last one always does."""
+    """Return the answer of the first rule that applies; the last one always does."""
     answers = (rule.find(facts) for rule in RULES)
     answer = next(one for one in answers if one is not None)
     return answer if answer.explanation else replace(answer, explanation=explain_first(facts))

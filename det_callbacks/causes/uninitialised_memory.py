@@ -1,9 +1,10 @@
 """The op that differs first read memory that was allocated in the step and that no recorded op has written.
 
 Example:
-    Step 0, forward: aten.clone.default in net at train.py:9 in forward produced different bits; it reads a tensor
-    (float32 [8]) that was allocated and then filled in part, and the rest holds what the memory held before. Fill
-    all of it, or allocate with torch.zeros. Memory that NumPy or a raw kernel has filled looks the same.
+    Step 0, forward: aten.clone.default in net at train.py:9 in forward produced different bits;
+    it reads a tensor (float32 [8]) that was allocated and then filled in part, and the rest
+    holds what the memory held before. Fill all of it, or allocate with torch.zeros. Memory that
+    NumPy or a raw kernel has filled looks the same.
 """
 
 from det_callbacks.causes.phrases.sites import site_text

@@ -1,9 +1,9 @@
 """State differs that a step before it may have changed, and that step was not recorded.
 
 Example:
-    Step 7: an input from outside the trace differs (net.weight); it entered the step that way, so no op is to
-    blame. This state began to differ before step 7, and steps before it were not recorded: record them too to see
-    where it starts.
+    Step 7: an input from outside the trace differs (net.weight); it entered the step that way,
+    so no op is to blame. This state began to differ before step 7, and steps before it were not
+    recorded: record them too to see where it starts.
 """
 
 from det_callbacks.causes.phrases.unrecorded import begun_before

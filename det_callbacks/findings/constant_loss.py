@@ -1,9 +1,9 @@
 """The loss has the same bits in all steps, while the batches differ.
 
 Example:
-    The loss has the same bits in all 8 steps that were looked at, from step 0 to 7, although the batches differ.
-    Look at whether it depends on the batch at all: a network of dead ReLUs, an output that is saturated, detached
-    or overwritten, a loss of constants.
+    The loss has the same bits in all 8 steps that were looked at, from step 0 to 7, although
+    the batches differ. Look at whether it depends on the batch at all: a network of dead ReLUs,
+    an output that is saturated, detached or overwritten, a loss of constants.
 """
 
 from det_callbacks.findings.facts import MIN_BATCHES, MIN_STEPS, FitFacts

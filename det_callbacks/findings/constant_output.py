@@ -1,9 +1,9 @@
 """A module returns the same bits in all steps, although what it computes them from changes.
 
 Example:
-    act returns the same bits in all 7 steps that were looked at, from step 1 to 7, although what it reads changes.
-    Look at dead ReLUs, saturated gates, weights or a scale of zero; the modules after it learn nothing from the
-    data.
+    act returns the same bits in all 7 steps that were looked at, from step 1 to 7, although
+    what it reads changes. Look at dead ReLUs, saturated gates, weights or a scale of zero; the
+    modules after it learn nothing from the data.
 """
 
 import numpy as np

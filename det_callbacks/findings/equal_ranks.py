@@ -1,8 +1,9 @@
 """Ranks get equal batches, or draw equal random numbers in their forward passes.
 
 Example:
-    Ranks 0, 1 get the same batches, in steps 0 to 15. Give each rank its share of the data: a DistributedSampler,
-    which Lightning adds unless use_distributed_sampler is False, or the rank in what an IterableDataset yields.
+    Ranks 0, 1 get the same batches, in steps 0 to 15. Give each rank its share of the data: a
+    DistributedSampler, which Lightning adds unless use_distributed_sampler is False, or the
+    rank in what an IterableDataset yields.
 """
 
 from det_callbacks.findings.facts import FORWARD, MIN_BATCHES, MIN_STEPS, START
@@ -12,7 +13,7 @@ from det_callbacks.report.console import capitalised, ranks_text
 NAME = "equal_ranks"
 LEVEL: Level = "state"
 
-_REPLICATING = (None, "DDPStrategy")  # strategies whose ranks are all to get other batches; None where it is not known
+_REPLICATING = (None, "DDPStrategy")  # strategies whose ranks all get other batches; None: unknown
 
 
 def find(fits: Fits) -> Found | None:

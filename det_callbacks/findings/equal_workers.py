@@ -1,9 +1,10 @@
 """The workers of a loader hand out equal tensors: all of a batch, or one part of it, such as noise.
 
 Example:
-    The 2 workers of train_dataloader hand out the same batch[0], in steps 0 to 29. Let each worker of an
-    IterableDataset read its share (torch.utils.data.get_worker_info()), and make generators in worker_init_fn or on
-    first use, from torch.initial_seed(), which differs from worker to worker.
+    The 2 workers of train_dataloader hand out the same batch[0], in steps 0 to 29. Let each
+    worker of an IterableDataset read its share (torch.utils.data.get_worker_info()), and make
+    generators in worker_init_fn or on first use, from torch.initial_seed(), which differs from
+    worker to worker.
 """
 
 import numpy as np
@@ -29,7 +30,7 @@ def in_groups(fit: FitFacts) -> Found | None:
     if len(fit.loaders) != 1 or not workers.isdecimal() or int(workers) < 2:
         return None
     names, steps = list[str](), list[int]()
-    # each with the number of its first step: workers take turns from an epoch's start on
+    # workers take turns from an epoch's start on
     epochs = [np.array(group) for group in _whole_epochs(fit)]
     for name, series in fit.series(lambda site: site.name if site.phase == "data" else None).items():
         equal = [part for epoch in epochs if len(part := _equal_steps(series, epoch, int(workers)))]

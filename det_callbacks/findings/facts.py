@@ -1,4 +1,4 @@
-"""What the findings look at: the steps and the evidence of each fit of each process, read once and bounded."""
+"""The steps and the evidence of each fit of each process, read once and bounded."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -15,12 +15,12 @@ from det_callbacks.runs.store import Run
 
 # Limits of a whole run, which its fits share.
 MAX_RANKS, MAX_FITS = 8, 4  # processes, and fits of each: the first ones
-MAX_STEPS = 4_000  # whose digests are read: of each fit as many of its first as of its last
+MAX_STEPS = 4_000  # whose digests are read: half of them a fit's first, half its last
 MAX_BYTES = 256 * 2**20  # of these digests
 MAX_NOTED = 20_000  # steps whose evidence is read: the first of each fit
 MAX_PROGRAMS = 16  # of a fit; steps of further ones are left out
 
-MIN_STEPS = 5  # that have to show what a finding says: one or two are no finding
+MIN_STEPS = 5  # that have to show a finding
 MIN_BATCHES = 3  # different ones among them
 
 BATCH, LOADER, START, FORWARD = "batch", "before the loader starts", "batch start", "after forward"
@@ -32,7 +32,7 @@ SiteKey = Callable[[Site], str | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Series:
-    """What one site had in each step that has it; both arrays ascend by step."""
+    """The digests of one site; both arrays ascend by step."""
 
     steps: np.ndarray  # int64
     digests: np.ndarray  # uint64
@@ -45,7 +45,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """The indices that a sampler drew for a step; ``digest`` is of all, ``text`` of the first 256."""
+    """Indices that a sampler drew for a step: the digest of all, and the first 256 as text."""
 
     step: int
     digest: int
@@ -58,7 +58,7 @@ class Drawn:
 
 
 class FitFacts:
-    """One fit of one process; everything is read when it is first asked for."""
+    """One fit of one process, read as it is asked for."""
 
     def __init__(self, run: Run, rank: int, segment: int, paths: list[Path], *, share: int) -> None:
         self.run = run
@@ -68,7 +68,7 @@ class FitFacts:
         self._share = share
 
     def choice(self, name: str) -> object:
-        """Return an entry of the run's environment; None where it has none of that name."""
+        """Return an entry of the run's environment, or None."""
         entry = self.run.manifest.environment.get(name)
         return None if entry is None else entry.value
 
@@ -90,7 +90,7 @@ class FitFacts:
 
     @cached_property
     def programs(self) -> list[tuple[Program, list[StepRecord]]]:
-        """The programs of these steps, in order, each with its steps."""
+        """The programs of these steps, each with its steps."""
         by_program: dict[int, list[StepRecord]] = {}
         for record in self.records:
             by_program.setdefault(record.program_id, []).append(record)
@@ -101,10 +101,9 @@ class FitFacts:
         return self.run.layout(record.layout_id)
 
     def series(self, key: SiteKey, *, takes_first: bool = False) -> dict[str, Series]:
-        """Return the digests of sites by what ``key`` calls them (None leaves one out).
+        """Return the digests of sites by the name that ``key`` gives them; None leaves a site out.
 
-        Of several sites of one name in a step the last counts, or the first. Costs one look at each site of each
-        program, and one copy of the digests that were chosen.
+        Of sites with one name in a step the last counts, or with ``takes_first`` the first.
         """
         parts: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
         for program, records in self.programs:
@@ -122,17 +121,17 @@ class FitFacts:
 
     @cached_property
     def states(self) -> dict[str, Series]:
-        """Parameters, buffers and optimizer state at the end of each step, by name."""
+        """Parameters, buffers and optimizer state after each step, by name."""
         return self.series(lambda site: site.name if site.phase == "state" and site.role == "named" else None)
 
     @cached_property
     def gradients(self) -> dict[str, Series]:
-        """The gradients that went into an update, by the name of their parameter."""
+        """The gradients of each update, by the name of their parameter."""
         return self.series(lambda site: _parameter_of(site) if site.phase == "gradient" else None)
 
     @cached_property
     def batches(self) -> list[tuple[int, int, bytes]]:
-        """The step, the epoch and the digests of each batch that holds tensors."""
+        """Step, epoch and digests of each batch that holds tensors."""
         found = []
         for program, records in self.programs:
             chosen = [at for at, site in enumerate(program.sites) if site.phase == "data" and site.role == "named"]
@@ -142,7 +141,7 @@ class FitFacts:
 
     @property
     def num_batches(self) -> int:
-        """How many different batches there are."""
+        """Number of different batches."""
         return len({batch for *_, batch in self.batches})
 
     @cached_property
@@ -160,7 +159,7 @@ class FitFacts:
 
     @cached_property
     def settings(self) -> Mapping[str, str]:
-        """The settings of the loaders: "sampler of train_dataloader" -> "RandomSampler"."""
+        """Settings of the loaders: "sampler of train_dataloader" -> "RandomSampler"."""
         return {row.name: row.text for row in self.rows if row.point == LOADER and row.text}
 
     @property
@@ -169,7 +168,7 @@ class FitFacts:
         return [name.removeprefix("type of ") for name in self.settings if name.startswith("type of ")]
 
     def iterations(self, loader: str) -> list[list[Drawn]]:
-        """Return what the sampler of a loader drew, for each time that the loader was iterated over."""
+        """Return what a loader's sampler drew, for each iteration over the loader."""
         found, is_at_start = list[list[Drawn]](), False
         for row in self.rows:
             if row.point == LOADER and not row.text:
@@ -186,7 +185,7 @@ class FitFacts:
         return [drawn for drawn in found if drawn]
 
     def generator_states(self, point: str) -> dict[str, dict[int, int]]:
-        """Return the states of the process's own generators at a point of each step: name -> step -> digest."""
+        """Return the states of generators at a point of each step: name -> step -> digest."""
         found: dict[str, dict[int, int]] = {}
         for row in self.rows:
             if row.point == point and (row.name in ("python", "numpy") or row.name.startswith("torch.")):
@@ -195,7 +194,7 @@ class FitFacts:
 
     @cached_property
     def has_equal_samples(self) -> bool:
-        """Whether the samples of the first batch that was looked into are all the same, or cannot be told apart."""
+        """Whether the samples of the first batch are all equal, or unknown."""
         sketches: dict[int, set[int]] = {}
         for row in self.rows:
             if row.point == BATCH and row.name.startswith(_SAMPLE):
@@ -204,7 +203,7 @@ class FitFacts:
 
 
 def fits_of(run: Run) -> list[list[FitFacts]]:
-    """Return the first fits of a run, in order, each of all processes that are looked at."""
+    """Return the first fits of a run, each of all processes that are looked at."""
     paths: dict[tuple[int, int], list[Path]] = {}
     for rank in run.ranks[:MAX_RANKS]:
         for segment, path in run.stream_paths(rank):

@@ -1,9 +1,9 @@
 """A parameter goes into updates with gradients that change and are more than rounding, and never changes itself.
 
 Example:
-    last.weight, last.bias had gradients in 8 updates, from step 0 to 7, and never changed. Look at the learning
-    rate of their parameter group, at what writes them back, and at their dtype: in bfloat16 a small update is
-    rounded away.
+    last.weight, last.bias had gradients in 8 updates, from step 0 to 7, and never changed. Look
+    at the learning rate of their parameter group, at what writes them back, and at their dtype:
+    in bfloat16 a small update is rounded away.
 """
 
 from det_callbacks.findings.facts import MIN_STEPS, FitFacts

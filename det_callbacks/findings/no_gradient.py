@@ -1,9 +1,10 @@
 """A trainable parameter is in an optimizer that updates others, and never gets a gradient.
 
 Example:
-    unused.weight, unused.bias are in optimizer 0, which updated others in 24 steps, from step 0 to 23, and never
-    got a gradient. Look at where their module is called, and whether its output reaches the loss: detach(), .data,
-    .item() and torch.no_grad() end the graph. Leave out of the optimizer what is not used.
+    unused.weight, unused.bias are in optimizer 0, which updated others in 24 steps, from step 0
+    to 23, and never got a gradient. Look at where their module is called, and whether its
+    output reaches the loss: detach(), .data, .item() and torch.no_grad() end the graph. Leave
+    out of the optimizer what is not used.
 """
 
 from det_callbacks.findings.facts import FitFacts
@@ -14,7 +15,7 @@ from det_callbacks.report.console import count, listed
 NAME = "no_gradient"
 LEVEL: Level = "state"
 
-MIN_UPDATES = 20  # of the optimizer: a branch that is taken now and then, such as an expert, gets one by then
+MIN_UPDATES = 20  # by then a branch that is taken now and then, such as an expert, has a gradient
 
 
 def find(fits: Fits) -> Found | None:

@@ -1,9 +1,10 @@
 """A parameter gets gradients, no optimizer has it, and it never changes.
 
 Example:
-    last.weight, last.bias get gradients and are in no optimizer, so they keep their first values. Give them to an
-    optimizer: self.parameters() has what is registered by then, lists of modules need nn.ModuleList. What is to
-    stay as it is needs no gradient: requires_grad_(False).
+    last.weight, last.bias get gradients and are in no optimizer, so they keep their first
+    values. Give them to an optimizer: self.parameters() has what is registered by then, lists
+    of modules need nn.ModuleList. What is to stay as it is needs no gradient:
+    requires_grad_(False).
 """
 
 from det_callbacks.findings.facts import MIN_STEPS, FitFacts

@@ -1,9 +1,9 @@
 """Consecutive steps of an epoch get the same batch.
 
 Example:
-    5 of 5 steps from step 3 to 7 get the same batch as the step before (batch[0], batch[1]). Look at what is
-    iterated over: next(iter(loader)) in each step begins anew each time, and an iterator that is stuck hands out
-    what it has.
+    5 of 5 steps from step 3 to 7 get the same batch as the step before (batch[0], batch[1]).
+    Look at what is iterated over: next(iter(loader)) in each step begins anew each time, and an
+    iterator that is stuck hands out what it has.
 """
 
 from itertools import pairwise

@@ -1,9 +1,9 @@
 """An epoch draws the indices of the epoch before, in the same order, though the loader shuffles.
 
 Example:
-    Steps 8 to 11 train on the samples of the epoch before in the same order, although train_dataloader shuffles
-    (RandomSampler). Seed once, before the training, and not in a hook of each epoch; where the sampler has a seed
-    of its own, call its set_epoch(epoch).
+    Steps 8 to 11 train on the samples of the epoch before in the same order, although
+    train_dataloader shuffles (RandomSampler). Seed once, before the training, and not in a hook
+    of each epoch; where the sampler has a seed of its own, call its set_epoch(epoch).
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from det_callbacks.report.console import capitalised
 NAME = "repeated_order"
 LEVEL: Level = "state"
 
-MIN_SAMPLES = 12  # of that many, two shuffles are equal by chance once in 479 million
+MIN_SAMPLES = 12  # two shuffles of so many are equal by chance once in 479 million
 _SHUFFLING = ("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler", "DistributedSampler")
 
 

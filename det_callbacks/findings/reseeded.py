@@ -1,9 +1,10 @@
 """A generator comes back to the state of an earlier step: something seeds it inside the loop.
 
 Example:
-    The generator torch.cpu is at step 8 in the state that it had at step 4, so both draw the same numbers (dropout
-    masks, noise, augmentation). Seed once, before the training: look for seed_everything, manual_seed and
-    set_rng_state in training_step, in hooks, in the data set and in the validation.
+    The generator torch.cpu is at step 8 in the state that it had at step 4, so both draw the
+    same numbers (dropout masks, noise, augmentation). Seed once, before the training: look for
+    seed_everything, manual_seed and set_rng_state in training_step, in hooks, in the data set
+    and in the validation.
 """
 
 from det_callbacks.findings.facts import START, FitFacts, Series
@@ -30,7 +31,7 @@ def _in_fit(fit: FitFacts) -> Found | None:
                 return _returned(fit, name, since[state], step)
             since[state] = step
             before = state
-    # seeded within the step, each begins in the state that the one before has left: look at what the ops read
+    # a step that seeds within itself shows in the states that its ops read
     first, last = (fit.series(_draws, takes_first=takes_first) for takes_first in (True, False))
     for name, series in first.items():
         has_moved = len(set(states.get(name, {}).values())) > 1

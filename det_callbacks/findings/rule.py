@@ -1,4 +1,4 @@
-"""What each file of a finding has; ``table.py`` lists the findings in the order in which they are looked for."""
+"""What the file of each finding has."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace

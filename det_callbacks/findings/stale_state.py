@@ -1,9 +1,9 @@
 """The statistics of a normalisation, or an averaged copy of the weights, stay while the weights that go with them move.
 
 Example:
-    norm.running_mean, norm.running_var never change in steps 0 to 7, while norm.weight does. Is that meant? A
-    module in eval mode keeps its statistics, also when something called eval() for a validation and not train()
-    after it.
+    norm.running_mean, norm.running_var never change in steps 0 to 7, while norm.weight does. Is
+    that meant? A module in eval mode keeps its statistics, also when something called eval()
+    for a validation and not train() after it.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""The findings in their order: the data, the generators, the parameters, what they compute, and what follows them."""
+"""The findings in their order: data, generators, parameters, what they compute, and what follows."""
 
 import tomllib
 from collections.abc import Collection, Sequence
@@ -48,10 +48,10 @@ _OPTION = "ignore_findings"
 
 
 def find_findings(run: Run, ignored: Collection[str] | None = None) -> tuple[Finding, ...]:
-    """Return what a run tells by itself, but for what ``ignored`` names (None: what the project ignores).
+    """Return the findings of a run, without ``ignored`` ones (None: those that the project ignores).
 
-    Reads at most 4,000 steps (256 MiB of digests) and the evidence of 20,000, of at most 8 processes and 4 fits: one
-    pass over the arrays for each finding. A damaged file is a ReferenceFormatError.
+    Reads at most 4,000 steps (256 MiB of digests) and the evidence of 20,000, of at most 8 processes
+    and 4 fits. A damaged file is a ReferenceFormatError.
     """
     known = ignored_findings() if ignored is None else ignored
     fits = fits_of(run)
@@ -60,7 +60,7 @@ def find_findings(run: Run, ignored: Collection[str] | None = None) -> tuple[Fin
 
 
 def _finding(rule: Rule, run: Run, fits: Sequence[Fits]) -> Finding | None:
-    """Return what the first fit shows that has a finding, if any."""
+    """Return the finding of the first fit that has it."""
     for of_ranks in fits:
         found = rule.find(of_ranks)
         if found is not None:
@@ -82,10 +82,9 @@ def _as_finding(rule: Rule, run: Run, found: Found, segment: int) -> Finding:
 
 
 def ignored_findings() -> frozenset[str]:
-    """Return ``ignore_findings`` of ``[tool.det_callbacks]`` in the pyproject.toml of the working directory.
+    """Return ``ignore_findings`` of ``[tool.det_callbacks]`` in the project's pyproject.toml.
 
-    Raises:
-        SelectionError: it is no list of findings; the error lists those that there are.
+    SelectionError if it is no list of known findings.
     """
     folders = [Path.cwd(), *Path.cwd().parents]
     file = next((path for folder in folders if (path := folder / "pyproject.toml").is_file()), None)

@@ -1,9 +1,9 @@
 """An update uses a gradient that the backward pass added to that of the update before, which was not cleared.
 
 Example:
-    In 7 steps, from step 1 to 7, the backward pass added to the gradients of first.weight, first.bias, norm.weight
-    and 3 more that the update of the step before had used. Call zero_grad after each update, or before each
-    backward pass that begins a new one.
+    In 7 steps, from step 1 to 7, the backward pass added to the gradients of first.weight,
+    first.bias, norm.weight and 3 more that the update of the step before had used. Call
+    zero_grad after each update, or before each backward pass that begins a new one.
 """
 
 from itertools import pairwise

@@ -1,9 +1,10 @@
 """Parameters that DistributedDataParallel keeps equal on all ranks differ from rank to rank.
 
 Example:
-    first.weight, first.bias, norm.weight and 3 more differ between ranks 0, 1, in steps 0 to 7. Their gradients are
-    not averaged, or only one rank updates them: look at what calls the wrapped module past its forward, moves it to
-    another device, or writes weights by itself. ReplicaAuditCallback stops where it begins.
+    first.weight, first.bias, norm.weight and 3 more differ between ranks 0, 1, in steps 0 to 7.
+    Their gradients are not averaged, or only one rank updates them: look at what calls the
+    wrapped module past its forward, moves it to another device, or writes weights by itself.
+    ReplicaAuditCallback stops where it begins.
 """
 
 from det_callbacks.findings.facts import MIN_STEPS

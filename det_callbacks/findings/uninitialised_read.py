@@ -1,10 +1,10 @@
 """An op reads a tensor that torch.empty made and that ops of the step have filled in part only.
 
 Example:
-    aten.nan_to_num.default reads a tensor (float32 [8, 18]) that was only allocated and then filled in part, in
-    steps 0 to 7, at net.py:7 in forward. Its other elements hold what the memory held before, so they may change at
-    any time: fill all of it, or allocate with torch.zeros. Memory that NumPy or a raw kernel has filled looks the
-    same.
+    aten.nan_to_num.default reads a tensor (float32 [8, 18]) that was only allocated and then
+    filled in part, in steps 0 to 7, at net.py:7 in forward. Its other elements hold what the
+    memory held before, so they may change at any time: fill all of it, or allocate with
+    torch.zeros. Memory that NumPy or a raw kernel has filled looks the same.
 """
 
 from math import prod
@@ -17,7 +17,7 @@ from det_callbacks.runs.program import UNWRITTEN, Layout, Site
 NAME = "uninitialised_read"
 LEVEL: Level = "op"
 
-MAX_ELEMENTS = 2**20  # above, the recording does not look at the bytes one by one
+MAX_ELEMENTS = 2**20  # above, the recording does not track single bytes
 
 
 def find(fits: Fits) -> Found | None:

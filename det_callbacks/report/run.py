@@ -1,4 +1,4 @@
-"""A recorded run as JSON-able data and in tables: its steps, and the sites of a step."""
+"""A recorded run as JSON and in tables: its steps, and the sites of a step."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -14,7 +14,7 @@ HEAD = 10  # rows shown from either end of a long table
 
 
 def run_to_dict(run: Run, rank: RankRun) -> dict[str, Any]:
-    """Return what a run holds: identity, selection, and a row for each step of a rank."""
+    """Return identity, selection, and a row for each step of a rank."""
     readings = [(segment, one) for segment in run.segments for one in read_metrics(run, segment).by_key.values()]
     return {
         "schema": 1,
@@ -36,7 +36,7 @@ def run_to_dict(run: Run, rank: RankRun) -> dict[str, Any]:
 
 
 def step_to_dict(view: StepView) -> dict[str, Any]:
-    """Return one step: its record and a row for each site."""
+    """Return one step, with a row for each site."""
     program = view.program
     sites = []
     for position, (site, entry, bits) in enumerate(_sites(view)):
@@ -74,7 +74,7 @@ def head_lines(run: Run) -> list[str]:
 
 
 def run_report(run: Run, rank: RankRun) -> list[Section]:
-    """Return what a run is, and a table of its steps; of a long one the first and last ten rows."""
+    """Return what a run is, and a table of its steps, of a long one the first and last."""
     places = [(segment, int(step)) for segment in rank.segments for step in rank.steps(segment)]
     num_fits = len({segment for segment, _ in places})
     lines = [*head_lines(run), f"rank {rank.rank}: {count(rank.num_steps, 'step')} in {count(num_fits, 'fit')}"]
@@ -117,7 +117,7 @@ def step_report(view: StepView) -> list[Section]:
 
 
 def describe_site(site: Site) -> str:
-    """Return what a site is in a few words: "aten.mm.default#3", "input net.head.weight"."""
+    """Return "aten.mm.default#3", "input net.head.weight"."""
     if site.op:
         output = f" output {site.output}" if site.output else ""
         what = " argument" if site.role == "argument" else ""
@@ -128,7 +128,7 @@ def describe_site(site: Site) -> str:
 
 
 def describe_tensor(entry: TensorLayout | None) -> str:
-    """Return "float32 [8, 64]", or "-" where there is no tensor."""
+    """Return "float32 [8, 64]"; "-" for no tensor."""
     if entry is None:
         return "-"
     shape = f" {list(entry.shape)}" if entry.shape or entry.stride else ""

@@ -131,11 +131,11 @@ EXAMPLES: Mapping[str, Callable[[Path], Verdict]] = {
 
 def message(verdict: Verdict) -> str:
     """Return the explanation and the evidence as ``det-callbacks`` prints them, in lines that fit a docstring."""
-    lines = textwrap.wrap(verdict.explanation, 112, break_on_hyphens=False)
+    lines = textwrap.wrap(verdict.explanation, 92, break_on_hyphens=False)
     if verdict.evidence:
         lines += ["", "Evidence"]
     for item in verdict.evidence:
-        lines += textwrap.wrap(item, 112, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+        lines += textwrap.wrap(item, 92, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
     return "\n".join(lines)
 
 

@@ -311,7 +311,7 @@ INNOCENT: Mapping[str, Training] = {
 
 def message(finding: Finding) -> str:
     text = re.sub(r"at tests/\S+:\d+ in", "at net.py:7 in", finding.explanation)
-    return "\n".join(textwrap.wrap(text, 112, break_on_hyphens=False))
+    return "\n".join(textwrap.wrap(text, 92, break_on_hyphens=False))
 
 
 CASES = [(word, number) for word, known in GUILTY.items() for number in range(len(known))]
