@@ -27,7 +27,7 @@ def _cause(facts: Facts) -> Cause:
         return "unknown"  # of a collective the other ranks know more: see ``compare/collectives.py``
     if facts.origin is None and first.role == "named" and first.divergence.phase == "state":
         return _cause_of_state_left(facts)
-    found = facts.origin or first
+    found = facts.leading
     if found.divergence.op.startswith(COLLECTIVES):
         return "collective"
     if facts.starts_backward or _is_between_passes(facts):
@@ -46,7 +46,7 @@ def _cause_of_state_left(facts: Facts) -> Cause:
 
 def _is_between_passes(facts: Facts) -> bool:
     """Return whether the origin, or what differs first, ran after a forward pass and before its backward pass."""
-    program, position = facts.difference.side((facts.origin or facts.first).row)
+    program, position = facts.difference.side(facts.leading.row)
     if program.sites[position].phase != "other":
         return False
     before = (site.phase for site in reversed(program.sites[:position]) if site.op)

@@ -19,7 +19,7 @@ CAUSES: Causes = ("optimizer",)
 def find(facts: Facts) -> Answer | None:
     if not facts.evidence.options or facts.sources:
         return None
-    found = (facts.origin or facts.first).divergence
+    found = facts.leading.divergence
     if found.op and (found.phase != "optimizer" or found.kind == "content"):
         return None
     # below level op the update is seen by the state that it leaves

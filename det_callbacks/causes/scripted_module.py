@@ -19,7 +19,7 @@ CAUSES: Causes = ("structure",)
 
 
 def find(facts: Facts) -> Answer | None:
-    found, scripted = (facts.origin or facts.first).divergence, facts.evidence.scripted
+    found, scripted = facts.leading.divergence, facts.evidence.scripted
     if not found.op or found.kind not in ("missing", "extra"):
         return None
     inside = tuple(f"{name}." for name in scripted)

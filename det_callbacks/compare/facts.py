@@ -64,6 +64,11 @@ class Facts:
         rows = self.difference.starting("here")
         return self.difference.finding(rows[0]) if rows else None
 
+    @property
+    def leading(self) -> Finding:
+        """The first proven origin, or else what differs first."""
+        return self.origin or self.first
+
     @cached_property
     def sources(self) -> list[Finding]:
         """What entered the step with other bits before its first origin."""
@@ -183,7 +188,7 @@ class Facts:
     @property
     def starts_backward(self) -> bool:
         """Whether the first origin is the gradient that a backward pass starts with."""
-        found = self.origin or self.first
+        found = self.leading
         return found.divergence.op == _STARTS_BACKWARD and self.difference.first_reader(found.row) == "backward"
 
     @cached_property
@@ -221,7 +226,7 @@ class Facts:
         One whose values are also those of another choice, such as a learning rate, explains no call of
         the model.
         """
-        found = (self.origin or self.first).divergence
+        found = self.leading.divergence
         if found.phase not in ("forward", "backward") or not (self._is_other_call or self.draws_in_step):
             return None
         options = [(one.reference, one.current) for one in self.choices if not one.name.startswith(_OF_MODEL)]
@@ -230,7 +235,7 @@ class Facts:
 
     @property
     def _is_other_call(self) -> bool:
-        found = self.origin or self.first
+        found = self.leading
         return found.divergence.kind != "content" or found.layouts is not None
 
     @property
@@ -246,11 +251,11 @@ class Facts:
     def explaining_choice(self) -> EnvironmentDifference | None:
         """The choice without which the two runs would have done the same at the first difference."""
         explaining = filter(self._is_explained_by, self.choices)
-        return self.dtype_choice or next(explaining, None) or self.model_choice
+        return next(explaining, None) or self.model_choice
 
     def _is_explained_by(self, chosen: EnvironmentDifference) -> bool:
         choice = chosen.name
-        found = self.origin or self.first
+        found = self.leading
         divergence = found.divergence
         is_other_call = self._is_other_call
         is_between = divergence.phase == "other" and not self.starts_backward

@@ -84,7 +84,7 @@ class RankWalk:
             in_ours = set(left.steps[num_equal:].tolist())
             in_theirs = set(right.steps[num_equal:].tolist())
             for step in sorted(in_ours & in_theirs):
-                views = self.reference.view(rank, segment, step), self.current.view(rank, segment, step)
+                views = self.views(rank, segment, step)
                 num_compared, num_differing = counter.count(*views)
                 found.tally.count([step], views[1].program, num_compared)
                 found.tally.num_differing += num_differing

@@ -1,6 +1,6 @@
 """A recorded run as JSON and in tables: its steps, and the sites of a step."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -53,11 +53,6 @@ def _record_to_dict(record: StepRecord) -> dict[str, Any]:
     return {**place, **{name: format_digest(one) for name, one in ids.items()}, "num_sites": len(record.digests)}
 
 
-def _row_of_step(rank: RankRun, place: tuple[int, int], fields: Sequence[str]) -> list[Any]:
-    record = _record_to_dict(rank.read(*place))
-    return [record[name] for name in fields]
-
-
 def _sites(view: StepView) -> Iterator[tuple[Site, TensorLayout | None, str]]:
     return zip(view.program.sites, view.layout.entries, map(format_digest, view.record.digests.tolist()), strict=True)
 
@@ -89,12 +84,12 @@ def run_report(run: Run, rank: RankRun) -> list[Section]:
     if names := sorted({name for readings in metrics for reading in readings for name in reading.metrics}):
         lines.append(f"metrics (--json has their values): {listed(names, limit=HEAD)}")
     fields = ("segment", "step", "epoch", "num_sites", "program", "layout", "chain")
-    if len(places) <= 2 * HEAD + 1:
-        rows = [_row_of_step(rank, place, fields) for place in places]
-    else:
-        first = [_row_of_step(rank, place, fields) for place in places[:HEAD]]
-        last = [_row_of_step(rank, place, fields) for place in places[-HEAD:]]
-        rows = [*first, ["..."] * len(fields), *last]
+    is_long = len(places) > 2 * HEAD + 1
+    shown = [*places[:HEAD], *places[-HEAD:]] if is_long else places
+    records = (_record_to_dict(rank.read(*place)) for place in shown)
+    rows = [[record[name] for name in fields] for record in records]
+    if is_long:
+        rows.insert(HEAD, ["..."] * len(fields))
     columns = ("fit", "step", "epoch", "sites", *fields[4:])
     return [Section(code=lines, table=Table(columns=columns, rows=rows, is_wide=True))]
 

@@ -129,23 +129,14 @@ def details_report(verdict: Verdict, *, lists_all: bool) -> list[Section]:
 def environment_table(differences: Sequence[EnvironmentDifference]) -> Table:
     """Return a row for each differing entry of the environment."""
     columns = ("name", "reference", "current", "kind", "can change bits")
-    rows = [
-        (
-            one.name,
-            str(one.reference),
-            str(one.current),
-            "machine" if one.is_machine else "choice",
-            _can_change_bits(one),
-        )
-        for one in differences
-    ]
+    rows = [(one.name, str(one.reference), str(one.current), *_kind(one)) for one in differences]
     return Table(columns=columns, rows=rows)
 
 
-def _can_change_bits(difference: EnvironmentDifference) -> str:
+def _kind(difference: EnvironmentDifference) -> tuple[str, str]:
     if not difference.is_machine:
-        return "-"  # a choice is made to change bits
-    return "yes" if difference.changes_bits else "no"
+        return "choice", "-"  # a choice is made to change bits
+    return "machine", "yes" if difference.changes_bits else "no"
 
 
 def _word(verdict: Verdict) -> str:

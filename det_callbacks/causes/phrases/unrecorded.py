@@ -33,6 +33,6 @@ def advise_lost_value(facts: Facts) -> str:
 
 def _may_be_python_value(facts: Facts) -> bool:
     if not facts.sources:
-        return (facts.origin or facts.first).divergence.kind in ("argument", "missing", "extra")
+        return facts.leading.divergence.kind in ("argument", "missing", "extra")
     are_unnamed = all(one.role == "input" and one.divergence.name is None for one in facts.sources)
     return are_unnamed and "unselected" not in facts.difference.current.program.ops_skipped
