@@ -7,7 +7,7 @@ Example:
 """
 
 from det_callbacks.findings.facts import MIN_BATCHES, MIN_STEPS, FitFacts
-from det_callbacks.findings.rule import Fits, Found, Level, found_in, from_to, in_any
+from det_callbacks.findings.rule import Found, Level, found_in, from_to, of_one_process
 from det_callbacks.runs.program import Site
 
 NAME = "constant_loss"
@@ -16,11 +16,8 @@ LEVEL: Level = "state"
 _COARSE = ("float16", "bfloat16")  # in which a loss may well have the same value again
 
 
-def find(fits: Fits) -> Found | None:
-    return in_any(fits, _in_fit)
-
-
-def _in_fit(fit: FitFacts) -> Found | None:
+@of_one_process
+def find(fit: FitFacts) -> Found | None:
     if fit.num_batches < MIN_BATCHES:
         return None
     losses: dict[int, bytes] = {}  # by step

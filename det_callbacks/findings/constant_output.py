@@ -9,7 +9,7 @@ Example:
 import numpy as np
 
 from det_callbacks.findings.facts import MIN_BATCHES, MIN_STEPS, FitFacts
-from det_callbacks.findings.rule import Fits, Found, Level, found_in, from_to, in_any
+from det_callbacks.findings.rule import Found, Level, found_in, from_to, of_one_process
 from det_callbacks.report.console import listed
 from det_callbacks.runs.program import Program, TensorLayout
 
@@ -19,11 +19,8 @@ LEVEL: Level = "op"
 _SHAPE_ONLY = ("_like.", ".new_", "aten.zero", "aten.fill", "aten.ones")  # in names of ops that read no bits
 
 
-def find(fits: Fits) -> Found | None:
-    return in_any(fits, _in_fit)
-
-
-def _in_fit(fit: FitFacts) -> Found | None:
+@of_one_process
+def find(fit: FitFacts) -> Found | None:
     if fit.num_batches < MIN_BATCHES or not fit.programs:
         return None
     program, records = max(fit.programs, key=lambda one: len(one[1]))

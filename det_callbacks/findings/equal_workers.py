@@ -10,7 +10,7 @@ Example:
 import numpy as np
 
 from det_callbacks.findings.facts import FitFacts, Series
-from det_callbacks.findings.rule import Fits, Found, Level, found_in, in_any, span
+from det_callbacks.findings.rule import Found, Level, found_in, of_one_process, span
 from det_callbacks.report.console import listed
 
 NAME = "equal_workers"
@@ -19,8 +19,9 @@ LEVEL: Level = "state"
 MIN_GROUPS = 4  # of as many steps as there are workers, in an epoch
 
 
-def find(fits: Fits) -> Found | None:
-    return in_any(fits, in_groups)
+@of_one_process
+def find(fit: FitFacts) -> Found | None:
+    return in_groups(fit)
 
 
 def in_groups(fit: FitFacts) -> Found | None:

@@ -8,18 +8,15 @@ Example:
 
 from det_callbacks.findings.facts import MIN_STEPS, FitFacts
 from det_callbacks.findings.optimized import parameters_of
-from det_callbacks.findings.rule import Fits, Found, Level, found_in, from_to, in_any
+from det_callbacks.findings.rule import Found, Level, found_in, from_to, of_one_process
 from det_callbacks.report.console import count, listed
 
 NAME = "frozen_parameter"
 LEVEL: Level = "state"
 
 
-def find(fits: Fits) -> Found | None:
-    return in_any(fits, _in_fit)
-
-
-def _in_fit(fit: FitFacts) -> Found | None:
+@of_one_process
+def find(fit: FitFacts) -> Found | None:
     names, steps = list[str](), set[int]()
     for name in parameters_of(fit).with_large_gradient:
         state, gradient = fit.states.get(name), fit.gradients.get(name)

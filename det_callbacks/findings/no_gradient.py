@@ -9,7 +9,7 @@ Example:
 
 from det_callbacks.findings.facts import FitFacts
 from det_callbacks.findings.optimized import parameters_of
-from det_callbacks.findings.rule import Fits, Found, Level, found_in, from_to, in_any
+from det_callbacks.findings.rule import Found, Level, found_in, from_to, of_one_process
 from det_callbacks.report.console import count, listed
 
 NAME = "no_gradient"
@@ -18,11 +18,8 @@ LEVEL: Level = "state"
 MIN_UPDATES = 20  # by then a branch that is taken now and then, such as an expert, has a gradient
 
 
-def find(fits: Fits) -> Found | None:
-    return in_any(fits, _in_fit)
-
-
-def _in_fit(fit: FitFacts) -> Found | None:
+@of_one_process
+def find(fit: FitFacts) -> Found | None:
     for optimizer, names in parameters_of(fit).by_optimizer.items():
         steps = {int(step) for name in names if name in fit.gradients for step in fit.gradients[name].steps}
         without = [name for name in names if name not in fit.gradients]

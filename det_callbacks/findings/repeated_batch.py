@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from det_callbacks.findings.equal_workers import in_groups
 from det_callbacks.findings.facts import MIN_STEPS, FitFacts
-from det_callbacks.findings.rule import Fits, Found, Level, found_in, from_to, in_any
+from det_callbacks.findings.rule import Found, Level, found_in, from_to, of_one_process
 from det_callbacks.report.console import listed
 
 NAME = "repeated_batch"
@@ -19,13 +19,10 @@ LEVEL: Level = "state"
 MIN_SHARE = 1 / 3  # of steps that repeat the one before, where no more than two in a row do
 
 
-def find(fits: Fits) -> Found | None:
-    if fits[0].choice("trainer.overfit_batches"):
+@of_one_process
+def find(fit: FitFacts) -> Found | None:
+    if fit.choice("trainer.overfit_batches"):
         return None
-    return in_any(fits, _in_fit)
-
-
-def _in_fit(fit: FitFacts) -> Found | None:
     names = _names(fit)
     # of one sample, or of samples that are all the same, a batch may well come twice
     if not names or (fit.num_batches == 1 and not _has_more_data(fit)) or in_groups(fit) is not None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from det_callbacks.findings.facts import Drawn, FitFacts
-from det_callbacks.findings.rule import Fits, Found, Level, found_in, in_any, span
+from det_callbacks.findings.rule import Found, Level, found_in, of_one_process, span
 from det_callbacks.report.console import capitalised
 
 NAME = "repeated_order"
@@ -20,11 +20,8 @@ MIN_SAMPLES = 12  # two shuffles of so many are equal by chance once in 479 mill
 _SHUFFLING = ("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler", "DistributedSampler")
 
 
-def find(fits: Fits) -> Found | None:
-    return in_any(fits, _in_fit)
-
-
-def _in_fit(fit: FitFacts) -> Found | None:
+@of_one_process
+def find(fit: FitFacts) -> Found | None:
     for loader in fit.loaders:
         sampler = fit.settings.get(f"sampler of {loader}", "")
         if sampler in _SHUFFLING:

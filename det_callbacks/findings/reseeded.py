@@ -8,7 +8,7 @@ Example:
 """
 
 from det_callbacks.findings.facts import START, FitFacts, Series
-from det_callbacks.findings.rule import Fits, Found, Level, found_in, in_any
+from det_callbacks.findings.rule import Found, Level, found_in, of_one_process
 from det_callbacks.runs.program import Site
 
 NAME = "reseeded"
@@ -17,11 +17,8 @@ LEVEL: Level = "state"
 MIN_EQUAL = 3  # steps whose draws are all equal
 
 
-def find(fits: Fits) -> Found | None:
-    return in_any(fits, _in_fit)
-
-
-def _in_fit(fit: FitFacts) -> Found | None:
+@of_one_process
+def find(fit: FitFacts) -> Found | None:
     states = fit.generator_states(START)
     for name, known in states.items():
         since: dict[int, int] = {}  # state -> the step that had it last

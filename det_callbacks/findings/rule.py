@@ -33,17 +33,21 @@ class Rule(Protocol):
     NAME: str
     LEVEL: Level
 
-    def find(self, fits: Fits) -> Found | None:
+    def find(self, fits: Fits, /) -> Found | None:
         """Return where the finding holds; None where it does not, or where the recording lacks the facts."""
 
 
-def in_any(fits: Fits, look: Callable[[FitFacts], Found | None]) -> Found | None:
-    """Return what the first process shows that has the finding, with the ranks and names of all that have it."""
-    found = [one for fit in fits if (one := look(fit)) is not None]
-    if not found:
-        return None
-    names = dict.fromkeys(name for one in found for name in one.names)
-    return replace(found[0], ranks=tuple(rank for one in found for rank in one.ranks), names=tuple(names))
+def of_one_process(look: Callable[[FitFacts], Found | None]) -> Callable[[Fits], Found | None]:
+    """Make a rule of what looks at one process: its first finding, with the ranks and names of all that have it."""
+
+    def find(fits: Fits) -> Found | None:
+        found = [one for fit in fits if (one := look(fit)) is not None]
+        if not found:
+            return None
+        names = dict.fromkeys(name for one in found for name in one.names)
+        return replace(found[0], ranks=tuple(rank for one in found for rank in one.ranks), names=tuple(names))
+
+    return find
 
 
 def found_in(*fits: FitFacts, steps: Iterable[int], names: Iterable[str], explanation: str, advice: str) -> Found:

@@ -9,7 +9,7 @@ Example:
 import re
 
 from det_callbacks.findings.facts import MIN_STEPS, FitFacts, Series
-from det_callbacks.findings.rule import Fits, Found, Level, found_in, in_any, span
+from det_callbacks.findings.rule import Found, Level, found_in, of_one_process, span
 from det_callbacks.report.console import listed
 
 NAME = "stale_state"
@@ -20,8 +20,9 @@ _STATISTICS = re.compile(r"(.*?)(?:running_mean|running_var)$")
 _AVERAGED = re.compile(r"(?i)(?:^|[._])ema(?:$|[._])")
 
 
-def find(fits: Fits) -> Found | None:
-    return in_any(fits, lambda fit: _statistics(fit) or _copies(fit))
+@of_one_process
+def find(fit: FitFacts) -> Found | None:
+    return _statistics(fit) or _copies(fit)
 
 
 def _statistics(fit: FitFacts) -> Found | None:

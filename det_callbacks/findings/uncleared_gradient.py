@@ -9,7 +9,7 @@ Example:
 from itertools import pairwise
 
 from det_callbacks.findings.facts import MIN_STEPS, FitFacts
-from det_callbacks.findings.rule import Fits, Found, Level, found_in, from_to, in_any
+from det_callbacks.findings.rule import Found, Level, found_in, from_to, of_one_process
 from det_callbacks.report.console import count, listed
 from det_callbacks.runs.program import Program
 
@@ -19,11 +19,8 @@ LEVEL: Level = "op"
 _GRADIENT = "grad of "
 
 
-def find(fits: Fits) -> Found | None:
-    return in_any(fits, _in_fit)
-
-
-def _in_fit(fit: FitFacts) -> Found | None:
+@of_one_process
+def find(fit: FitFacts) -> Found | None:
     updated = {program.id: _updates(program) for program, _ in fit.programs}
     kept = {program.id: _kept_inputs(program) for program, _ in fit.programs}
     steps: dict[str, list[int]] = {}

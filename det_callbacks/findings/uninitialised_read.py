@@ -10,7 +10,7 @@ Example:
 from math import prod
 
 from det_callbacks.findings.facts import FitFacts
-from det_callbacks.findings.rule import Fits, Found, Level, found_in, in_any, span
+from det_callbacks.findings.rule import Found, Level, found_in, of_one_process, span
 from det_callbacks.report.run import describe_tensor
 from det_callbacks.runs.program import UNWRITTEN, Layout, Site
 
@@ -20,11 +20,8 @@ LEVEL: Level = "op"
 MAX_ELEMENTS = 2**20  # above, the recording does not track single bytes
 
 
-def find(fits: Fits) -> Found | None:
-    return in_any(fits, _in_fit)
-
-
-def _in_fit(fit: FitFacts) -> Found | None:
+@of_one_process
+def find(fit: FitFacts) -> Found | None:
     steps: dict[tuple[str, str, str], list[int]] = {}  # where it is read: place, op with tensor, line
     for program, records in fit.programs:
         layout = fit.layout(records[0])

@@ -7,8 +7,9 @@ from typing import Any
 from det_callbacks.digest.host import format_digest
 from det_callbacks.report.console import Section, Table, count, listed
 from det_callbacks.runs.metrics import read_metrics
-from det_callbacks.runs.program import READS, Site, StepRecord, StepView, TensorLayout
+from det_callbacks.runs.program import READS, Program, Site, StepRecord, StepView, TensorLayout
 from det_callbacks.runs.store import RankRun, Run
+from det_callbacks.verdict import Coverage, Divergence
 
 HEAD = 10  # rows shown from either end of a long table
 
@@ -97,11 +98,8 @@ def run_report(run: Run, rank: RankRun) -> list[Section]:
 def step_report(view: StepView) -> list[Section]:
     """Return the sites of a step."""
     record, program = view.record, view.program
-    skipped = "".join(f", {number} skipped ({reason})" for reason, number in program.ops_skipped.items())
-    line = (
-        f"step {record.step} (epoch {record.epoch}, rank {view.rank}): {count(len(program), 'site')}, "
-        f"{count(program.ops_seen, 'op')} seen, {program.ops_digested} digested{skipped}"
-    )
+    place = f"step {record.step} (epoch {record.epoch}, rank {view.rank})"
+    line = f"{place}: {count(len(program), 'site')}, {ops_text(program)}"
     rows = []
     for position, (site, entry, bits) in enumerate(_sites(view)):
         reads, source = ",".join(map(str, site.inputs)) or "-", next(iter(site.source), "-")
@@ -111,13 +109,24 @@ def step_report(view: StepView) -> list[Section]:
     return [Section(code=[line], table=Table(columns=columns, rows=rows, is_wide=True))]
 
 
+def ops_text(counts: Program | Coverage) -> str:
+    """Return "9 ops seen, 8 digested, 1 skipped (view)"."""
+    skipped = "".join(f", {number:,} skipped ({why})" for why, number in sorted(counts.ops_skipped.items()))
+    return f"{count(counts.ops_seen, 'op')} seen, {counts.ops_digested:,} digested{skipped}"
+
+
+def output_text(site: Site | Divergence) -> str:
+    """Return "aten.mm.default#3 output 1"."""
+    output = f" output {site.output}" if site.output else ""
+    return f"{site.op}#{site.occurrence}{output}"
+
+
 def describe_site(site: Site) -> str:
     """Return "aten.mm.default#3", "input net.head.weight"."""
     if site.op:
-        output = f" output {site.output}" if site.output else ""
         what = " argument" if site.role == "argument" else ""
         name = f" [{site.name}]" if site.name else ""
-        return f"{site.op}#{site.occurrence}{output}{what}{name}{' (recomputed)' if site.recomputed else ''}"
+        return f"{output_text(site)}{what}{name}{' (recomputed)' if site.recomputed else ''}"
     role = "" if site.role == "named" else f"{site.role} "
     return f"{role}{site.name or '(made outside the trace)'}"
 

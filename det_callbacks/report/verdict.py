@@ -10,6 +10,7 @@ from typing import Any
 from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError
 from det_callbacks.report.console import STYLES, Section, Table, count, listed, to_text
 from det_callbacks.report.findings import findings_report
+from det_callbacks.report.run import ops_text, output_text
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import MAX_ORIGINS, Divergence, EnvironmentDifference, TensorNumbers, Verdict
 
@@ -207,11 +208,9 @@ def _origins_by_kind(origins: Sequence[Divergence]) -> Table:
 
 
 def _origin_row(origin: Divergence) -> tuple[object, ...]:
-    output = f" output {origin.output}" if origin.output else ""
-    op = f"{origin.op}#{origin.occurrence}{output}"
     source = origin.source[0] if origin.source else "-"
     place = (origin.rank, origin.step, origin.phase, origin.module or "-")
-    return (*place, op, origin.name or "-", origin.kind, source)
+    return (*place, output_text(origin), origin.name or "-", origin.kind, source)
 
 
 def _how_much(tensor: TensorNumbers) -> str:
@@ -242,13 +241,12 @@ def _coverage(verdict: Verdict) -> list[str]:
         # each fit counts its steps from 0
         has_several_fits = counts.steps_compared > (last - first + 1) * max(coverage.ranks, 1)
         span = f" ({first} to {last}{' in several fits' if has_several_fits else ''})"
-    skipped = "".join(f", {number:,} skipped ({why})" for why, number in sorted(coverage.ops_skipped.items()))
     lines = [
         f"{count(counts.steps_compared, 'step')}{span} of {count(coverage.ranks, 'rank')}, "
         f"{count(counts.sites_compared, 'site')}, {counts.sites_differing:,} differing"
     ]
     lines += [count(coverage.metrics, "metric")] if coverage.metrics else []
-    lines.append(f"{count(coverage.ops_seen, 'op')} seen, {coverage.ops_digested:,} digested{skipped}")
+    lines.append(ops_text(coverage))
     lines += [f"seen only from outside: {', '.join(coverage.opaque_regions)}"] if coverage.opaque_regions else []
     lines += [f"followed torch's optimizers: {coverage.followed}"] if coverage.followed else []
     lines += [f"not seen: {text}" for text in coverage.lost]
