@@ -15,14 +15,14 @@ from det_callbacks.causes.phrases.steps import also_differ, place
 from det_callbacks.causes.rule import Answer, Causes
 from det_callbacks.compare.facts import Facts
 from det_callbacks.report.console import listed
-from det_callbacks.runs.evidence import AFTER, BEFORE
+from det_callbacks.runs.evidence import AFTER, BATCH_END, BATCH_START, BEFORE, DRAWING, LOADER
 from det_callbacks.runs.program import GRAPH, REGION, Site
 
 NAME = "external write"
 CAUSES: Causes = ("external_write",)
 
 _OPAQUE_ROLES = ("graph", "region_input", "graph_output")
-_OF_DATA = ("before the loader starts", "before a batch is drawn")  # always there, and it writes no weights
+_OF_DATA = (LOADER, DRAWING)  # always there, and it writes no weights
 _NUMBERS = ("int", "float", "bool")
 _UNSEEN = "by something that the trace does not see (NumPy, a raw kernel"
 
@@ -136,7 +136,7 @@ def _is_opaque(site: Site) -> bool:
 
 def _ran_between_steps(facts: Facts) -> str:
     evidence, step = facts.evidence, facts.difference.step
-    moments = [(step - 1, "batch end"), (step, "batch start")]
+    moments = [(step - 1, BATCH_END), (step, BATCH_START)]
     if any(moment not in evidence.moments for moment in moments):
         return ""
     begin, end = map(evidence.moments.index, moments)

@@ -15,6 +15,7 @@ from det_callbacks.causes.phrases.generators import RESUME_EXACTLY, keep_from_dr
 from det_callbacks.causes.rule import Answer, Causes
 from det_callbacks.compare.differences import Finding
 from det_callbacks.compare.facts import Facts
+from det_callbacks.runs.evidence import LOADER
 
 NAME = "generator"
 CAUSES: Causes = ("rng",)
@@ -48,7 +49,7 @@ def _draws_in_one_run(facts: Facts) -> bool:
 
 def advise(facts: Facts) -> str:
     consumed, changes = facts.consumed, facts.evidence.generators
-    was_before_fit = any(one.equal_at is None or "before the loader starts" in one.points for one in changes)
+    was_before_fit = any(one.equal_at is None or LOADER in one.points for one in changes)
     if facts.is_resumed and was_before_fit and "rng" in facts.source_phases:
         return RESUME_EXACTLY
     if consumed is not None:

@@ -14,10 +14,15 @@ import pyarrow as pa
 from det_callbacks.compare.differences import StepDifference
 from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.runs.evidence import (
+    BATCH,
+    BATCH_START,
     CALLBACKS,
     CONSTANTS,
+    INDICES,
+    LOADER,
     OPTIONS,
     PARAMETERS,
+    SAMPLE,
     SCRIPTED,
     SEED,
     START,
@@ -35,10 +40,6 @@ SKETCHED = 4
 
 MIN_FOUND = 0.75
 """Share of them that is enough: one may have been left out of a sketch."""
-
-BATCH = "batch"
-_LOADER = "before the loader starts"
-_INDICES = "indices of "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +60,7 @@ class Window:
 
     def samples(self, step: int) -> list[int]:
         """Return the digests of the samples in a step's batch."""
-        return [row.value for name, row in self.batch(step).items() if name.startswith("sample ")]
+        return [row.value for name, row in self.batch(step).items() if name.startswith(SAMPLE)]
 
     def states(self, name: str, step: int) -> list[Row]:
         """Return the states of a generator up to the end of a step."""
@@ -190,7 +191,7 @@ def gather_window(rows: Iterable[Row], *, since: int | None) -> Window | None:
     options, starts = dict[str, tuple[int, str]](), dict[str, int]()
     constants, scripted = frozenset[str](), tuple[str, ...]()
     for row in rows:
-        if row.text and row.point == _LOADER:
+        if row.text and row.point == LOADER:
             settings[row.name] = row.text
         elif row.text and row.name.startswith(CALLBACKS):
             hooks[row.name.removeprefix(CALLBACKS)] = row.text
@@ -223,7 +224,7 @@ def gather_window(rows: Iterable[Row], *, since: int | None) -> Window | None:
 
 def from_batch_start(rows: Iterable[Row]) -> Iterator[Row]:
     """Yield the rows since a step has begun, without those of its batch."""
-    return (row for row in dropwhile(lambda row: row.point != "batch start", rows) if row.point != BATCH)
+    return (row for row in dropwhile(lambda row: row.point != BATCH_START, rows) if row.point != BATCH)
 
 
 def _find_samples(
@@ -237,7 +238,7 @@ def _find_samples(
     values = np.array(samples, dtype=np.uint64)
     rows = _read_rows(run, rank, segment, step, lambda batch: np.isin(batch.column("value").to_numpy(), values))
     for row in rows:
-        if row.point == BATCH and row.name.startswith("sample "):
+        if row.point == BATCH and row.name.startswith(SAMPLE):
             steps[row.value].add(row.step)
     found = [steps[value] for value in others if value in steps]
     if not found or len(found) < MIN_FOUND * len(others):
@@ -331,7 +332,7 @@ def _batch_change(reference: Window, current: Window, step: int) -> BatchChange:
     def is_alike(names: Iterable[str]) -> bool:
         return all(name in ours and name in theirs and ours[name].value == theirs[name].value for name in names)
 
-    names = [name for name in theirs if name.startswith(_INDICES) and name in ours]
+    names = [name for name in theirs if name.startswith(INDICES) and name in ours]
     loaded = [name for name in theirs if name.endswith(" as loaded") and name in ours]
     drawn = [(json.loads(ours[name].text), json.loads(theirs[name].text)) for name in names]
     indices: Literal["same", "reordered", "cut", "other"] | None = None
@@ -342,7 +343,7 @@ def _batch_change(reference: Window, current: Window, step: int) -> BatchChange:
     elif names:
         indices = "cut" if all(_is_cut(*pair) for pair in drawn) else "other"
     firsts = (
-        (name.removeprefix(_INDICES), position, str(one), str(other))
+        (name.removeprefix(INDICES), position, str(one), str(other))
         for name, pair in zip(names, drawn, strict=True)
         for position, (one, other) in enumerate(zip_longest(*pair, fillvalue="none"))
         if one != other

@@ -10,6 +10,7 @@ import numpy as np
 from det_callbacks.compare.differences import Finding, StepDifference
 from det_callbacks.compare.evidence import Evidence, GeneratorChange
 from det_callbacks.runs.environment import CONFIGURATION
+from det_callbacks.runs.evidence import AFTER_BACKWARD, AFTER_FORWARD, BATCH_END, BATCH_START, DRAWING, LOADER
 from det_callbacks.runs.program import Program, is_further
 from det_callbacks.verdict import EnvironmentDifference
 
@@ -32,9 +33,9 @@ DataChange = Literal[
 ]
 """How a batch came to be another one."""
 
-_DRAWING = ("before the loader starts", "before a batch is drawn")
+_DRAWING = (LOADER, DRAWING)
 """What begins when the data draws for itself."""
-_WITHIN_STEP = ("after forward", "after backward", "batch end")
+_WITHIN_STEP = (AFTER_FORWARD, AFTER_BACKWARD, BATCH_END)
 _OF_MODEL = ("hparams.", CONFIGURATION)
 _STARTS_BACKWARD = "aten.ones_like.default"
 """The gradient of a loss with respect to itself: ``torch.autograd`` makes it before its engine runs."""
@@ -244,7 +245,7 @@ class Facts:
         first = self.first.divergence
         if first.op or first.kind != "content":
             return False
-        since_start = (one.equal_at == (first.step, "batch start") for one in self.evidence.generators)
+        since_start = (one.equal_at == (first.step, BATCH_START) for one in self.evidence.generators)
         return bool(self.drawn_within) or (first.phase == "forward" and any(since_start))
 
     @property

@@ -6,9 +6,10 @@ Example:
     rank in what an IterableDataset yields.
 """
 
-from det_callbacks.findings.facts import FORWARD, MIN_BATCHES, MIN_STEPS, START
+from det_callbacks.findings.facts import MIN_BATCHES, MIN_STEPS
 from det_callbacks.findings.rule import Fits, Found, Level, found_in, span
 from det_callbacks.report.console import capitalised, ranks_text
+from det_callbacks.runs.evidence import AFTER_FORWARD, BATCH_START
 
 NAME = "equal_ranks"
 LEVEL: Level = "state"
@@ -41,7 +42,7 @@ def _equal_batches(fits: Fits) -> Found | None:
 
 def _equal_draws(fits: Fits) -> Found | None:
     """Return the generator that draws in the forward passes, from the same state on every rank."""
-    before, after = ([fit.generator_states(point) for fit in fits] for point in (START, FORWARD))
+    before, after = ([fit.generator_states(point) for fit in fits] for point in (BATCH_START, AFTER_FORWARD))
     for name in before[0]:
         states = [known.get(name, {}) for known in before]
         ends = after[0].get(name, {})

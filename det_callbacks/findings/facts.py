@@ -9,7 +9,18 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from det_callbacks.runs.evidence import PARAMETERS, Row, evidence_path, read_evidence
+from det_callbacks.runs.evidence import (
+    AFTER_FORWARD,
+    BATCH,
+    BATCH_START,
+    INDICES,
+    LOADER,
+    PARAMETERS,
+    SAMPLE,
+    Row,
+    evidence_path,
+    read_evidence,
+)
 from det_callbacks.runs.program import Layout, Program, Site, StepRecord
 from det_callbacks.runs.store import Run
 
@@ -23,9 +34,7 @@ MAX_PROGRAMS = 16  # of a fit; steps of further ones are left out
 MIN_STEPS = 5  # that have to show a finding
 MIN_BATCHES = 3  # different ones among them
 
-BATCH, LOADER, START, FORWARD = "batch", "before the loader starts", "batch start", "after forward"
-_INDICES, _SAMPLE = "indices of ", "sample "
-_POINTS = frozenset({BATCH, LOADER, START, FORWARD, PARAMETERS})
+_POINTS = frozenset({BATCH, LOADER, BATCH_START, AFTER_FORWARD, PARAMETERS})
 
 SiteKey = Callable[[Site], str | None]
 
@@ -175,12 +184,12 @@ class FitFacts:
                 if not is_at_start:
                     found.append([])
                 is_at_start = True
-            elif row.point == BATCH and row.name == _INDICES + loader:
+            elif row.point == BATCH and row.name == INDICES + loader:
                 if not found:
                     found.append([])
                 found[-1].append(Drawn(step=row.step, digest=row.value, text=row.text))
                 is_at_start = False
-            elif row.point == START:
+            elif row.point == BATCH_START:
                 is_at_start = False
         return [drawn for drawn in found if drawn]
 
@@ -197,7 +206,7 @@ class FitFacts:
         """Whether the samples of the first batch are all equal, or unknown."""
         sketches: dict[int, set[int]] = {}
         for row in self.rows:
-            if row.point == BATCH and row.name.startswith(_SAMPLE):
+            if row.point == BATCH and row.name.startswith(SAMPLE):
                 sketches.setdefault(row.step, set()).add(row.value)
         return all(len(values) < 2 for values in sketches.values())
 
@@ -218,7 +227,7 @@ def fits_of(run: Run) -> list[list[FitFacts]]:
 def _is_needed(batch: pa.RecordBatch) -> np.ndarray:
     rows = zip(*(batch.column(name).to_pylist() for name in ("step", "point", "name")), strict=True)
     kept = (
-        point in _POINTS and (point != BATCH or name.startswith(_INDICES) or (name.startswith(_SAMPLE) and step < 1))
+        point in _POINTS and (point != BATCH or name.startswith(INDICES) or (name.startswith(SAMPLE) and step < 1))
         for step, point, name in rows
     )
     return np.fromiter(kept, dtype=bool, count=len(batch))

@@ -7,8 +7,9 @@ Example:
     and in the validation.
 """
 
-from det_callbacks.findings.facts import START, FitFacts, Series
+from det_callbacks.findings.facts import FitFacts, Series
 from det_callbacks.findings.rule import Found, Level, found_in, of_one_process
+from det_callbacks.runs.evidence import BATCH_START
 from det_callbacks.runs.program import Site
 
 NAME = "reseeded"
@@ -19,7 +20,7 @@ MIN_EQUAL = 3  # steps whose draws are all equal
 
 @of_one_process
 def find(fit: FitFacts) -> Found | None:
-    states = fit.generator_states(START)
+    states = fit.generator_states(BATCH_START)
     for name, known in states.items():
         since: dict[int, int] = {}  # state -> the step that had it last
         before = None

@@ -20,9 +20,7 @@ EVIDENCE_SCHEMA = pa.schema(
 # Names of rows, or what they begin with.
 SEED = "seed of "  # the seed of a torch generator
 START = "start of "  # the state in which a generator began the fit; the text is the same digest
-CONSTANTS = (
-    "constant initial tensors"  # parameters and buffers that hold one value only at a fit's start: JSON of names
-)
+CONSTANTS = "constant initial tensors"  # those that hold a single value when the fit starts: JSON of names
 SCRIPTED = "TorchScript"  # the modules that are, or hold, TorchScript, as JSON
 CALLBACKS = "callbacks "  # who has a hook; followed by BEFORE or AFTER (ours), and the hook
 BEFORE, AFTER = "before", "after"
@@ -31,7 +29,17 @@ IN_NO_OPTIMIZER = "of no optimizer"  # likewise, of what requires gradients and 
 WITH_GRADIENT = "of no optimizer, with a gradient"  # those of them that had one by the end of a step
 WITH_LARGE_GRADIENT = "with a gradient beyond rounding"  # of optimizers, in one of the first updates
 
+# What a batch holds, at BATCH: names of rows, or what they begin with.
+INDICES = "indices of "  # what the sampler of a loader drew, as JSON
+SAMPLE = "sample "  # the digest of a sample
+
+# Points of a step, and of what comes before it.
+LOADER = "before the loader starts"
+DRAWING = "before a batch is drawn"
+BATCH_START, AFTER_FORWARD, AFTER_BACKWARD, BATCH_END = "batch start", "after forward", "after backward", "batch end"
+
 # Points of rows that belong to no moment of a step.
+BATCH = "batch"
 OPTIONS = "optimizer options"  # of the groups, when an update first uses them: "lr of group 0", as JSON
 UNSEEN_WRITE = "unseen write"  # the values are ``StepView.unseen_writes``
 VALUES = "arguments"  # digest and JSON text of numbers among an op's arguments

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from det_callbacks.compare.differences import num_leading_sites
-from det_callbacks.compare.evidence import BATCH, from_batch_start
+from det_callbacks.compare.evidence import from_batch_start
 from det_callbacks.compare.metrics import MetricComparison
 from det_callbacks.compare.record import (
     REPORT_FILE,
@@ -29,7 +29,7 @@ from det_callbacks.compare.step import StepCounter, compare_steps
 from det_callbacks.errors import NotComparableError, RankError, SelectionError
 from det_callbacks.runs.disk import replace_atomically, writing
 from det_callbacks.runs.environment import compare_environments
-from det_callbacks.runs.evidence import UNSEEN_WRITE, NondeterministicOp, Row
+from det_callbacks.runs.evidence import BATCH, UNSEEN_WRITE, NondeterministicOp, Row
 from det_callbacks.runs.manifest import Manifest
 from det_callbacks.runs.metrics import Reading, Readings, read_metrics
 from det_callbacks.runs.peers import ALONE, END_OF_FIT, Peers

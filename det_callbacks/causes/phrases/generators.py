@@ -4,7 +4,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from det_callbacks.compare.evidence import Evidence, GeneratorChange
-from det_callbacks.runs.evidence import AFTER, BEFORE
+from det_callbacks.runs.evidence import (
+    AFTER,
+    AFTER_BACKWARD,
+    AFTER_FORWARD,
+    BATCH_END,
+    BATCH_START,
+    BEFORE,
+    DRAWING,
+    LOADER,
+)
 
 RESUME_EXACTLY = (
     'Resume with resume="exact" from a checkpoint saved with the callback: Lightning does not restore generators'
@@ -18,17 +27,17 @@ _AFTER: Mapping[str, tuple[str, str, str]] = {
     "before the sanity check": ("on_sanity_check_start", "the sanity check", f"on_validation_start {_VALIDATION}"),
     "after the sanity check": ("on_sanity_check_end", "", "on_train_start"),
     "epoch start": ("on_train_epoch_start", "", ""),
-    "before the loader starts": ("", "the start of the loader's iterators", ""),
-    "before a batch is drawn": ("", "the drawing of the batch", ""),
-    "batch start": ("on_train_batch_start", "the forward pass", "on_before_zero_grad"),
-    "after forward": ("on_before_backward", "the backward pass", ""),
-    "after backward": ("on_after_backward", "the optimizer", "on_before_optimizer_step"),
-    "batch end": ("on_train_batch_end", "", ""),
+    LOADER: ("", "the start of the loader's iterators", ""),
+    DRAWING: ("", "the drawing of the batch", ""),
+    BATCH_START: ("on_train_batch_start", "the forward pass", "on_before_zero_grad"),
+    AFTER_FORWARD: ("on_before_backward", "the backward pass", ""),
+    AFTER_BACKWARD: ("on_after_backward", "the optimizer", "on_before_optimizer_step"),
+    BATCH_END: ("on_train_batch_end", "", ""),
     "before validation": ("on_validation_start", "validation", _VALIDATION),
     "after validation": ("on_validation_end", "", ""),
     "epoch end": ("on_train_epoch_end", "", ""),
 }
-_WITHIN_STEP = ("batch start", "after forward", "after backward", "batch end")
+_WITHIN_STEP = (BATCH_START, AFTER_FORWARD, AFTER_BACKWARD, BATCH_END)
 
 
 def show_change(change: GeneratorChange, evidence: Evidence) -> str:
