@@ -18,7 +18,7 @@ CAUSES = """# The causes
 
 A verdict names one `cause`. The rules below are asked in this order, which is that of time: what a run starts with,
 what it is given, what it draws, what it computes. The first that applies names the cause. Each has an example of the
-whole message. [The verdict](verdict.md#why-it-differs) describes the evidence.
+whole explanation. [The verdict](verdict.md#why-it-differs) describes the evidence.
 
 | rule | cause | when it applies |"""
 

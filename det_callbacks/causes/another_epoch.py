@@ -5,17 +5,6 @@ Example:
     entered the step that way, so no op is to blame. An epoch ended in one run only: look at
     limit_train_batches, overfit_batches, drop_last and the data: the sampler drew different
     indices. Choices differ: trainer.limit_train_batches: 1.0 in the reference, 5 now.
-
-    Evidence
-      batch: different bits in batch[0], batch[1]
-      batch: the sampler drew different indices
-      batch: one of its samples is at step 1 of the reference
-      batch: first different sample: train_dataloader [0] drew 71 in the reference, 76 now
-      torch.cpu: equal at the batch end of step 4, different before a batch is drawn (ahead of
-        step 5), by a different number of draws from the same seed; what ran in between: the
-        start of the loader's iterators; only in the current run: epoch end, epoch start, before
-        the loader starts
-      choice trainer.limit_train_batches: 1.0 in the reference, 5 now
 """
 
 from det_callbacks.causes.phrases.batches import because

@@ -3,12 +3,6 @@
 Example:
     Step 0: the batch differs (batch[0], batch[1]); it entered the step that way, so no op is to
     blame. Sort what the data set lists: the sampler drew the same indices in the same order.
-
-    Evidence
-      initial state: 9 tensors, all equal
-      batch: different bits in batch[0], batch[1]
-      batch: the sampler drew the same indices in the same order
-      batch: one of its samples is at step 1 of the reference
 """
 
 from collections.abc import Mapping

@@ -4,10 +4,6 @@ Example:
     optimizer.AdamW.lr: 0.1 in the reference, 0.2 now, which explains the first difference. Step
     7, optimizer: aten.addcdiv_.default in net was called with different arguments (value: -0.1
     -> -0.2); its inputs match, so the difference starts here.
-
-    Evidence
-      initial state: 2 tensors, all equal
-      choice optimizer.AdamW.lr: 0.1 in the reference, 0.2 now
 """
 
 from det_callbacks.causes.phrases.choices import explained_by

@@ -5,10 +5,6 @@ Example:
     difference. Step 0: the initial state has a different structure (net.weight): float32 [64,
     32] in the reference, bfloat16 [64, 32] now; it entered the step that way, so no op is to
     blame.
-
-    Evidence
-      initial state: 1 of 1 tensors differ
-      choice trainer.precision: 32-true in the reference, bf16-true now
 """
 
 from det_callbacks.causes.phrases.choices import explained_by

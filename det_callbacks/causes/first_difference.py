@@ -3,9 +3,6 @@
 Example:
     Step 7, forward: aten.mul.Tensor #5 in net.chain at train.py:45 in forward produced
     different bits; its inputs match, so the difference starts here.
-
-    Evidence
-      initial state: 2 tensors, all equal
 """
 
 from det_callbacks.causes.phrases.unrecorded import advise_lost_value

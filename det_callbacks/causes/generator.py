@@ -4,11 +4,6 @@ Example:
     Step 3: the generator state differs (torch.cpu); it entered the step that way, so no op is
     to blame. Keep validation from drawing from torch.cpu: give it a generator of its own, or
     restore the state after it.
-
-    Evidence
-      torch.cpu: equal before validation (ahead of step 3), different after validation (ahead of
-        step 3), by a different number of draws from the same seed; what ran in between:
-        validation
 """
 
 from det_callbacks.causes.phrases.generators import RESUME_EXACTLY, keep_from_drawing, show_change

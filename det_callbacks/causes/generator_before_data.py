@@ -4,15 +4,6 @@ Example:
     Step 6: the batch differs (batch[0], batch[1]), and the generator state also differs; it
     entered the step that way, so no op is to blame. Keep on_train_epoch_end of DrawsAtEpochEnd
     from drawing from torch.cpu: give it a generator of its own, or restore the state after it.
-
-    Evidence
-      batch: different bits in batch[0], batch[1]
-      batch: the sampler drew different indices
-      batch: one of its samples is at step 1 of the reference
-      batch: first different sample: train_dataloader [0] drew 91 in the reference, 36 now
-      torch.cpu: equal at the epoch end (ahead of step 6), different at the epoch start (ahead
-        of step 6), by a different number of draws from the same seed; what ran in between:
-        on_train_epoch_end of DrawsAtEpochEnd
 """
 
 from det_callbacks.causes import generator

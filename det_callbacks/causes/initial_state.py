@@ -6,15 +6,6 @@ Example:
     blame. Set the same seed before the model is built: torch.cpu had a different state from the
     start of the fit, seeded with 0 in the reference, 77 now. Choices differ: settings.seed: 0
     in the reference, 77 now.
-
-    Evidence
-      initial state: 4 of 9 tensors differ, all that hold more than one value
-      torch.cpu had a different state from the start of the fit, seeded with 0 in the reference,
-        77 now; the fit had not drawn from it at the batch start of step 0, and had after
-        forward of step 0; what ran in between: the forward pass
-      python had a different state from the start of the fit, and nothing drew from it
-      numpy had a different state from the start of the fit, and nothing drew from it
-      choice settings.seed: 0 in the reference, 77 now
 """
 
 from det_callbacks.causes.phrases.generators import show_change, show_start

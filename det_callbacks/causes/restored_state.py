@@ -5,9 +5,6 @@ Example:
     (net.weight); no op is to blame. Compare the checkpoint with the one that was saved there,
     and look at what changes this state before the step. A buffer with persistent=False is in no
     checkpoint: keep it there with on_save_checkpoint.
-
-    Evidence
-      initial state: 1 of 2 tensors differ
 """
 
 from det_callbacks.causes.phrases.steps import SUBJECT, also_differ, how_it_entered, place

@@ -5,9 +5,6 @@ Example:
     in the reference; its inputs match, so the difference starts here. TorchScript runs in net,
     and what ran earlier in a process also decides which ops its executor runs. Start both runs
     in fresh processes, and make the same calls to it before the fit.
-
-    Evidence
-      initial state: 5 tensors, all equal
 """
 
 from det_callbacks.causes.rule import Answer, Causes

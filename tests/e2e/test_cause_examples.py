@@ -129,16 +129,6 @@ EXAMPLES: Mapping[str, Callable[[Path], Verdict]] = {
 }
 
 
-def message(verdict: Verdict) -> str:
-    """Return the explanation and the evidence as ``det-callbacks`` prints them, in lines that fit a docstring."""
-    lines = textwrap.wrap(verdict.explanation, 92, break_on_hyphens=False)
-    if verdict.evidence:
-        lines += ["", "Evidence"]
-    for item in verdict.evidence:
-        lines += textwrap.wrap(item, 92, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
-    return "\n".join(lines)
-
-
 def test_every_rule_has_an_example() -> None:
     assert [*EXAMPLES] == [rule.NAME for rule in RULES]
 
@@ -146,7 +136,7 @@ def test_every_rule_has_an_example() -> None:
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.NAME)
 def test_the_example_of_a_rule_is_what_a_verdict_says(rule: Any, tmp_path: Path) -> None:
     verdict = EXAMPLES[rule.NAME](tmp_path)
-    assert message(verdict) == example(rule)
+    assert "\n".join(textwrap.wrap(verdict.explanation, 92, break_on_hyphens=False)) == example(rule)
     assert verdict.cause in rule.CAUSES
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checking import Run
 from loops import Loop
 from resumes import SaveAfter
 from torch import Tensor, nn
@@ -158,36 +157,6 @@ def test_a_resumed_training_is_the_same_training(resume: Any, draw: Any, tmp_pat
     if resume == "exact":
         go_on(go_on_recording)
         assert compare_runs(run, tmp_path / "elsewhere", steps="common").verdict == "match"
-
-
-SCRIPT = """
-import sys
-import lightning.pytorch as pl
-import numpy as np
-import torch
-from lightning.pytorch.demos.boring_classes import BoringModel
-
-class Model(BoringModel):
-    def training_step(self, batch, batch_idx):
-        noise = float(np.random.rand()) if sys.argv[1:] == ["draws"] and batch_idx == 3 else 0.0
-        return {"loss": super().training_step(batch, batch_idx)["loss"] + noise}
-
-np.random.seed()  # as in a process of its own; this one is a fork
-torch.manual_seed(0)
-quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-pl.Trainer(max_steps=5, accelerator="cpu", limit_val_batches=0, **quiet).fit(Model())
-"""
-
-
-def test_check_of_a_script_that_seeds_torch_only(run_command: Run) -> None:
-    Path("torch_only.py").write_text(SCRIPT)
-    done = run_command("check", "--level", "state", script="torch_only.py")
-    assert (done.status, done.errors) == (0, ""), done.text
-    done = run_command("check", "--level", "state", script="torch_only.py", faults=["draws"])
-    assert done.status == 1
-    assert (
-        "numpy had a different state from the start of the fit; the fit had not drawn from it at the batch" in done.text
-    )
 
 
 def loop_of_one_s_own(reference: Path, *, seed: int, draw: Any = nothing, **options: Any) -> TrainingRun:

@@ -244,13 +244,20 @@ def planted(cause: str, *says: str, base: Any = None, **change: Any) -> tuple[st
 
 
 FAULTS = {
-    # a name alone: the whole message is compared in test_cause_examples.py
-    "another seed": planted("initial_weights", seed=77),
+    # the whole explanations of some are compared in test_cause_examples.py: here is their evidence
+    "another seed": planted(
+        "initial_weights",
+        "initial state: 4 of 9 tensors differ, all that hold more than one value",
+        "numpy had a different state from the start of the fit, and nothing drew from it",
+        seed=77,
+    ),
     "loaded weights": planted("initial_weights", "the weights that were loaded", callbacks=(LoadsWeights,)),
     "shuffle with another seed": planted(
         "data_order", "Give the shuffle the same seed", "seeded with 1 in the reference, 2 now", shuffle_seed=2
     ),
-    "unsorted listing": planted("data_order", listing="unsorted"),
+    "unsorted listing": planted(
+        "data_order", "batch: one of its samples is at step 1 of the reference", listing="unsorted"
+    ),
     "labels exchanged": planted(
         "data_content",
         "the batch differs (batch[1])",
@@ -260,6 +267,7 @@ FAULTS = {
     ),
     "epochs of another length": planted(
         "data_order",
+        "only in the current run: epoch end, epoch start, before the loader starts",
         "!etric",
         base={"shuffle_seed": None, "logs": True},
         trainer={"limit_train_batches": 5},
@@ -273,7 +281,9 @@ FAULTS = {
         "!drew other",
         batch_size=32,
     ),
-    "validation draws": planted("rng", draws_in_validation=True),
+    "validation draws": planted(
+        "rng", "equal before validation", "by a different number of draws", draws_in_validation=True
+    ),
     "callback draws": planted(
         "rng", "on_train_batch_end of DrawsAtBatchEnd", "equal at the batch end of step 0", callbacks=(DrawsAtBatchEnd,)
     ),
@@ -313,7 +323,9 @@ FAULTS = {
     "another number of workers": planted(
         "data_content", "num_workers of train_dataloader is 0", base={"augment": "seeded"}, num_workers=2
     ),
-    "callback draws at the epoch's end": planted("rng", base={"shuffle_seed": None}, callbacks=(DrawsAtEpochEnd,)),
+    "callback draws at the epoch's end": planted(
+        "rng", "the sampler drew different indices", base={"shuffle_seed": None}, callbacks=(DrawsAtEpochEnd,)
+    ),
     "callback seeds anew": planted("rng", "seeded with 0 in the reference, 9 now", callbacks=(SeedsAnew,)),
     "a weight changed in a step that was not recorded": planted(
         "unknown", "before step 6, and steps before it were not recorded", base={"every_n_steps": 3}, changes_in_step=4
