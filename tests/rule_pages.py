@@ -38,6 +38,11 @@ def when(rule: Any) -> str:
     return " ".join((inspect.getdoc(rule) or "").partition(EXAMPLE)[0].split())
 
 
+def name_of(rule: Any) -> str:
+    """Return the name of a cause's file in words."""
+    return str(rule.__name__).rpartition(".")[2].replace("_", " ")
+
+
 def example(rule: Any) -> str:
     """Return the whole message that stands in a rule's docstring."""
     return inspect.cleandoc((inspect.getdoc(rule) or "").partition(EXAMPLE)[2])
@@ -53,8 +58,8 @@ def page(head: str, rules: Sequence[Any], titles: Sequence[str], rows: Sequence[
 def pages() -> dict[str, str]:
     """Return the pages as they have to be."""
     rules = causes.RULES
-    rows = [f"{rule.NAME} | {' or '.join(f'`{cause}`' for cause in rule.CAUSES)}" for rule in rules]
-    found = {"causes": page(CAUSES, rules, [rule.NAME.capitalize() for rule in rules], rows)}
+    rows = [f"{name_of(rule)} | {' or '.join(f'`{cause}`' for cause in rule.CAUSES)}" for rule in rules]
+    found = {"causes": page(CAUSES, rules, [name_of(rule).capitalize() for rule in rules], rows)}
     names = [rule.NAME for rule in findings.RULES]
     rows = [f"[`{rule.NAME}`](#{rule.NAME}) | `{rule.LEVEL}`" for rule in findings.RULES]
     return {**found, "findings": page(FINDINGS, findings.RULES, names, rows)}

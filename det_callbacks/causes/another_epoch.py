@@ -11,7 +11,6 @@ from det_callbacks.causes.phrases.batches import because
 from det_callbacks.causes.rule import Answer, Causes
 from det_callbacks.compare.facts import Facts
 
-NAME = "another epoch"
 CAUSES: Causes = ("data_order",)
 
 _BOUNDARIES = {"epoch end", "epoch start"}

@@ -12,7 +12,6 @@ from det_callbacks.causes.phrases.generators import show_change
 from det_callbacks.causes.rule import Answer, Causes
 from det_callbacks.compare.facts import DataChange, Facts
 
-NAME = "batch"
 CAUSES: Causes = ("settings", "data_order", "data_content")
 
 _OTHER_CONTENT = ("transformed", "other data set", "made otherwise", "other")

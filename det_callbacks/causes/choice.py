@@ -11,7 +11,6 @@ from det_callbacks.causes.phrases.steps import explain_first
 from det_callbacks.causes.rule import Answer, Causes
 from det_callbacks.compare.facts import Facts
 
-NAME = "choice"
 CAUSES: Causes = ("settings",)
 
 

@@ -12,7 +12,6 @@ Example:
 from det_callbacks.causes.rule import Answer, Causes
 from det_callbacks.compare.facts import Facts
 
-NAME = "compiled graph"
 CAUSES: Causes = ("structure",)
 
 

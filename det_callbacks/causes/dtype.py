@@ -12,7 +12,6 @@ from det_callbacks.causes.phrases.steps import explain_first
 from det_callbacks.causes.rule import Answer, Causes
 from det_callbacks.compare.facts import Facts
 
-NAME = "dtype"
 CAUSES: Causes = ("settings",)
 
 

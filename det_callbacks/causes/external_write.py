@@ -18,7 +18,6 @@ from det_callbacks.report.console import listed
 from det_callbacks.runs.evidence import AFTER, BATCH_END, BATCH_START, BEFORE, DRAWING, LOADER
 from det_callbacks.runs.program import GRAPH, REGION, Site
 
-NAME = "external write"
 CAUSES: Causes = ("external_write",)
 
 _OPAQUE_ROLES = ("graph", "region_input", "graph_output")

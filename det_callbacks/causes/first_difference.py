@@ -10,7 +10,6 @@ from det_callbacks.causes.rule import CAUSE_OF_PHASE, Answer, Causes, is_of_para
 from det_callbacks.compare.facts import COLLECTIVES, Facts
 from det_callbacks.verdict import Cause
 
-NAME = "first difference"
 CAUSES: Causes = ("forward", "backward", "optimizer", "collective", "unknown")
 
 

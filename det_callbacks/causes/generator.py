@@ -12,7 +12,6 @@ from det_callbacks.compare.differences import Finding
 from det_callbacks.compare.facts import Facts
 from det_callbacks.runs.evidence import LOADER
 
-NAME = "generator"
 CAUSES: Causes = ("rng",)
 
 

@@ -11,7 +11,6 @@ from det_callbacks.causes.phrases.generators import RESUME_EXACTLY
 from det_callbacks.causes.rule import Answer, Causes
 from det_callbacks.compare.facts import Facts
 
-NAME = "generator before the data"
 CAUSES: Causes = ("rng",)
 
 

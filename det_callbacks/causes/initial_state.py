@@ -12,7 +12,6 @@ from det_callbacks.causes.phrases.generators import show_change, show_start
 from det_callbacks.causes.rule import Answer, Causes
 from det_callbacks.compare.facts import Facts
 
-NAME = "initial state"
 CAUSES: Causes = ("initial_weights",)
 
 

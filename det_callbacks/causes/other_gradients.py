@@ -11,7 +11,6 @@ from det_callbacks.causes.rule import Answer, Causes
 from det_callbacks.compare.facts import Facts
 from det_callbacks.report.console import listed
 
-NAME = "other gradients"
 CAUSES: Causes = ("optimizer",)
 
 

@@ -12,7 +12,6 @@ from det_callbacks.compare.facts import Facts
 from det_callbacks.runs.program import is_further
 from det_callbacks.verdict import Cause
 
-NAME = "input from outside"
 CAUSES: Causes = ("initial_weights", "forward", "backward", "optimizer", "unknown")
 
 

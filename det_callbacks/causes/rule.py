@@ -28,14 +28,13 @@ class Answer:
 
 
 class Rule(Protocol):
-    """A module with its name, the causes that it may name, and a function.
+    """A module with the causes that it may name and a function.
 
     The module's docstring says in its first paragraph when the rule applies; after "Example:" it has
     an example of the whole explanation, which a test compares with a real verdict. ``make causes`` makes
     the page ``docs/reference/causes.md`` of both.
     """
 
-    NAME: str
     CAUSES: Causes
 
     def find(self, facts: Facts) -> Answer | None:

@@ -10,7 +10,6 @@ from det_callbacks.causes.phrases.unrecorded import advise_lost_value
 from det_callbacks.causes.rule import Answer, Causes
 from det_callbacks.compare.facts import Facts
 
-NAME = "structure"
 CAUSES: Causes = ("structure",)
 
 

@@ -14,7 +14,6 @@ from det_callbacks.compare.facts import Facts
 from det_callbacks.report.run import describe_tensor
 from det_callbacks.runs.program import UNWRITTEN
 
-NAME = "uninitialised memory"
 CAUSES: Causes = ("uninitialised_memory",)
 
 

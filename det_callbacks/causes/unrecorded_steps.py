@@ -10,7 +10,6 @@ from det_callbacks.causes.phrases.unrecorded import begun_before
 from det_callbacks.causes.rule import Answer, Causes
 from det_callbacks.compare.facts import Facts, earlier_choice
 
-NAME = "steps that were not recorded"
 CAUSES: Causes = ("unknown", "settings")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rule_pages import example, is_current
+from rule_pages import example, is_current, name_of
 from step_builder import FLOAT, StepBuilder, both, judge, training_step
 from test_named_causes import FAULTS, Training
 from test_named_causes import pytestmark as marks
@@ -114,10 +114,10 @@ EXAMPLES: Mapping[str, Callable[[Path], Verdict]] = {
     "generator before the data": planted("callback draws at the epoch's end"),
     "batch": planted("unsorted listing"),
     "generator": planted("validation draws"),
-    "steps that were not recorded": built(read_a_weight, selection=Selection(only_steps=(7,))),
+    "unrecorded steps": built(read_a_weight, selection=Selection(only_steps=(7,))),
     "uninitialised memory": built(of_unwritten_memory, step=0),
     "external write": planted("a weight between steps"),
-    "input from outside": built(from_outside),
+    "outside input": built(from_outside),
     "choice": changed(options={"environment": [choice("optimizer.AdamW.lr", 0.1, 0.2)]}, lr=0.2),
     "optimizer option": planted("a callback changes the learning rate", level="state"),
     "other gradients": built(without_a_gradient),
@@ -130,12 +130,12 @@ EXAMPLES: Mapping[str, Callable[[Path], Verdict]] = {
 
 
 def test_every_rule_has_an_example() -> None:
-    assert [*EXAMPLES] == [rule.NAME for rule in RULES]
+    assert [*EXAMPLES] == [*map(name_of, RULES)]
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.NAME)
+@pytest.mark.parametrize("rule", RULES, ids=name_of)
 def test_the_example_of_a_rule_is_what_a_verdict_says(rule: Any, tmp_path: Path) -> None:
-    verdict = EXAMPLES[rule.NAME](tmp_path)
+    verdict = EXAMPLES[name_of(rule)](tmp_path)
     assert "\n".join(textwrap.wrap(verdict.explanation, 92, break_on_hyphens=False)) == example(rule)
     assert verdict.cause in rule.CAUSES
 
