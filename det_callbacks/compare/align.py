@@ -142,7 +142,7 @@ def _match_units(reference: list[_Unit], current: list[_Unit]) -> Pairs:
     gaps: list[Gap] = [(0, len(reference), 0, len(current))]
     for level in (DIGEST, ARGUMENTS, STRUCTURE, OP):
         left, right = ([unit.keys[level] for unit in units] for units in (reference, current))
-        gaps = [part for gap in gaps for part in _split(left, right, gap, pairs, is_strict=level == DIGEST)]
+        gaps = [part for gap in gaps for part in _split(left, right, gap, pairs, suffix_first=level != DIGEST)]
         if level == DIGEST:
             same = {gap for gap in gaps if _is_same_sequence(reference[slice(*gap[:2])], current[slice(*gap[2:])])}
             pairs.extend(pair for gap in same for pair in zip(range(*gap[:2]), range(*gap[2:]), strict=True))
@@ -150,18 +150,12 @@ def _match_units(reference: list[_Unit], current: list[_Unit]) -> Pairs:
     return sorted(pairs)
 
 
-def _split(left: list[int], right: list[int], gap: Gap, pairs: Pairs, *, is_strict: bool) -> list[Gap]:
-    """Add the matches of a gap to ``pairs``, repeated keys only unless strict; return the gaps that are left."""
-    gaps = [_trim(left, right, gap, pairs, suffix_first=not is_strict)]
-    for match in (_match_unique,) if is_strict else (_match_unique, _match_repeated):
-        parts: list[Gap] = []
-        for known in gaps:
-            matched = match(left, right, known)
-            pairs.extend(matched)
-            between = _gaps_between(matched, known)
-            parts.extend(_trim(left, right, part, pairs, suffix_first=not is_strict) for part in between)
-        gaps = parts
-    return gaps
+def _split(left: list[int], right: list[int], gap: Gap, pairs: Pairs, *, suffix_first: bool) -> list[Gap]:
+    """Add the matches of a gap to ``pairs``; return the gaps that are left."""
+    gap = _trim(left, right, gap, pairs, suffix_first=suffix_first)
+    matched = _match(left, right, gap)
+    pairs.extend(matched)
+    return [_trim(left, right, part, pairs, suffix_first=suffix_first) for part in _gaps_between(matched, gap)]
 
 
 def _is_same_sequence(reference: list[_Unit], current: list[_Unit]) -> bool:
@@ -275,27 +269,22 @@ def _trim(reference: Sequence[int], current: Sequence[int], gap: Gap, pairs: Pai
     return r_start, r_stop, c_start, c_stop
 
 
-def _match_unique(left: Sequence[int], right: Sequence[int], gap: Gap, *, is_numbered: bool = False) -> Pairs:
-    """Match keys that occur once on both sides of a gap, as far as their order agrees (patience diff).
+def _match(left: Sequence[int], right: Sequence[int], gap: Gap) -> Pairs:
+    """Match the longest common blocks of a gap.
 
-    With ``is_numbered`` the n-th occurrences from the end are matched.
+    In a large gap, the n-th occurrences of keys from its end are matched, as far as their order agrees.
     """
-    ours, theirs = (_places(keys, *ends, is_numbered) for keys, ends in ((left, gap[:2]), (right, gap[2:])))
-    return _longest_increasing([(place, theirs[key]) for key, place in reversed(ours.items()) if key in theirs])
-
-
-def _match_repeated(left: Sequence[int], right: Sequence[int], gap: Gap) -> Pairs:
-    """Match the longest common blocks of a gap."""
     r_start, r_stop, c_start, c_stop = gap
     if (r_stop - r_start) * (c_stop - c_start) > MAX_CELLS:
-        return _match_unique(left, right, gap, is_numbered=True)
+        ours, theirs = _numbered(left, r_start, r_stop), _numbered(right, c_start, c_stop)
+        return _longest_increasing([(place, theirs[key]) for key, place in reversed(ours.items()) if key in theirs])
     # backwards, because the search puts an insertion as late as it can
     matcher = SequenceMatcher(None, left[r_start:r_stop][::-1], right[c_start:c_stop][::-1], autojunk=False)
     places = ((block.a + at, block.b + at) for block in matcher.get_matching_blocks() for at in range(block.size))
     return sorted((r_stop - 1 - x, c_stop - 1 - y) for x, y in places)
 
 
-def _places(keys: Sequence[int], start: int, stop: int, is_numbered: bool) -> dict[tuple[int, int], int]:
+def _numbered(keys: Sequence[int], start: int, stop: int) -> dict[tuple[int, int], int]:
     """Return the places in a range by key and the number of its later occurrences, the last place first."""
     seen: Counter[int] = Counter()
     found = {}
@@ -303,7 +292,7 @@ def _places(keys: Sequence[int], start: int, stop: int, is_numbered: bool) -> di
         key = keys[place]
         found[key, seen[key]] = place
         seen[key] += 1
-    return {key: place for key, place in found.items() if is_numbered or seen[key[0]] == 1}
+    return found
 
 
 def _gaps_between(pairs: Pairs, gap: Gap) -> list[Gap]:
