@@ -63,11 +63,11 @@ docs: $(INSTALLED)
 
 # docs/reference/causes.md, from the files in det_callbacks/causes.
 causes: $(INSTALLED)
-	$(BIN)/python tests/causes_page.py
+	$(BIN)/python tests/rule_pages.py causes
 
 # docs/reference/findings.md, from the files in det_callbacks/findings.
 findings: $(INSTALLED)
-	$(BIN)/python tests/findings_page.py
+	$(BIN)/python tests/rule_pages.py findings
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix $(CODE)

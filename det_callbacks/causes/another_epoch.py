@@ -1,42 +1,27 @@
 """An epoch ended in one run only on the way to the step, and with it the batches or the generators differ.
 
 Example:
-    Step 5: the batch differs (batch[0], batch[1]), and the generator state also differs; it entered the step that
-    way, so no op is to blame. An epoch ended in one run only: look at limit_train_batches, overfit_batches,
-    drop_last and the data: the sampler drew different indices. Choices differ: trainer.limit_train_batches: 1.0 in
-    the reference, 5 now.
-
-    Evidence
-      batch: different bits in batch[0], batch[1]
-      batch: the sampler drew different indices
-      batch: one of its samples is at step 1 of the reference
-      batch: first different sample: train_dataloader [0] drew 71 in the reference, 76 now
-      torch.cpu: equal at the batch end of step 4, different before a batch is drawn (ahead of step 5), by a
-        different number of draws from the same seed; what ran in between: the start of the loader's iterators; only
-        in the current run: epoch end, epoch start, before the loader starts
-      choice trainer.limit_train_batches: 1.0 in the reference, 5 now
+    Step 5: the batch differs (batch[0], batch[1]), and the generator state also differs; it
+    entered the step that way, so no op is to blame. An epoch ended in one run only: look at
+    limit_train_batches, overfit_batches, drop_last and the data: the sampler drew different
+    indices. Choices differ: trainer.limit_train_batches: 1.0 in the reference, 5 now.
 """
 
-from typing import Literal
-
 from det_callbacks.causes.phrases.batches import because
-from det_callbacks.causes.phrases.steps import explain_first as explain
+from det_callbacks.causes.rule import Answer, Causes
 from det_callbacks.compare.facts import Facts
 
-__all__ = ["NAME", "advise", "cause", "explain"]
+CAUSES: Causes = ("data_order",)
 
-NAME = "another epoch"
 _BOUNDARIES = {"epoch end", "epoch start"}
+_TODO = "An epoch ended in one run only: look at limit_train_batches, overfit_batches, drop_last and the data"
 
 
-def cause(facts: Facts) -> Literal["data_order"] | None:
-    if "data" not in facts.source_phases and "rng" not in facts.source_phases:
+def find(facts: Facts) -> Answer | None:
+    if {"data", "rng"}.isdisjoint(facts.source_phases):
         return None
-    before = (change for change in facts.evidence.generators if facts.is_before_step(change))
-    has_boundary = any(_BOUNDARIES & {*change.only_reference, *change.only_current} for change in before)
-    return "data_order" if has_boundary else None
-
-
-def advise(facts: Facts) -> str:
-    todo = "An epoch ended in one run only: look at limit_train_batches, overfit_batches, drop_last and the data"
-    return because(todo, facts)
+    before = [change for change in facts.evidence.generators if facts.is_before_step(change)]
+    in_one_run = {point for change in before for point in (*change.only_reference, *change.only_current)}
+    if in_one_run.isdisjoint(_BOUNDARIES):
+        return None
+    return Answer(cause="data_order", advice=because(_TODO, facts))

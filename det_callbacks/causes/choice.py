@@ -1,32 +1,21 @@
 """A choice differs without which the two runs would have done the same at the first difference.
 
 Example:
-    optimizer.AdamW.lr: 0.1 in the reference, 0.2 now, which explains the first difference. Step 7, optimizer:
-    aten.addcdiv_.default in net was called with different arguments (value: -0.1 -> -0.2); its inputs match, so the
-    difference starts here.
-
-    Evidence
-      initial state: 2 tensors, all equal
-      choice optimizer.AdamW.lr: 0.1 in the reference, 0.2 now
+    optimizer.AdamW.lr: 0.1 in the reference, 0.2 now, which explains the first difference. Step
+    7, optimizer: aten.addcdiv_.default in net was called with different arguments (value: -0.1
+    -> -0.2); its inputs match, so the difference starts here.
 """
-
-from typing import Literal
 
 from det_callbacks.causes.phrases.choices import explained_by
 from det_callbacks.causes.phrases.steps import explain_first
+from det_callbacks.causes.rule import Answer, Causes
 from det_callbacks.compare.facts import Facts
 
-NAME = "choice"
+CAUSES: Causes = ("settings",)
 
 
-def cause(facts: Facts) -> Literal["settings"] | None:
-    return None if facts.explaining_choice is None else "settings"
-
-
-def explain(facts: Facts) -> str:
-    assert facts.explaining_choice is not None, "the rule applies"
-    return explained_by(facts.explaining_choice, explain_first(facts))
-
-
-def advise(facts: Facts) -> str:
-    return ""
+def find(facts: Facts) -> Answer | None:
+    choice = facts.explaining_choice
+    if choice is None:
+        return None
+    return Answer(cause="settings", explanation=explained_by(choice, explain_first(facts)))

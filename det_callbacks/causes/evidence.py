@@ -1,4 +1,4 @@
-"""The evidence of a verdict: what led to its cause, one line a finding."""
+"""The evidence of a verdict, one finding a line."""
 
 from det_callbacks.causes.phrases.batches import batch_lines
 from det_callbacks.causes.phrases.choices import both_values
@@ -10,7 +10,7 @@ MAX_LINES = 20  # of evidence
 
 
 def evidence_lines(facts: Facts) -> tuple[str, ...]:
-    """Return what led to a cause, one line a finding, in the order of time: weights, data, generators, choices."""
+    """Return the evidence in the order of time: weights, data, generators, choices."""
     lines = list[str]()
     if facts.evidence.unread:
         lines.append(f"the evidence of generators and data could not be used: {facts.evidence.unread}")

@@ -1,76 +1,79 @@
 """A weight, buffer, gradient or optimizer state differs, and no recorded op wrote the difference.
 
 Example:
-    Step 4: net.5.bias was changed between step 3 and step 4 by something that the trace does not see (NumPy, a raw
-    kernel, a callback between steps); what ran there: on_train_batch_end of WritesAfterBatch. Look at what runs
-    there. If the write is meant, do it with torch ops inside a step, so that it is recorded.
+    Step 4: net.5.bias was changed between step 3 and step 4 by something that the trace does
+    not see (NumPy, a raw kernel, a callback between steps); what ran there: on_train_batch_end
+    of WritesAfterBatch. Look at what runs there. If the write is meant, do it with torch ops
+    inside a step, so that it is recorded.
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Literal
 
 from det_callbacks.causes.phrases.generators import users_of, what_ran
 from det_callbacks.causes.phrases.sites import site_text
 from det_callbacks.causes.phrases.steps import also_differ, place
-from det_callbacks.compare.differences import Finding
+from det_callbacks.causes.rule import Answer, Causes
 from det_callbacks.compare.facts import Facts
 from det_callbacks.report.console import listed
-from det_callbacks.runs.evidence import AFTER, BEFORE
+from det_callbacks.runs.evidence import AFTER, BATCH_END, BATCH_START, BEFORE, DRAWING, LOADER
 from det_callbacks.runs.program import GRAPH, REGION, Site
 
-NAME = "external write"
+CAUSES: Causes = ("external_write",)
 
 _OPAQUE_ROLES = ("graph", "region_input", "graph_output")
-_OF_DATA = ("before the loader starts", "before a batch is drawn")  # always there, and it writes no weights
+_OF_DATA = (LOADER, DRAWING)  # always there, and it writes no weights
 _NUMBERS = ("int", "float", "bool")
+_UNSEEN = "by something that the trace does not see (NumPy, a raw kernel"
 
 
-def cause(facts: Facts) -> Literal["external_write"] | None:
-    is_found = _changed_between_steps(facts) or _is_changed_in_step(facts) or _changed_inputs(facts)
-    return "external_write" if is_found else None
-
-
-def explain(facts: Facts) -> str:
-    step, first = facts.difference.step, facts.first
-    if names := _changed_between_steps(facts):
-        were = "was" if len(names) == 1 else "were"
-        when = f"between step {step - 1} and step {step}" if step else "before step 0"
-        others = [phase for phase in facts.source_phases if phase not in ("input", "state")]
-        return (
-            f"{place(facts)}: {listed(names)} {were} changed {when} by something that the trace does not see (NumPy, "
-            f"a raw kernel, a callback between steps){_ran_between_steps(facts)}{also_differ(others)}"
-        )
-    unseen = "by something that the trace does not see (NumPy, a raw kernel)"
-    if _is_changed_in_step(facts):
-        name = first.divergence.name
-        return f"{place(facts)}: {name} was changed within the step {unseen}{_ran_in_step(first, facts)}"
-    names = _changed_inputs(facts)
-    return (
-        f"{place(facts)}, {first.divergence.phase}: {site_text(first.divergence)} produced different bits; "
-        f"{listed(names, ' or ')}, which it reads, was changed earlier in the step {unseen}"
+def find(facts: Facts) -> Answer | None:
+    explanation = _between_steps(facts) or _in_step(facts) or _before_an_op(facts)
+    if not explanation:
+        return None
+    return Answer(
+        cause="external_write",
+        explanation=f"{place(facts)}{explanation}",
+        advice="Look at what runs there. If the write is meant, do it with torch ops inside a step, so that it is "
+        "recorded",
     )
 
 
-def advise(facts: Facts) -> str:
-    return "Look at what runs there. If the write is meant, do it with torch ops inside a step, so that it is recorded"
+def _between_steps(facts: Facts) -> str:
+    names, step = _changed_between_steps(facts), facts.difference.step
+    if not names:
+        return ""
+    were = "was" if len(names) == 1 else "were"
+    when = f"between step {step - 1} and step {step}" if step else "before step 0"
+    others = [phase for phase in facts.source_phases if phase not in ("input", "state")]
+    return (
+        f": {listed(names)} {were} changed {when} {_UNSEEN}, a callback between steps)"
+        f"{_ran_between_steps(facts)}{also_differ(others)}"
+    )
 
 
 def _changed_between_steps(facts: Facts) -> list[str]:
     """Return the names of the tensors that a step found with other bits than the step before it had left.
 
-    That step was compared, and what it left is equal. None where a checkpoint, a step that was not recorded or an op
-    that is not digested may have written them.
+    None where a checkpoint, a step that was not recorded or an op without a digest may have written them.
     """
-    may_be_written = facts.is_first_seen or facts.is_after_gap or facts.is_resumed
-    if facts.further and not may_be_written:
+    if facts.is_first_seen or facts.is_after_gap or facts.is_resumed:
+        return []
+    if facts.further:
         return facts.further
-    if may_be_written or not facts.sources or not _sees_all_ops(facts, before=facts.sources[0].row):
+    if not facts.sources or not _sees_all_ops(facts, before=facts.sources[0].row):
         return []
     first = facts.sources[0]
     if first.role != "input" or first.divergence.name is None:
         return []
     names = (one.divergence.name for one in facts.sources if one.role == "input")
     return list(dict.fromkeys(name for name in names if name is not None))
+
+
+def _in_step(facts: Facts) -> str:
+    first = facts.first.divergence
+    if not _is_changed_in_step(facts):
+        return ""
+    return f": {first.name} was changed within the step {_UNSEEN}){_ran_in_step(first.phase, facts)}"
 
 
 def _is_changed_in_step(facts: Facts) -> bool:
@@ -86,6 +89,16 @@ def _is_changed_in_step(facts: Facts) -> bool:
     is_tensor = first.divergence.phase == "state" and first.divergence.dtype not in _NUMBERS
     read = facts.difference.sites_read(first.row)
     return is_tensor and bool(read) and _sees_all_ops(facts, before=first.row) and all(map(_is_found, read))
+
+
+def _before_an_op(facts: Facts) -> str:
+    names, first = _changed_inputs(facts), facts.first.divergence
+    if not names:
+        return ""
+    return (
+        f", {first.phase}: {site_text(first)} produced different bits; {listed(names, ' or ')}, which it reads, was "
+        f"changed earlier in the step {_UNSEEN})"
+    )
 
 
 def _changed_inputs(facts: Facts) -> list[str]:
@@ -122,7 +135,7 @@ def _is_opaque(site: Site) -> bool:
 
 def _ran_between_steps(facts: Facts) -> str:
     evidence, step = facts.evidence, facts.difference.step
-    moments = [(step - 1, "batch end"), (step, "batch start")]
+    moments = [(step - 1, BATCH_END), (step, BATCH_START)]
     if any(moment not in evidence.moments for moment in moments):
         return ""
     begin, end = map(evidence.moments.index, moments)
@@ -130,11 +143,11 @@ def _ran_between_steps(facts: Facts) -> str:
     return _told([*what_ran(points, evidence), *users_of("on_train_batch_start", evidence, AFTER)])
 
 
-def _ran_in_step(first: Finding, facts: Facts) -> str:
+def _ran_in_step(phase: str, facts: Facts) -> str:
     def hooks() -> Iterator[str]:
         yield from users_of("on_after_backward", facts.evidence, BEFORE, AFTER)
         yield from users_of("on_before_optimizer_step", facts.evidence, BEFORE, AFTER)
-        if first.divergence.phase == "state":
+        if phase == "state":
             yield from users_of("on_train_batch_end", facts.evidence, BEFORE)
 
     return _told(hooks())

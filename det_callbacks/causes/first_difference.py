@@ -1,36 +1,51 @@
-"""No op is proven to be the origin, and nothing earlier explains the difference.
+"""Nothing earlier explains the difference: the cause is where its origin ran, or else where it shows first.
 
 Example:
-    Step 7, forward: loss holds different bits; the op that wrote it was not recorded, so where it starts cannot be
-    proven.
-
-    Evidence
-      initial state: 1 tensor, all equal
+    Step 7, forward: aten.mul.Tensor #5 in net.chain at train.py:45 in forward produced
+    different bits; its inputs match, so the difference starts here.
 """
 
-from det_callbacks.causes.phrases.steps import explain_first as explain
-from det_callbacks.causes.phrases.unrecorded import advise_lost_value as advise
-from det_callbacks.causes.rule import Computation, cause_of_op, is_of_parameter
-from det_callbacks.compare.facts import Facts
+from det_callbacks.causes.phrases.unrecorded import advise_lost_value
+from det_callbacks.causes.rule import CAUSE_OF_PHASE, Answer, Causes, is_of_parameter
+from det_callbacks.compare.facts import COLLECTIVES, Facts
+from det_callbacks.verdict import Cause
 
-__all__ = ["NAME", "advise", "cause", "explain"]
-
-NAME = "first difference"
+CAUSES: Causes = ("forward", "backward", "optimizer", "collective", "unknown")
 
 
-def cause(facts: Facts) -> Computation:
+def find(facts: Facts) -> Answer:
+    return Answer(cause=_cause(facts), advice=advise_lost_value(facts))
+
+
+def _cause(facts: Facts) -> Cause:
     first = facts.first
-    if first.role in ("delivered", "graph_output"):
+    if facts.origin is None and first.role in ("delivered", "graph_output"):
         return "unknown"  # of a collective the other ranks know more: see ``compare/collectives.py``
-    if first.role == "named" and first.divergence.phase == "state":
+    if facts.origin is None and first.role == "named" and first.divergence.phase == "state":
         return _cause_of_state_left(facts)
-    return cause_of_op(facts)
+    found = facts.leading
+    if found.divergence.op.startswith(COLLECTIVES):
+        return "collective"
+    if facts.starts_backward or _is_between_passes(facts):
+        return "backward"
+    return CAUSE_OF_PHASE.get(found.divergence.phase, "unknown")
 
 
-def _cause_of_state_left(facts: Facts) -> Computation:
+def _cause_of_state_left(facts: Facts) -> Cause:
     """Return the cause of state that only differs after the step: an optimizer owns what it has a gradient of."""
     ours, theirs = facts.gradients
     gradients = {*ours, *theirs}
     if is_of_parameter(facts.first) or f"grad of {facts.first.divergence.name}" in gradients:
         return "optimizer"
     return "forward" if gradients else "unknown"  # an update without an optimizer may run anywhere
+
+
+def _is_between_passes(facts: Facts) -> bool:
+    """Return whether the origin, or what differs first, ran after a forward pass and before its backward pass."""
+    program, position = facts.difference.side(facts.leading.row)
+    if program.sites[position].phase != "other":
+        return False
+    before = (site.phase for site in reversed(program.sites[:position]) if site.op)
+    after = (site.phase for site in program.sites[position:] if site.op)  # the loss has a row of its own there
+    passes = [next((phase for phase in phases if phase in CAUSE_OF_PHASE), None) for phases in (before, after)]
+    return passes == ["forward", "backward"]

@@ -1,36 +1,33 @@
 """The state of a generator differs first, or only the current run has an op that draws from one.
 
 Example:
-    Step 3: the generator state differs (torch.cpu); it entered the step that way, so no op is to blame. Keep
-    validation from drawing from torch.cpu: give it a generator of its own, or restore the state after it.
-
-    Evidence
-      torch.cpu: equal before validation (ahead of step 3), different after validation (ahead of step 3), by a
-        different number of draws from the same seed; what ran in between: validation
+    Step 3: the generator state differs (torch.cpu); it entered the step that way, so no op is
+    to blame. Keep validation from drawing from torch.cpu: give it a generator of its own, or
+    restore the state after it.
 """
 
-from typing import Literal
-
 from det_callbacks.causes.phrases.generators import RESUME_EXACTLY, keep_from_drawing, show_change
-from det_callbacks.causes.phrases.steps import explain_first as explain
+from det_callbacks.causes.rule import Answer, Causes
 from det_callbacks.compare.differences import Finding
 from det_callbacks.compare.facts import Facts
+from det_callbacks.runs.evidence import LOADER
 
-__all__ = ["NAME", "advise", "cause", "explain"]
-
-NAME = "generator"
+CAUSES: Causes = ("rng",)
 
 
-def cause(facts: Facts) -> Literal["rng"] | None:
+def find(facts: Facts) -> Answer | None:
+    return Answer(cause="rng", advice=advise(facts)) if _is_cause(facts) else None
+
+
+def _is_cause(facts: Facts) -> bool:
     if "rng" in facts.source_phases:
-        return "rng"
+        return True
     if facts.sources:
-        is_of_drawn = bool(facts.drawn_within) and all(map(_is_made_outside, facts.sources))
-        return "rng" if is_of_drawn else None
+        return bool(facts.drawn_within) and all(map(_is_made_outside, facts.sources))
     if facts.model_choice is not None:
-        return None
+        return False
     is_passed_on = bool(facts.drawn_within) and facts.first.start == "passed on"
-    return "rng" if is_passed_on or facts.draws_in_step or _draws_in_one_run(facts) else None
+    return is_passed_on or facts.draws_in_step or _draws_in_one_run(facts)
 
 
 def _is_made_outside(source: Finding) -> bool:
@@ -39,7 +36,6 @@ def _is_made_outside(source: Finding) -> bool:
 
 
 def _draws_in_one_run(facts: Facts) -> bool:
-    """Return whether the first difference is an op that draws, and that only the current run has."""
     first = facts.first.divergence
     reads_generator = any(site.role == "generator" for site in facts.difference.sites_read(facts.first.row))
     return first.kind == "extra" and bool(first.op) and reads_generator
@@ -47,7 +43,7 @@ def _draws_in_one_run(facts: Facts) -> bool:
 
 def advise(facts: Facts) -> str:
     consumed, changes = facts.consumed, facts.evidence.generators
-    was_before_fit = any(one.equal_at is None or "before the loader starts" in one.points for one in changes)
+    was_before_fit = any(one.equal_at is None or LOADER in one.points for one in changes)
     if facts.is_resumed and was_before_fit and "rng" in facts.source_phases:
         return RESUME_EXACTLY
     if consumed is not None:

@@ -1,41 +1,26 @@
 """Something drew from a generator before the batch was drawn, or a resume did not restore it, so the batch differs.
 
 Example:
-    Step 6: the batch differs (batch[0], batch[1]), and the generator state also differs; it entered the step that
-    way, so no op is to blame. Keep on_train_epoch_end of DrawsAtEpochEnd from drawing from torch.cpu: give it a
-    generator of its own, or restore the state after it.
-
-    Evidence
-      batch: different bits in batch[0], batch[1]
-      batch: the sampler drew different indices
-      batch: one of its samples is at step 1 of the reference
-      batch: first different sample: train_dataloader [0] drew 91 in the reference, 36 now
-      torch.cpu: equal at the epoch end (ahead of step 6), different at the epoch start (ahead of step 6), by a
-        different number of draws from the same seed; what ran in between: on_train_epoch_end of DrawsAtEpochEnd
+    Step 6: the batch differs (batch[0], batch[1]), and the generator state also differs; it
+    entered the step that way, so no op is to blame. Keep on_train_epoch_end of DrawsAtEpochEnd
+    from drawing from torch.cpu: give it a generator of its own, or restore the state after it.
 """
-
-from typing import Literal
 
 from det_callbacks.causes import generator
 from det_callbacks.causes.phrases.generators import RESUME_EXACTLY
-from det_callbacks.causes.phrases.steps import explain_first as explain
+from det_callbacks.causes.rule import Answer, Causes
 from det_callbacks.compare.facts import Facts
 
-__all__ = ["NAME", "advise", "cause", "explain"]
-
-NAME = "generator before the data"
+CAUSES: Causes = ("rng",)
 
 
-def cause(facts: Facts) -> Literal["rng"] | None:
+def find(facts: Facts) -> Answer | None:
     if not facts.has_other_data:
         return None
     if facts.consumed is not None and facts.is_before_step(facts.consumed):
-        return "rng"
-    # a generator that the checkpoint did not restore draws other samples, and augments them differently
+        return Answer(cause="rng", advice=generator.advise(facts))
+    # a generator that was not restored draws other samples, and augments them differently
     is_same_data = facts.has_equal_samples or facts.evidence.batch.is_whole
-    is_unrestored = facts.is_resumed and "rng" in facts.source_phases
-    return "rng" if is_unrestored and not is_same_data else None
-
-
-def advise(facts: Facts) -> str:
-    return RESUME_EXACTLY if facts.consumed is None else generator.advise(facts)
+    if is_same_data or not facts.is_resumed or "rng" not in facts.source_phases:
+        return None
+    return Answer(cause="rng", advice=RESUME_EXACTLY if facts.consumed is None else generator.advise(facts))

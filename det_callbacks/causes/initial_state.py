@@ -1,51 +1,39 @@
 """A parameter or a buffer differs when the training starts: another seed, other weights, or another model.
 
 Example:
-    Step 0: the initial state differs (net.0.weight, net.0.bias, net.5.weight and 1 more: 4 of 9 tensors), and the
-    generator state also differs; it entered the step that way, so no op is to blame. Set the same seed before the
-    model is built: torch.cpu had a different state from the start of the fit, seeded with 0 in the reference, 77
-    now. Choices differ: settings.seed: 0 in the reference, 77 now.
-
-    Evidence
-      initial state: 4 of 9 tensors differ, all that hold more than one value
-      torch.cpu had a different state from the start of the fit, seeded with 0 in the reference, 77 now; the fit had
-        not drawn from it at the batch start of step 0, and had after forward of step 0; what ran in between: the
-        forward pass
-      python had a different state from the start of the fit, and nothing drew from it
-      numpy had a different state from the start of the fit, and nothing drew from it
-      choice settings.seed: 0 in the reference, 77 now
+    Step 0: the initial state differs (net.0.weight, net.0.bias, net.5.weight and 1 more: 4 of 9
+    tensors), and the generator state also differs; it entered the step that way, so no op is to
+    blame. Set the same seed before the model is built: torch.cpu had a different state from the
+    start of the fit, seeded with 0 in the reference, 77 now. Choices differ: settings.seed: 0
+    in the reference, 77 now.
 """
 
-from typing import Literal
-
 from det_callbacks.causes.phrases.generators import show_change, show_start
-from det_callbacks.causes.phrases.steps import explain_first as explain
+from det_callbacks.causes.rule import Answer, Causes
 from det_callbacks.compare.facts import Facts
 
-__all__ = ["NAME", "advise", "cause", "explain"]
-
-NAME = "initial state"
+CAUSES: Causes = ("initial_weights",)
 
 
-def cause(facts: Facts) -> Literal["initial_weights"] | None:
+def find(facts: Facts) -> Answer | None:
     if "state" not in facts.source_phases:
         return None
-    if {*facts.initial_sources} <= {*facts.further}:  # a choice may explain it: another scheduler, say
-        return "initial_weights" if facts.is_first_seen and facts.explaining_choice is None else None
-    return "initial_weights"
+    is_further = {*facts.initial_sources} <= {*facts.further}
+    if is_further and (not facts.is_first_seen or facts.explaining_choice is not None):
+        return None  # the choice may be another scheduler
+    return Answer(cause="initial_weights", advice=_advise(facts))
 
 
-def advise(facts: Facts) -> str:
+def _advise(facts: Facts) -> str:
     state = [one.divergence for one in facts.sources if one.divergence.phase == "state"]
     if any(one.kind != "content" for one in state):
         return "Build the same model: some of its tensors have another name, shape or dtype, or are in one run only"
-    names = facts.initial_sources
-    if {*names} <= {*facts.further}:
+    names = [name for name in facts.initial_sources if name not in facts.further]
+    if not names:
         return (
             "Give both runs the same schedulers, gradient scaler and averaged weights, with the same arguments: "
-            f"{names[0]} differs before the first step"
+            f"{facts.initial_sources[0]} differs before the first step"
         )
-    names = [name for name in names if name not in facts.further]
     random = [name for name in names if name not in facts.evidence.constants]
     if not random:
         return (
@@ -58,8 +46,7 @@ def advise(facts: Facts) -> str:
             f"Look at how {random[0]} is initialised or loaded: the code, the weights that were loaded, or what was "
             "drawn before (seed first) is not the same"
         )
-    reseeded = (one for one in facts.evidence.other_starts if one.is_reseeded)
-    change = next(reseeded, None)
+    change = next((one for one in facts.evidence.other_starts if one.is_reseeded), None)
     if change is None:
         return "Set the same seed before the model is built, or load the same weights"
     # where it is in use since does not matter here

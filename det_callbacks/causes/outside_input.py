@@ -1,25 +1,26 @@
 """A tensor that no recorded op made differs: an input from outside the trace.
 
 Example:
-    Step 7: an input from outside the trace differs (a tensor read in net.noise); it entered the step that way, so
-    no op is to blame. Seed what makes it, record it, or name it there: observe_non_deterministic
-    (docs/how-to/replay.md).
+    Step 7: an input from outside the trace differs (a tensor read in net.noise); it entered the
+    step that way, so no op is to blame. Seed what makes it, record it, or name it there:
+    observe_non_deterministic (docs/how-to/replay.md).
 """
 
-from typing import Literal
-
-from det_callbacks.causes.phrases.steps import explain_first as explain
-from det_callbacks.causes.phrases.unrecorded import advise_lost_value as advise
-from det_callbacks.causes.rule import CAUSE_OF_PHASE, is_of_parameter
+from det_callbacks.causes.phrases.unrecorded import advise_lost_value
+from det_callbacks.causes.rule import CAUSE_OF_PHASE, Answer, Causes, is_of_parameter
 from det_callbacks.compare.facts import Facts
 from det_callbacks.runs.program import is_further
+from det_callbacks.verdict import Cause
 
-__all__ = ["NAME", "advise", "cause", "explain"]
-
-NAME = "input from outside"
+CAUSES: Causes = ("initial_weights", "forward", "backward", "optimizer", "unknown")
 
 
-def cause(facts: Facts) -> Literal["initial_weights", "forward", "backward", "optimizer", "unknown"] | None:
+def find(facts: Facts) -> Answer | None:
+    cause = _cause(facts)
+    return None if cause is None else Answer(cause=cause, advice=advise_lost_value(facts))
+
+
+def _cause(facts: Facts) -> Cause | None:
     if not facts.sources:
         return None
     source = facts.sources[0]

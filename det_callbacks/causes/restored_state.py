@@ -1,28 +1,23 @@
 """In the first step after a resume, state that the checkpoint should have restored differs.
 
 Example:
-    Step 7, the first after resuming: the state after the checkpoint was loaded differs (net.weight); no op is to
-    blame. Compare the checkpoint with the one that was saved there, and look at what changes this state before the
-    step. A buffer with persistent=False is in no checkpoint: keep it there with on_save_checkpoint.
-
-    Evidence
-      initial state: 1 of 2 tensors differ
+    Step 7, the first after resuming: the state after the checkpoint was loaded differs
+    (net.weight); no op is to blame. Compare the checkpoint with the one that was saved there,
+    and look at what changes this state before the step. A buffer with persistent=False is in no
+    checkpoint: keep it there with on_save_checkpoint.
 """
 
-from typing import Literal
-
 from det_callbacks.causes.phrases.steps import SUBJECT, also_differ, how_it_entered, place
+from det_callbacks.causes.rule import Answer, Causes
 from det_callbacks.compare.facts import Facts
 from det_callbacks.report.console import listed
 
-NAME = "restored state"
+CAUSES: Causes = ("checkpoint",)
 
 
-def cause(facts: Facts) -> Literal["checkpoint"] | None:
-    return "checkpoint" if facts.is_resumed and (facts.restored or facts.unrestored) else None
-
-
-def explain(facts: Facts) -> str:
+def find(facts: Facts) -> Answer | None:
+    if not facts.is_resumed or not (facts.restored or facts.unrestored):
+        return None
     if facts.restored:
         what = how_it_entered("restored", facts.restored, facts)
     else:
@@ -30,11 +25,9 @@ def explain(facts: Facts) -> str:
         names = listed(facts.unrestored)
         what = f"{SUBJECT['restored']} is not what the reference ended step {before} with ({names})"
     others = [phase for phase in facts.source_phases if phase not in ("state", "input")]
-    return f"{place(facts)}: {what}{also_differ(others)}; no op is to blame"
-
-
-def advise(facts: Facts) -> str:
-    return (
-        "Compare the checkpoint with the one that was saved there, and look at what changes this state before the "
-        "step. A buffer with persistent=False is in no checkpoint: keep it there with on_save_checkpoint"
+    return Answer(
+        cause="checkpoint",
+        explanation=f"{place(facts)}: {what}{also_differ(others)}; no op is to blame",
+        advice="Compare the checkpoint with the one that was saved there, and look at what changes this state before "
+        "the step. A buffer with persistent=False is in no checkpoint: keep it there with on_save_checkpoint",
     )

@@ -1,21 +1,19 @@
 """Only shapes, dtypes or layouts differ, or which ops run; no tensor that both runs have holds other bits.
 
 Example:
-    Step 7, forward: aten.slice_copy.Tensor in net at train.py:12 in forward produced a different structure: float32
-    [8, 4] in the reference, float32 [8, 3] now; its inputs match, so the difference starts here.
+    Step 7, forward: aten.slice_copy.Tensor in net at train.py:12 in forward produced a
+    different structure: float32 [8, 4] in the reference, float32 [8, 3] now; its inputs match,
+    so the difference starts here.
 """
 
-from typing import Literal
-
-from det_callbacks.causes.phrases.steps import explain_first as explain
-from det_callbacks.causes.phrases.unrecorded import advise_lost_value as advise
+from det_callbacks.causes.phrases.unrecorded import advise_lost_value
+from det_callbacks.causes.rule import Answer, Causes
 from det_callbacks.compare.facts import Facts
 
-__all__ = ["NAME", "advise", "cause", "explain"]
-
-NAME = "structure"
+CAUSES: Causes = ("structure",)
 
 
-def cause(facts: Facts) -> Literal["structure"] | None:
-    kinds = {*facts.difference.kinds.values()}
-    return "structure" if kinds.isdisjoint({"content", "argument"}) else None
+def find(facts: Facts) -> Answer | None:
+    if not {"content", "argument"}.isdisjoint(facts.difference.kinds.values()):
+        return None
+    return Answer(cause="structure", advice=advise_lost_value(facts))

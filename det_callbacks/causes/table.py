@@ -1,10 +1,11 @@
-"""The rules in their order, which is that of time: what a run starts with, is given, draws, and computes."""
+"""The rules in the order of time: what a run starts with, is given, draws, and computes."""
+
+from dataclasses import replace
 
 from det_callbacks.causes import (
     another_epoch,
     another_order,
     batch,
-    batch_size,
     choice,
     compiled_graph,
     dtype,
@@ -14,7 +15,6 @@ from det_callbacks.causes import (
     generator_before_data,
     initial_state,
     optimizer_option,
-    origin,
     other_gradients,
     outside_input,
     restored_state,
@@ -23,9 +23,9 @@ from det_callbacks.causes import (
     uninitialised_memory,
     unrecorded_steps,
 )
-from det_callbacks.causes.rule import Rule
+from det_callbacks.causes.phrases.steps import explain_first
+from det_callbacks.causes.rule import Answer, Rule
 from det_callbacks.compare.facts import Facts
-from det_callbacks.verdict import Cause
 
 RULES: tuple[Rule, ...] = (
     dtype,
@@ -33,7 +33,6 @@ RULES: tuple[Rule, ...] = (
     initial_state,
     another_epoch,
     generator_before_data,
-    batch_size,
     batch,
     generator,
     unrecorded_steps,
@@ -47,12 +46,12 @@ RULES: tuple[Rule, ...] = (
     scripted_module,
     another_order,
     structure,
-    origin,
     first_difference,
 )
 
 
-def find_cause(facts: Facts) -> tuple[Rule, Cause]:
-    """Return the first rule that applies to a step that differs, and the cause that it names."""
-    found = ((rule, rule.cause(facts)) for rule in RULES)
-    return next((rule, cause) for rule, cause in found if cause is not None)
+def find_cause(facts: Facts) -> Answer:
+    """Return the answer of the first rule that applies; the last one always does."""
+    answers = (rule.find(facts) for rule in RULES)
+    answer = next(one for one in answers if one is not None)
+    return answer if answer.explanation else replace(answer, explanation=explain_first(facts))

@@ -1,1 +1,1 @@
-"""Comparing steps and ranks: what differs, where it starts, and which rule names the cause. The judge stands above."""
+"""Compares steps and ranks: what differs and where it starts."""

@@ -1,9 +1,8 @@
-"""Which rows of two steps belong together: by position in one program, else by a sequence diff over the units of both.
+"""Aligns the rows of two steps: by position in one program, else by a sequence diff over the units of both.
 
-A unit is what can be inserted or removed as a whole: an op call with all rows that it made, or one named row. Each unit
-has four keys, which are tried from strict (with digests) to loose; with each, equal ends are matched first, then keys
-that occur once, then repeated blocks. The occurrence of a site and its edges are no keys, so one op inserted among
-twenty alike shows as one op, at the earliest of several places that are equally good. Matches never cross.
+A unit is an op call with all its rows, or one named row. Units are matched with four keys, from
+strict (with digests) to loose. The occurrence of a site and its edges are in none of them, so one
+op inserted among twenty of its kind shows as one op. Matches never cross.
 """
 
 from bisect import bisect_left
@@ -19,18 +18,16 @@ from det_callbacks.compare.arguments import read_arguments
 from det_callbacks.runs.program import Site, StepView
 
 DIGEST, ARGUMENTS, STRUCTURE, OP = range(4)
-"""Levels of keys: same bits, same arguments and layouts, same outputs and names, op alone.
+"""Levels of keys: the same bits; the same arguments and layouts; the same outputs and names; the same op.
 
-An op's outputs have names where the trace knew them, which it may not have on one side. So equal bits count whatever
-the names, then names count, and last the op counts alone.
+A name may be known on one side only, so equal bits count whatever the names are.
 """
 
 _LEADING = ("input", "generator", "delivered", "graph_output")
 
 Pairs = list[tuple[int, int]]
 Gap = tuple[int, int, int, int]
-"""Half-open ranges that are still to be matched: start and stop in the reference, start and stop in the current."""
-
+"""What is still to be matched: start and stop in the reference, start and stop in the current step."""
 
 MAX_CELLS = 1_000_000
 """Product of the two lengths up to which a gap is searched for its longest common blocks; some 0.1 s."""
@@ -38,10 +35,10 @@ MAX_CELLS = 1_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Alignment:
-    """By row, the position in either step, -1 where it does not have the row.
+    """By row, the position in either step; -1 where that step does not have the row.
 
-    A row of varying arguments that the other side keeps as constants, and input rows of an op that only one side has,
-    are not aligned.
+    Numbers that the other side keeps as constants and input rows of an op that only one side has are
+    not aligned.
     """
 
     reference: np.ndarray
@@ -55,7 +52,7 @@ class Alignment:
 def align(reference: StepView, current: StepView) -> Alignment:
     """Return which rows of two steps belong together, in the order of the steps.
 
-    The same program on both sides costs nothing, others some 10 microseconds a site.
+    The same program costs nothing, others some 10 microseconds a site.
     """
     if reference.record.program_id == current.record.program_id:
         places = np.arange(len(reference.program), dtype=np.int64)
@@ -68,17 +65,15 @@ def align(reference: StepView, current: StepView) -> Alignment:
 
 
 class _Unit(NamedTuple):
-    """A unit of one side."""
-
     leads: range  # its input rows
-    rows: range  # its output rows or its named row, or the row of arguments of a call without outputs
-    argument: int  # the row of varying arguments of another call, -1 where there is none
+    rows: range  # outputs of a call, or a named row; a call without outputs has its argument row here
+    argument: int  # the argument row of a call with outputs, or -1
     names: tuple[str | None, ...]  # of ``rows``
-    keys: tuple[int, int, int, int]  # by level; equal numbers are equal keys, on both sides
+    keys: tuple[int, int, int, int]  # by level; equal on both sides for equal keys
 
 
 def _group(view: StepView, numbers: dict[Hashable, int]) -> list[_Unit]:
-    """Return the units of a step in order; new keys are added to ``numbers``, which both sides share."""
+    """Return the units of a step in order; ``numbers`` has the keys of both sides."""
 
     def number(*key: Hashable) -> int:
         return numbers.setdefault(key, len(numbers))
@@ -90,23 +85,25 @@ def _group(view: StepView, numbers: dict[Hashable, int]) -> list[_Unit]:
     layouts = [known[id(entry)] for entry in view.layout.entries]
     units = []
     for lead, start, stop in _bounds(sites):
-        first = start + (sites[start].role == "argument" and stop > start + 1)
+        has_argument = sites[start].role == "argument" and stop > start + 1
+        first = start + has_argument
         rows = sites[first:stop]
         head = rows[0]
-        # rows of the state or the batch are told by their names, ops by name and place
-        kind = number(OP, head.phase, head.module, head.op, *(() if head.op else (head.role, head.name)))
+        # rows of the state or the batch are known by their names
+        what = (head.op,) if head.op else (head.op, head.role, head.name)
+        kind = number(OP, head.phase, head.module, *what)
         outputs, names = tuple((row.role, row.output) for row in rows), tuple(row.name for row in rows)
         structure = number(STRUCTURE, kind, outputs, names)
         given = (tuple(layouts[first:stop]), read_arguments(view, first).canonical if head.op else None)
         arguments = number(ARGUMENTS, structure, given)
         bits = number(DIGEST, kind, outputs, given, tuple(digests[first:stop]))
         keys = (bits, arguments, structure, kind)
-        units.append(_Unit(range(lead, start), range(first, stop), start if first > start else -1, names, keys))
+        units.append(_Unit(range(lead, start), range(first, stop), start if has_argument else -1, names, keys))
     return units
 
 
 def _bounds(sites: tuple[Site, ...]) -> Iterator[tuple[int, int, int]]:
-    """Yield of each unit its first row, the first after its input rows, and one past its last."""
+    """Yield each unit's first row, its first row that is no input, and one past its last."""
     num_sites = len(sites)
     place = 0
     while place < num_sites:
@@ -123,50 +120,42 @@ def _bounds(sites: tuple[Site, ...]) -> Iterator[tuple[int, int, int]]:
 
 
 def _skip_leading(sites: tuple[Site, ...], place: int) -> int:
-    """Return where the op begins that made the input rows from here on; ``place`` where no op made them."""
+    """Return the position of the op that made the input rows from here on; ``place`` if no op made them."""
     start = place
     while start < len(sites) and sites[start].role in _LEADING:
         start += 1
     if start == place or start == len(sites) or not sites[start].op:
         return place
     reader = sites[min(start + (sites[start].role == "argument"), len(sites) - 1)]
-    # rows of generators at a step's top belong to no op, even where one follows directly
+    # generators at a step's top belong to no op
     return start if {*range(place, start)} <= {*reader.inputs} else place
 
 
 def _follows(site: Site, before: Site, output: int) -> bool:
-    return (
-        site.op == before.op
-        and site.output == output
-        and site.role in ("output", "value", "sent", "region_input")
-        and site.phase == before.phase
-        and site.module == before.module
-    )
+    is_same_call = (site.phase, site.module, site.op, site.output) == (before.phase, before.module, before.op, output)
+    return is_same_call and site.role in ("output", "value", "sent", "region_input")
 
 
 def _match_units(reference: list[_Unit], current: list[_Unit]) -> Pairs:
-    """Return the matched units in order: index in the reference, index in the current step."""
+    """Return matched units in order: index in the reference, index in the current step."""
     pairs: Pairs = []
     gaps: list[Gap] = [(0, len(reference), 0, len(current))]
     for level in (DIGEST, ARGUMENTS, STRUCTURE, OP):
         left, right = ([unit.keys[level] for unit in units] for units in (reference, current))
-        gaps = [part for gap in gaps for part in _split(left, right, gap, pairs, is_strict=level == DIGEST)]
+        gaps = [part for gap in gaps for part in _split(left, right, gap, pairs, suffix_first=level != DIGEST)]
         if level == DIGEST:
-            alike = {gap for gap in gaps if _is_same_sequence(reference[slice(*gap[:2])], current[slice(*gap[2:])])}
-            pairs.extend(pair for gap in alike for pair in zip(range(*gap[:2]), range(*gap[2:]), strict=True))
-            gaps = [gap for gap in gaps if gap not in alike]
+            same = {gap for gap in gaps if _is_same_sequence(reference[slice(*gap[:2])], current[slice(*gap[2:])])}
+            pairs.extend(pair for gap in same for pair in zip(range(*gap[:2]), range(*gap[2:]), strict=True))
+            gaps = [gap for gap in gaps if gap not in same]
     return sorted(pairs)
 
 
-def _split(left: list[int], right: list[int], gap: Gap, pairs: Pairs, *, is_strict: bool) -> list[Gap]:
-    """Match ends, unique keys and, unless it is strict, repeated ones of a gap into ``pairs``; return the gaps left."""
-    gaps = [_trim(left, right, gap, pairs, suffix_first=not is_strict)]
-    for match in (_match_unique,) if is_strict else (_match_unique, _match_repeated):
-        matches = [match(left, right, part) for part in gaps]
-        pairs.extend(pair for matched in matches for pair in matched)
-        parts = [one for matched, part in zip(matches, gaps, strict=True) for one in _gaps_between(matched, part)]
-        gaps = [_trim(left, right, part, pairs, suffix_first=not is_strict) for part in parts]
-    return gaps
+def _split(left: list[int], right: list[int], gap: Gap, pairs: Pairs, *, suffix_first: bool) -> list[Gap]:
+    """Add the matches of a gap to ``pairs``; return the gaps that are left."""
+    gap = _trim(left, right, gap, pairs, suffix_first=suffix_first)
+    matched = _match(left, right, gap)
+    pairs.extend(matched)
+    return [_trim(left, right, part, pairs, suffix_first=suffix_first) for part in _gaps_between(matched, gap)]
 
 
 def _is_same_sequence(reference: list[_Unit], current: list[_Unit]) -> bool:
@@ -178,7 +167,7 @@ def _is_same_sequence(reference: list[_Unit], current: list[_Unit]) -> bool:
 
 
 def _have_compatible_names(left: Sequence[str | None], right: Sequence[str | None]) -> bool:
-    """Return whether names may be of the same tensors in order: of each two, one may be unknown."""
+    """Return whether names may be of the same tensors in order; a name may be unknown on one side."""
     return len(left) == len(right) and all(None in pair or pair[0] == pair[1] for pair in zip(left, right, strict=True))
 
 
@@ -205,23 +194,25 @@ def _join(views: tuple[StepView, StepView], units: tuple[list[_Unit], list[_Unit
 def _pair_inputs(
     views: tuple[StepView, StepView], units: tuple[list[_Unit], list[_Unit]], matches: Pairs
 ) -> dict[int, int]:
-    """Return the input rows of the current step with theirs in the reference: those of matched calls that read alike.
+    """Return the input rows of the current step with theirs in the reference, those of matched calls first.
 
-    Others are paired by what they are, since an op that is inserted gets the rows of tensors that it reads first.
+    The others are paired by key, since an inserted op gets the rows of tensors that it reads first.
     """
     partners: dict[int, int] = {}
     for left, right in matches:
         leads = units[0][left].leads, units[1][right].leads
         ours, theirs = (view.program.sites[rows.start : rows.stop] for view, rows in zip(views, leads, strict=True))
-        is_alike = [one.role for one in ours] == [one.role for one in theirs]
-        if is_alike and _have_compatible_names([one.name for one in ours], [one.name for one in theirs]):
+        has_same_roles = [one.role for one in ours] == [one.role for one in theirs]
+        if has_same_roles and _have_compatible_names([one.name for one in ours], [one.name for one in theirs]):
             partners.update(zip(leads[1], leads[0], strict=True))
     for key_of in (_exact_key, _name_key):
-        ours_left, theirs_left = (
-            [(key_of(view, place), place) for unit in known for place in unit.leads if place not in paired]
-            for view, known, paired in zip(views, units, ({*partners.values()}, partners), strict=True)
+        paired = {*partners.values()}
+        ours_left = [place for unit in units[0] for place in unit.leads if place not in paired]
+        theirs_left = [place for unit in units[1] for place in unit.leads if place not in partners]
+        pairs = _pair_by_key(
+            [(key_of(views[0], place), place) for place in ours_left],
+            [(key_of(views[1], place), place) for place in theirs_left],
         )
-        pairs = _pair_by_key(ours_left, theirs_left)
         partners.update((place, partner) for partner, place in pairs if partner >= 0)
     return partners
 
@@ -232,13 +223,13 @@ def _exact_key(view: StepView, place: int) -> tuple[Hashable, ...]:
 
 
 def _name_key(view: StepView, place: int) -> tuple[Hashable, ...]:
-    """Return what rows of other bits have in common; () for those that have nothing."""
+    """Return what rows with other bits have in common; () for none."""
     site = view.program.sites[place]
     return (site.role, site.name) if site.role in ("input", "graph_output") and site.name else ()
 
 
 def _pair_by_key(ours: Sequence[tuple[Hashable, int]], theirs: Sequence[tuple[Hashable, int]]) -> Pairs:
-    """Return each place of the current step with the first one left in the reference that has its key, else -1."""
+    """Return each current place with the first unused reference place of the same key, else -1."""
     unused: defaultdict[Hashable, list[int]] = defaultdict(list)
     for key, place in reversed(ours):
         unused[key].append(place)
@@ -260,9 +251,9 @@ def _pair_outputs(views: tuple[StepView, StepView], ours: _Unit, theirs: _Unit) 
 
 
 def _trim(reference: Sequence[int], current: Sequence[int], gap: Gap, pairs: Pairs, *, suffix_first: bool) -> Gap:
-    """Match the common prefix and suffix of a gap into ``pairs``, and return the gap that is left.
+    """Add the common prefix and suffix of a gap to ``pairs``; return the gap that is left.
 
-    With ``suffix_first`` what could belong to both is suffix, which puts an insertion at the earliest place.
+    ``suffix_first`` puts an insertion at the earliest of several places.
     """
     r_start, r_stop, c_start, c_stop = gap
     for is_suffix in (suffix_first, not suffix_first):
@@ -278,39 +269,33 @@ def _trim(reference: Sequence[int], current: Sequence[int], gap: Gap, pairs: Pai
     return r_start, r_stop, c_start, c_stop
 
 
-def _match_unique(left: Sequence[int], right: Sequence[int], gap: Gap, *, is_numbered: bool = False) -> Pairs:
-    """Match keys that occur once on either side of a gap: the longest run of them in the same order (patience diff).
+def _match(left: Sequence[int], right: Sequence[int], gap: Gap) -> Pairs:
+    """Match the longest common blocks of a gap.
 
-    With ``is_numbered`` each key counts with how often it occurs after that place, so that all of them are unique.
+    In a large gap, the n-th occurrences of keys from its end are matched, as far as their order agrees.
     """
-    ours, theirs = (_places(keys, *ends, is_numbered) for keys, ends in ((left, gap[:2]), (right, gap[2:])))
-    return _longest_increasing([(place, theirs[key]) for key, place in reversed(ours.items()) if key in theirs])
-
-
-def _match_repeated(left: Sequence[int], right: Sequence[int], gap: Gap) -> Pairs:
-    """Match what a gap has in common: its longest common block, then what is left of either side; in order."""
     r_start, r_stop, c_start, c_stop = gap
     if (r_stop - r_start) * (c_stop - c_start) > MAX_CELLS:
-        return _match_unique(left, right, gap, is_numbered=True)
-    # backwards, because the search puts an insertion as late as it can, and it has to come early
+        ours, theirs = _numbered(left, r_start, r_stop), _numbered(right, c_start, c_stop)
+        return _longest_increasing([(place, theirs[key]) for key, place in reversed(ours.items()) if key in theirs])
+    # backwards, because the search puts an insertion as late as it can
     matcher = SequenceMatcher(None, left[r_start:r_stop][::-1], right[c_start:c_stop][::-1], autojunk=False)
     places = ((block.a + at, block.b + at) for block in matcher.get_matching_blocks() for at in range(block.size))
     return sorted((r_stop - 1 - x, c_stop - 1 - y) for x, y in places)
 
 
-def _places(keys: Sequence[int], start: int, stop: int, is_numbered: bool) -> dict[tuple[int, int], int]:
-    """Return the places of keys in a range, the last first, by key and how often that occurs after it."""
+def _numbered(keys: Sequence[int], start: int, stop: int) -> dict[tuple[int, int], int]:
+    """Return the places in a range by key and the number of its later occurrences, the last place first."""
     seen: Counter[int] = Counter()
     found = {}
     for place in reversed(range(start, stop)):
         key = keys[place]
         found[key, seen[key]] = place
         seen[key] += 1
-    return {key: place for key, place in found.items() if is_numbered or seen[key[0]] == 1}
+    return found
 
 
 def _gaps_between(pairs: Pairs, gap: Gap) -> list[Gap]:
-    """Return what matches inside a gap leave over that can still be matched: before, between and after them."""
     r_start, r_stop, c_start, c_stop = gap
     gaps = []
     for r_next, c_next in (*pairs, (r_stop, c_stop)):
@@ -321,9 +306,9 @@ def _gaps_between(pairs: Pairs, gap: Gap) -> list[Gap]:
 
 
 def _longest_increasing(candidates: Pairs) -> Pairs:
-    """Return the longest run of pairs, ascending on the left, that also ascends on the right."""
+    """Return the longest run of pairs that ascends on both sides; the candidates ascend on the left."""
     ends: list[int] = []
-    runs: list[tuple[Any, ...]] = []  # the best run of each length: its last pair, and the run before that
+    runs: list[tuple[Any, ...]] = []  # the best run of each length: (last pair, run before it)
     for pair in candidates:
         length = bisect_left(ends, pair[1])
         ends[length : length + 1] = [pair[1]]

@@ -1,4 +1,4 @@
-"""The arguments of aligned calls: numbers stand in a row of their own, all else in the program."""
+"""The arguments of aligned calls: numbers have a row of their own, everything else is in the program."""
 
 import json
 import struct
@@ -28,12 +28,12 @@ class Arguments:
     """The arguments of one call, as JSON text by name."""
 
     values: Mapping[str, str]
-    digested: tuple[str, ...] = ()  # names of those of which the run keeps a common digest only, and no text
+    digested: tuple[str, ...] = ()  # names of those of which the run keeps only one digest
     bits: int = 0  # that digest
 
     @property
     def canonical(self) -> Hashable:
-        """What is equal for equal arguments, whichever were left to their defaults."""
+        """A key that is equal for equal arguments, with or without defaults."""
         return tuple(sorted(self.values.items())), self.digested, self.bits
 
 
@@ -43,7 +43,7 @@ def _parsed(arguments: str) -> Mapping[str, str]:
 
 
 def read_arguments(view: StepView, output: int) -> Arguments:
-    """Return the arguments of the call that an output row belongs to, or, without outputs, an argument row."""
+    """Return the arguments of the call that an output row, or a lone argument row, belongs to."""
     site = view.program.sites[output]
     constants = _parsed(site.arguments)
     if not site.varying:
@@ -63,7 +63,7 @@ def read_arguments(view: StepView, output: int) -> Arguments:
 
 
 def _differing(reference: Arguments, current: Arguments) -> ArgumentDifference | None:
-    """Return how two calls differ in their arguments, None where they agree."""
+    """Return how the arguments of two calls differ; None if they are equal."""
     is_known, digested = reference.digested == current.digested, {*reference.digested, *current.digested}
     names = [name for name in {**reference.values, **current.values} if name not in digested]
     pairs = {name: (reference.values.get(name, _ABSENT), current.values.get(name, _ABSENT)) for name in names}
@@ -74,7 +74,7 @@ def _differing(reference: Arguments, current: Arguments) -> ArgumentDifference |
 
 
 def _decode(bits: int, tag: str) -> Any:
-    """Return the number that the 64 bits of an argument row are, None where they are a digest."""
+    """Return the number with these 64 bits; None if they are a digest."""
     if tag == "float":
         return struct.unpack("<d", struct.pack("<Q", bits))[0]
     if tag == "int":
@@ -85,7 +85,7 @@ def _decode(bits: int, tag: str) -> Any:
 def other_arguments(
     reference: StepView, current: StepView, pairs: Iterable[tuple[int, int]], differs: np.ndarray
 ) -> dict[int, ArgumentDifference]:
-    """Return the rows (``pairs`` of positions) with other arguments: the first of each call, and those that differ."""
+    """Return the rows with other arguments: the first of each call, and those that also differ."""
     ours, theirs = reference.program.sites, current.program.sites
     by_call: dict[int, ArgumentDifference | None] = {}
     found: dict[int, ArgumentDifference] = {}
@@ -106,6 +106,6 @@ def other_arguments(
 
 
 def _has_outputs(sites: tuple[Site, ...], argument: int) -> bool:
-    """Return whether the call that a row of arguments belongs to has outputs, which follow it."""
+    """Return whether outputs of its call follow a row of arguments."""
     following = sites[argument + 1 : argument + 2]
     return any(one.role in ("output", "value") and not one.output and one.op == sites[argument].op for one in following)

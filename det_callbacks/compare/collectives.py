@@ -1,4 +1,4 @@
-"""Which rank started a difference, and which only received it, as the collectives of their differing steps tell."""
+"""Which rank started a difference and which received it, judged by the collectives of the differing steps."""
 
 import json
 from collections import Counter
@@ -21,28 +21,28 @@ _POINT_TO_POINT = ("send", "recv", "isend", "irecv")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveCall:
-    """A call of a collective in a step: the k-th one of an op in a group is the same call on all its ranks."""
+    """A collective in a step: the k-th call of an op in a group is the same call on all its ranks."""
 
     op: str
     group: str  # such as "0-3"
-    number: int  # of calls of the op in the group before it; -1 where only the reference has it
+    number: int  # of earlier calls in the group; -1 if only the reference has it
     source: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def key(self) -> CallKey:
-        """What the call has in common on all ranks; messages of a group, whose ends are two ops, are not told apart."""
+        """Equal for one call on all ranks; messages of a group are not told apart, as their ends are two ops."""
         is_message = self.op.partition(".")[2].startswith(_POINT_TO_POINT)
         return ("", self.group, 0) if is_message else (self.op, self.group, self.number)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Classification:
-    """Who started a difference, by rank: "unknown" may be its origin or have received it from the others."""
+    """Who started a difference, by rank; an "unknown" rank may have started or received it."""
 
     sides: tuple[Side, ...]
-    collective: CollectiveCall | None = None  # the first whose inputs agree on all ranks while its output differs
+    collective: CollectiveCall | None = None  # the first with equal inputs on all ranks and another output
     through: CollectiveCall | None = None  # the first that brought the difference to a receiver
-    since: tuple[tuple[int, int] | None, ...] = ()  # segment and step of the first difference of each rank
+    since: tuple[tuple[int, int] | None, ...] = ()  # segment and step of each rank's first difference
 
     def ranks(self, side: Side) -> tuple[int, ...]:
         """Return the ranks on one side."""
@@ -56,18 +56,18 @@ class Classification:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstDifference:
-    """The first difference of a rank, with what tells, together with that of the other ranks, who started it.
+    """The first difference of a rank, and the evidence of who started it.
 
-    How it ``begins``: "local", such as an op whose inputs agree, is nobody else's doing. "external", such as a weight,
-    was there when the step read it: at the run's first difference that is the rank's own, and later it may follow from
-    what another rank did. Of what is "ambiguous" nobody recorded the writer. A collective delivered what is "received".
+    It ``begins`` "local" (an op whose inputs match: no other rank can have caused it), "external" (a
+    weight: the rank's own at the run's first difference, later perhaps the result of another rank),
+    "ambiguous" (its writer was not recorded) or "received" (a collective delivered it).
     """
 
     order: Order
     first: Divergence
     origins: tuple[Divergence, ...] = ()  # of the step, as this rank alone sees it
     begins: Begins
-    changed: frozenset[CallKey] = frozenset()  # calls that this rank gave something else, or called otherwise
+    changed: frozenset[CallKey] = frozenset()  # calls with other inputs or arguments on this rank
     received: tuple[tuple[CollectiveCall, Divergence], ...] = ()  # what other calls delivered here
 
     @property
@@ -76,7 +76,7 @@ class FirstDifference:
         return self.order[:2]
 
     def among(self, ranks: Classification | None) -> Divergence:
-        """Return the divergence with what all ranks together tell of where it started; None where they tell nothing."""
+        """Return the divergence with what all ranks together tell of its origin."""
         if ranks is None:
             return self.first
         side, is_origin = ranks.sides[self.order[-1]], self.first.is_origin
@@ -87,26 +87,26 @@ class FirstDifference:
         return replace(self.first, is_origin=None if side == "unknown" and is_origin else is_origin)
 
     def origins_among(self, ranks: Classification | None) -> list[Divergence]:
-        """Return the origins of the step; what looks like one to this rank alone is none where it received it."""
+        """Return the origins of the step, without those that the rank received."""
         if ranks is None:
             return [*self.origins]
         own = self.origins if ranks.sides[self.order[-1]] == "origin" else ()
         return [*(replace(one, is_origin=True) for one in self._delivered_by(ranks)), *own]
 
     def _delivered_by(self, ranks: Classification) -> list[Divergence]:
-        """Return what the collective delivered that is an origin itself; [] where none is."""
+        """Return the outputs of the collective that are origins themselves."""
         key = None if ranks.collective is None else ranks.collective.key
         return [divergence for call, divergence in self.received if call.key == key]
 
 
 def classify(per_rank: Sequence[FirstDifference | None]) -> Classification:
-    """Return which ranks started a difference and which received it, from the first difference of each, if any."""
+    """Return which ranks started a difference and which received it, from each rank's first difference."""
     differing = [known for known in per_rank if known is not None]
     first = min((known.moment for known in differing), default=None)
     earliest = [known for known in differing if known.moment == first]
     changed = frozenset().union(*(known.changed for known in earliest))
     received = [(known, call) for known in differing for call, _ in known.received]
-    # what went in on all ranks is known of the first step that differs only
+    # the inputs of all ranks are known only in the first step that differs
     by_itself = (call for known, call in received if known.moment == first and call.key not in changed)
     handed_on = (call for known, call in received if known.moment != first or call.key in changed)
     return Classification(
@@ -118,7 +118,6 @@ def classify(per_rank: Sequence[FirstDifference | None]) -> Classification:
 
 
 def _side(known: FirstDifference, earliest: Sequence[FirstDifference]) -> Side:
-    """Return who a rank that differs is, among the ranks that differ at the run's first differing step."""
     is_early = known.moment == earliest[0].moment
     if known.begins == "local" or (known.begins == "external" and is_early):
         return "origin"
@@ -127,12 +126,12 @@ def _side(known: FirstDifference, earliest: Sequence[FirstDifference]) -> Side:
     begun = Counter(other.begins for other in earliest)
     if known.begins == "received" or not is_early or begun["local"] or begun["external"]:
         return "receiver"
-    # nobody else can have started it, or several may have
+    # no other rank, or one of several, can have started it
     return "origin" if begun["ambiguous"] == 1 else "unknown"
 
 
 def describe_first(difference: StepDifference, before: str = "", *, is_unrestored: bool = False) -> FirstDifference:
-    """Return what is to be known of the first step of a rank that differs; see ``RankWalk.before``."""
+    """Return the first difference of a step; ``before`` is that of ``RankWalk``."""
     calls = _calls_in(difference.current)
     changed = _changed_calls(difference, calls)
     received: list[tuple[CollectiveCall, Divergence]] = []
@@ -154,18 +153,17 @@ def describe_first(difference: StepDifference, before: str = "", *, is_unrestore
 
 
 def _begins(difference: StepDifference, row: int, before: str, *, is_unrestored: bool) -> Begins:
-    """Return how sure it is that what differs first is this rank's own."""
     site, start = difference.site(row), difference.start(row)
     program, position = difference.side(row)
     if start == "collective":
         return "received"
-    # what a collective brought, now or in a step that was not recorded, and no op read, Python may have read
+    # Python may have read what a collective brought and no op read
     delivered = [site for site in program.sites if site.role == "delivered"]
     read = {place for site in delivered for place in site.inputs}
     sent = [place for place, site in enumerate(program.sites[:position]) if site.role == "sent"]
     is_unread = any(place not in read for place in sent)
     if start == "outside" and site.phase not in ("data", "rng"):
-        # of a bucket of gradients, or of gathered parameters, nobody knows who wrote it
+        # the writer of a bucket of gradients, or of gathered parameters, is unknown
         if site.name:
             is_exchanged = site.name.startswith("grad of ")
         else:
@@ -191,7 +189,7 @@ def _calls_in(view: StepView) -> dict[int, CollectiveCall]:
 
 
 def _changed_calls(difference: StepDifference, calls: Mapping[int, CollectiveCall]) -> frozenset[CallKey]:
-    """Return the calls that got something else on this rank, were called otherwise or are only in the reference."""
+    """Return the calls with other inputs or arguments on this rank, and those only in the reference."""
     found = set()
     for row in difference.kinds:
         site, position = difference.site(row), difference.pairs[row][1]

@@ -1,4 +1,4 @@
-"""How the sites of one step differ, and who starts a difference: nothing that it read differs."""
+"""How the sites of one step differ, and which differences start there: nothing that their ops read differs."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,19 +25,19 @@ from det_callbacks.verdict import Divergence, Kind
 Start = Literal[
     "here",  # nothing that the op read differs, on either side
     "read",  # something that it read differs
-    "outside",  # it entered the step here: a batch, a weight, a generator, a tensor from outside the trace
+    "outside",  # it entered the step: a batch, a weight, a generator, a tensor from outside the trace
     # why it cannot be proven
-    "inside a region",  # of a compiled region only the whole can be told to be the origin
-    "written since",  # the recorded writers of a named tensor agree, so it differs by what left no row since
+    "inside a region",  # only a compiled region as a whole can be an origin
+    "written since",  # the recorded writers of a named tensor match, so something without a row wrote it
     "other arguments",  # each side kept a digest of other arguments
-    "unread batch",  # the batch holds something that could not be looked into, and Python may have read it
-    "passed on",  # Python may have read a number or a shape that differs before it: see ``_may_be_passed_on``
-    "race",  # it was read before the collective that brings it was done
-    "collective",  # a collective delivered it, into which other ranks may have put something else
+    "unread batch",  # Python may have read an object in the batch that could not be inspected
+    "passed on",  # Python may have read a number or a shape that differs: ``_may_be_passed_on``
+    "race",  # it was read before its collective was done
+    "collective",  # a collective delivered it, perhaps from another rank
     "graph replay",  # a replay of a CUDA graph may have written it
     "not recorded",  # what wrote it was not
-    "region parameters",  # the parameters that a compiled region reads have no digest, below level op
-    "unseen writer",  # something that the trace did not see wrote what it reads
+    "region parameters",  # the parameters of a compiled region have no digest, below level op
+    "unseen writer",  # the trace did not see the writer of what it reads
 ]
 """Where the difference at a row starts."""
 
@@ -68,11 +68,12 @@ class Finding:
 
 
 class StepDifference:
-    """How the aligned sites of one step differ, and where each difference starts; a row is one of the alignment's.
+    """How the aligned sites of one step differ, and where each difference starts, by row of the alignment.
 
-    ``pairs`` has the positions of each row in both steps, -1 where there is none; ``kinds`` all divergences by row.
-    ``differs``, bool by row, is whether it has other bits or another layout, or is on one side only. Rows of arguments
-    never do, and ``arguments`` has the rows of calls with others, as one with the same bits passes nothing on.
+    ``pairs`` has the two positions of each row (-1: none), ``kinds`` the kind of each differing row.
+    ``differs`` (bool by row) is whether it has other bits or another layout, or is on one side only. It
+    is False for rows of arguments, since a call with the same outputs passes nothing on; ``arguments``
+    has the rows of calls with other arguments.
     """
 
     def __init__(self, reference: StepView, current: StepView, alignment: Alignment) -> None:
@@ -100,7 +101,7 @@ class StepDifference:
         kinds.update((row, "argument") for row, known in self.arguments.items() if known)
         kinds.update(dict.fromkeys(np.flatnonzero(lefts < 0).tolist(), "extra"))
         kinds.update(dict.fromkeys(np.flatnonzero(rights < 0).tolist(), "missing"))
-        # a named input has the layout in which its first reader took it: that is another reader, and the same tensor
+        # a named input has the layout that its first reader saw: another reader is no difference
         others = np.flatnonzero(self.differs & other_layout & ~other_bits).tolist()
         views = [row for row in others if self.site(row).role == "input" and self.site(row).name]
         if len(views) < len(kinds):
@@ -111,12 +112,12 @@ class StepDifference:
 
     @cached_property
     def divergences(self) -> tuple[Divergence, ...]:
-        """The first ones, in the order of the step."""
+        """The first ``MAX_DESCRIBED``, in the order of the step."""
         return tuple(map(self.describe, list(self.kinds)[:MAX_DESCRIBED]))
 
     @cached_property
     def origins(self) -> tuple[Divergence, ...]:
-        """The first ones that are proven to start a difference, even where they lie beyond ``divergences``."""
+        """The first proven origins, even beyond ``divergences``."""
         return tuple(map(self.describe, self.starting("here")[:MAX_DESCRIBED]))
 
     def describe(self, row: int) -> Divergence:
@@ -147,7 +148,7 @@ class StepDifference:
         )
 
     def finding(self, row: int) -> Finding:
-        """Return a differing row with what its explanation needs besides."""
+        """Return a differing row with what its explanation needs."""
         left, right = self.pairs[row]
         ours, theirs = self.reference.layout.entries, self.current.layout.entries
         return Finding(
@@ -163,22 +164,22 @@ class StepDifference:
     # where a row lies
 
     def site(self, row: int) -> Site:
-        """Return the site of a row: that of the current step, where it has one."""
+        """Return the site of a row: the current step's if it has one."""
         program, position = self.side(row)
         return program.sites[position]
 
     def digest(self, row: int) -> int:
-        """Return the bits of a row: those of the current step, where it has one."""
+        """Return the bits of a row: the current step's if it has one."""
         left, right = self.pairs[row]
         return int(self.current.record.digests[right] if right >= 0 else self.reference.record.digests[left])
 
     def side(self, row: int) -> tuple[Program, int]:
-        """Return the program that a row's site is in, and its position there."""
+        """Return the program and the position of a row's site."""
         left, right = self.pairs[row]
         return (self.current.program, right) if right >= 0 else (self.reference.program, left)
 
     def _by_row(self, ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
-        """Return what two arrays have by position as an array by row: the current step's, where it has one."""
+        """Turn two arrays by position into one by row: the current step's value if it has one."""
         lefts, rights = self.alignment.reference, self.alignment.current
         return np.asarray(np.where(rights >= 0, _with_blank(theirs)[rights], _with_blank(ours)[lefts]))
 
@@ -189,16 +190,16 @@ class StepDifference:
 
     @cached_property
     def is_leading(self) -> np.ndarray:
-        """Bool by row: it lies before everything that the step computed."""
+        """Bool by row: it is before everything that the step computed."""
         programs = self.reference.program, self.current.program
         return self._by_row(*(np.arange(len(program)) < num_leading_sites(program) for program in programs))
 
     def sites_read(self, row: int) -> list[Site]:
-        """Return what a row reads in the current step, else in the reference."""
+        """Return the sites that a row reads."""
         return [self.side(row)[0].sites[place] for place in self.site(row).inputs]
 
     def _lines_of_reader(self, row: int) -> tuple[str, ...]:
-        """Return the source of the one op that reads a generator or the output that a row is the gradient of, or ()."""
+        """Return the lines of the one op that reads a generator, or made the output of a gradient."""
         program, position = self.side(row)
         sites, module, name = program.sites, program.sites[position].module, program.sites[position].name or ""
         given = [position] if sites[position].role == "generator" and name.startswith("generator ") else []
@@ -210,20 +211,19 @@ class StepDifference:
         return found.pop() if len(found) == 1 else ()
 
     def first_reader(self, row: int) -> str:
-        """Return the phase of the first op that reads what a row wrote; "" where none does."""
+        """Return the phase of the first op that reads a row; "" if none does."""
         program, position = self.side(row)
         readers, read = program.edges
         sites = (program.sites[place] for place in readers[read == position].tolist() if place > position)
         return next((site.phase for site in sites if site.op), "")
 
     def _sides_of(self, row: int) -> Iterator[tuple[StepView, int]]:
-        """Yield the steps that have a row, with its position there."""
         for view, position in zip((self.reference, self.current), self.pairs[row], strict=True):
             if position >= 0:
                 yield view, position
 
     def _has_detail(self, row: int, *details: str, is_read: bool) -> bool:
-        """Return whether the layout of a row, or of something that it read, has such a detail in one of the steps."""
+        """Return whether a row, or a site that it read, has one of these layout details in either step."""
         entries = (
             view.layout.entries[place]
             for view, position in self._sides_of(row)
@@ -235,8 +235,8 @@ class StepDifference:
 
     @cached_property
     def fed(self) -> np.ndarray:
-        """Bool by row: a writer that it read differs, or a named tensor has shown its memory to be changed since."""
-        # by side and position: readers after it read other bits there
+        """Bool by row: it read a site that differs, or memory that a named tensor shows to have changed."""
+        # by side and position: later readers read other bits there
         since = [np.full(len(view.program), len(view.program)) for view in (self.reference, self.current)]
         for positions, known in zip((self.alignment.reference, self.alignment.current), since, strict=True):
             known[positions[self.differs & (positions >= 0)]] = -1
@@ -267,7 +267,7 @@ class StepDifference:
 
     @cached_property
     def starts(self) -> Mapping[int, Start]:
-        """The differing rows where nothing that was read differs, ascending: all other differences follow from them."""
+        """The differing rows that read nothing that differs, ascending; all others follow from them."""
         return {row: self._start(row) for row in self.rows[~self.fed[self.rows]].tolist()}
 
     def start(self, row: int) -> Start:
@@ -279,14 +279,13 @@ class StepDifference:
         return [row for row, known in self.starts.items() if known == start]
 
     def _start(self, row: int) -> Start:
-        """Return where the difference at a row starts, where nothing that was read differs."""
         site, kind = self.site(row), self.kinds[row]
         is_found = site.phase == "state" and bool(self.is_leading[row])
         if not site.op and (site.role in _SOURCE_ROLES or site.phase in _SOURCE_PHASES or is_found):
             return "outside"
         if site.op and not site.op.startswith(REGION) and any(read.role == "graph" for read in self.sites_read(row)):
             return "inside a region"
-        # bits of a named tensor are those that its writers left; below level op none of them is recorded
+        # the recorded writers of a named tensor left other bits
         if not site.op and site.role == "named" and kind == "content" and any(one.op for one in self.sites_read(row)):
             return "written since"
         if self.arguments.get(row) == {}:
@@ -301,23 +300,23 @@ class StepDifference:
             return "not recorded"
         if site.op.startswith(REGION) and any(MISSES_PARAMETERS in read.arguments for read in self.sites_read(row)):
             return "region parameters"
-        # what goes into a collective or a region was computed by nobody: what wrote it agrees, so something unseen did
+        # the writer of what goes into a collective or a region matches, so something unseen changed it
         is_given = site.role == "region_input" or (site.role == "sent" and kind in ("content", "structure"))
         is_unseen = self.pairs[row][1] in self.current.unseen_writes
-        # a collective brings what is in flight, and nobody saw the writer of what is unwritten
+        # the trace sees no writer of tensors in flight or unwritten
         is_unknown = self._has_detail(row, IN_FLIGHT, UNWRITTEN, is_read=True)
         return "unseen writer" if is_given or is_unseen or is_unknown else "here"
 
     @property
     def unread(self) -> str:
-        """Type of something in the batch that could not be looked into; "" where there is none."""
+        """Type of an object in the batch that could not be inspected, or ""."""
         return self.reference.layout.unread or self.current.layout.unread
 
     def _may_be_passed_on(self, row: int) -> bool:
-        """Return whether a difference may follow from one that Python could read before, past every edge.
+        """Return whether a difference may follow, past every edge, from an earlier one that Python could read.
 
-        A shape, a number and whether an op runs at all may come from what Python could read, and in a backward pass
-        from how the ops of the forward pass were called; other bits from the same inputs may not.
+        That holds for shapes, numbers and whether an op runs, and in a backward pass for how the
+        forward ops were called; it does not hold for other bits from the same inputs.
         """
         if self.kinds[row] == "content" and not self._is_rewired(row):
             return False
@@ -328,19 +327,19 @@ class StepDifference:
         first = self._first_readable
         if first == len(self.alignment) or self._call(row) == self._call(first):
             return False
-        # rows that only the reference has stand before those that only the current step has
+        # rows of the reference alone come before those of the current step alone
         return row > first or bool(self.is_leading[first] and not self.is_leading[row])
 
     @cached_property
     def _first_called_otherwise(self) -> int:
-        """The first row of an op of the forward pass that was called otherwise, or by one side only."""
+        """The first forward op that was called differently, or in one step only."""
         rows = (row for row, kind in self.kinds.items() if kind != "content" and self.site(row).op)
         of_forward = (row for row in rows if self.site(row).phase in ("forward", "other"))
         return next(of_forward, len(self.alignment))
 
     @cached_property
     def _first_readable(self) -> int:
-        """The first differing row that Python may know of: another structure, or a number that it reads."""
+        """The first differing row that Python may have read: another structure, or a number."""
         is_readable = self._by_row(*(_readable_sites(view.program) for view in (self.reference, self.current)))
         is_number = np.isin(_with_blank(self.current.layout.dtypes), _READ_UNSEEN)[self.alignment.current]
         is_seen = self._both & (self._other_layout | is_number)
@@ -358,19 +357,19 @@ class StepDifference:
         return (self.site(row).name or "").removesuffix(AFTER_STEP) in _HOST_GENERATORS
 
     def _begin_row(self, row: int) -> int:
-        """Return the row of a generator as the step found it, of that of the same one as the step left it."""
+        """Return the row of a generator as the step found it, given the one as the step left it."""
         program, position = self.side(row)
         side = self.alignment.current if program is self.current.program else self.alignment.reference
         found = program.sites[position].inputs[:1]
         return int(np.flatnonzero(side == found[0])[0]) if found else row
 
     def _call(self, row: int) -> tuple[bool, int]:
-        """Return what the outputs of one call have in common: the side, and the position of the first of them."""
+        """Return what the outputs of one call share: the side, and the position of the first output."""
         program, position = self.side(row)
         return program is self.current.program, position - program.sites[position].output
 
     def _is_rewired(self, row: int) -> bool:
-        """Return whether an op with other bits or shapes reads other sites than its partner in the reference does."""
+        """Return whether an op with other bits or shapes reads other sites than in the reference."""
         left, right = self.pairs[row]
         if self.alignment.is_same_program or not self.site(row).op or self.kinds[row] not in ("content", "structure"):
             return False
@@ -383,7 +382,7 @@ class StepDifference:
 
 
 def num_leading_sites(program: Program) -> int:
-    """Return how many sites lie before everything that the step computed; state after the batch is what it left."""
+    """Return how many sites are before everything that the step computed."""
     is_given = False
     for position, site in enumerate(program.sites):
         if site.op or site.phase not in _BEFORE_OPS or (is_given and site.phase == "state"):
@@ -393,12 +392,12 @@ def num_leading_sites(program: Program) -> int:
 
 
 def _with_blank(values: np.ndarray) -> np.ndarray:
-    """Return an array whose last entry stands for position -1, and says nothing."""
+    """Append the value of position -1."""
     return np.append(values, np.zeros(1, dtype=values.dtype))
 
 
 def _readable_sites(program: Program) -> np.ndarray:
-    """Return, bool by position, whether Python may know of what is there: a number, the batch, its own generators."""
+    """Return, bool by position, whether Python may read it: a number, the batch, its own generators."""
     is_readable: np.ndarray = (program.roles == "value") | (program.phases == "data")
     for position in np.flatnonzero(program.roles == "generator").tolist():
         is_readable[position] |= program.sites[position].name in _HOST_GENERATORS

@@ -1,4 +1,4 @@
-"""From the evidence of two runs to what explains a difference: who drew from a generator, and which samples came."""
+"""What the evidence of two runs tells about a difference: who drew from a generator, which samples came."""
 
 import json
 from collections import defaultdict
@@ -14,10 +14,15 @@ import pyarrow as pa
 from det_callbacks.compare.differences import StepDifference
 from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.runs.evidence import (
+    BATCH,
+    BATCH_START,
     CALLBACKS,
     CONSTANTS,
+    INDICES,
+    LOADER,
     OPTIONS,
     PARAMETERS,
+    SAMPLE,
     SCRIPTED,
     SEED,
     START,
@@ -36,68 +41,64 @@ SKETCHED = 4
 MIN_FOUND = 0.75
 """Share of them that is enough: one may have been left out of a sketch."""
 
-BATCH = "batch"
-_LOADER = "before the loader starts"
-_INDICES = "indices of "
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """What one run found from the last step that is known to be equal to the end of the one that differs."""
+    """The evidence of one run after the last step that is known to be equal."""
 
     rows: tuple[Row, ...]
-    settings: Mapping[str, str]  # of the loaders, as they last started: "num_workers of train_dataloader" -> "2"
-    hooks: Mapping[str, str]  # "before on_train_batch_end" -> the callbacks called before ours; "after ..." alike
-    constants: frozenset[str] = frozenset()  # initial tensors that hold one value only, whatever the seed
+    settings: Mapping[str, str]  # of the loaders: "num_workers of train_dataloader" -> "2"
+    hooks: Mapping[str, str]  # "before on_train_batch_end" -> the callbacks called before ours
+    constants: frozenset[str] = frozenset()  # initial tensors that hold a single value
     options: Mapping[str, tuple[int, str]] = field(default_factory=dict)  # "lr of group 0" -> since which step, JSON
     starts: Mapping[str, int] = field(default_factory=dict)  # digest of the state in which each generator began
     scripted: tuple[str, ...] = ()  # modules that are, or hold, TorchScript
 
     def batch(self, step: int) -> dict[str, Row]:
-        """Return the rows on the batch of a step, by name."""
+        """Return the rows of a step's batch, by name."""
         return {row.name: row for row in self.rows if row.step == step and row.point == BATCH}
 
     def samples(self, step: int) -> list[int]:
-        """Return the digests of the samples in the batch of a step."""
-        return [row.value for name, row in self.batch(step).items() if name.startswith("sample ")]
+        """Return the digests of the samples in a step's batch."""
+        return [row.value for name, row in self.batch(step).items() if name.startswith(SAMPLE)]
 
     def states(self, name: str, step: int) -> list[Row]:
         """Return the states of a generator up to the end of a step."""
         return [row for row in self.rows if row.name == name and row.point != BATCH and row.step <= step]
 
     def seed(self, name: str, place: tuple[int, str]) -> int | None:
-        """Return the seed of a generator as it was noted at (step, point), or next after it."""
+        """Return the seed of a generator that was noted at (step, point), or next after it."""
         rows = dropwhile(lambda row: row[:2] != place, self.rows)
         return next((row.value for row in rows if row.name == SEED + name), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratorChange:
-    """How a generator came to another state than the reference's, between two places (step, point)."""
+    """How a generator came to differ from the reference's between two places (step, point)."""
 
     name: str
-    equal_at: tuple[int, str] | None = None  # the last such place; None where it never was equal in this fit
-    differs_at: tuple[int, str]  # the first such place; of an idle generator the first place at all
-    has_other_start: bool = False  # it began elsewhere, and until ``differs_at`` neither run drew from it
-    points: tuple[str, ...] = ()  # what ran in between in either run, from ``equal_at`` on
+    equal_at: tuple[int, str] | None = None  # None if it never was equal in this fit
+    differs_at: tuple[int, str]  # of an idle generator the first place at all
+    has_other_start: bool = False  # in another state, from which neither run drew until ``differs_at``
+    points: tuple[str, ...] = ()  # in between, of either run, from ``equal_at`` on
     only_reference: tuple[str, ...] = ()  # points there that only the reference has
     only_current: tuple[str, ...] = ()
-    seeds: tuple[int, int] | None = None  # of both runs, where they were noted next; None where one was not
+    seeds: tuple[int, int] | None = None  # of both runs; None if one is unknown
 
     @property
     def is_reseeded(self) -> bool:
-        """Whether the two runs seeded it otherwise."""
+        """Whether the two runs seeded it differently."""
         return self.seeds is not None and self.seeds[0] != self.seeds[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchChange:
-    """How the batch of a step came to be another than the reference's; None is what cannot be told."""
+    """How the batch of a step came to differ; None stands for unknown."""
 
     indices: Literal["same", "reordered", "cut", "other"] | None = None  # that samplers drew; cut: other batch sizes
     is_loaded_alike: bool | None = None  # what left the loaders agrees
-    found_at: int | None = None  # step of the reference whose batch holds samples of this one
-    is_whole: bool = False  # that batch holds all of them, so that it is this one
+    found_at: int | None = None  # step of the reference with samples of this batch
+    is_whole: bool = False  # that batch holds all of them
     was_searched: bool = False
     first_index: tuple[str, int, str, str] | None = None  # loader, position in the batch, both indices
     settings: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # of the loaders, that differ
@@ -105,7 +106,7 @@ class BatchChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionChange:
-    """An option of an optimizer's group, such as "lr of group 0", that an update used with another value."""
+    """An option of an optimizer's group, such as "lr of group 0", with another value."""
 
     name: str
     reference: str
@@ -115,17 +116,17 @@ class OptionChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """What is known of a step that differs, besides its sites; the generators in the order in which they came to."""
+    """The evidence of a step that differs; the generators are in the order in which they came to differ."""
 
     generators: tuple[GeneratorChange, ...] = ()
-    idle: tuple[GeneratorChange, ...] = ()  # of generators that began elsewhere, and from which nothing drew
+    idle: tuple[GeneratorChange, ...] = ()  # of generators from which nothing drew
     batch: BatchChange = BatchChange()
     hooks: Mapping[str, str] = field(default_factory=dict)  # of the current run, see ``Window``
-    constants: frozenset[str] = frozenset()  # initial tensors that hold one value only in both runs
+    constants: frozenset[str] = frozenset()  # initial tensors that hold a single value in both runs
     options: tuple[OptionChange, ...] = ()
     scripted: tuple[str, ...] = ()  # of the current run
     moments: tuple[tuple[int, str], ...] = ()  # (step, point) of the current run, from the step before on
-    unread: str = ""  # why it could not be read; "" where it could, or where a run has none
+    unread: str = ""  # why it could not be read
 
     @property
     def other_starts(self) -> list[GeneratorChange]:
@@ -135,7 +136,7 @@ class Evidence:
 
 
 def find_evidence(reference: Run, current: Run, difference: StepDifference) -> Evidence:
-    """Return the evidence of both runs for a step that differs; an error where only one has something of the step."""
+    """Return the evidence of both runs on a step that differs; an error if only one run has it."""
     rank, segment, step = place = difference.rank, difference.segment, difference.step
     ours, theirs = read_window(reference, *place), read_window(current, *place)
     for run, window, other in ((reference, ours, theirs), (current, theirs, ours)):
@@ -160,7 +161,7 @@ def find_evidence(reference: Run, current: Run, difference: StepDifference) -> E
 
 
 def _is_handed_alike(*sides: tuple[Window, StepView]) -> bool:
-    """Return whether what left the loaders agrees, where one step at least was given something else."""
+    """Return whether the loaders handed out the same, and at least one step changed the batch after that."""
     given, noted = [], []
     for window, view in sides:
         rows = window.batch(view.record.step)
@@ -172,7 +173,7 @@ def _is_handed_alike(*sides: tuple[Window, StepView]) -> bool:
 
 
 def read_window(run: Run, rank: int, segment: int, step: int) -> Window | None:
-    """Return the evidence of a run up to a step; None where it has none."""
+    """Return the evidence of a run up to a step; None if there is none."""
     since = max((known for known in run.rank(rank).steps(segment).tolist() if known < step), default=None)
 
     def is_wanted(batch: pa.RecordBatch) -> np.ndarray:
@@ -184,13 +185,13 @@ def read_window(run: Run, rank: int, segment: int, step: int) -> Window | None:
 
 
 def gather_window(rows: Iterable[Row], *, since: int | None) -> Window | None:
-    """Return what rows say that come after a step that is known to be equal, or all rows; None where there are none."""
+    """Return the evidence after a step (None: all of it); None if there is none."""
     kept, last = list[Row](), list[Row]()
     settings, hooks = dict[str, str](), dict[str, str]()
     options, starts = dict[str, tuple[int, str]](), dict[str, int]()
     constants, scripted = frozenset[str](), tuple[str, ...]()
     for row in rows:
-        if row.text and row.point == _LOADER:
+        if row.text and row.point == LOADER:
             settings[row.name] = row.text
         elif row.text and row.name.startswith(CALLBACKS):
             hooks[row.name.removeprefix(CALLBACKS)] = row.text
@@ -222,22 +223,22 @@ def gather_window(rows: Iterable[Row], *, since: int | None) -> Window | None:
 
 
 def from_batch_start(rows: Iterable[Row]) -> Iterator[Row]:
-    """Yield the rows since a step has begun, but those of its batch."""
-    return (row for row in dropwhile(lambda row: row.point != "batch start", rows) if row.point != BATCH)
+    """Yield the rows since a step has begun, without those of its batch."""
+    return (row for row in dropwhile(lambda row: row.point != BATCH_START, rows) if row.point != BATCH)
 
 
 def _find_samples(
     run: Run, rank: int, segment: int, step: int, *, others: Sequence[int], samples: Sequence[int]
 ) -> tuple[int | None, bool]:
-    """Return the first step of an attempt whose batch has all these samples, and True; else with one of ``others``.
+    """Return the first step that has all these samples, and True; else the first with one of ``others``.
 
-    None where most of the others are nowhere in the attempt.
+    None if most of the others are nowhere in the attempt.
     """
     steps: defaultdict[int, set[int]] = defaultdict(set)
     values = np.array(samples, dtype=np.uint64)
     rows = _read_rows(run, rank, segment, step, lambda batch: np.isin(batch.column("value").to_numpy(), values))
     for row in rows:
-        if row.point == BATCH and row.name.startswith("sample "):
+        if row.point == BATCH and row.name.startswith(SAMPLE):
             steps[row.value].add(row.step)
     found = [steps[value] for value in others if value in steps]
     if not found or len(found) < MIN_FOUND * len(others):
@@ -255,7 +256,7 @@ def _read_rows(
 
 
 def compare_windows(reference: Window, current: Window, step: int) -> Evidence:
-    """Return what two windows of the same step tell."""
+    """Return what two windows on the same step tell."""
     rows = (row for row in current.rows if row.point != BATCH and not row.text and not row.name.startswith(SEED))
     found = (_generator_change(reference, current, step, name) for name in dict.fromkeys(row.name for row in rows))
     order = {(row.step, row.point): number for number, row in enumerate(current.rows)}
@@ -280,7 +281,7 @@ def _option_changes(reference: Window, current: Window) -> Iterator[OptionChange
 
 
 def _generator_change(reference: Window, current: Window, step: int, name: str) -> GeneratorChange | None:
-    """Return how a generator came to differ by the end of the step; None where it did not."""
+    """Return how a generator came to differ by the end of the step; None if it did not."""
     ours, theirs = reference.states(name, step), current.states(name, step)
     points = [row.point for row in ours], [row.point for row in theirs]
     blocks = SequenceMatcher(None, *points, autojunk=False).get_matching_blocks()
@@ -312,7 +313,7 @@ def _generator_change(reference: Window, current: Window, step: int, name: str) 
 def _idle_generators(
     reference: Window, current: Window, step: int, *, moved: Collection[str]
 ) -> Iterator[GeneratorChange]:
-    """Yield the generators that began in another state and are not among those that differ since."""
+    """Yield the generators that began in another state and did not move."""
     for name, start in current.starts.items():
         states = current.states(name, step)
         if name not in moved and states and reference.starts.get(name, start) != start:
@@ -331,7 +332,7 @@ def _batch_change(reference: Window, current: Window, step: int) -> BatchChange:
     def is_alike(names: Iterable[str]) -> bool:
         return all(name in ours and name in theirs and ours[name].value == theirs[name].value for name in names)
 
-    names = [name for name in theirs if name.startswith(_INDICES) and name in ours]
+    names = [name for name in theirs if name.startswith(INDICES) and name in ours]
     loaded = [name for name in theirs if name.endswith(" as loaded") and name in ours]
     drawn = [(json.loads(ours[name].text), json.loads(theirs[name].text)) for name in names]
     indices: Literal["same", "reordered", "cut", "other"] | None = None
@@ -342,7 +343,7 @@ def _batch_change(reference: Window, current: Window, step: int) -> BatchChange:
     elif names:
         indices = "cut" if all(_is_cut(*pair) for pair in drawn) else "other"
     firsts = (
-        (name.removeprefix(_INDICES), position, str(one), str(other))
+        (name.removeprefix(INDICES), position, str(one), str(other))
         for name, pair in zip(names, drawn, strict=True)
         for position, (one, other) in enumerate(zip_longest(*pair, fillvalue="none"))
         if one != other
@@ -358,6 +359,6 @@ def _batch_change(reference: Window, current: Window, step: int) -> BatchChange:
 
 
 def _is_cut(ours: list[Any], theirs: list[Any]) -> bool:
-    """Return whether one list of indices is the beginning of the other, as far as they are kept."""
+    """Return whether one list of indices begins with the other."""
     length = min(len(ours), len(theirs))
     return length > 0 and len(ours) != len(theirs) and ours[:length] == theirs[:length]

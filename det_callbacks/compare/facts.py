@@ -1,4 +1,4 @@
-"""What is known of the first step that differs: the rules in ``causes/`` ask it in the order of time."""
+"""The facts of the first step that differs, as the rules in ``causes/`` ask for them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ import numpy as np
 from det_callbacks.compare.differences import Finding, StepDifference
 from det_callbacks.compare.evidence import Evidence, GeneratorChange
 from det_callbacks.runs.environment import CONFIGURATION
+from det_callbacks.runs.evidence import AFTER_BACKWARD, AFTER_FORWARD, BATCH_END, BATCH_START, DRAWING, LOADER
 from det_callbacks.runs.program import Program, is_further
 from det_callbacks.verdict import EnvironmentDifference
 
@@ -25,16 +26,16 @@ DataChange = Literal[
     "transformed",  # what left the loader agrees
     "reordered",  # it holds the same samples in another order
     "other data set",  # of another length
-    "listed otherwise",  # the sampler drew the same indices, and the samples behind them are those of another step
-    "made otherwise",  # the sampler drew the same indices, and the samples are nowhere in the reference
-    "drawn",  # the sampler drew other indices, or the samples are those of another step
+    "listed otherwise",  # the same indices of samples of another step
+    "made otherwise",  # the same indices of samples that the reference never had
+    "drawn",  # other indices, or samples of another step
     "other",  # nothing is known of it
 ]
 """How a batch came to be another one."""
 
-_DRAWING = ("before the loader starts", "before a batch is drawn")
+_DRAWING = (LOADER, DRAWING)
 """What begins when the data draws for itself."""
-_WITHIN_STEP = ("after forward", "after backward", "batch end")
+_WITHIN_STEP = (AFTER_FORWARD, AFTER_BACKWARD, BATCH_END)
 _OF_MODEL = ("hparams.", CONFIGURATION)
 _STARTS_BACKWARD = "aten.ones_like.default"
 """The gradient of a loss with respect to itself: ``torch.autograd`` makes it before its engine runs."""
@@ -42,16 +43,16 @@ _STARTS_BACKWARD = "aten.ones_like.default"
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is known of the first step that differs."""
+    """The facts of the first step that differs."""
 
     difference: StepDifference
     choices: Sequence[EnvironmentDifference]  # that differ and can change the bits of a step
     is_first_seen: bool  # it is the first recorded step of its fit
-    is_after_unrecorded: bool  # nor resumed: what it read may have changed in the step before it
+    is_after_unrecorded: bool  # what it read may have changed in the step before it, and it is not resumed
     is_resumed: bool  # one of the runs had just been resumed from a checkpoint
-    unrestored: Sequence[str]  # restored state that is not what the reference ended the step before with
+    unrestored: Sequence[str]  # restored state that differs from the end of the reference's step before
     evidence: Evidence
-    shows_rank: bool  # several processes ran, so a sentence names the rank
+    shows_rank: bool  # several processes ran
 
     @cached_property
     def first(self) -> Finding:
@@ -60,9 +61,14 @@ class Facts:
 
     @cached_property
     def origin(self) -> Finding | None:
-        """The first finding that is proven to start the difference."""
+        """The first proven origin."""
         rows = self.difference.starting("here")
         return self.difference.finding(rows[0]) if rows else None
+
+    @property
+    def leading(self) -> Finding:
+        """The first proven origin, or else what differs first."""
+        return self.origin or self.first
 
     @cached_property
     def sources(self) -> list[Finding]:
@@ -72,7 +78,7 @@ class Facts:
 
     @cached_property
     def drawn_within(self) -> list[int]:
-        """The rows of generators from which the step drew otherwise, where other rows differ before them."""
+        """The rows of generators that differ after the step, if other rows differ before them."""
         rows = [row for row in self.difference.rows_after_step if self.difference.start(row) == "outside"]
         return [row for row in rows if row != self.first.row]
 
@@ -83,17 +89,17 @@ class Facts:
 
     @property
     def source_phases(self) -> tuple[str, ...]:
-        """Phases of the sources, each once, in their order in the step: state, data, rng, input."""
+        """Phases of the sources, in their order in the step: state, data, rng, input."""
         return tuple(dict.fromkeys(finding.divergence.phase for finding in self.sources))
 
     @cached_property
     def restored(self) -> list[Finding]:
-        """Parameters, buffers and optimizer state that differ as the step finds them, wherever its origins lie."""
+        """Parameters, buffers and optimizer state that differ as the step finds them."""
         return [self.difference.finding(row) for row in self.difference.starts if self._is_state(row)]
 
     @cached_property
     def num_initial(self) -> int:
-        """Tensors of the initial state that both sides list before the step; 0 unless it is a fit's first."""
+        """Tensors of the initial state that both sides list; 0 except in a fit's first step."""
         return len(self._initial_names)
 
     @cached_property
@@ -110,7 +116,7 @@ class Facts:
 
     @property
     def further(self) -> list[str]:
-        """Names of the state beside model and optimizers that the step found with other bits."""
+        """Names of differing state beside model and optimizers."""
         names = (finding.divergence.name or "" for finding in self.sources)
         return list(dict.fromkeys(filter(is_further, names)))
 
@@ -118,13 +124,13 @@ class Facts:
 
     @property
     def initial_sources(self) -> list[str]:
-        """Names of the tensors of the initial state that differ, or where they are."""
+        """Names, or modules, of the tensors of the initial state that differ."""
         found = (finding.divergence for finding in self.sources if finding.divergence.phase == "state")
         return list(dict.fromkeys(one.name or one.module for one in found))
 
     @property
     def random_initial(self) -> set[str]:
-        """Names of the initial tensors that may follow from the seed: the others hold one value, whatever it is."""
+        """Names of the initial tensors that may depend on the seed: those that hold several values."""
         return {*self._initial_names} - self.evidence.constants
 
     # the data
@@ -136,13 +142,13 @@ class Facts:
 
     @property
     def has_equal_samples(self) -> bool:
-        """Whether every tensor of the batch that differs holds the same samples in another order.
+        """Whether all tensors of the batch that differ hold the same samples in another order.
 
-        Where the sampler drew the same indices and some did not move, it is no other order: labels were exchanged.
+        If the sampler drew the same indices and only some tensors differ, labels were exchanged.
         """
         difference = self.difference
         tensors = [item for item in self.sources if item.divergence.phase == "data" and item.role != "samples"]
-        # the order-free digest of a tensor's samples follows it
+        # a digest of its samples without their order follows each tensor
         after = [item.row + 1 for item in tensors]
         samples = [row < len(difference.roles) and difference.roles[row] == "samples" for row in after]
         are_content = all(item.divergence.kind == "content" for item in tensors)
@@ -153,7 +159,7 @@ class Facts:
 
     @property
     def data_change(self) -> DataChange:
-        """How the batch came to be another one, as far as it is known."""
+        """How the batch came to differ."""
         batch = self.evidence.batch
         if batch.is_loaded_alike is True:
             return "transformed"
@@ -169,7 +175,7 @@ class Facts:
 
     @property
     def consumed(self) -> GeneratorChange | None:
-        """The generator that something drew from in one run only; not the data, when its batch was drawn."""
+        """The generator that something other than the data drew from in one run only."""
         since = (one for one in self.evidence.generators if one.equal_at is not None and not one.is_reseeded)
         return next((one for one in since if one.points[0] not in _DRAWING and not one.has_other_start), None)
 
@@ -182,19 +188,19 @@ class Facts:
 
     @property
     def starts_backward(self) -> bool:
-        """Whether the origin, or what differs first, is the gradient that a backward pass starts with."""
-        found = self.origin or self.first
+        """Whether the first origin is the gradient that a backward pass starts with."""
+        found = self.leading
         return found.divergence.op == _STARTS_BACKWARD and self.difference.first_reader(found.row) == "backward"
 
     @cached_property
     def gradients(self) -> list[list[str]]:
-        """Names of the gradients that optimizers were given in the reference and now, in their order."""
+        """Names of the gradients that the optimizers were given, in the reference and now."""
         programs = self.difference.reference.program, self.difference.current.program
         return [_gradient_names(program) for program in programs]
 
     @property
     def normed_gradient(self) -> str | None:
-        """Name of the gradient whose norm differs first: the op that clips takes those of all parameters, in order."""
+        """Name of the gradient whose norm differs first: clipping takes the norms of all, in order."""
         first = self.first.divergence
         if first.phase != "gradient" or not first.op.startswith("aten._foreach_norm."):
             return None
@@ -207,7 +213,7 @@ class Facts:
 
     @property
     def dtype_choice(self) -> EnvironmentDifference | None:
-        """The choice that explains that what differs first entered the step with another dtype, and no other shape."""
+        """The choice by which the first difference entered the step with another dtype."""
         ours, theirs = self.first.layouts or (None, None)
         if self.first.start != "outside" or ours is None or theirs is None or ours.shape != theirs.shape:
             return None
@@ -216,11 +222,12 @@ class Facts:
 
     @property
     def model_choice(self) -> EnvironmentDifference | None:
-        """The hyperparameter, or key of the configuration, by which the first difference is another call.
+        """The hyperparameter or configuration key by which the first difference is another call.
 
-        One that became an option which is a choice of its own, such as a learning rate, explains no call of the model.
+        One whose values are also those of another choice, such as a learning rate, explains no call of
+        the model.
         """
-        found = (self.origin or self.first).divergence
+        found = self.leading.divergence
         if found.phase not in ("forward", "backward") or not (self._is_other_call or self.draws_in_step):
             return None
         options = [(one.reference, one.current) for one in self.choices if not one.name.startswith(_OF_MODEL)]
@@ -229,28 +236,27 @@ class Facts:
 
     @property
     def _is_other_call(self) -> bool:
-        found = self.origin or self.first
+        found = self.leading
         return found.divergence.kind != "content" or found.layouts is not None
 
     @property
     def draws_in_step(self) -> bool:
-        """Whether a generator came to differ in the step itself, where no op is recorded that may have drawn."""
+        """Whether a generator came to differ in the step, and no op is recorded that may have drawn."""
         first = self.first.divergence
         if first.op or first.kind != "content":
             return False
-        since_start = (one.equal_at == (first.step, "batch start") for one in self.evidence.generators)
+        since_start = (one.equal_at == (first.step, BATCH_START) for one in self.evidence.generators)
         return bool(self.drawn_within) or (first.phase == "forward" and any(since_start))
 
     @property
     def explaining_choice(self) -> EnvironmentDifference | None:
-        """The choice that explains what differs first: without it, the two runs would have done the same there."""
+        """The choice without which the two runs would have done the same at the first difference."""
         explaining = filter(self._is_explained_by, self.choices)
-        return self.dtype_choice or next(explaining, None) or self.model_choice
+        return next(explaining, None) or self.model_choice
 
     def _is_explained_by(self, chosen: EnvironmentDifference) -> bool:
-        """Return whether a choice leads to what differs first."""
         choice = chosen.name
-        found = self.origin or self.first
+        found = self.leading
         divergence = found.divergence
         is_other_call = self._is_other_call
         is_between = divergence.phase == "other" and not self.starts_backward
@@ -259,27 +265,27 @@ class Facts:
         if choice == "trainer.precision":
             return is_other_call or not divergence.op
         if choice == "trainer.accumulate_grad_batches" and divergence.name == "loss":
-            return True  # divided between the passes, by an op that is recorded at level op only
+            return True  # it is divided by an op that only level op records
         if choice.startswith("optimizer") and divergence.phase in ("optimizer", "state"):
             return is_other_call or not divergence.op
         if choice.startswith("optimizer") and divergence.phase == "forward" and divergence.kind in ("missing", "extra"):
-            # an optimizer such as LBFGS decides how often the passes are run
+            # an optimizer such as LBFGS decides how often the passes run
             return any(self.difference.site(row).phase == "gradient" for row in range(found.row))
         if choice == "torch.num_threads":
             return bool(divergence.op) and divergence.kind == "content"  # sums are split among threads
         if choice == "settings.seed" and None in (chosen.reference, chosen.current):
-            # what the process seeded before by itself may have been the same seed
+            # the process may have set the same seed by itself
             return bool(self.evidence.other_starts)
         return not divergence.is_origin if choice.startswith("settings.") else is_between
 
 
 def choices_of_steps(environment: Sequence[EnvironmentDifference]) -> list[EnvironmentDifference]:
-    """Return the choices that differ and can change the bits of a step: how many steps there are does not."""
+    """Return the differing choices that can change the bits of a step."""
     return [one for one in environment if one.changes_bits and not one.is_machine and one.name not in LENGTHS]
 
 
 def earlier_choice(choices: Sequence[EnvironmentDifference]) -> EnvironmentDifference | None:
-    """Return a choice with which steps that were not recorded left other weights."""
+    """Return a choice with which earlier steps left other weights."""
     return next((one for one in choices if one.name.startswith(("optimizer", "trainer.", "settings."))), None)
 
 

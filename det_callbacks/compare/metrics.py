@@ -1,4 +1,4 @@
-"""Comparing what modules log: its metrics, bit for bit, in a verification and in two recorded runs alike."""
+"""Compares the metrics that modules log, bit for bit."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ GENERATOR, LENGTH, FIRST_BATCH, OTHER_HOOKS = "generator ", "samples of ", "firs
 
 _CAUSES: tuple[tuple[str, Cause], ...] = ((LENGTH, "data_content"), (GENERATOR, "rng"), (FIRST_BATCH, "data_content"))
 _CHOICES: Mapping[str, Sequence[str]] = {
-    # where a metric is read -> choices of how often, and of how much of the data, it is computed there
+    # where a metric is read -> choices of how often and of which data it is computed
     "validation": (
         "trainer.limit_val_batches",
         "trainer.val_check_interval",
@@ -26,7 +26,7 @@ _AFTER_SITES = 1 << 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricDifference:
-    """A metric that differs, with its values in both runs (None in the one that lacks it) and where they stand."""
+    """A metric that differs; a run that lacks it has the value None."""
 
     order: tuple[int, int, int, int]  # among the differences of the run: after all sites of its step
     segment: int
@@ -34,11 +34,11 @@ class MetricDifference:
     values: tuple[Metric | None, Metric | None]
     readings: tuple[Reading, Reading]
     choices: Sequence[EnvironmentDifference] = ()  # that differ, and can change bits
-    is_after_gap: bool = False  # a step that was not recorded may have changed what it was computed from
+    is_after_gap: bool = False  # a step that was not recorded may have changed its inputs
 
     @property
     def kind(self) -> Kind:
-        """As the verdict names it."""
+        """The verdict's word."""
         left, right = self.values
         if left is None or right is None:
             return "extra" if left is None else "missing"
@@ -47,11 +47,11 @@ class MetricDifference:
 
     @property
     def is_read_in_one(self) -> bool:
-        """Whether one run reads no metric at all there: a shorter epoch is read at another step."""
+        """Whether one run reads no metric there, as after a shorter epoch."""
         return not all(reading.metrics for reading in self.readings)
 
     def follows_from(self, segment: int, step: int | None = None) -> bool:
-        """Whether steps of a fit that only one run has explain it, or a step just after an epoch ended in one run."""
+        """Return whether steps that only one run has, or an epoch that ended in one run, explain it."""
         if self.segment != segment or not self.is_read_in_one:
             return False
         at = self.readings[1].step
@@ -59,27 +59,27 @@ class MetricDifference:
 
     @property
     def evidence(self) -> list[tuple[str, str, str]]:
-        """What differs with it: name, in the reference, now."""
+        """What differs with it: name, value in the reference, value now."""
         ours, theirs = (reading.evidence for reading in self.readings)
         rows = ((name, ours.get(name, "none"), theirs.get(name, "none")) for name in {**theirs, **ours})
         return [row for row in rows if row[1] != row[2]] if self.kind == "content" else []
 
     @property
     def known_reason(self) -> tuple[Cause, str]:
-        """The cause, and the evidence that it follows from; "" where there is none."""
+        """The cause, and the name of its evidence or ""."""
         names = [name for name, *_ in self.evidence]
         found = ((cause, name) for kind, cause in _CAUSES for name in names if name.startswith(kind))
         return next(found, ("unknown" if self.kind == "content" else "structure", ""))
 
     @property
     def explaining_choice(self) -> EnvironmentDifference | None:
-        """The choice that explains it, where no other data do."""
+        """The choice that explains it, unless other data do."""
         names = () if self.known_reason[0] == "data_content" else _CHOICES.get(self.readings[1].where, ())
         return next((one for one in self.choices if one.name in names), None)
 
     @property
     def cause(self) -> Cause:
-        """As the verdict names it."""
+        """The verdict's word."""
         known = self.known_reason[0]
         is_explained = known == "unknown" and self.is_after_gap and earlier_choice(self.choices) is not None
         return "settings" if is_explained or self.explaining_choice is not None else known
@@ -104,9 +104,9 @@ class MetricDifference:
 
 
 class MetricComparison:
-    """Compares the readings of a run with those of the same ``Reading.key`` in the reference, as they come.
+    """Compares readings with those of the same ``Reading.key`` in the reference, as they come.
 
-    With ``is_common``, readings that only one run has are no differences. ``num_compared`` metrics are in both runs.
+    With ``is_common``, a reading that only one run has is no difference.
     """
 
     def __init__(self, *, is_common: bool) -> None:
@@ -118,7 +118,7 @@ class MetricComparison:
         self._is_common = is_common
 
     def begin(self, segment: int, reference: Readings) -> None:
-        """Begin a fit, of which the reference has these readings; the one before it is over."""
+        """Begin a fit, with the reference's readings of it."""
         self.end()
         self._segment = segment
         self._left = dict(reference.by_key)
@@ -126,19 +126,19 @@ class MetricComparison:
 
     @property
     def pending_calls(self) -> tuple[str, ...]:
-        """The calls outside of a fit that the reference has and this run had not so far."""
+        """The reference's calls outside of a fit that are still to come."""
         return tuple(where for where, *_ in self._left if where in CALLS and not self._is_common)
 
     def resume(self, step: int, *, is_first: bool) -> None:
-        """Ignore what may be missing since the run was resumed after a step; with ``is_first`` also all before that."""
+        """Ignore what may be missing since the run was resumed; with ``is_first`` also all before that."""
         self._resumed.add(step)
         if is_first:
             self._left = {key: reading for key, reading in self._left.items() if reading.step >= step}
 
     def add(self, reading: Reading) -> bool:
-        """Compare a reading, and count the reference's before it as missing; return whether any of that differs.
+        """Compare a reading, and count the reference's earlier ones as missing; return whether it differs.
 
-        A reading that only this run has is counted, and does not change the answer: missing steps may explain it.
+        A reading that only this run has is counted and returns False: missing steps may explain it.
         """
         before = self.num_differing
         of_fits = [known for known in self._left.values() if known.where not in CALLS]
@@ -153,7 +153,7 @@ class MetricComparison:
         return differs
 
     def end(self, *, with_calls: bool = True) -> None:
-        """Count what this run had not as missing; ``with_calls``: also calls after the fit, which may still come."""
+        """Count what is left as missing; without ``with_calls`` not calls after the fit, which may still come."""
         self._miss([one for one in self._left.values() if with_calls or not one.is_after_fit])
 
     def _miss(self, readings: list[Reading]) -> None:

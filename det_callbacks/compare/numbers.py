@@ -1,4 +1,4 @@
-"""By how much two runs differ, from the tensors that both kept; and what to record again to learn more."""
+"""By how much two runs differ, and what to record again to learn more."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,7 +25,7 @@ MAX_OP_STEPS = 10
 
 
 def with_numbers(reference: Run, current: Run, first: Mapping[int, FirstDifference]) -> dict[int, FirstDifference]:
-    """Return the first differences of ranks; of some with by how much they differ, where both runs kept the tensors."""
+    """Return the first differences of ranks with their size where both runs kept the tensors."""
     try:
         patterns = [*map(OpPattern.parse, as_patterns("keep_tensors", reference.manifest.keep_tensors))]
     except SelectionError as error:
@@ -72,7 +72,7 @@ def _numbers(divergence: Divergence, sides: Sequence[SavedStep]) -> Numbers:
 
 
 def next_recording(verdict: Verdict, selection: Selection) -> dict[str, Any] | None:
-    """Return the arguments of ``DeterminismCallback`` that record what a verdict lacks, None for nothing."""
+    """Return the arguments of ``DeterminismCallback`` that record what a verdict lacks, if any."""
     first = verdict.first_divergence
     if first is None or first.phase == "metric":  # which is in no step
         return None
@@ -93,7 +93,7 @@ def next_recording(verdict: Verdict, selection: Selection) -> dict[str, Any] | N
 
 
 def _suspects(step: int, selection: Selection) -> range:
-    """Return the steps in which a difference can begin that is first seen in this one: those since the one before."""
+    """Return the steps in which a difference may have begun that this step shows."""
     if selection.only_steps is None:
         return range(max(0, step - selection.every_n_steps + 1), step + 1)
     before = [known for known in selection.only_steps if known < step]
@@ -101,12 +101,12 @@ def _suspects(step: int, selection: Selection) -> range:
 
 
 def to_keep(verdict: Verdict) -> tuple[Divergence, str] | None:
-    """Return the divergence whose tensors have to be kept to say by how much it differs, and their pattern, or None."""
+    """Return the divergence whose tensors have to be kept to measure it, and their pattern, or None."""
     first = verdict.origins[0] if verdict.origins else verdict.first_divergence
     if first is None or first.kind != "content" or first.shape is None:
         return None
     is_known = first.numbers is not None and not first.numbers.problem
-    # what a collective delivers comes later than its call; the ends of a compiled region are no outputs of an op
+    # results of collectives come after their call; ends of a compiled region are no outputs
     if is_known or not first.op or first.op.startswith((*COLLECTIVES, REGION)):
         return None
     return first, OpPattern.exactly(first.phase, first.module, first.op)

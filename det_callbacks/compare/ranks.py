@@ -1,4 +1,4 @@
-"""What each rank of two runs tells: how much was compared, and where it first differs."""
+"""How much of each rank was compared, and where it first differs."""
 
 from bisect import bisect_left
 from collections import defaultdict
@@ -20,7 +20,7 @@ from det_callbacks.verdict import Divergence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeSteps:
-    """So many steps of one fit of one rank, from the first to the last of them, that only one run has."""
+    """Steps of one fit of one rank that only one run has."""
 
     rank: int
     segment: int
@@ -31,7 +31,7 @@ class WholeSteps:
 
     @property
     def order(self) -> Order:
-        """It comes before the sites of its step."""
+        """They come before the sites of their first step."""
         return (self.segment, self.first, -1, self.rank)
 
     def divergence(self) -> Divergence:
@@ -41,7 +41,7 @@ class WholeSteps:
 
 @dataclass(slots=True, kw_only=True)
 class RankFindings:
-    """What one rank tells, filled while it is walked through; ``first`` is None where no site differs."""
+    """The result of one rank; ``first`` is None where no site differs."""
 
     rank: int
     tally: Tally = field(default_factory=Tally)
@@ -59,10 +59,10 @@ class RankFindings:
 class RankWalk:
     """Compares one rank of two runs at a time.
 
-    Two runs agree up to a step exactly when their chains at it agree, so the first step that differs is found by
-    bisection; what lies before it is counted and not compared. Digests that were damaged there after they were written
-    are not noticed, and cannot turn a difference into a match. Of a verification only the first step that differs is
-    read; its record says what was found in the others.
+    Equal chains at a step prove all steps up to it equal, so bisection finds the first that differs;
+    earlier ones are counted and not read. Damage there goes unnoticed, and cannot turn a difference
+    into a match. Of a verification, the record tells what was found in all but the first differing
+    step.
     """
 
     reference: Run
@@ -71,7 +71,7 @@ class RankWalk:
     records: Mapping[int, RankRecord]  # where the current run is a verification
 
     def compare(self, rank: int) -> RankFindings:
-        """Return what a rank tells; ReferenceFormatError where a file is damaged."""
+        """Return the result of a rank; ReferenceFormatError if a file is damaged."""
         if rank in self.records:
             return self._verified(self.records[rank])
         ours, theirs = self.reference.rank(rank), self.current.rank(rank)
@@ -84,7 +84,7 @@ class RankWalk:
             in_ours = set(left.steps[num_equal:].tolist())
             in_theirs = set(right.steps[num_equal:].tolist())
             for step in sorted(in_ours & in_theirs):
-                views = self.reference.view(rank, segment, step), self.current.view(rank, segment, step)
+                views = self.views(rank, segment, step)
                 num_compared, num_differing = counter.count(*views)
                 found.tally.count([step], views[1].program, num_compared)
                 found.tally.num_differing += num_differing
@@ -97,7 +97,7 @@ class RankWalk:
         return found
 
     def _verified(self, record: RankRecord) -> RankFindings:
-        """Return what the record of a rank and the steps tell that its verification stored."""
+        """Return the result of a rank from its record and the steps that its verification stored."""
         rank, path = record.rank, record_path(self.current.path, record.rank)
         found = RankFindings(rank=rank)
         found.tally.add(record.tally)
@@ -127,7 +127,7 @@ class RankWalk:
         return found
 
     def before(self, segment: int, step: int) -> Literal["resumed", "unrecorded", ""]:
-        """Return what may have changed the state that a step finds: a checkpoint, or a step that was not recorded."""
+        """Return what may have changed the state that a step finds."""
         runs = self.reference, self.current
         is_recorded = all(run.manifest.selection.selects_step(step - 1) for run in runs)
         is_resumed = any((segment, step) in run.resumed_steps for run in runs)
@@ -140,7 +140,7 @@ class RankWalk:
         return self.reference.view(rank, segment, step), self.current.view(rank, segment, step)
 
     def _count_equal(self, tally: Tally, rank: int, segment: int, fit: Fit, num_equal: int) -> None:
-        """Count the first steps of a fit; each kind of step is opened once, and the last one of all."""
+        """Count the first steps of a fit; a step of each kind and the last step are opened."""
         known = fit[["program_ids", "layout_ids", "num_digests", "steps"]][:num_equal].tolist()
         kinds: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
         for *kind, step in known:
@@ -154,7 +154,7 @@ class RankWalk:
 
 
 def num_equal_steps(ours: Fit, theirs: Fit) -> int:
-    """Return how many steps from the first on are equal, by their chains."""
+    """Return how many first steps are equal, by their chains."""
     num_common = min(len(ours.steps), len(theirs.steps))
     if not num_common:
         return 0

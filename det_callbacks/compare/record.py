@@ -1,4 +1,4 @@
-"""``rank-00000/record.json``: what one rank of a verification compared; only this tells of steps that agree.
+"""``rank-00000/record.json``: what one rank of a verification compared, also where it matched.
 
 A rank writes it when a fit ends, and removes it when another fit begins.
 """
@@ -25,7 +25,7 @@ TOGETHER = "divergence"
 
 @dataclass(slots=True, kw_only=True)
 class Tally:
-    """How much was compared; counted up while it is, and added up over ranks; see ``Coverage``."""
+    """How much was compared, of one rank or of several; see ``Coverage``."""
 
     num_steps: int = 0  # that both runs have
     num_sites: int = 0
@@ -39,7 +39,7 @@ class Tally:
     num_metrics: int = 0
 
     def count(self, steps: Sequence[int], program: Program, num_sites: int) -> None:
-        """Count steps of one program, in order, and the sites of all of them together."""
+        """Count steps of one program, in order, and the sites of all of them."""
         number = len(steps)
         self.num_steps += number
         self.num_sites += num_sites
@@ -50,7 +50,7 @@ class Tally:
         self.opaque_regions.update(program.opaque_regions)
 
     def add(self, other: "Tally") -> None:
-        """Add what was counted of another rank."""
+        """Add the counts of another rank."""
         for name in ("num_steps", "num_sites", "num_differing", "ops_seen", "ops_digested", "num_metrics"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self._include(*(other.steps or ()))
@@ -81,17 +81,17 @@ class FitRecord:
     num_stored: int = 0  # of those that differ or are extra
     is_resumed: bool = False  # so that no step before its first one is missing
     metrics_since: int | None = None  # the step that a resumed fit logged nothing before
-    unrestored: tuple[str, ...] = ()  # state that a checkpoint did not bring back as the reference had it
+    unrestored: tuple[str, ...] = ()  # state that a checkpoint restored with other bits
 
     def missing(self, known: Iterable[int]) -> set[int]:
-        """Return which steps of the reference it ought to have had by its end."""
+        """Return the reference's steps that the fit lacks."""
         begins = min(self.compared, default=0) if self.is_resumed else 0
         return {step for step in known if step >= begins} - self.compared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
-    """Where a verification was stopped, so that what comes later is not missing."""
+    """Where a verification was stopped; later steps are not missing."""
 
     segment: int
     step: int  # the last one that was compared; -1 before the first
@@ -100,7 +100,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRecord:
-    """What one rank of a verification compared, stored or not; but for metrics, which are all stored."""
+    """What one rank of a verification compared, except metrics, which are all stored."""
 
     run_id: str
     reference_id: str
@@ -112,22 +112,22 @@ class RankRecord:
     stopped: Stop | None = None
 
     def fit(self, segment: int) -> FitRecord | None:
-        """Return what it says of a fit; None where that did not begin."""
+        """Return the record of a fit; None if that did not begin."""
         return next((fit for fit in self.fits if fit.segment == segment), None)
 
 
 def record_path(folder: Path, rank: int) -> Path:
-    """Return where the record of a rank lies."""
+    """Return the path of a rank's record."""
     return folder / rank_folder(rank) / RECORD_FILE
 
 
 def write_record(folder: Path, record: RankRecord) -> None:
-    """Write a record into the folder of a verification, atomically."""
+    """Write a record atomically."""
     replace_atomically(record_path(folder, record.rank), seal(record, run_id=record.run_id))
 
 
 def read_record(current: Run, rank: int) -> RankRecord:
-    """Return the record of a rank; ReferenceFormatError where it is missing, damaged or of another verification."""
+    """Return the record of a rank; ReferenceFormatError if it is missing, damaged or of another verification."""
     path = record_path(current.path, rank)
     try:
         record = unseal(path.read_bytes(), RankRecord, run_id=current.manifest.run_id)
@@ -145,7 +145,7 @@ def read_record(current: Run, rank: int) -> RankRecord:
 
 
 def read_records(reference: Run, current: Run) -> dict[int, RankRecord]:
-    """Return the record of each rank; ReferenceFormatError where one cannot be read, or the reference is another."""
+    """Return the record of each rank; ReferenceFormatError if the reference is another one now."""
     records = {rank: read_record(current, rank) for rank in current.ranks}
     others = {record.reference_id for record in records.values()} - {reference.manifest.run_id}
     if others:

@@ -1,4 +1,4 @@
-"""Two recordings of one step: whether they differ, in how many sites, and how."""
+"""Whether two recordings of one step differ, in how many sites, and how."""
 
 import numpy as np
 
@@ -10,17 +10,17 @@ _MAX_ALIGNMENTS = 16
 
 
 class StepCounter:
-    """Counts what differs in steps; those of two programs are aligned once, where these first occur."""
+    """Counts what differs in steps; two programs are aligned once."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, ...], Alignment] = {}
 
     def count(self, reference: StepView, current: StepView) -> tuple[int, int]:
-        """Return how many sites both steps have, and how many divergences there are."""
+        """Return how many sites both steps have, and how many divergences."""
         ours, theirs = reference.record, current.record
         if (ours.program_id, ours.layout_id) == (theirs.program_id, theirs.layout_id):
             differs = ours.digests != theirs.digests
-            # other arguments are looked into; all else that differs in one and the same program is content
+            # in one program everything else is a difference of content
             if not differs[current.program.arguments].any():
                 return len(differs), int(np.count_nonzero(differs))
         key = ours.program_id, ours.layout_id, theirs.program_id, theirs.layout_id
@@ -32,5 +32,5 @@ class StepCounter:
 
 
 def compare_steps(reference: StepView, current: StepView) -> StepDifference:
-    """Return how a step differs from the reference's; different programs are aligned first."""
+    """Return how a step differs from the reference's."""
     return StepDifference(reference, current, align(reference, current))

@@ -1,15 +1,15 @@
 """A module returns the same bits in all steps, although what it computes them from changes.
 
 Example:
-    act returns the same bits in all 7 steps that were looked at, from step 1 to 7, although what it reads changes.
-    Look at dead ReLUs, saturated gates, weights or a scale of zero; the modules after it learn nothing from the
-    data.
+    act returns the same bits in all 7 steps that were looked at, from step 1 to 7, although
+    what it reads changes. Look at dead ReLUs, saturated gates, weights or a scale of zero; the
+    modules after it learn nothing from the data.
 """
 
 import numpy as np
 
-from det_callbacks.findings.facts import MIN_BATCHES, MIN_STEPS, FitFacts, RunFacts
-from det_callbacks.findings.rule import Found, Level, in_fit, in_fits
+from det_callbacks.findings.facts import MIN_BATCHES, MIN_STEPS, FitFacts
+from det_callbacks.findings.rule import Found, Level, found_in, from_to, of_one_process
 from det_callbacks.report.console import listed
 from det_callbacks.runs.program import Program, TensorLayout
 
@@ -19,11 +19,8 @@ LEVEL: Level = "op"
 _SHAPE_ONLY = ("_like.", ".new_", "aten.zero", "aten.fill", "aten.ones")  # in names of ops that read no bits
 
 
-def find(facts: RunFacts) -> Found | None:
-    return in_fits(facts, _in_fit)
-
-
-def _in_fit(fit: FitFacts) -> Found | None:
+@of_one_process
+def find(fit: FitFacts) -> Found | None:
     if fit.num_batches < MIN_BATCHES or not fit.programs:
         return None
     program, records = max(fit.programs, key=lambda one: len(one[1]))
@@ -33,13 +30,25 @@ def _in_fit(fit: FitFacts) -> Found | None:
     changes = (digests != digests[0]).any(axis=0)
     loses = _losing_change(program, changes)
     entries = fit.layout(records[0]).entries
-    names = [
-        site.module
-        for at, site in enumerate(program.sites)
-        if site.phase == "forward" and not site.op and (site.name or "").startswith("output") and site.module
-        if loses[at] == site.module and not changes[at] and _is_of_numbers(entries[at])
-    ]
-    return in_fit(fit, [one.step for one in records], names, str(len(records))) if names else None
+    names = []
+    for at, site in enumerate(program.sites):
+        is_output = site.phase == "forward" and not site.op and (site.name or "").startswith("output")
+        is_lost_there = site.module and loses[at] == site.module and not changes[at]
+        if is_output and is_lost_there and _is_of_numbers(entries[at]):
+            names.append(site.module)
+    if not names:
+        return None
+    steps = [record.step for record in records]
+    returns, reads = ("returns", "it reads") if len(names) == 1 else ("return", "they read")
+    return found_in(
+        fit,
+        steps=steps,
+        names=names,
+        explanation=f"{listed(names)} {returns} the same bits in all {len(steps)} steps that were looked at, "
+        f"{from_to(steps)}, although what {reads} changes",
+        advice="Look at dead ReLUs, saturated gates, weights or a scale of zero; the modules after it learn nothing "
+        "from the data",
+    )
 
 
 def _losing_change(program: Program, changes: np.ndarray) -> list[str | None]:
@@ -62,20 +71,3 @@ def _losing_change(program: Program, changes: np.ndarray) -> list[str | None]:
 def _is_of_numbers(entry: TensorLayout | None) -> bool:
     """Return whether a tensor has floating-point elements, and more than one."""
     return entry is not None and "float" in entry.dtype and int(np.prod(entry.shape)) > 1
-
-
-def explain(found: Found) -> str:
-    first, last = found.steps
-    verb = "returns" if len(found.names) == 1 else "return"
-    reads = "it reads" if len(found.names) == 1 else "they read"
-    return (
-        f"{listed(found.names)} {verb} the same bits in all {found.detail} steps that were looked at, from step "
-        f"{first} to {last}, although what {reads} changes"
-    )
-
-
-def advise(found: Found) -> str:
-    return (
-        "Look at dead ReLUs, saturated gates, weights or a scale of zero; the modules after it learn nothing from the "
-        "data"
-    )

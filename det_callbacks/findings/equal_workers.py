@@ -1,15 +1,16 @@
 """The workers of a loader hand out equal tensors: all of a batch, or one part of it, such as noise.
 
 Example:
-    The 2 workers of train_dataloader hand out the same batch[0], in steps 0 to 29. Let each worker of an
-    IterableDataset read its share (torch.utils.data.get_worker_info()), and make generators in worker_init_fn or on
-    first use, from torch.initial_seed(), which differs from worker to worker.
+    The 2 workers of train_dataloader hand out the same batch[0], in steps 0 to 29. Let each
+    worker of an IterableDataset read its share (torch.utils.data.get_worker_info()), and make
+    generators in worker_init_fn or on first use, from torch.initial_seed(), which differs from
+    worker to worker.
 """
 
 import numpy as np
 
-from det_callbacks.findings.facts import FitFacts, RunFacts, Series
-from det_callbacks.findings.rule import Found, Level, in_fit, in_fits, span
+from det_callbacks.findings.facts import FitFacts, Series
+from det_callbacks.findings.rule import Found, Level, found_in, of_one_process, span
 from det_callbacks.report.console import listed
 
 NAME = "equal_workers"
@@ -18,8 +19,9 @@ LEVEL: Level = "state"
 MIN_GROUPS = 4  # of as many steps as there are workers, in an epoch
 
 
-def find(facts: RunFacts) -> Found | None:
-    return in_fits(facts, in_groups)
+@of_one_process
+def find(fit: FitFacts) -> Found | None:
+    return in_groups(fit)
 
 
 def in_groups(fit: FitFacts) -> Found | None:
@@ -28,32 +30,40 @@ def in_groups(fit: FitFacts) -> Found | None:
     workers = fit.settings.get(f"num_workers of {loader}", "")
     if len(fit.loaders) != 1 or not workers.isdecimal() or int(workers) < 2:
         return None
-    width, names, steps = int(workers), list[str](), list[int]()
-    # each with the number of its first step: workers take turns from an epoch's start on
+    names, steps = list[str](), list[int]()
+    # workers take turns from an epoch's start on
     epochs = [np.array(group) for group in _whole_epochs(fit)]
     for name, series in fit.series(lambda site: site.name if site.phase == "data" else None).items():
-        equal = [part for epoch in epochs if len(part := _equal_steps(series, epoch, width))]
+        equal = [part for epoch in epochs if len(part := _equal_steps(series, epoch, int(workers)))]
         if equal:
             names.append(name)
             steps += [int(step) for part in equal for step in part]
-    return in_fit(fit, steps, names, f"{width} workers of {loader}") if names else None
+    if not names:
+        return None
+    return found_in(
+        fit,
+        steps=steps,
+        names=names,
+        explanation=f"The {workers} workers of {loader} hand out the same {listed(names)}, in {span(steps)}",
+        advice="Let each worker of an IterableDataset read its share (torch.utils.data.get_worker_info()), and make "
+        "generators in worker_init_fn or on first use, from torch.initial_seed(), which differs from worker to worker",
+    )
 
 
 def _whole_epochs(fit: FitFacts) -> list[list[int]]:
     """Return the steps of each epoch from its first step on, as far as none is missing."""
     found: list[list[int]] = []
-    before: tuple[int, int] | None = None
+    last_step, last_epoch = -1, -1
     is_whole = False
     for step, epoch, _ in fit.batches:
-        if before is None or before[1] != epoch:
-            is_whole = step == 0 if before is None else before[0] == step - 1
-            if is_whole:
-                found.append([])
-        elif before[0] != step - 1:
-            is_whole = False
+        follows = step == last_step + 1
+        is_new = epoch != last_epoch
+        is_whole = follows and (is_new or is_whole)
+        if is_whole and is_new:
+            found.append([])
         if is_whole:
             found[-1].append(step)
-        before = step, epoch
+        last_step, last_epoch = step, epoch
     return found
 
 
@@ -66,14 +76,3 @@ def _equal_steps(series: Series, epoch: np.ndarray, width: int) -> np.ndarray:
     groups = values[: num_groups * width].reshape(num_groups, width)
     is_equal = (groups == groups[:, :1]).all() and len(np.unique(groups[:, 0])) == num_groups
     return epoch[: num_groups * width] if is_equal else epoch[:0]
-
-
-def explain(found: Found) -> str:
-    return f"The {found.detail} hand out the same {listed(found.names)}, in {span(found)}"
-
-
-def advise(found: Found) -> str:
-    return (
-        "Let each worker of an IterableDataset read its share (torch.utils.data.get_worker_info()), and make "
-        "generators in worker_init_fn or on first use, from torch.initial_seed(), which differs from worker to worker"
-    )

@@ -1,7 +1,7 @@
-"""What the findings look at: the steps and the evidence of each fit of each process, read once and bounded."""
+"""The steps and the evidence of each fit of each process, read once and bounded."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -9,38 +9,42 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from det_callbacks.runs.evidence import PARAMETERS, Row, evidence_path, read_evidence
+from det_callbacks.runs.evidence import (
+    AFTER_FORWARD,
+    BATCH,
+    BATCH_START,
+    INDICES,
+    LOADER,
+    PARAMETERS,
+    SAMPLE,
+    Row,
+    evidence_path,
+    read_evidence,
+)
 from det_callbacks.runs.program import Layout, Program, Site, StepRecord
 from det_callbacks.runs.store import Run
 
-# Of a whole run; its fits share them.
+# Limits of a whole run, which its fits share.
 MAX_RANKS, MAX_FITS = 8, 4  # processes, and fits of each: the first ones
-MAX_STEPS = 4_000  # whose digests are read: of each fit as many of its first as of its last
+MAX_STEPS = 4_000  # whose digests are read: half of them a fit's first, half its last
 MAX_BYTES = 256 * 2**20  # of these digests
 MAX_NOTED = 20_000  # steps whose evidence is read: the first of each fit
 MAX_PROGRAMS = 16  # of a fit; steps of further ones are left out
 
-MIN_STEPS = 5  # that have to show what a finding says: one or two are no finding
+MIN_STEPS = 5  # that have to show a finding
 MIN_BATCHES = 3  # different ones among them
 
-BATCH, LOADER, START, FORWARD = "batch", "before the loader starts", "batch start", "after forward"
-_INDICES, _SAMPLE = "indices of ", "sample "
-_POINTS = frozenset({BATCH, LOADER, START, FORWARD, PARAMETERS})
+_POINTS = frozenset({BATCH, LOADER, BATCH_START, AFTER_FORWARD, PARAMETERS})
 
 SiteKey = Callable[[Site], str | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Series:
-    """What one site had in each step that has it; both arrays ascend by step."""
+    """The digests of one site; both arrays ascend by step."""
 
     steps: np.ndarray  # int64
     digests: np.ndarray  # uint64
-
-    @property
-    def num_values(self) -> int:
-        """How many different digests there are."""
-        return len(np.unique(self.digests))
 
     @property
     def is_constant(self) -> bool:
@@ -50,7 +54,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """The indices that a sampler drew for a step; ``digest`` is of all, ``text`` of the first 256."""
+    """Indices that a sampler drew for a step: the digest of all, and the first 256 as text."""
 
     step: int
     digest: int
@@ -63,7 +67,7 @@ class Drawn:
 
 
 class FitFacts:
-    """One fit of one process; everything is read when it is first asked for."""
+    """One fit of one process, read as it is asked for."""
 
     def __init__(self, run: Run, rank: int, segment: int, paths: list[Path], *, share: int) -> None:
         self.run = run
@@ -71,6 +75,11 @@ class FitFacts:
         self.segment = segment
         self._paths = paths
         self._share = share
+
+    def choice(self, name: str) -> object:
+        """Return an entry of the run's environment, or None."""
+        entry = self.run.manifest.environment.get(name)
+        return None if entry is None else entry.value
 
     @cached_property
     def records(self) -> list[StepRecord]:
@@ -90,21 +99,20 @@ class FitFacts:
 
     @cached_property
     def programs(self) -> list[tuple[Program, list[StepRecord]]]:
-        """The programs of these steps, in order, each with its steps."""
+        """The programs of these steps, each with its steps."""
         by_program: dict[int, list[StepRecord]] = {}
         for record in self.records:
             by_program.setdefault(record.program_id, []).append(record)
         return [(self.run.program(identity), records) for identity, records in by_program.items()]
 
     def layout(self, record: StepRecord) -> Layout:
-        """Return the layouts of a step."""
+        """Return the layout of a step."""
         return self.run.layout(record.layout_id)
 
     def series(self, key: SiteKey, *, takes_first: bool = False) -> dict[str, Series]:
-        """Return the digests of sites by what ``key`` calls them (None leaves one out).
+        """Return the digests of sites by the name that ``key`` gives them; None leaves a site out.
 
-        Of several sites of one name in a step the last counts, or the first. Costs one look at each site of each
-        program, and one copy of the digests that were chosen.
+        Of sites with one name in a step the last counts, or with ``takes_first`` the first.
         """
         parts: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
         for program, records in self.programs:
@@ -122,17 +130,17 @@ class FitFacts:
 
     @cached_property
     def states(self) -> dict[str, Series]:
-        """Parameters, buffers and optimizer state at the end of each step, by name."""
+        """Parameters, buffers and optimizer state after each step, by name."""
         return self.series(lambda site: site.name if site.phase == "state" and site.role == "named" else None)
 
     @cached_property
     def gradients(self) -> dict[str, Series]:
-        """The gradients that went into an update, by the name of their parameter."""
+        """The gradients of each update, by the name of their parameter."""
         return self.series(lambda site: _parameter_of(site) if site.phase == "gradient" else None)
 
     @cached_property
     def batches(self) -> list[tuple[int, int, bytes]]:
-        """The step, the epoch and the digests of each batch that holds tensors."""
+        """Step, epoch and digests of each batch that holds tensors."""
         found = []
         for program, records in self.programs:
             chosen = [at for at, site in enumerate(program.sites) if site.phase == "data" and site.role == "named"]
@@ -142,7 +150,7 @@ class FitFacts:
 
     @property
     def num_batches(self) -> int:
-        """How many different batches there are."""
+        """Number of different batches."""
         return len({batch for *_, batch in self.batches})
 
     @cached_property
@@ -150,18 +158,17 @@ class FitFacts:
         """The evidence that findings need, in its order."""
         found: list[Row] = []
         for path in self._paths:
-            rows = read_evidence(path, run_id=self.run.manifest.run_id, keep=_is_needed)
-            first = None
-            for row in rows:
-                first = row.step if first is None else first
-                if row.step >= first + MAX_NOTED // self._share:
+            end: int | None = None
+            for row in read_evidence(path, run_id=self.run.manifest.run_id, keep=_is_needed):
+                end = row.step + MAX_NOTED // self._share if end is None else end
+                if row.step >= end:
                     break
                 found.append(row)
         return found
 
     @cached_property
     def settings(self) -> Mapping[str, str]:
-        """The settings of the loaders: "sampler of train_dataloader" -> "RandomSampler"."""
+        """Settings of the loaders: "sampler of train_dataloader" -> "RandomSampler"."""
         return {row.name: row.text for row in self.rows if row.point == LOADER and row.text}
 
     @property
@@ -170,24 +177,24 @@ class FitFacts:
         return [name.removeprefix("type of ") for name in self.settings if name.startswith("type of ")]
 
     def iterations(self, loader: str) -> list[list[Drawn]]:
-        """Return what the sampler of a loader drew, for each time that the loader was iterated over."""
+        """Return what a loader's sampler drew, for each iteration over the loader."""
         found, is_at_start = list[list[Drawn]](), False
         for row in self.rows:
             if row.point == LOADER and not row.text:
                 if not is_at_start:
                     found.append([])
                 is_at_start = True
-            elif row.point == BATCH and row.name == _INDICES + loader:
+            elif row.point == BATCH and row.name == INDICES + loader:
                 if not found:
                     found.append([])
                 found[-1].append(Drawn(step=row.step, digest=row.value, text=row.text))
                 is_at_start = False
-            elif row.point == START:
+            elif row.point == BATCH_START:
                 is_at_start = False
         return [drawn for drawn in found if drawn]
 
     def generator_states(self, point: str) -> dict[str, dict[int, int]]:
-        """Return the states of the process's own generators at a point of each step: name -> step -> digest."""
+        """Return the states of generators at a point of each step: name -> step -> digest."""
         found: dict[str, dict[int, int]] = {}
         for row in self.rows:
             if row.point == point and (row.name in ("python", "numpy") or row.name.startswith("torch.")):
@@ -196,41 +203,31 @@ class FitFacts:
 
     @cached_property
     def has_equal_samples(self) -> bool:
-        """Whether the samples of the first batch that was looked into are all the same, or cannot be told apart."""
+        """Whether the samples of the first batch are all equal, or unknown."""
         sketches: dict[int, set[int]] = {}
         for row in self.rows:
-            if row.point == BATCH and row.name.startswith(_SAMPLE):
+            if row.point == BATCH and row.name.startswith(SAMPLE):
                 sketches.setdefault(row.step, set()).add(row.value)
         return all(len(values) < 2 for values in sketches.values())
 
 
-class RunFacts:
-    """A run as the findings see it."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        places: dict[tuple[int, int], list[Path]] = {}
-        for rank in run.ranks[:MAX_RANKS]:
-            for segment, path in run.stream_paths(rank):
-                if segment < MAX_FITS:
-                    places.setdefault((rank, segment), []).append(evidence_path(path))
-        self.fits = [FitFacts(run, *place, paths, share=len(places)) for place, paths in places.items()]
-
-    def choice(self, name: str) -> object:
-        """Return an entry of the environment; None where the run has none of that name."""
-        entry = self.run.manifest.environment.get(name)
-        return None if entry is None else entry.value
-
-    def by_segment(self) -> Iterator[list[FitFacts]]:
-        """Yield the fits of all processes together."""
-        for segment in sorted({fit.segment for fit in self.fits}):
-            yield [fit for fit in self.fits if fit.segment == segment]
+def fits_of(run: Run) -> list[list[FitFacts]]:
+    """Return the first fits of a run, each of all processes that are looked at."""
+    paths: dict[tuple[int, int], list[Path]] = {}
+    for rank in run.ranks[:MAX_RANKS]:
+        for segment, path in run.stream_paths(rank):
+            if segment < MAX_FITS:
+                paths.setdefault((segment, rank), []).append(evidence_path(path))
+    fits: dict[int, list[FitFacts]] = {}
+    for (segment, rank), known in sorted(paths.items()):
+        fits.setdefault(segment, []).append(FitFacts(run, rank, segment, known, share=len(paths)))
+    return [*fits.values()]
 
 
 def _is_needed(batch: pa.RecordBatch) -> np.ndarray:
     rows = zip(*(batch.column(name).to_pylist() for name in ("step", "point", "name")), strict=True)
     kept = (
-        point in _POINTS and (point != BATCH or name.startswith(_INDICES) or (name.startswith(_SAMPLE) and step < 1))
+        point in _POINTS and (point != BATCH or name.startswith(INDICES) or (name.startswith(SAMPLE) and step < 1))
         for step, point, name in rows
     )
     return np.fromiter(kept, dtype=bool, count=len(batch))

@@ -1,43 +1,37 @@
 """A trainable parameter is in an optimizer that updates others, and never gets a gradient.
 
 Example:
-    unused.weight, unused.bias are in optimizer 0, which updated others in 24 steps, from step 0 to 23, and never
-    got a gradient. Look at where their module is called, and whether its output reaches the loss: detach(), .data,
-    .item() and torch.no_grad() end the graph. Leave out of the optimizer what is not used.
+    unused.weight, unused.bias are in optimizer 0, which updated others in 24 steps, from step 0
+    to 23, and never got a gradient. Look at where their module is called, and whether its
+    output reaches the loss: detach(), .data, .item() and torch.no_grad() end the graph. Leave
+    out of the optimizer what is not used.
 """
 
-from det_callbacks.findings.facts import FitFacts, RunFacts
+from det_callbacks.findings.facts import FitFacts
 from det_callbacks.findings.optimized import parameters_of
-from det_callbacks.findings.rule import Found, Level, in_fit, in_fits
+from det_callbacks.findings.rule import Found, Level, found_in, from_to, of_one_process
 from det_callbacks.report.console import count, listed
 
 NAME = "no_gradient"
 LEVEL: Level = "state"
 
-MIN_UPDATES = 20  # of the optimizer: a branch that is taken now and then, such as an expert, gets one by then
+MIN_UPDATES = 20  # by then a branch that is taken now and then, such as an expert, has a gradient
 
 
-def find(facts: RunFacts) -> Found | None:
-    return in_fits(facts, _in_fit)
-
-
-def _in_fit(fit: FitFacts) -> Found | None:
+@of_one_process
+def find(fit: FitFacts) -> Found | None:
     for optimizer, names in parameters_of(fit).by_optimizer.items():
         steps = {int(step) for name in names if name in fit.gradients for step in fit.gradients[name].steps}
         without = [name for name in names if name not in fit.gradients]
         if without and len(steps) >= MIN_UPDATES:
-            return in_fit(fit, steps, without, f"{optimizer}, which updated others in {count(len(steps), 'step')}")
+            are = "is" if len(without) == 1 else "are"
+            return found_in(
+                fit,
+                steps=steps,
+                names=without,
+                explanation=f"{listed(without)} {are} in {optimizer}, which updated others in "
+                f"{count(len(steps), 'step')}, {from_to(steps)}, and never got a gradient",
+                advice="Look at where their module is called, and whether its output reaches the loss: detach(), "
+                ".data, .item() and torch.no_grad() end the graph. Leave out of the optimizer what is not used",
+            )
     return None
-
-
-def explain(found: Found) -> str:
-    first, last = found.steps
-    verb = "is" if len(found.names) == 1 else "are"
-    return f"{listed(found.names)} {verb} in {found.detail}, from step {first} to {last}, and never got a gradient"
-
-
-def advise(found: Found) -> str:
-    return (
-        "Look at where their module is called, and whether its output reaches the loss: detach(), .data, .item() and "
-        "torch.no_grad() end the graph. Leave out of the optimizer what is not used"
-    )

@@ -10,11 +10,11 @@ from det_callbacks.runs.evidence import IN_NO_OPTIMIZER, IN_OPTIMIZER, PARAMETER
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizedParameters:
-    """Names of parameters that were trainable all the time; () where the recording has no such evidence."""
+    """Names of parameters that were trainable all the time; none where the recording has no such evidence."""
 
-    by_optimizer: Mapping[str, tuple[str, ...]]  # "optimizer 0" -> what it always had
-    without_optimizer: tuple[str, ...]  # what no optimizer ever had, and got a gradient
-    with_large_gradient: tuple[str, ...]  # in one of the first updates: more than rounding
+    by_optimizer: Mapping[str, list[str]]  # "optimizer 0" -> what it always had
+    without_optimizer: list[str]  # what no optimizer ever had, and got a gradient
+    with_large_gradient: list[str]  # in one of the first updates: more than rounding
 
 
 def parameters_of(fit: FitFacts) -> OptimizedParameters:
@@ -31,7 +31,7 @@ def parameters_of(fit: FitFacts) -> OptimizedParameters:
             always[row.name] = [name for name in always.get(row.name, names) if name in {*names}]
     in_none = {*always.pop(IN_NO_OPTIMIZER, ())}
     return OptimizedParameters(
-        by_optimizer={f"optimizer {what.removeprefix(IN_OPTIMIZER)}": tuple(names) for what, names in always.items()},
-        without_optimizer=tuple(name for name in last.get(WITH_GRADIENT, ()) if name in in_none),
-        with_large_gradient=tuple(last.get(WITH_LARGE_GRADIENT, ())),
+        by_optimizer={f"optimizer {what.removeprefix(IN_OPTIMIZER)}": names for what, names in always.items()},
+        without_optimizer=[name for name in last.get(WITH_GRADIENT, ()) if name in in_none],
+        with_large_gradient=last.get(WITH_LARGE_GRADIENT, []),
     )

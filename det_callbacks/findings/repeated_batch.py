@@ -1,16 +1,16 @@
 """Consecutive steps of an epoch get the same batch.
 
 Example:
-    5 of 5 steps from step 3 to 7 get the same batch as the step before (batch[0], batch[1]). Look at what is
-    iterated over: next(iter(loader)) in each step begins anew each time, and an iterator that is stuck hands out
-    what it has.
+    5 of 5 steps from step 3 to 7 get the same batch as the step before (batch[0], batch[1]).
+    Look at what is iterated over: next(iter(loader)) in each step begins anew each time, and an
+    iterator that is stuck hands out what it has.
 """
 
 from itertools import pairwise
 
 from det_callbacks.findings.equal_workers import in_groups
-from det_callbacks.findings.facts import MIN_STEPS, FitFacts, RunFacts
-from det_callbacks.findings.rule import Found, Level, in_fit, in_fits
+from det_callbacks.findings.facts import MIN_STEPS, FitFacts
+from det_callbacks.findings.rule import Found, Level, found_in, from_to, of_one_process
 from det_callbacks.report.console import listed
 
 NAME = "repeated_batch"
@@ -19,20 +19,16 @@ LEVEL: Level = "state"
 MIN_SHARE = 1 / 3  # of steps that repeat the one before, where no more than two in a row do
 
 
-def find(facts: RunFacts) -> Found | None:
-    if facts.choice("trainer.overfit_batches"):  # a choice
+@of_one_process
+def find(fit: FitFacts) -> Found | None:
+    if fit.choice("trainer.overfit_batches"):
         return None
-    return in_fits(facts, _in_fit)
-
-
-def _in_fit(fit: FitFacts) -> Found | None:
-    batches = fit.batches
     names = _names(fit)
     # of one sample, or of samples that are all the same, a batch may well come twice
     if not names or (fit.num_batches == 1 and not _has_more_data(fit)) or in_groups(fit) is not None:
         return None
     num_pairs, streak, longest, repeated = 0, 0, 0, list[int]()
-    for (step, epoch, batch), (next_step, next_epoch, next_batch) in pairwise(batches):
+    for (step, epoch, batch), (next_step, next_epoch, next_batch) in pairwise(fit.batches):
         if next_step != step + 1 or next_epoch != epoch:
             streak = 0
             continue
@@ -44,8 +40,16 @@ def _in_fit(fit: FitFacts) -> Found | None:
     is_often = len(repeated) >= MIN_STEPS - 1 and len(repeated) >= MIN_SHARE * num_pairs
     if longest < MIN_STEPS - 1 and not is_often:
         return None
-    num_steps = sum(repeated[0] <= step <= repeated[-1] for step, *_ in batches)
-    return in_fit(fit, repeated, names, f"{len(repeated):,} of {num_steps:,} steps")
+    num_steps = sum(repeated[0] <= step <= repeated[-1] for step, *_ in fit.batches)
+    return found_in(
+        fit,
+        steps=repeated,
+        names=names,
+        explanation=f"{len(repeated):,} of {num_steps:,} steps {from_to(repeated)} get the same batch as the step "
+        f"before ({listed(names)})",
+        advice="Look at what is iterated over: next(iter(loader)) in each step begins anew each time, and an iterator "
+        "that is stuck hands out what it has",
+    )
 
 
 def _names(fit: FitFacts) -> list[str]:
@@ -59,21 +63,8 @@ def _names(fit: FitFacts) -> list[str]:
 def _has_more_data(fit: FitFacts) -> bool:
     """Return whether a loader is known to have more than the one batch that was trained on."""
     for loader in fit.loaders:
-        length, size = (
-            fit.settings.get(f"{name} of {loader}", "") for name in ("length of the data set", "batch_size")
-        )
+        length = fit.settings.get(f"length of the data set of {loader}", "")
+        size = fit.settings.get(f"batch_size of {loader}", "")
         if length.isdecimal() and size.isdecimal() and int(length) > int(size):
             return not fit.has_equal_samples
     return False
-
-
-def explain(found: Found) -> str:
-    first, last = found.steps
-    return f"{found.detail} from step {first} to {last} get the same batch as the step before ({listed(found.names)})"
-
-
-def advise(found: Found) -> str:
-    return (
-        "Look at what is iterated over: next(iter(loader)) in each step begins anew each time, and an iterator that is "
-        "stuck hands out what it has"
-    )

@@ -1,13 +1,15 @@
 """A generator comes back to the state of an earlier step: something seeds it inside the loop.
 
 Example:
-    The generator torch.cpu is at step 8 in the state that it had at step 4, so both draw the same numbers (dropout
-    masks, noise, augmentation). Seed once, before the training: look for seed_everything, manual_seed and
-    set_rng_state in training_step, in hooks, in the data set and in the validation.
+    The generator torch.cpu is at step 8 in the state that it had at step 4, so both draw the
+    same numbers (dropout masks, noise, augmentation). Seed once, before the training: look for
+    seed_everything, manual_seed and set_rng_state in training_step, in hooks, in the data set
+    and in the validation.
 """
 
-from det_callbacks.findings.facts import START, FitFacts, RunFacts, Series
-from det_callbacks.findings.rule import Found, Level, in_fit, in_fits
+from det_callbacks.findings.facts import FitFacts, Series
+from det_callbacks.findings.rule import Found, Level, found_in, of_one_process
+from det_callbacks.runs.evidence import BATCH_START
 from det_callbacks.runs.program import Site
 
 NAME = "reseeded"
@@ -16,27 +18,24 @@ LEVEL: Level = "state"
 MIN_EQUAL = 3  # steps whose draws are all equal
 
 
-def find(facts: RunFacts) -> Found | None:
-    return in_fits(facts, _in_fit)
-
-
-def _in_fit(fit: FitFacts) -> Found | None:
-    states = fit.generator_states(START)
+@of_one_process
+def find(fit: FitFacts) -> Found | None:
+    states = fit.generator_states(BATCH_START)
     for name, known in states.items():
         since: dict[int, int] = {}  # state -> the step that had it last
         before = None
         for step, state in known.items():
             if state != before and state in since:
-                return in_fit(fit, (since[state], step), [name])
+                return _returned(fit, name, since[state], step)
             since[state] = step
             before = state
-    # seeded within the step, each begins in the state that the one before has left: look at what the ops read
+    # a step that seeds within itself shows in the states that its ops read
     first, last = (fit.series(_draws, takes_first=takes_first) for takes_first in (True, False))
     for name, series in first.items():
         has_moved = len(set(states.get(name, {}).values())) > 1
         equal = _most_frequent(series)
         if has_moved and len(equal) >= MIN_EQUAL and _most_frequent(last[name]) == equal:
-            return in_fit(fit, equal[:2], [name])
+            return _returned(fit, name, *equal[:2])
     return None
 
 
@@ -54,16 +53,13 @@ def _most_frequent(series: Series) -> list[int]:
     return max(by_state.values(), key=len)
 
 
-def explain(found: Found) -> str:
-    first, last = found.steps
-    return (
-        f"The generator {found.names[0]} is at step {last} in the state that it had at step {first}, so both draw the "
-        "same numbers (dropout masks, noise, augmentation)"
-    )
-
-
-def advise(found: Found) -> str:
-    return (
-        "Seed once, before the training: look for seed_everything, manual_seed and set_rng_state in training_step, in "
-        "hooks, in the data set and in the validation"
+def _returned(fit: FitFacts, name: str, first: int, again: int) -> Found:
+    return found_in(
+        fit,
+        steps=(first, again),
+        names=[name],
+        explanation=f"The generator {name} is at step {again} in the state that it had at step {first}, so both draw "
+        "the same numbers (dropout masks, noise, augmentation)",
+        advice="Seed once, before the training: look for seed_everything, manual_seed and set_rng_state in "
+        "training_step, in hooks, in the data set and in the validation",
     )

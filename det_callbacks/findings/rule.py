@@ -1,70 +1,75 @@
-"""What each file of a finding has; ``table.py`` lists the findings in the order in which they are looked for."""
+"""What the file of each finding has."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol, TypeAlias
 
-from det_callbacks.findings.facts import FitFacts, RunFacts
+from det_callbacks.findings.facts import FitFacts
 
 Level = Literal["op", "module", "state"]
+Fits: TypeAlias = Sequence[FitFacts]
+"""The same fit of all processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """Where a finding holds; ``detail`` is what its sentence needs besides."""
+    """Where a finding holds, and what to say; the sentences have no final stop."""
 
     ranks: tuple[int, ...]
-    steps: tuple[int, ...]  # the first and the last that show it; () for the run as a whole
-    names: tuple[str, ...] = ()
-    detail: str = ""
-    segment: int = 0
+    steps: tuple[int, ...]  # the first and the last that show it
+    names: tuple[str, ...]
+    explanation: str
+    advice: str
 
 
 class Rule(Protocol):
-    """One finding: a module with its word, the least level that has its facts, and three functions.
+    """A module with a word, the least level that records what it needs, and a function.
 
-    The module's docstring says in its first paragraph when the finding applies. The example of the whole message
-    follows "Example:". The page ``docs/reference/findings.md`` is made of both (``make findings``), and a test compares
-    the example with what a real training gives.
+    The module's docstring says in its first paragraph when the finding applies; after "Example:" it has
+    an example of the whole message, which a test compares with that of a real training. ``make findings``
+    makes the page ``docs/reference/findings.md`` of both.
     """
 
     NAME: str
     LEVEL: Level
 
-    def find(self, facts: RunFacts) -> Found | None:
+    def find(self, fits: Fits, /) -> Found | None:
         """Return where the finding holds; None where it does not, or where the recording lacks the facts."""
 
-    def explain(self, found: Found) -> str:
-        """Return what is wrong, without a final stop."""
 
-    def advise(self, found: Found) -> str:
-        """Return what to do about it, without a final stop."""
+def of_one_process(look: Callable[[FitFacts], Found | None]) -> Callable[[Fits], Found | None]:
+    """Make a rule of what looks at one process: its first finding, with the ranks and names of all that have it."""
 
+    def find(fits: Fits) -> Found | None:
+        found = [one for fit in fits if (one := look(fit)) is not None]
+        if not found:
+            return None
+        names = dict.fromkeys(name for one in found for name in one.names)
+        return replace(found[0], ranks=tuple(rank for one in found for rank in one.ranks), names=tuple(names))
 
-def in_fits(facts: RunFacts, look: Callable[[FitFacts], Found | None]) -> Found | None:
-    """Return what the first fit that has a finding shows, with all processes whose same fit shows it."""
-    found = [one for fit in facts.fits if (one := look(fit)) is not None]
-    if not found:
-        return None
-    first = min(found, key=lambda one: (one.segment, one.ranks))
-    alike = [one for one in found if one.segment == first.segment]
-    return Found(
-        ranks=tuple(dict.fromkeys(rank for one in alike for rank in one.ranks)),
-        steps=first.steps,
-        names=tuple(dict.fromkeys(name for one in alike for name in one.names)),
-        detail=first.detail,
-        segment=first.segment,
-    )
+    return find
 
 
-def in_fit(fit: FitFacts, steps: Iterable[int], names: Iterable[str] = (), detail: str = "") -> Found:
-    """Return what one fit of one process shows, from the first to the last of these steps."""
-    numbers = sorted(int(step) for step in steps)
-    span = (numbers[0], numbers[-1]) if numbers else ()
-    return Found(ranks=(fit.rank,), steps=span, names=tuple(names), detail=detail, segment=fit.segment)
+def found_in(*fits: FitFacts, steps: Iterable[int], names: Iterable[str], explanation: str, advice: str) -> Found:
+    """Return the finding of these processes."""
+    ranks = tuple(fit.rank for fit in fits)
+    first_and_last = ends(steps)
+    return Found(ranks=ranks, steps=first_and_last, names=tuple(names), explanation=explanation, advice=advice)
 
 
-def span(found: Found) -> str:
+def ends(steps: Iterable[int]) -> tuple[int, int]:
+    """Return the first and the last of some steps."""
+    numbers = [int(step) for step in steps]
+    return min(numbers), max(numbers)
+
+
+def span(steps: Iterable[int]) -> str:
     """Return "step 3", "steps 3 to 17"."""
-    first, last = found.steps
+    first, last = ends(steps)
     return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
+def from_to(steps: Iterable[int]) -> str:
+    """Return "from step 3 to 17"."""
+    first, last = ends(steps)
+    return f"from step {first} to {last}"

@@ -1,7 +1,7 @@
-"""The findings in their order: the data, the generators, the parameters, what they compute, and what follows them."""
+"""The findings in their order: data, generators, parameters, what they compute, and what follows."""
 
 import tomllib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from det_callbacks.errors import SelectionError
@@ -21,8 +21,8 @@ from det_callbacks.findings import (
     unequal_replicas,
     uninitialised_read,
 )
-from det_callbacks.findings.facts import RunFacts
-from det_callbacks.findings.rule import Found, Rule
+from det_callbacks.findings.facts import fits_of
+from det_callbacks.findings.rule import Fits, Found, Rule
 from det_callbacks.report.console import ranks_text
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import Finding
@@ -48,27 +48,33 @@ _OPTION = "ignore_findings"
 
 
 def find_findings(run: Run, ignored: Collection[str] | None = None) -> tuple[Finding, ...]:
-    """Return what a run tells by itself, but for what ``ignored`` names (None: what the project ignores).
+    """Return the findings of a run, without ``ignored`` ones (None: those that the project ignores).
 
-    Reads at most 4,000 steps (256 MiB of digests) and the evidence of 20,000, of at most 8 processes and 4 fits: one
-    pass over the arrays for each finding. A damaged file is a ReferenceFormatError.
+    Reads at most 4,000 steps (256 MiB of digests) and the evidence of 20,000, of at most 8 processes
+    and 4 fits. A damaged file is a ReferenceFormatError.
     """
     known = ignored_findings() if ignored is None else ignored
-    facts, findings = RunFacts(run), list[Finding]()
-    for rule in RULES:
-        if rule.NAME not in known and (found := rule.find(facts)) is not None:
-            findings.append(_finding(rule, found, run))
-    return tuple(findings)
+    fits = fits_of(run)
+    findings = (_finding(rule, run, fits) for rule in RULES if rule.NAME not in known)
+    return tuple(finding for finding in findings if finding is not None)
 
 
-def _finding(rule: Rule, found: Found, run: Run) -> Finding:
-    sentence = rule.explain(found)
-    if run.manifest.world_size > 1 and rule not in (equal_ranks, unequal_replicas):
-        sentence += f", on {ranks_text(found.ranks)}"
-    place = f"In segment {found.segment}: " if found.segment else ""
+def _finding(rule: Rule, run: Run, fits: Sequence[Fits]) -> Finding | None:
+    """Return the finding of the first fit that has it."""
+    for of_ranks in fits:
+        found = rule.find(of_ranks)
+        if found is not None:
+            return _as_finding(rule, run, found, of_ranks[0].segment)
+    return None
+
+
+def _as_finding(rule: Rule, run: Run, found: Found, segment: int) -> Finding:
+    place = f"In segment {segment}: " if segment else ""
+    names_ranks = rule in (equal_ranks, unequal_replicas)
+    ranks = f", on {ranks_text(found.ranks)}" if run.manifest.world_size > 1 and not names_ranks else ""
     return Finding(
         finding=rule.NAME,
-        explanation=f"{place}{sentence}. {rule.advise(found)}.",
+        explanation=f"{place}{found.explanation}{ranks}. {found.advice}.",
         ranks=found.ranks,
         steps=found.steps,
         names=found.names,
@@ -76,10 +82,9 @@ def _finding(rule: Rule, found: Found, run: Run) -> Finding:
 
 
 def ignored_findings() -> frozenset[str]:
-    """Return ``ignore_findings`` of ``[tool.det_callbacks]`` in the pyproject.toml of the working directory.
+    """Return ``ignore_findings`` of ``[tool.det_callbacks]`` in the project's pyproject.toml.
 
-    Raises:
-        SelectionError: it is no list of findings; the error lists those that there are.
+    SelectionError if it is no list of known findings.
     """
     folders = [Path.cwd(), *Path.cwd().parents]
     file = next((path for folder in folders if (path := folder / "pyproject.toml").is_file()), None)

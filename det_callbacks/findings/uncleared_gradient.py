@@ -1,17 +1,17 @@
 """An update uses a gradient that the backward pass added to that of the update before, which was not cleared.
 
 Example:
-    In 7 steps, from step 1 to 7, the backward pass added to the gradients of first.weight, first.bias, norm.weight
-    and 3 more that the update of the step before had used. Call zero_grad after each update, or before each
-    backward pass that begins a new one.
+    In 7 steps, from step 1 to 7, the backward pass added to the gradients of first.weight,
+    first.bias, norm.weight and 3 more that the update of the step before had used. Call
+    zero_grad after each update, or before each backward pass that begins a new one.
 """
 
 from itertools import pairwise
 
-from det_callbacks.findings.facts import MIN_STEPS, FitFacts, RunFacts
-from det_callbacks.findings.rule import Found, Level, in_fit, in_fits
+from det_callbacks.findings.facts import MIN_STEPS, FitFacts
+from det_callbacks.findings.rule import Found, Level, found_in, from_to, of_one_process
 from det_callbacks.report.console import count, listed
-from det_callbacks.runs.program import Program, StepRecord
+from det_callbacks.runs.program import Program
 
 NAME = "uncleared_gradient"
 LEVEL: Level = "op"
@@ -19,11 +19,8 @@ LEVEL: Level = "op"
 _GRADIENT = "grad of "
 
 
-def find(facts: RunFacts) -> Found | None:
-    return in_fits(facts, _in_fit)
-
-
-def _in_fit(fit: FitFacts) -> Found | None:
+@of_one_process
+def find(fit: FitFacts) -> Found | None:
     updated = {program.id: _updates(program) for program, _ in fit.programs}
     kept = {program.id: _kept_inputs(program) for program, _ in fit.programs}
     steps: dict[str, list[int]] = {}
@@ -32,14 +29,21 @@ def _in_fit(fit: FitFacts) -> Found | None:
             continue
         for name, positions in kept[after.program_id].items():
             at = updated[before.program_id].get(name)
-            if at is not None and _holds(after, positions, before.digests[at]):
+            if at is not None and any(after.digests[kept_at] == before.digests[at] for kept_at in positions):
                 steps.setdefault(name, []).append(after.step)
-    often = {name: known for name, known in steps.items() if len(known) >= MIN_STEPS}
+    often = {name.removeprefix(_GRADIENT): known for name, known in steps.items() if len(known) >= MIN_STEPS}
     if not often:
         return None
     numbers = {step for known in often.values() for step in known}
-    names = [name.removeprefix(_GRADIENT) for name in often]
-    return in_fit(fit, numbers, names, count(len(numbers), "step"))
+    gradients = "gradient" if len(often) == 1 else "gradients"
+    return found_in(
+        fit,
+        steps=numbers,
+        names=often,
+        explanation=f"In {count(len(numbers), 'step')}, {from_to(numbers)}, the backward pass added to the "
+        f"{gradients} of {listed(often)} that the update of the step before had used",
+        advice="Call zero_grad after each update, or before each backward pass that begins a new one",
+    )
 
 
 def _updates(program: Program) -> dict[str, int]:
@@ -64,20 +68,3 @@ def _kept_inputs(program: Program) -> dict[str, list[int]]:
                 elif site.name == name:
                     pending.append(at)
     return found
-
-
-def _holds(record: StepRecord, positions: list[int], digest: int) -> bool:
-    return any(record.digests[at] == digest for at in positions)
-
-
-def explain(found: Found) -> str:
-    first, last = found.steps
-    what = "gradient" if len(found.names) == 1 else "gradients"
-    return (
-        f"In {found.detail}, from step {first} to {last}, the backward pass added to the {what} of "
-        f"{listed(found.names)} that the update of the step before had used"
-    )
-
-
-def advise(found: Found) -> str:
-    return "Call zero_grad after each update, or before each backward pass that begins a new one"

@@ -1,1 +1,1 @@
-"""Everything that a person reads: verdicts, runs, closing lines and the HTML report."""
+"""What a person reads: verdicts, runs, closing lines and the HTML page."""

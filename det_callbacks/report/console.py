@@ -1,4 +1,4 @@
-"""What a report is made of, words, lines and tables, and how it is printed: plain lines stay below 120 columns."""
+"""The parts of a report, and how they are printed."""
 
 import io
 import logging
@@ -15,7 +15,7 @@ from rich.text import Text
 
 MAX_NAMED, MAX_RANKS = 3, 8  # that a sentence names; the others are counted
 STYLES = {"match": "bold green", "diverged": "bold red", "not_comparable": "bold yellow"}
-MAX_WIDTH = 119  # of a line and of a folded table where there is no terminal
+MAX_WIDTH = 119  # without a terminal
 
 
 def count(number: int, noun: str) -> str:
@@ -33,12 +33,12 @@ def size(num_bytes: int) -> str:
 
 
 def capitalised(text: str) -> str:
-    """Return a sentence with a capital at its beginning."""
+    """Return a text with a capital at its beginning."""
     return f"{text[:1].upper()}{text[1:]}"
 
 
 def listed(texts: Iterable[str], separator: str = ", ", limit: int = MAX_NAMED) -> str:
-    """Return "a, b, c and 2 more"; a text that is there twice counts once."""
+    """Return "a, b, c and 2 more", each text once."""
     known = list(dict.fromkeys(texts))
     more = f" and {len(known) - limit} more" if len(known) > limit else ""
     return separator.join(known[:limit]) + more
@@ -57,12 +57,12 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Rows below their headings; columns of numbers are aligned to the right."""
+    """Rows below their headings; numbers are aligned to the right."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[object]]
     limit: int = sys.maxsize  # the rows that are printed; the others are counted
-    is_wide: bool = False  # keeps each row in one line, for other programs, where there is no terminal
+    is_wide: bool = False  # one line a row without a terminal, for other programs
 
     def is_number(self, column: int) -> bool:
         """Return whether a column holds numbers."""
@@ -71,19 +71,19 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """One part of a report, as it is printed and as a page has it."""
+    """One part of a report."""
 
     title: str = ""
     style: str = "bold"  # of the title
     lines: Sequence[str] = ()  # sentences
     items: Sequence[str] = ()  # of a list
     facts: Sequence[tuple[str, str]] = ()  # each with its name first
-    code: Sequence[str] = ()  # lines that are not wrapped, since they are copied, or align by themselves
+    code: Sequence[str] = ()  # lines that are not wrapped
     table: Table | None = None
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """Return a console for standard output or error; plain when it is not a terminal."""
+    """Return a console; plain if it is no terminal."""
     console = Console(stderr=stderr, highlight=False)
     return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=MAX_WIDTH, no_color=True)
 
@@ -96,7 +96,7 @@ def to_text(report: Sequence[Section]) -> str:
 
 
 def print_report(report: Sequence[Section], console: Console | None = None) -> None:
-    """Print a report with an empty line between its parts; a long sentence goes on below its beginning, in words."""
+    """Print the sections of a report with empty lines between them, wrapped at words."""
     console = make_console() if console is None else console
     for index, section in enumerate(report):
         indent = "  " if section.title else ""
@@ -117,12 +117,12 @@ def print_report(report: Sequence[Section], console: Console | None = None) -> N
 
 
 def print_line(console: Console, text: str = "", style: str = "") -> None:
-    """Print a line in which nothing is markup, however long it is."""
+    """Print a line as it is, without markup or wrapping."""
     console.print(Text(printable(text, console.file), style=style), soft_wrap=True)
 
 
 def printable(text: str, file: IO[str]) -> str:
-    """Return a text as a file can print it: with escapes where its encoding, ASCII say, lacks a character."""
+    """Return a text with escapes for characters that the file's encoding lacks."""
     encoding, errors = getattr(file, "encoding", None) or "utf-8", getattr(file, "errors", None) or "strict"
     try:
         text.encode(encoding, errors)
@@ -132,7 +132,7 @@ def printable(text: str, file: IO[str]) -> str:
 
 
 def print_closing_line(text: str, console: Console | None = None) -> None:
-    """Print a closing line to standard output, coloured by its verdict on a terminal; ``console`` may draw there."""
+    """Print a closing line, in the colour of its verdict on a terminal."""
     style = next((style for word, style in STYLES.items() if f" {word}:" in text), "")
     print_line(console or Console(highlight=False), text, style)
 
@@ -142,7 +142,7 @@ def _longest_word(text: str) -> int:
 
 
 def _print_table(console: Console, table: Table) -> None:
-    """Print a table; the widest columns are folded until it fits, between words as long as that is enough."""
+    """Print a table whose widest columns are folded until it fits, at words if that is enough."""
     rows = [[str(cell) for cell in row] for row in (table.columns, *table.rows[: table.limit])]
     columns = [*zip(*rows, strict=True)]
     widths = [max(map(len, column)) for column in columns]
@@ -163,12 +163,12 @@ def _print_table(console: Console, table: Table) -> None:
 
 
 def print_error(error: Exception, *, name: str = "") -> None:
-    """Print an error to standard error in one line or a few, without a traceback."""
+    """Print an error to standard error, without a traceback."""
     sys.stderr.write(f"{name or type(error).__name__}: {error}\n")
 
 
 def end_process(status: int) -> NoReturn:
-    """End the process with this status from an exit handler, where nothing that is raised changes the status."""
+    """End the process from an exit handler, where an exception would not change its status."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""What a run tells by itself, as JSON-able data, in lines, and in the closing line of a recording."""
+"""The findings of a run as JSON, in a report, and in the closing line of a recording."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,12 +14,12 @@ FINDINGS_SCHEMA = 1
 
 
 def findings_to_dict(path: Path, findings: Sequence[Finding]) -> dict[str, Any]:
-    """Return what ``det-callbacks findings --json`` prints."""
+    """Return the JSON of ``det-callbacks findings``."""
     return {"schema": FINDINGS_SCHEMA, "run": str(path), "findings": [as_json(finding) for finding in findings]}
 
 
 def findings_report(findings: Sequence[Finding]) -> list[Section]:
-    """Return a row for each finding; [] where there is none."""
+    """Return a row for each finding."""
     if not findings:
         return []
     columns = ("finding", "ranks", "steps", "what, and what to do")
@@ -28,7 +28,7 @@ def findings_report(findings: Sequence[Finding]) -> list[Section]:
 
 
 def findings_in_dict(run: Run) -> dict[str, Any]:
-    """Return the findings of a run for the JSON of ``show``; null where its evidence cannot be read."""
+    """Return the findings in the JSON of ``show``; null if the evidence cannot be read."""
     try:
         return {"findings": [as_json(finding) for finding in find_findings(run)]}
     except ReferenceFormatError:
@@ -36,7 +36,7 @@ def findings_in_dict(run: Run) -> dict[str, Any]:
 
 
 def findings_of(run: Run) -> list[Section]:
-    """Return the findings of a run for a report on it, or why its evidence cannot be read."""
+    """Return the findings of a run, or why its evidence cannot be read."""
     try:
         return findings_report(find_findings(run))
     except ReferenceFormatError as error:
@@ -44,11 +44,11 @@ def findings_of(run: Run) -> list[Section]:
 
 
 def findings_line(path: Path) -> str:
-    """Return the line on findings at the end of a recording; "" where there is none."""
+    """Return the line on findings at the end of a recording, or ""."""
     command = f"det-callbacks findings {path}"
     try:
         findings = find_findings(Run.open(path, check_steps=False))
-    except ReferenceFormatError as error:  # the recording is complete: what it lacks is no reason to fail it
+    except ReferenceFormatError as error:  # the recording itself is complete
         return f"det_callbacks: findings cannot be read: {error} See {command}"
     words = listed((one.finding for one in findings), limit=len(findings))
     return f"det_callbacks: {count(len(findings), 'finding')}: {words}; see {command}" if findings else ""

@@ -1,4 +1,4 @@
-"""The lines and errors that a recording, a verification, an audit of ops or one of replicas ends with."""
+"""The closing lines and errors of a recording, a verification, and audits."""
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -16,14 +16,14 @@ MAX_FINDINGS, MAX_DIFFERENCES = 30, 10  # rows of an audit of ops, and lines on 
 
 
 def progress_word(*, num_steps: int, num_differing: int, is_recording: bool) -> str:
-    """Return how far a run is, in a few words for a progress bar."""
+    """Return how far a run is, for a progress bar."""
     if num_differing:
         return f"{count(num_steps, 'step')}, {count(num_differing, 'site')} differ"
     return f"{count(num_steps, 'step')} {'recorded' if is_recording else 'match'}"
 
 
 def level_words(level: str, compiled: str, regions: Collection[str]) -> str:
-    """Return the level of a run with what was done about compiled code, and what was seen from outside only."""
+    """Return the level of a run, with what was done about compiled code."""
     words = ["what is compiled ran as eager code, with other kernels than the compiled ones"] * (compiled == "eager")
     words += [f"seen only from outside: {listed(sorted(regions))}"] if regions else []
     return f"{level} ({'; '.join(words)})" if words else level
@@ -42,7 +42,7 @@ def recorded_line(
     kept: KeptCounts | None,
     num_metrics: int,
 ) -> str:
-    """Return the closing line of a recording, with the numbers of all ranks; ``num_agreed`` is None of a first one."""
+    """Return the closing line of a recording; ``num_agreed`` is None unless it was resumed."""
     agreed = f"{count(num_agreed, 'step')} there already, and equal; " if num_agreed else ""
     parts = [
         f"{agreed}recorded {count(num_steps, 'step' if num_agreed is None else 'new step')}{_of_ranks(num_ranks)}",
@@ -58,12 +58,12 @@ def recorded_line(
 
 
 def recorded_call_line(call: str, *, path: str, num_metrics: int) -> str:
-    """Return the closing line of what was recorded of ``trainer.test`` or the like."""
+    """Return the closing line of a recorded ``trainer.test`` or the like."""
     return f"det_callbacks: recorded {count(num_metrics, 'metric')} of {call}, in {path}"
 
 
 def nothing_recorded_text(*, path: Path, selected: str) -> str:
-    """Return what is wrong with a fit of which nothing was recorded; ``selected`` is "" for one that was resumed."""
+    """Return the error of a fit without a recorded step; ``selected`` is "" for a resumed one."""
     if selected:
         return f"Nothing was recorded in {path}: the fit had no step that {selected} selects."
     done = f"The checkpoint is of a training that was finished: no step was left, and {path} is as it was"
@@ -71,7 +71,7 @@ def nothing_recorded_text(*, path: Path, selected: str) -> str:
 
 
 def verified_line(verdict: Verdict, *, level: str, report: Path | None = None) -> str:
-    """Return the closing line of a verification, with the path of the HTML report where one was written."""
+    """Return the closing line of a verification."""
     number = verdict.counts.sites_differing
     differing = f", {count(number, 'site')} differing" if verdict.counts.sites_compared else f", {number} differing"
     shown = "" if report is None else f"; report: {report}"
@@ -83,7 +83,7 @@ def verified_line(verdict: Verdict, *, level: str, report: Path | None = None) -
 
 
 def waiting_line(verdict: Verdict, *, stages: Sequence[str], num_ended: int, level: str) -> str:
-    """Return the line of a fit that agreed, where the reference holds more ("fit", "test", ...): no verdict yet."""
+    """Return the line of a fit that matched, while the reference holds more: no verdict yet."""
     return (
         f"det_callbacks: part {num_ended} ({stages[num_ended - 1]}) of {len(stages)} agrees: verified "
         f"{_compared(verdict, level)}, against {verdict.reference}; the verdict comes with the last"
@@ -91,14 +91,14 @@ def waiting_line(verdict: Verdict, *, stages: Sequence[str], num_ended: int, lev
 
 
 def unfinished_text(verdict: Verdict, *, stages: Sequence[str], num_ended: int) -> str:
-    """Return what is wrong with a process that ended before all fits (and tests) of the reference ran."""
+    """Return the error of a process that ended before all parts of the reference ran."""
     held = f"the reference {verdict.reference} holds {len(stages)} parts ({', '.join(stages)})"
     todo = 'Run the others with the same callback, or compare what both have with steps="common".'
     return f"{verdict.verdict}: {held}, and this process ended after {num_ended}. {verdict.explanation} {todo}"
 
 
 def no_metrics_text(call: str, *, reference: Path | None) -> str:
-    """Return what is wrong with ``trainer.test`` or the like alone that logs no metric."""
+    """Return the error of a lone ``trainer.test`` or the like without a metric."""
     text = "it has no steps, and no metric was logged. That is no match. Log one with self.log, and give it batches"
     return f"Nothing of {call} was recorded in, or compared with, {reference}: {text}."
 
@@ -122,7 +122,7 @@ def _replayed(replayed: Mapping[str, Any], done: str) -> str:
 
 
 def audit_line(report: AuditReport, *, folder: Path, missed: Sequence[int] = ()) -> str:
-    """Return the closing line of an audit; ``missed`` are steps that were asked for and never came."""
+    """Return the closing line of an audit; ``missed`` are requested steps that did not come."""
     what = f"audited {count(len(report.steps), 'step')}, {count(report.num_compared, 'op')} run again"
     what += f"; {count(len(missed), 'step')} never came ({listed(map(str, missed))})" if missed else ""
     if not report.findings:
@@ -132,7 +132,7 @@ def audit_line(report: AuditReport, *, folder: Path, missed: Sequence[int] = ())
 
 
 def audit_lines(report: AuditReport, *, replay: Path) -> str:
-    """Return the table of what differed, and what to do next."""
+    """Return the table of what differed, and what to do."""
     columns = ("judgement", "phase", "module", "op", "steps", "elements", "ULPs", "source")
     rows = []
     for found in report.findings:
@@ -154,7 +154,7 @@ def audit_lines(report: AuditReport, *, replay: Path) -> str:
 
 
 def replicas_text(report: "ReplicaReport") -> str:
-    """Return what differs between replicas, where and since when, what was still equal, and what to do next."""
+    """Return what differs between replicas, what matched, and what to do."""
     num_names, last = len({found.name for found in report.differences}), report.last_agreement
     agreed = "They were never compared before." if last is None else f"They last agreed {_when(last)}."
     differences = "\n".join(f"  {line}" for line in at_most(MAX_DIFFERENCES, [*map(_difference, report.differences)]))
@@ -168,7 +168,7 @@ def replicas_text(report: "ReplicaReport") -> str:
 
 
 def replicas_line(report: "ReplicaReport", *, num_audits: int, has_differed: bool) -> str:
-    """Return the closing line of a fit whose replicas were compared so often, with the report of the last time."""
+    """Return the closing line of a fit whose replicas were compared."""
     verb = ("agree again" if has_differed else "agree") if report.equal else "differ"
     return (
         f"det_callbacks: replicas {verb}: {count(num_audits, 'audit')} of {count(report.num_compared, 'tensor')} on "

@@ -1,4 +1,4 @@
-"""What the doctor says of what is installed; loads nothing that may be missing but rich."""
+"""What the doctor reports of the installation; needs no package but rich."""
 
 from dataclasses import asdict
 from typing import Any
@@ -9,18 +9,18 @@ from det_callbacks.report.console import Section
 
 
 def broken_to_dict(here: Installation) -> dict[str, Any]:
-    """Return the JSON form of what the doctor finds where the package itself cannot be imported."""
+    """Return the doctor's JSON if the package cannot be imported."""
     return {"schema": 1, "is_well": False, "installation": asdict(here)}
 
 
 def broken_report(here: Installation) -> list[Section]:
-    """Return what the doctor says there."""
+    """Return the doctor's report in that case."""
     versions = ", ".join(f"{package} {found or 'not installed'}" for package, found in here.versions.items())
     return [Section(title=versions, style="bold red", lines=installation_lines(here))]
 
 
 def installation_lines(here: Installation) -> list[str]:
-    """Return what of the installation is untested, broken or missing, with what to do."""
+    """Return which packages are untested, broken or missing, and what to do."""
     tested = ", ".join(f"{package} {oldest} to {newest}" for package, (oldest, newest) in TESTED.items())
     lines = [f"Untested: {one}" for one in here.untested]
     lines += [f"Cannot be imported: {one}" for one in here.broken]

@@ -1,4 +1,4 @@
-"""What this machine says: the settings that are in force, and the ops that torch names, which a run may use."""
+"""The settings in force, and the ops that torch calls nondeterministic."""
 
 import json
 from collections import Counter
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
 
 def ops_to_dict(facts: Sequence[OpFact], run: Run | None = None) -> dict[str, Any]:
-    """Return all that torch says of its ops, or what it says of those that a run uses, by module.
+    """Return what torch says of its ops, or of those that a run uses, by module.
 
-    Of the run's programs the one counts that has most sites. What leaves no site is not found (views, ``resize_``).
+    The number of sites is that of the run's program with most; ops without a site (views) are not
+    found.
     """
     counts = {behaviour: sum(fact.behaviour == behaviour for fact in facts) for behaviour in BEHAVIOURS}
     head = {"schema": 1, "torch": version("torch"), "counts": counts}
@@ -66,7 +67,7 @@ def _facts_about(facts: Sequence[OpFact], view: StepView, position: int) -> list
 
 
 def op_report(content: Mapping[str, Any], run: Run | None = None) -> list[Section]:
-    """Return the table of what ``ops_to_dict`` found."""
+    """Return the table of ``ops_to_dict``."""
     numbers = ", ".join(f"{number} {behaviour}" for behaviour, number in content["counts"].items())
     lines = [f"torch {content['torch']}: {sum(content['counts'].values())} entries ({numbers})"]
     entries = content["entries"]
@@ -96,7 +97,7 @@ _FILLING = (
 
 
 def doctor_report(diagnosis: "Diagnosis") -> list[Section]:
-    """Return what is in force, what is not with the line to add, and what differs from a reference."""
+    """Return the settings, what to add, and what differs from a reference."""
     facts, against, missing = diagnosis.facts, diagnosis.against, diagnosis.missing
     place = f"{facts['cpu.model']} ({facts['torch.cpu_capability']}), {facts['cuda']}"
     versions = {name.removesuffix(".version"): fact for name, fact in facts.items() if name.endswith(".version")}

@@ -1,4 +1,4 @@
-"""The sentences on a metric that differs: its values, what led to it, and what to do."""
+"""The sentences on a metric that differs."""
 
 from det_callbacks.causes.phrases.steps import of_segment
 from det_callbacks.causes.phrases.unrecorded import begun_before
@@ -6,7 +6,7 @@ from det_callbacks.compare.metrics import GENERATOR, MetricDifference
 
 
 def explain_metric(metric: MetricDifference) -> str:
-    """Return what differs about the first metric that does, without a final stop."""
+    """Return how a metric differs, without a final stop."""
     left, right = metric.values
     what = f"metric {metric.name} {_reading(metric)}"
     if left is None or right is None:
@@ -18,13 +18,13 @@ def explain_metric(metric: MetricDifference) -> str:
 
 
 def metric_lines(metric: MetricDifference) -> tuple[str, ...]:
-    """Return the evidence of a metric, one line a finding."""
+    """Return the evidence of a metric, one finding a line."""
     where = _reading(metric)
     return tuple(f"{name}, {where}: {ours} in the reference, {theirs} now" for name, ours, theirs in metric.evidence)
 
 
 def advise_metric(metric: MetricDifference) -> str:
-    """Return what to do about a metric that differs, without a final stop; "" where there is nothing to add."""
+    """Return what to do about a metric, without a final stop; may be ""."""
     _, found = metric.known_reason
     reading = metric.readings[1]
     if metric.explaining_choice is not None:

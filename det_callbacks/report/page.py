@@ -1,4 +1,4 @@
-"""A report as one HTML file that loads and runs nothing; all text of a run is foreign, and Jinja2 escapes it."""
+"""A report as one HTML file without scripts; Jinja2 escapes all text of a run."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,9 +21,9 @@ from det_callbacks.runs.program import Site
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import MAX_ORIGINS, Divergence, Verdict
 
-MAX_MAPS, MAX_COLUMNS, MAX_ROWS = 8, 100, 60  # heat maps (one for each rank and fit), and columns and rows of each
-NUM_BEFORE = 10  # columns before the first step that is not equal, of more steps than columns
-MAX_STEPS, MAX_SITES = 10, 25  # steps of each map whose sites are listed, and sites of each
+MAX_MAPS, MAX_COLUMNS, MAX_ROWS = 8, 100, 60  # heat maps (one a rank and fit), their columns and rows
+NUM_BEFORE = 10  # columns before the first step that differs, if not all steps fit
+MAX_STEPS, MAX_SITES = 10, 25  # steps of a map whose sites are listed, and sites of each
 
 _INSTEAD = "name another file for the report (--html of det-callbacks diff); the verdict stands"
 _COLUMNS = ("site", "state", "phase", "module", "op or name", "tensor", "reference", "current", "kind", "source")
@@ -31,7 +31,7 @@ _STATES = np.array([*".mco"])  # each worse than the one before: not compared, m
 
 
 def write_report(path: str | Path, verdict: Verdict, *, reference: str | Path, current: str | Path) -> Path:
-    """Write the HTML report on two runs, atomically; an existing file is replaced."""
+    """Write the HTML report on two runs, atomically."""
     path, runs = Path(path), [Run.open(run, check_steps=False) for run in (reference, current)]
     maps, num_left_out = _build_maps(verdict, *runs)
     loader = FileSystemLoader(Path(__file__).parent)
@@ -46,7 +46,7 @@ def write_report(path: str | Path, verdict: Verdict, *, reference: str | Path, c
 
 
 def _build_maps(verdict: Verdict, reference: Run, current: Run) -> tuple[list[dict[str, Any]], int]:
-    """Return the heat maps of two runs, those of ranks where a difference starts first, and how many are left out."""
+    """Return the heat maps, first of ranks where a difference starts, and how many are left out."""
     if reference.manifest.world_size != current.manifest.world_size:
         return [], 0
     common = {*reference.ranks} & {*current.ranks}
@@ -59,7 +59,7 @@ def _build_maps(verdict: Verdict, reference: Run, current: Run) -> tuple[list[di
 
 
 def _build_map(verdict: Verdict, runs: tuple[Run, Run], rank: int, segment: int, begun: set[int]) -> dict[str, Any]:
-    """Return the heat map of one fit for the template; ``begun`` are ranks that differ already: this one joins."""
+    """Return the heat map of one fit; the rank is added to ``begun``, the ranks that differ already."""
     programs = {
         int(identity): run.program(int(identity)).sites
         for run in runs
@@ -105,9 +105,9 @@ def _build_map(verdict: Verdict, runs: tuple[Run, Run], rank: int, segment: int,
 def _outcomes(
     reference: Run, current: Run, rank: int, segment: int
 ) -> Iterator[tuple[int, int, str, StepDifference | None]]:
-    """Yield the steps of a fit in order: number, id of the program, the outcome in words, and how the two runs differ.
+    """Yield the steps of a fit: number, program, outcome in words, and how the two runs differ.
 
-    A verification keeps diverging steps only: its record says what it compared of the others.
+    A verification keeps diverging steps only; its record tells of the others.
     """
     ours, theirs = reference.rank(rank).fit(segment), current.rank(rank).fit(segment)
     is_whole = current.keeps == "all"
@@ -140,7 +140,7 @@ def _starting(verdict: Verdict, step: StepDifference, sites: Sequence[Site], *, 
     starting = np.isin(step.rows, step.starting("here"))
     if not is_first:
         return starting  # what enters a later step was carried on to there
-    # in the first one the verdict knows better which ops those are: it has seen the other ranks
+    # the verdict has seen the other ranks
     rank, number, first = step.rank, step.step, verdict.first_divergence
     if len(verdict.origins) < MAX_ORIGINS:
         origins = {_place(one) for one in verdict.origins if (one.rank, one.step) == (rank, number)}
@@ -178,7 +178,7 @@ def _site_row(step: StepDifference, row: int, *, starts: bool) -> tuple[object, 
 
 
 def _rows_of_modules(programs: Iterable[Sequence[Site]]) -> tuple[dict[str, int], list[str]]:
-    """Return the row of each module, in the order in which they run, and labels, as deep as the rows suffice for."""
+    """Return the row of each module and the labels of rows, cut at the depth that fits ``MAX_ROWS``."""
     sites = sorted((site for known in programs for site in known), key=lambda site: not site.op)  # state comes first
     modules = sorted(dict.fromkeys(site.module for site in sites), key=lambda name: {"": 0, "?": 2}.get(name, 1))
     parts, labels, rows = {name: name.split(".") for name in modules}, dict[str, str](), list[str]()

@@ -1,20 +1,21 @@
-"""A recorded run as JSON-able data and in tables: its steps, and the sites of a step."""
+"""A recorded run as JSON and in tables: its steps, and the sites of a step."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
 from det_callbacks.digest.host import format_digest
 from det_callbacks.report.console import Section, Table, count, listed
 from det_callbacks.runs.metrics import read_metrics
-from det_callbacks.runs.program import READS, Site, StepRecord, StepView, TensorLayout
+from det_callbacks.runs.program import READS, Program, Site, StepRecord, StepView, TensorLayout
 from det_callbacks.runs.store import RankRun, Run
+from det_callbacks.verdict import Coverage, Divergence
 
 HEAD = 10  # rows shown from either end of a long table
 
 
 def run_to_dict(run: Run, rank: RankRun) -> dict[str, Any]:
-    """Return what a run holds: identity, selection, and a row for each step of a rank."""
+    """Return identity, selection, and a row for each step of a rank."""
     readings = [(segment, one) for segment in run.segments for one in read_metrics(run, segment).by_key.values()]
     return {
         "schema": 1,
@@ -36,7 +37,7 @@ def run_to_dict(run: Run, rank: RankRun) -> dict[str, Any]:
 
 
 def step_to_dict(view: StepView) -> dict[str, Any]:
-    """Return one step: its record and a row for each site."""
+    """Return one step, with a row for each site."""
     program = view.program
     sites = []
     for position, (site, entry, bits) in enumerate(_sites(view)):
@@ -51,11 +52,6 @@ def _record_to_dict(record: StepRecord) -> dict[str, Any]:
     ids = {"program": record.program_id, "layout": record.layout_id, "chain": record.chain}
     place = {"segment": record.segment, "step": record.step, "epoch": record.epoch}
     return {**place, **{name: format_digest(one) for name, one in ids.items()}, "num_sites": len(record.digests)}
-
-
-def _row_of_step(rank: RankRun, place: tuple[int, int], fields: Sequence[str]) -> list[Any]:
-    record = _record_to_dict(rank.read(*place))
-    return [record[name] for name in fields]
 
 
 def _sites(view: StepView) -> Iterator[tuple[Site, TensorLayout | None, str]]:
@@ -74,7 +70,7 @@ def head_lines(run: Run) -> list[str]:
 
 
 def run_report(run: Run, rank: RankRun) -> list[Section]:
-    """Return what a run is, and a table of its steps; of a long one the first and last ten rows."""
+    """Return what a run is, and a table of its steps, of a long one the first and last."""
     places = [(segment, int(step)) for segment in rank.segments for step in rank.steps(segment)]
     num_fits = len({segment for segment, _ in places})
     lines = [*head_lines(run), f"rank {rank.rank}: {count(rank.num_steps, 'step')} in {count(num_fits, 'fit')}"]
@@ -89,12 +85,12 @@ def run_report(run: Run, rank: RankRun) -> list[Section]:
     if names := sorted({name for readings in metrics for reading in readings for name in reading.metrics}):
         lines.append(f"metrics (--json has their values): {listed(names, limit=HEAD)}")
     fields = ("segment", "step", "epoch", "num_sites", "program", "layout", "chain")
-    if len(places) <= 2 * HEAD + 1:
-        rows = [_row_of_step(rank, place, fields) for place in places]
-    else:
-        first = [_row_of_step(rank, place, fields) for place in places[:HEAD]]
-        last = [_row_of_step(rank, place, fields) for place in places[-HEAD:]]
-        rows = [*first, ["..."] * len(fields), *last]
+    is_long = len(places) > 2 * HEAD + 1
+    shown = [*places[:HEAD], *places[-HEAD:]] if is_long else places
+    records = (_record_to_dict(rank.read(*place)) for place in shown)
+    rows = [[record[name] for name in fields] for record in records]
+    if is_long:
+        rows.insert(HEAD, ["..."] * len(fields))
     columns = ("fit", "step", "epoch", "sites", *fields[4:])
     return [Section(code=lines, table=Table(columns=columns, rows=rows, is_wide=True))]
 
@@ -102,11 +98,8 @@ def run_report(run: Run, rank: RankRun) -> list[Section]:
 def step_report(view: StepView) -> list[Section]:
     """Return the sites of a step."""
     record, program = view.record, view.program
-    skipped = "".join(f", {number} skipped ({reason})" for reason, number in program.ops_skipped.items())
-    line = (
-        f"step {record.step} (epoch {record.epoch}, rank {view.rank}): {count(len(program), 'site')}, "
-        f"{count(program.ops_seen, 'op')} seen, {program.ops_digested} digested{skipped}"
-    )
+    place = f"step {record.step} (epoch {record.epoch}, rank {view.rank})"
+    line = f"{place}: {count(len(program), 'site')}, {ops_text(program)}"
     rows = []
     for position, (site, entry, bits) in enumerate(_sites(view)):
         reads, source = ",".join(map(str, site.inputs)) or "-", next(iter(site.source), "-")
@@ -116,19 +109,30 @@ def step_report(view: StepView) -> list[Section]:
     return [Section(code=[line], table=Table(columns=columns, rows=rows, is_wide=True))]
 
 
+def ops_text(counts: Program | Coverage) -> str:
+    """Return "9 ops seen, 8 digested, 1 skipped (view)"."""
+    skipped = "".join(f", {number:,} skipped ({why})" for why, number in sorted(counts.ops_skipped.items()))
+    return f"{count(counts.ops_seen, 'op')} seen, {counts.ops_digested:,} digested{skipped}"
+
+
+def output_text(site: Site | Divergence) -> str:
+    """Return "aten.mm.default#3 output 1"."""
+    output = f" output {site.output}" if site.output else ""
+    return f"{site.op}#{site.occurrence}{output}"
+
+
 def describe_site(site: Site) -> str:
-    """Return what a site is in a few words: "aten.mm.default#3", "input net.head.weight"."""
+    """Return "aten.mm.default#3", "input net.head.weight"."""
     if site.op:
-        output = f" output {site.output}" if site.output else ""
         what = " argument" if site.role == "argument" else ""
         name = f" [{site.name}]" if site.name else ""
-        return f"{site.op}#{site.occurrence}{output}{what}{name}{' (recomputed)' if site.recomputed else ''}"
+        return f"{output_text(site)}{what}{name}{' (recomputed)' if site.recomputed else ''}"
     role = "" if site.role == "named" else f"{site.role} "
     return f"{role}{site.name or '(made outside the trace)'}"
 
 
 def describe_tensor(entry: TensorLayout | None) -> str:
-    """Return "float32 [8, 64]", or "-" where there is no tensor."""
+    """Return "float32 [8, 64]"; "-" for no tensor."""
     if entry is None:
         return "-"
     shape = f" {list(entry.shape)}" if entry.shape or entry.stride else ""

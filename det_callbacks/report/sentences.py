@@ -1,4 +1,4 @@
-"""The sentences of a verdict that belong to no single rule: ranks, steps that only one run has, how much agrees."""
+"""The sentences of a verdict that belong to no single rule."""
 
 from collections.abc import Iterable, Sequence
 
@@ -15,7 +15,7 @@ MAX_RANGES = 4  # of steps that a sentence names; the others are counted
 
 
 def explain_ranks(ranks: Classification) -> str:
-    """Return a clause on where a difference started among the ranks, and since when which differ; "" for no ranks."""
+    """Return a clause on where a difference started among the ranks, and which differ."""
     origins, receivers, unknown = (ranks.ranks(side) for side in ("origin", "receiver", "unknown"))
     texts = [f"it started on {ranks_text(origins)}"] if origins else []
     if ranks.collective is not None:
@@ -44,7 +44,7 @@ def _call(call: CollectiveCall) -> str:
 
 
 def explain_whole_steps(steps: Iterable[WholeSteps], *, show_rank: bool) -> str:
-    """Return which steps only one run has, to go on with a sentence."""
+    """Return which steps only one run has, as a part of a sentence."""
     texts = []
     for whole in sorted(steps, key=lambda one: one.order):
         rank, place = f" of rank {whole.rank}" if show_rank else "", of_segment(whole.segment)
@@ -57,13 +57,13 @@ def explain_whole_steps(steps: Iterable[WholeSteps], *, show_rank: bool) -> str:
 
 
 def steps_agree(num_equal: int) -> str:
-    """Return how many steps agree, as the end of a sentence; "" where there are none."""
+    """Return how many steps agree, as the end of a sentence."""
     shared = "step that both have agrees" if num_equal == 1 else "steps that both have agree"
     return f"; the {num_equal} {shared}" if num_equal else ""
 
 
 def explain_match(tally: Tally, *, num_ranks: int) -> str:
-    """Return how much agrees, "" where nothing was compared."""
+    """Return how much agrees; "" if nothing was compared."""
     sites = [f"{count(tally.num_sites, 'site')} of {count(tally.num_steps, 'step')}"] if tally.num_sites else []
     found = [*sites, *([count(tally.num_metrics, "metric")] if tally.num_metrics else [])]
     ranks = f" of {num_ranks} ranks" if num_ranks > 1 else ""
@@ -71,10 +71,10 @@ def explain_match(tally: Tally, *, num_ranks: int) -> str:
 
 
 def code_lines(environment: Sequence[EnvironmentDifference]) -> list[str]:
-    """Return which commit and which files of the code are not those of the reference, as far as that is certain."""
+    """Return which commit and which files of the code differ for certain."""
     commit = next((difference for difference in environment if difference.name == COMMIT), None)
     files = [difference for difference in environment if difference.name.startswith(CHANGED_FILE)]
-    if commit is not None:  # what was changed in one run may have been committed for the other
+    if commit is not None:  # a change in one run may have been committed for the other
         files = [file for file in files if AS_COMMITTED not in (file.reference, file.current)]
     lines = []
     if commit is not None and not {None, NOT_RECORDED} & {commit.reference, commit.current}:

@@ -11,7 +11,7 @@ MAX_ENTRIES = 20  # of a checkpoint that a message names
 
 
 def checkpoint_report(report: "CheckpointReport") -> list[Section]:
-    """Return what a check found."""
+    """Return the result of a check."""
     num_entries, two = count(sum(report.sections.values()), "entry"), f"{report.path} and {report.other}"
     if report.entries and report.other is not None:
         title = f"{two} differ in {count(len(report.entries), 'entry')}"
@@ -56,7 +56,7 @@ def _difference(entry: "EntryDifference") -> str:
 
 
 def unrestored_line(path: str) -> str:
-    """Return the line of a checkpoint that Lightning alone resumes."""
+    """Return the line on a checkpoint that Lightning alone resumes."""
     return (
         f"det_callbacks: {path} is resumed by Lightning alone: no state of generators and data with its "
         "digests stands beside it, so with shuffling, augmentation or dropout the run will not be the same run"
@@ -64,7 +64,7 @@ def unrestored_line(path: str) -> str:
 
 
 def uncovered_save_line(path: str) -> str:
-    """Return the line of a checkpoint beside which nothing is written."""
+    """Return the line on a checkpoint that gets no digests."""
     return (
         f"det_callbacks: {path} gets no digests and no exact resume, nor do others like it: it is remote, or not on "
         "the disk when its save returns (AsyncCheckpointIO writes in the background)"

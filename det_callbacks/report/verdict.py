@@ -1,4 +1,4 @@
-"""A verdict in words, for a person who has to act on it."""
+"""A verdict in words."""
 
 import json
 import shlex
@@ -10,6 +10,7 @@ from typing import Any
 from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError
 from det_callbacks.report.console import STYLES, Section, Table, count, listed, to_text
 from det_callbacks.report.findings import findings_report
+from det_callbacks.report.run import ops_text, output_text
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import MAX_ORIGINS, Divergence, EnvironmentDifference, TensorNumbers, Verdict
 
@@ -32,12 +33,12 @@ _SOURCE_PHASES = ("state", "data", "rng", "input")
 
 
 def verdict_lines(verdict: Verdict) -> str:
-    """Return a verdict as plain text, for an exception's message or a log."""
+    """Return a verdict as plain text."""
     return to_text(verdict_report(verdict))
 
 
 def headline(verdict: Verdict) -> str:
-    """Return a verdict that is no match in one line: "DIVERGED settings: optimizer.Adam.lr 0.1 -> 0.2 (step 0)"."""
+    """Return a failed verdict in one line: "DIVERGED settings: optimizer.Adam.lr 0.1 -> 0.2 (step 0)"."""
     first, head = verdict.first_divergence, _word(verdict)
     if first is None:
         return f"{head}: {verdict.explanation}"
@@ -54,10 +55,10 @@ def headline(verdict: Verdict) -> str:
 
 
 def is_certain_change(verdict: Verdict) -> bool:
-    """Return whether the training was changed for certain, whatever the machine may have changed besides.
+    """Return whether the training certainly changed, whatever the machine changed besides.
 
-    Another machine or version may change the bits of an op, and which ops run. It changes no choice, no shape of a
-    batch or a weight, and no number of steps.
+    Another machine or version may change the bits of an op and which ops run, but no choice, no shape
+    of a batch or a weight, and no number of steps.
     """
     first = verdict.first_divergence
     has_other_choice = any(one.changes_bits and not one.is_machine for one in verdict.environment)
@@ -68,7 +69,7 @@ def is_certain_change(verdict: Verdict) -> bool:
 
 
 def verdict_of_rank(verdict: Verdict, *, rank: int, world_size: int) -> str:
-    """Return what a rank says of a verdict that all ranks have: all of it on rank 0, one line on the others."""
+    """Return the verdict as rank 0 prints it, or one line on the other ranks."""
     if rank == 0:
         return verdict_lines(verdict)
     where = f"rank 0 prints the whole verdict, and {Path(verdict.current) / 'verdict.json'} holds it"
@@ -76,7 +77,7 @@ def verdict_of_rank(verdict: Verdict, *, rank: int, world_size: int) -> str:
 
 
 def disagreement_text(verdict: Verdict, *, path: Path, num_agreed: int, num_dropped: int, rank: int = 0) -> str:
-    """Return what is wrong with a resumed recording whose steps are not those that the run holds."""
+    """Return the error of a resumed recording whose steps differ from those of the run."""
     said = f" (said on rank {rank}; rank 0 prints the whole verdict)" if rank else ""
     return (
         f"The resumed run is not the run in {path}: a step or a metric that is there already came out "
@@ -88,12 +89,12 @@ def disagreement_text(verdict: Verdict, *, path: Path, num_agreed: int, num_drop
 
 
 def verdict_report(verdict: Verdict) -> list[Section]:
-    """Return the word, the sentence, where it began, what was covered, and what to do next."""
+    """Return the whole report."""
     return [*head_report(verdict), *details_report(verdict, lists_all=False)]
 
 
 def head_report(verdict: Verdict) -> list[Section]:
-    """Return the word with the sentence, the runs and the cause, and what led to it."""
+    """Return the verdict, the runs, the cause and the evidence."""
     named = [(name, getattr(verdict, name)) for name in ("reference", "current", "cause")]
     head = Section(title=_word(verdict), style=STYLES[verdict.verdict], lines=[verdict.explanation])
     report = [head, Section(facts=[(name, fact) for name, fact in named if fact is not None])]
@@ -101,9 +102,9 @@ def head_report(verdict: Verdict) -> list[Section]:
 
 
 def details_report(verdict: Verdict, *, lists_all: bool) -> list[Section]:
-    """Return the first divergence, by how much it differs, the origins, what was compared, and what to do next.
+    """Return the first divergence, the origins, what was compared, and what to do next.
 
-    Unless it ``lists_all``, origins that are alike have one row.
+    Unless ``lists_all``, origins of one kind share a row.
     """
     first, origins, report = verdict.first_divergence, verdict.origins, list[Section]()
     if first is not None:
@@ -127,25 +128,16 @@ def details_report(verdict: Verdict, *, lists_all: bool) -> list[Section]:
 
 
 def environment_table(differences: Sequence[EnvironmentDifference]) -> Table:
-    """Return a row for each entry in which two environments differ."""
+    """Return a row for each differing entry of the environment."""
     columns = ("name", "reference", "current", "kind", "can change bits")
-    rows = [
-        (
-            one.name,
-            str(one.reference),
-            str(one.current),
-            "machine" if one.is_machine else "choice",
-            _can_change_bits(one),
-        )
-        for one in differences
-    ]
+    rows = [(one.name, str(one.reference), str(one.current), *_kind(one)) for one in differences]
     return Table(columns=columns, rows=rows)
 
 
-def _can_change_bits(difference: EnvironmentDifference) -> str:
+def _kind(difference: EnvironmentDifference) -> tuple[str, str]:
     if not difference.is_machine:
-        return "-"  # choices are made to change bits, by themselves or through another entry
-    return "yes" if difference.changes_bits else "no"
+        return "choice", "-"  # a choice is made to change bits
+    return "machine", "yes" if difference.changes_bits else "no"
 
 
 def _word(verdict: Verdict) -> str:
@@ -178,7 +170,7 @@ def _call(divergence: Divergence) -> str:
 
 
 def _source_text(verdict: Verdict) -> list[str]:
-    """Return the source text of the first divergence as its run recorded it; [] where the run has none of it."""
+    """Return the recorded source text of the first divergence, if there is any."""
     first = verdict.first_divergence
     if first is None or not first.source:
         return []
@@ -201,7 +193,7 @@ def _every_origin(origins: Sequence[Divergence]) -> Table:
 
 
 def _origins_by_kind(origins: Sequence[Divergence]) -> Table:
-    """Return the first of the origins that are alike: one op in one step, such as the update of each parameter."""
+    """Return the first origin of each kind: one op in one step, such as the update of each parameter."""
     groups: defaultdict[tuple[object, ...], list[Divergence]] = defaultdict(list)
     for one in origins:
         groups[one.rank, one.segment, one.step, one.phase, one.op, one.kind].append(one)
@@ -216,15 +208,13 @@ def _origins_by_kind(origins: Sequence[Divergence]) -> Table:
 
 
 def _origin_row(origin: Divergence) -> tuple[object, ...]:
-    output = f" output {origin.output}" if origin.output else ""
-    op = f"{origin.op}#{origin.occurrence}{output}"
     source = origin.source[0] if origin.source else "-"
     place = (origin.rank, origin.step, origin.phase, origin.module or "-")
-    return (*place, op, origin.name or "-", origin.kind, source)
+    return (*place, output_text(origin), origin.name or "-", origin.kind, source)
 
 
 def _how_much(tensor: TensorNumbers) -> str:
-    """Return by how much a tensor differs: "1 of 320 elements differ, by 1 ULP, first at [3, 7]: ..."."""
+    """Return "1 of 320 elements differ, by 1 ULP, first at [3, 7]: ..."."""
     if tensor.problem:
         return tensor.problem
     total = count(tensor.num_elements, "element")
@@ -251,13 +241,12 @@ def _coverage(verdict: Verdict) -> list[str]:
         # each fit counts its steps from 0
         has_several_fits = counts.steps_compared > (last - first + 1) * max(coverage.ranks, 1)
         span = f" ({first} to {last}{' in several fits' if has_several_fits else ''})"
-    skipped = "".join(f", {number:,} skipped ({why})" for why, number in sorted(coverage.ops_skipped.items()))
     lines = [
         f"{count(counts.steps_compared, 'step')}{span} of {count(coverage.ranks, 'rank')}, "
         f"{count(counts.sites_compared, 'site')}, {counts.sites_differing:,} differing"
     ]
     lines += [count(coverage.metrics, "metric")] if coverage.metrics else []
-    lines.append(f"{count(coverage.ops_seen, 'op')} seen, {coverage.ops_digested:,} digested{skipped}")
+    lines.append(ops_text(coverage))
     lines += [f"seen only from outside: {', '.join(coverage.opaque_regions)}"] if coverage.opaque_regions else []
     lines += [f"followed torch's optimizers: {coverage.followed}"] if coverage.followed else []
     lines += [f"not seen: {text}" for text in coverage.lost]
@@ -269,7 +258,7 @@ def _coverage(verdict: Verdict) -> list[str]:
 
 
 def next_lines(verdict: Verdict) -> Sequence[str]:
-    """Return what to do next; nothing where the runs match."""
+    """Return what to do next; nothing for a match."""
     first = verdict.first_divergence
     if verdict.verdict == "match" or first is None:
         return ()

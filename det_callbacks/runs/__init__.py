@@ -1,1 +1,1 @@
-"""Recorded runs: what one holds, how it is written and how it is opened again; without torch."""
+"""Recorded runs: what they hold, how they are written and read; without torch."""

@@ -1,10 +1,7 @@
-"""What happens where a file cannot be written: the disk is full, the folder is read-only, a file is in the way.
+"""All writing to disk: what cannot be written is a ``WriteError``, which ends a program with exit status 2.
 
-The package writes to disk inside ``writing`` only, and so every such failure is one ``WriteError``: a sentence that
-names the path, the reason and the argument for another place, and exit status 2. ``tests/contract/test_house.py`` finds
-a write outside of it. What a run held before stays readable: files are replaced as a whole (``replace_atomically``), or
-appended to, where nothing follows a message of which only a part could be written (``AppendedFile``). A run that was
-being recorded has no end-of-stream marker then, so it is incomplete, and a verification has no verdict.
+A run stays readable: files are replaced as a whole or appended to, and nothing follows a message that
+was written in part. ``tests/contract/test_house.py`` finds a write outside of ``writing``.
 """
 
 import errno
@@ -33,7 +30,7 @@ _ANY_FOLDER = (
 
 @contextmanager
 def writing(path: str | Path, *, instead: str = _ANY_FOLDER) -> Iterator[None]:
-    """Turn an OSError of the block into a ``WriteError`` about ``path``; ``instead`` says what else can be done."""
+    """Turn an OSError of the block into a ``WriteError``; ``instead`` says what else can be done."""
     try:
         yield
     except OSError as error:
@@ -52,14 +49,14 @@ def _reason(path: Path, error: OSError) -> str:
 
 
 def make_folder(path: Path, *, instead: str = _ANY_FOLDER) -> None:
-    """Make a folder, and those above it, unless it is there."""
+    """Make a folder, and those above it."""
     with writing(path, instead=instead):
         path.mkdir(parents=True, exist_ok=True)
 
 
 def replace_atomically(path: Path, content: bytes, *, instead: str = _ANY_FOLDER) -> None:
-    """Write a file so that a reader sees all of it or what was there before."""
-    # processes of two nodes may have one number, and write the same program into a shared folder
+    """Write a file so that a reader sees all of it or its earlier content."""
+    # processes of two nodes may have one number in a shared folder
     temporary = path.with_name(f".{path.name}.{os.getpid()}{uuid.uuid4().int % 10**9:09d}.tmp")
     with writing(path, instead=instead):
         try:
@@ -74,10 +71,10 @@ def replace_atomically(path: Path, content: bytes, *, instead: str = _ANY_FOLDER
 
 
 class AppendedFile:
-    """A file to which whole messages are appended, each with one system call and without fsync.
+    """A file of whole messages, each appended with one system call and without fsync.
 
-    After a message that could not be written in full, every further one is refused: half a message at the end is a torn
-    tail, which readers know, and one in the middle would be damage.
+    After a failed write every other is refused: readers know a torn tail, and half a message in the
+    middle would be damage.
     """
 
     def __init__(self, path: Path, *, is_new: bool) -> None:
@@ -87,7 +84,7 @@ class AppendedFile:
             self._file = path.open("wb" if is_new else "ab", buffering=0)
 
     def write(self, content: bytes) -> int:
-        """Append a message, and return its length."""
+        """Append a message; return its length."""
         num_bytes = len(content)
         with writing(self._path):
             if self.is_broken:
@@ -113,5 +110,5 @@ class AppendedFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with writing(self._path):  # a network file system may say only now that the disk is full
+        with writing(self._path):  # a network file system may only now report a full disk
             self._file.close()

@@ -1,4 +1,4 @@
-"""The environment that a run was recorded in, and how two differ."""
+"""The environment of a run, and how two differ."""
 
 import json
 from collections.abc import Mapping
@@ -14,11 +14,11 @@ AS_COMMITTED = "<as committed>"
 DIGEST = "digest."  # how digests are computed on a device
 CONFIGURATION = "config."  # a key of an application's configuration
 COMMIT = "code.git_commit"
-CHANGED_FILE = "code.file."  # digest of a file of the code that differs from the commit
-OPTIMIZER = "optimizer"  # the classes of the optimizers; their options have names that begin with it
-FOLLOWED = "loop.followed"  # the models and optimizers of a script that knows nothing of its run
-LOST = "torch.lost"  # what this version of torch does not let be seen, a sentence each
-GENERATOR = "generators."  # digest of the state that a generator of rank 0 had when the first fit began
+CHANGED_FILE = "code.file."  # digest of a source file that differs from the commit
+OPTIMIZER = "optimizer"  # classes of the optimizers; begins the names of their options
+FOLLOWED = "loop.followed"  # the models and optimizers of a script that was followed
+LOST = "torch.lost"  # what cannot be seen with this version of torch, a sentence each
+GENERATOR = "generators."  # digest of the state in which a generator of rank 0 began
 ARGUMENTS = "process.argv"  # the words that started the program
 
 
@@ -36,7 +36,7 @@ Environment: TypeAlias = Mapping[str, EnvironmentEntry]
 
 
 def compare_environments(reference: Environment, current: Environment) -> tuple[EnvironmentDifference, ...]:
-    """Return the entries that differ, by name; a choice is what either side calls one, and of two optimizers the class.
+    """Return the entries that differ, by name; an entry is a choice if either run says so.
 
     Values are compared as JSON, so 1, 1.0 and true differ.
     """
@@ -75,7 +75,7 @@ def compare_environments(reference: Environment, current: Environment) -> tuple[
 
 
 def _without_lone_configuration(entries: Environment, other: Environment) -> Environment:
-    """Return the entries, with the keys of a configuration as one where the other side has no configuration."""
+    """Return the entries, with a configuration as one entry if the other side has none."""
     keys = [name for name in entries if name.startswith(CONFIGURATION)]
     if not keys or any(name.startswith(CONFIGURATION) for name in other):
         return entries

@@ -1,4 +1,4 @@
-"""The evidence of a process: what explains a difference, in a file beside the steps, and not compared with them."""
+"""The evidence of a process: what explains a difference, in a file beside the steps."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,22 +19,30 @@ EVIDENCE_SCHEMA = pa.schema(
 
 # Names of rows, or what they begin with.
 SEED = "seed of "  # the seed of a torch generator
-START = "start of "  # the state that a generator of the process had when the fit began; its text is the same digest
-CONSTANTS = (
-    "constant initial tensors"  # parameters and buffers that hold one value only at a fit's start: JSON of names
-)
-SCRIPTED = "TorchScript"  # the modules that are, or hold, TorchScript, as JSON, at the start of a fit
-CALLBACKS = "callbacks "  # who has a hook; followed by whether it is called before or after ours, and the hook
+START = "start of "  # the state in which a generator began the fit; the text is the same digest
+CONSTANTS = "constant initial tensors"  # those that hold a single value when the fit starts: JSON of names
+SCRIPTED = "TorchScript"  # the modules that are, or hold, TorchScript, as JSON
+CALLBACKS = "callbacks "  # who has a hook; followed by BEFORE or AFTER (ours), and the hook
 BEFORE, AFTER = "before", "after"
 IN_OPTIMIZER = "of optimizer "  # at PARAMETERS: names of what it has and trains; followed by its number
-IN_NO_OPTIMIZER = "of no optimizer"  # likewise: names of what requires gradients and is in none
-WITH_GRADIENT = "of no optimizer, with a gradient"  # those of them that were given one by the end of a step
+IN_NO_OPTIMIZER = "of no optimizer"  # likewise, of what requires gradients and is in none
+WITH_GRADIENT = "of no optimizer, with a gradient"  # those of them that had one by the end of a step
 WITH_LARGE_GRADIENT = "with a gradient beyond rounding"  # of optimizers, in one of the first updates
 
+# What a batch holds, at BATCH: names of rows, or what they begin with.
+INDICES = "indices of "  # what the sampler of a loader drew, as JSON
+SAMPLE = "sample "  # the digest of a sample
+
+# Points of a step, and of what comes before it.
+LOADER = "before the loader starts"
+DRAWING = "before a batch is drawn"
+BATCH_START, AFTER_FORWARD, AFTER_BACKWARD, BATCH_END = "batch start", "after forward", "after backward", "batch end"
+
 # Points of rows that belong to no moment of a step.
+BATCH = "batch"
 OPTIONS = "optimizer options"  # of the groups, when an update first uses them: "lr of group 0", as JSON
-UNSEEN_WRITE = "unseen write"  # of a step that a verification keeps: the values are ``StepView.unseen_writes``
-VALUES = "arguments"  # the digest and the JSON text of numbers among an op's arguments
+UNSEEN_WRITE = "unseen write"  # the values are ``StepView.unseen_writes``
+VALUES = "arguments"  # digest and JSON text of numbers among an op's arguments
 PARAMETERS = "parameters"  # how many, and the JSON text of a list of names
 
 ROWS_PER_BATCH = 512  # after which a record batch is written
@@ -45,7 +53,7 @@ Filter = Callable[[pa.RecordBatch], np.ndarray]
 
 
 class Row(NamedTuple):
-    """What was found at a point ("batch start") of a step, or before it: of "torch.cpu" 64 bits, mostly a digest."""
+    """A value, mostly a digest, that was found at a point of a step, such as "batch start"."""
 
     step: int
     point: str
@@ -56,7 +64,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NondeterministicOp:
-    """An op without a deterministic implementation at one place, what torch says of it, and whether it is allowed."""
+    """Calls of an op without a deterministic implementation at one place."""
 
     op: str
     phase: str
@@ -75,12 +83,12 @@ class NondeterministicOp:
 
 
 def evidence_path(stream: Path) -> Path:
-    """Return where the evidence beside a stream of steps lies."""
+    """Return the path of the evidence beside a stream of steps."""
     return stream.with_name(f"{stream.name.removesuffix('.arrows')}.evidence.arrows")
 
 
 class EvidenceWriter:
-    """Writes the rows of one fit of one process into a new file."""
+    """Writes the evidence of one fit into a new file."""
 
     def __init__(self, path: Path, *, run_id: str) -> None:
         self._rows: list[Row] = []
@@ -95,7 +103,7 @@ class EvidenceWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is there."""
+        """Write what was appended."""
         rows, self._rows = self._rows, []
         if rows:
             batch = pa.record_batch([*map(list, zip(*rows, strict=True))], schema=EVIDENCE_SCHEMA)
@@ -110,7 +118,7 @@ class EvidenceWriter:
 
 
 def read_values(stream: Path, run_id: str) -> dict[int, str]:
-    """Return the JSON text of arguments by digest, as stored beside a stream; what cannot be read is left out."""
+    """Return the JSON text of arguments by digest; what cannot be read is left out."""
     try:
         rows = read_evidence(evidence_path(stream), run_id=run_id, keep=lambda it: _is(it, "point", VALUES))
         return {row.value: row.text for row in rows}
@@ -119,7 +127,7 @@ def read_values(stream: Path, run_id: str) -> dict[int, str]:
 
 
 def read_unseen_writes(stream: Path, run_id: str, step: int, num_sites: int) -> frozenset[int]:
-    """Return the sites of a step that read what something unseen had changed; all where that cannot be read."""
+    """Return the sites of a step that read what something unseen changed; all if that cannot be read."""
     try:
         rows = read_evidence(evidence_path(stream), run_id=run_id, keep=lambda it: _is(it, "step", step))
         return frozenset(row.value for row in rows if row.point == UNSEEN_WRITE)
@@ -132,7 +140,7 @@ def _is(batch: pa.RecordBatch, column: str, value: object) -> np.ndarray:
 
 
 def read_evidence(path: Path, *, run_id: str, keep: Filter | None = None) -> Iterator[Row]:
-    """Yield the rows of a file for which ``keep`` is true, up to the last whole record batch; none without a file."""
+    """Yield the rows that ``keep`` selects, up to the last whole batch; none if there is no file."""
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -164,7 +172,7 @@ def _schema_of(run_id: str) -> pa.Schema:
 
 
 def _digest_batch(batch: pa.RecordBatch) -> bytes:
-    """Return the digest of the values of a record batch, however their buffers lie."""
+    """Return the digest of a record batch's values, however its buffers are laid out."""
     parts: list[bytes] = []
     for column in batch.columns:
         if pa.types.is_string(column.type):

@@ -1,4 +1,4 @@
-"""The files of a run that are written once, and how any of them is read and checked."""
+"""The files of a run that are written once, and how files are checked."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -51,7 +51,7 @@ Table = TypeVar("Table")
 
 
 def damaged(path: Path, what: object) -> ReferenceFormatError:
-    """Return the error of a file that cannot be what was written."""
+    """Return the error of a file that is not what was written."""
     return ReferenceFormatError(
         f"{path} is damaged: {what}. The other files of the run were not looked at further; record the run again, or "
         "restore this file from a copy.",
@@ -60,7 +60,7 @@ def damaged(path: Path, what: object) -> ReferenceFormatError:
 
 
 def read_json(path: Path, kind: type[Content]) -> Content:
-    """Return the content of a JSON file; ReferenceFormatError, which names the field, where it is not of that type."""
+    """Return the content of a JSON file; ReferenceFormatError, with the field, if it has another type."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except READ_ERRORS as error:
@@ -73,13 +73,13 @@ class _Sealed(msgspec.Struct):
 
 
 def seal(content: object, *, run_id: str) -> bytes:
-    """Return something of a run as one line of JSON, with the digest of that and of the run's id."""
+    """Return a line of JSON with the digest of its content and of the run's id."""
     text = msgspec.json.encode(content)
     return msgspec.json.encode(_Sealed(digest=_seal_digest(text, run_id), content=msgspec.Raw(text)))
 
 
 def unseal(line: bytes, kind: type[Content], *, run_id: str) -> Content:
-    """Return what was sealed; ValueError where it is something else, or of another run."""
+    """Return what was sealed; ValueError if it is something else, or of another run."""
     sealed = msgspec.json.decode(line, type=_Sealed)
     if sealed.digest != _seal_digest(bytes(sealed.content), run_id):
         raise ValueError("its content is not what its digest says")
@@ -91,7 +91,7 @@ def _seal_digest(content: bytes, run_id: str) -> str:
 
 
 def write_sites(folder: Path, rows: Sequence[SiteRow]) -> None:
-    """Write what sites are, as a file of its own; programs tell of them by their ids."""
+    """Write sites as a file; programs refer to them by their ids."""
     sites = [row.site for row in rows]
     names = (name for name in SITE_SCHEMA.names if name not in ("position", "site"))
     columns: dict[str, Any] = {name: [getattr(site, name) for site in sites] for name in names}
@@ -102,7 +102,7 @@ def write_sites(folder: Path, rows: Sequence[SiteRow]) -> None:
 
 
 def write_program(folder: Path, program: Program) -> None:
-    """Write a program, unless it is there; the sites of its rows have been written."""
+    """Write a program unless it is there; its sites have been written."""
     path = table_path(folder, PROGRAMS, program.id)
     if path.exists():
         return
@@ -114,7 +114,7 @@ def write_program(folder: Path, program: Program) -> None:
 
 
 def write_layout(folder: Path, layout: Layout) -> None:
-    """Write a layout, unless it is there; some 2 ms for 2,000 sites."""
+    """Write a layout unless it is there; some 2 ms for 2,000 sites."""
     path = table_path(folder, LAYOUTS, layout.id)
     if not path.exists():
         names = [field.name for field in fields(TensorLayout)]
@@ -123,7 +123,7 @@ def write_layout(folder: Path, layout: Layout) -> None:
 
 
 class SiteTable:
-    """What the sites of a run's programs are, by id; files that come later are read when one of theirs is asked for."""
+    """The sites of a run's programs by id; new files are read when a site is not known."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / SITES
@@ -131,7 +131,7 @@ class SiteTable:
         self._rows: dict[int, SiteRow] = {}
 
     def rows(self, ids: Sequence[int]) -> tuple[SiteRow, ...]:
-        """Return the sites with these ids; KeyError where one is nowhere."""
+        """Return the sites with these ids; KeyError if one is unknown."""
         if not self._rows.keys() >= set(ids):
             for path in sorted({*self._folder.glob("*.parquet")} - self._read):
                 self._rows.update((row.id, row) for row in _read_sites(path))
@@ -153,7 +153,7 @@ def _read_sites(path: Path) -> list[SiteRow]:
 
 
 def read_program(folder: Path, sites: SiteTable, identity: int) -> Program:
-    """Return a program; ReferenceFormatError where its file is damaged or of another format version."""
+    """Return a program; ReferenceFormatError if its file is damaged or of another version."""
 
     def make(table: pa.Table) -> Program:
         metadata = table.schema.metadata
@@ -183,7 +183,7 @@ class _Counts(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_layout(folder: Path, identity: int) -> Layout:
-    """Return a layout; ReferenceFormatError as of a program."""
+    """Return a layout; ReferenceFormatError as for a program."""
 
     def make(table: pa.Table) -> Layout:
         entries = [None if row["dtype"] is None else row for row in table.to_pylist()]
@@ -209,7 +209,7 @@ def write_source_text(folder: Path, text: Mapping[str, Sequence[str]]) -> None:
 
 
 def read_source_text(folder: Path) -> dict[str, tuple[str, ...]]:
-    """Return the text of the source lines of all programs; none of lines whose text changed from attempt to attempt."""
+    """Return the text of source lines, without lines that changed between attempts."""
     found: dict[str, set[tuple[str, ...]]] = {}
     for path in sorted((folder / SOURCES).glob("*.json")):
         text = read_json(path, dict[str, tuple[str, ...]])
@@ -221,7 +221,7 @@ def read_source_text(folder: Path) -> dict[str, tuple[str, ...]]:
 
 
 def table_path(folder: Path, kind: str, identity: int) -> Path:
-    """Return where a program, a layout or a table of sites lies."""
+    """Return the path of a program, a layout or a table of sites."""
     return folder / kind / table_name(identity)
 
 
@@ -231,12 +231,12 @@ def table_name(identity: int) -> str:
 
 
 def rank_folder(rank: int) -> str:
-    """Return the name of the folder of a process."""
+    """Return the name of a process's folder."""
     return f"rank-{rank:05d}"
 
 
 def stream_path(folder: Path, rank: int, attempt: int, number: int) -> Path:
-    """Return where the steps of a process lie; ``number`` counts the fits of that attempt."""
+    """Return the path of a process's steps; ``number`` counts the fits of that attempt."""
     segment = f".segment-{number:03d}" if number else ""
     return folder / rank_folder(rank) / f"attempt-{attempt:03d}{segment}.arrows"
 
@@ -250,9 +250,9 @@ def _write_table(path: Path, schema: pa.Schema, columns: dict[str, Any], **metad
 
 
 def _read_table(path: Path, schema: pa.Schema, make: Callable[[pa.Table], Table]) -> Table:
-    """Return what is made of a table; ``make`` raises ValueError where it is not what the file's name says."""
+    """Return what ``make`` makes of a table; it raises ValueError if the content is wrong."""
     try:
-        # pq.read_table would load pyarrow.dataset, which takes longer than the table
+        # pq.read_table would load pyarrow.dataset, which takes longer
         table = pq.ParquetFile(pa.BufferReader(path.read_bytes())).read(use_threads=False)
         table.validate(full=True)
         version = (table.schema.metadata or {}).get(b"format_version")

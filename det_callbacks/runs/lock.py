@@ -1,8 +1,7 @@
-"""One writer a folder: the lock that a process holds on a run's folder while it writes there.
+"""One writer a folder: the lock on a run's folder.
 
-It is the operating system's lock on a file (``flock``), which ends with the process however that ends, so no crash
-leaves it behind. The ``filelock`` package takes the same lock, and neither names the holder nor removes its file, which
-would stay in every reference that is committed. A file that is only created exclusively would outlive a kill.
+``flock`` ends with the process, so no crash leaves it behind; a file that is created exclusively would.
+The ``filelock`` package does not name the holder, and leaves its file in references that are committed.
 """
 
 import errno
@@ -27,7 +26,7 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # of flock on some n
 
 
 class FolderLock:
-    """The right to write into a folder, taken by one process for all ranks of a training."""
+    """The right to write into a folder, held by one process for all ranks."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -40,9 +39,9 @@ class FolderLock:
         return self._file is not None and self._owner == os.getpid()
 
     def acquire(self, *, instead: str) -> None:
-        """Take the lock of the folder, which is made if need be; ``RunInUseError`` where another writer has it.
+        """Take the lock, and make the folder; ``RunInUseError`` if another writer has it.
 
-        Where the file system has no locks, a warning says that a second writer would not be noticed.
+        On a file system without locks a warning says that a second writer would go unnoticed.
         """
         make_folder(self._folder, instead=instead)
         path = self._folder / LOCK_FILE
@@ -83,10 +82,10 @@ class FolderLock:
             ) from error
 
     def release(self) -> None:
-        """Give the lock back; may be called more than once."""
+        """Give the lock back; may be called again."""
         is_held, file, self._file = self.is_held, self._file, None
         if is_held:
-            # before it is closed: children that were forked meanwhile hold a lock on a file that has no name any more
+            # before it is closed: forked children then hold a lock on a file without a name
             with writing(self._folder):
                 (self._folder / LOCK_FILE).unlink(missing_ok=True)
         if file is not None:

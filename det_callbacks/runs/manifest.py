@@ -32,7 +32,7 @@ class ResumedFit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One launch of the run's processes: of how many fits it has streams, and at least how many readings each has."""
+    """One launch of the run's processes: the number of its fits, and of the readings that each has at least."""
 
     segments: Count = 1
     resumed_from: tuple[ResumedFit, ...] = ()
@@ -41,7 +41,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """The content of run.json; a verification writes only the steps that differ. DeterminismCallback has no name."""
+    """The content of run.json."""
 
     selection: Selection
     environment: dict[str, EnvironmentEntry]
@@ -66,7 +66,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the content of run.json; an error where there is no run, or it is damaged or of another version."""
+    """Return the content of run.json; an error if there is none, or it is damaged or of another version."""
     path = folder / MANIFEST
     if not os.path.isfile(path):  # Path.is_file raises where the name is too long
         runs = folder.glob(f"*/{MANIFEST}") if os.path.isdir(folder) else ()

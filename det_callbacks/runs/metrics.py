@@ -1,4 +1,4 @@
-"""What a training logs: at the end of validations, epochs and tests, or between two steps, the values of rank 0."""
+"""What a training logs on rank 0: after validations, epochs and tests, or between two steps."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ WHERE = (RESUMED, "validation", "epoch", LOG, *CALLS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """One value: its dtype and shape, the digest of its bits, and the value as text."""
+    """One value: dtype, shape, digest of its bits, and text."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -38,10 +38,10 @@ class Metric:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """The metrics that were computed at one place, in the order of the module's log."""
+    """The metrics that were computed at one place, in the order of the log."""
 
     where: str
-    number: int  # the step; of a call outside of a fit, how many of its kind came since the last fit began
+    number: int  # the step, or how many calls of this kind came since the last fit began
     step: int  # the last training step before it, or -1
     epoch: int
     metrics: Mapping[str, Metric]
@@ -49,17 +49,17 @@ class Reading:
 
     @property
     def key(self) -> tuple[str, int, bool]:
-        """What a reading of one run and one of another have in common when they are to be compared."""
+        """Equal for the readings of two runs that are to be compared."""
         return self.where, self.number, self.is_after_fit
 
     @property
     def is_after_fit(self) -> bool:
-        """Whether it is of a call after the fit; the calls before the first fit stand in the same file."""
+        """Whether it is of a call after the fit; calls before the first fit are in the same file."""
         return self.where in CALLS and self.step >= 0
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """What readings of one fit are sorted by."""
+        """The key by which readings of one fit are sorted."""
         return self.step, WHERE.index(self.where), self.number
 
     @property
@@ -75,14 +75,14 @@ class Reading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Readings:
-    """The readings of one fit in order, with the calls after it (of the first fit, also before it); see RESUMED."""
+    """The readings of one fit and of calls after it, in order; ``resumed``: steps after RESUMED."""
 
     by_key: dict[tuple[str, int, bool], Reading] = field(default_factory=dict)
     resumed: set[int] = field(default_factory=set)
 
 
 def metrics_path(stream: Path) -> Path:
-    """Return where the metrics beside a stream of steps lie."""
+    """Return the path of the metrics beside a stream of steps."""
     return stream.with_name(f"{stream.name.removesuffix('.arrows')}.metrics.jsonl")
 
 
@@ -93,9 +93,9 @@ def append_reading(path: Path, reading: Reading, *, run_id: str) -> None:
 
 
 def read_metrics(run: Run, segment: int) -> Readings:
-    """Return the readings of a fit: of what several attempts have, the first one's; of tests after it, the last's.
+    """Return the readings of a fit: the first attempt's, and of calls after it the last attempt's.
 
-    Where one attempt was cut off in the middle of an epoch and another went on there, no epoch ends.
+    An epoch that was cut off in one attempt and went on in another has no reading.
     """
     run_id = run.manifest.run_id
     attempts = [[*_read(metrics_path(stream), run_id, num_told=told)] for stream, told in run.streams(segment)]

@@ -1,4 +1,4 @@
-"""The one grammar in which ops are chosen, ``[phase/][module:]op``, and lists of names and of such patterns."""
+"""The grammar in which ops are chosen, ``[phase/][module:]op``."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,8 +27,8 @@ class OpPattern:
 
     @classmethod
     def parse(cls, text: str) -> "OpPattern":
-        """Return the pattern a text stands for; raise ``SettingsError`` where it is none, or its phase is none."""
-        # a module's name may hold "/" and ":", and those of phases and ops do not
+        """Return the pattern of a text; ``SettingsError`` if it is none."""
+        # only a module's name may hold "/" and ":"
         phase, has_phase, rest = text.partition("/") if "/" in text else ("", "", text)
         module, has_module, op = rest.rpartition(":")
         pattern = cls(phase=phase if has_phase else "*", module=module if has_module else "*", op=op)
@@ -45,7 +45,7 @@ class OpPattern:
 
     @staticmethod
     def exactly(phase: str, module: str, op: str) -> str:
-        """Return the pattern that means the ops of one place and no others."""
+        """Return the pattern of the ops at one place."""
         return f"{escape(phase)}/{escape(module)}:{escape(op)}"
 
     def matches(self, phase: str, module: str, op: str) -> bool:
@@ -54,7 +54,7 @@ class OpPattern:
 
 
 def as_names(argument: str, value: object, error: type[DetCallbacksError] = SelectionError) -> tuple[str, ...]:
-    """Return a list of strings as a tuple; raise an error for anything else, a lone string included."""
+    """Return a list of strings as a tuple; an error for anything else, including a lone string."""
     if isinstance(value, str):
         raise error(f"{argument} must be a list of strings; got the string {value!r}: write [{value!r}].")
     if not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):
@@ -63,7 +63,7 @@ def as_names(argument: str, value: object, error: type[DetCallbacksError] = Sele
 
 
 def as_patterns(argument: str, value: object) -> tuple[str, ...]:
-    """Return a list of op patterns as a tuple, each once; SelectionError, which names the argument, for others."""
+    """Return a list of op patterns as a tuple, each once; SelectionError, with the argument, for others."""
     patterns = tuple(dict.fromkeys(as_names(argument, value)))
     for pattern in patterns:
         try:

@@ -1,4 +1,4 @@
-"""The processes that write one run together: each its own stream, and rank 0 run.json."""
+"""The processes that write one run together."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,32 +6,32 @@ from typing import Any, TypeVar
 
 Value = TypeVar("Value")
 
-END_OF_FIT = "the end of the fit"  # the task in which processes meet when they have finished their training
+END_OF_FIT = "the end of the fit"  # in which processes meet
 
 
 class Peers:
-    """The processes of a run, here only this one; no action may talk to other ranks through the same peers."""
+    """The processes of a run, here only this one; no action may use the same peers."""
 
     rank: int = 0
     world_size: int = 1
 
     def gather(self, action: Callable[[], Any], *, task: str) -> list[Any]:
-        """Do something on every rank and return what came out, by rank, or raise on every rank."""
+        """Run an action on every rank; return all results by rank, or raise on every rank."""
         return [action()]
 
     def run_on_all(self, action: Callable[[], Value], *, task: str) -> Value:
-        """Do something on every rank and return what came out on this one, or raise on every rank."""
+        """Run an action on every rank; return this rank's result, or raise on every rank."""
         outcome: list[Value] = []
         self.gather(lambda: outcome.append(action()), task=task)
         return outcome[0]
 
     def broadcast(self, action: Callable[[], Value], *, task: str) -> Value:
-        """Do something on rank 0 and return what came out on every rank, or raise on every rank."""
+        """Run an action on rank 0; return its result on every rank, or raise on every rank."""
         result: Value = self.gather(lambda: action() if self.rank == 0 else None, task=task)[0]
         return result
 
     def require_shared(self, folder: Path) -> None:
-        """Raise ``RankError`` on all ranks where one of them does not see a folder that rank 0 sees."""
+        """Raise ``RankError`` on all ranks if one does not see a folder that rank 0 sees."""
 
 
 ALONE = Peers()

@@ -1,4 +1,4 @@
-"""Where a run is written: into its folder, or beside the run there that it replaces once it is whole."""
+"""Where a run is written: into its folder, or beside a run that it replaces once it is whole."""
 
 import re
 import shutil
@@ -19,9 +19,9 @@ _OUR_NAME = re.compile(
 
 
 def make_room(path: Path, *, purpose: Purpose = "record", overwrite: bool = False) -> Path:
-    """Make a folder for a new run, and return where to write it; RunExistsError where something else is in the way.
+    """Make the folder of a new run, and return where to write it; RunExistsError if something is in the way.
 
-    With ``overwrite`` that is beside the run that is there. A verification takes away what an earlier one left.
+    With ``overwrite`` that is beside the earlier run. A verification replaces an earlier one.
     """
     make_folder(path, instead=ANOTHER_FOLDER[purpose])
     present = _ours(path)
@@ -44,7 +44,7 @@ def make_room(path: Path, *, purpose: Purpose = "record", overwrite: bool = Fals
 
 
 def put_in_place(path: Path) -> None:
-    """Replace the run in a folder, and nothing else there, by the whole one beside it; a kill in it leaves no run."""
+    """Replace the run in a folder by the whole one beside it; a kill in between leaves no run."""
     beside = path / REPLACEMENT
     _remove(child for child in _ours(path) if child != beside)
     with writing(path):
@@ -54,14 +54,14 @@ def put_in_place(path: Path) -> None:
 
 
 def remove_run(path: Path) -> None:
-    """Remove a run that recorded nothing; other ranks may still hold files of it open."""
+    """Remove a run without a step; other ranks may still hold its files open."""
     _remove(_ours(path), ignore_errors=True)
     if path.name == REPLACEMENT:
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _ours(path: Path) -> list[Path]:
-    """Return what may be of a run: run.json first, since what a kill leaves of the others is no run."""
+    """Return the files of a run, run.json first: without it the others are no run."""
     ours = (child for child in path.iterdir() if _OUR_NAME.fullmatch(child.name))
     return sorted(ours, key=lambda child: (child.name != MANIFEST, child.name))
 

@@ -73,7 +73,7 @@ class Selection:
 
     @property
     def shown_steps(self) -> str:
-        """The argument that chooses the steps, as it would be written."""
+        """The argument that chooses the steps, as text."""
         steps = self.only_steps
         return f"every_n_steps={self.every_n_steps}" if steps is None else f"only_steps={list(steps)}"
 
@@ -82,16 +82,16 @@ class Selection:
         return [pattern for pattern in self.modules if not pattern.startswith(_LEFT_OUT)]
 
     def selects_module(self, module: str) -> bool:
-        """Return whether ops of this module (its qualified name) are selected."""
+        """Return whether ops of this module are selected."""
         return any(fnmatchcase(module, pattern) for pattern in self._module_patterns)
 
     def selects_metric(self, name: str) -> bool:
-        """Return whether a metric that the module logs is recorded."""
+        """Return whether a logged metric is recorded."""
         left_out = [pattern.removeprefix(_LEFT_OUT) for pattern in self.modules if pattern.startswith(_LEFT_OUT)]
         return not any(fnmatchcase(name, pattern) for pattern in left_out)
 
     def selects_phase(self, phase: str) -> bool:
-        """Return whether ops of this phase are selected; phases outside the choice always are."""
+        """Return whether ops of this phase are selected; phases outside ``PHASES`` always are."""
         return phase not in PHASES or phase in self.phases
 
     def selects_step(self, step: int) -> bool:
@@ -99,7 +99,7 @@ class Selection:
         return step % self.every_n_steps == 0 if self.only_steps is None else step in self.only_steps
 
     def check_modules(self, names: Sequence[str]) -> None:
-        """Raise ``SelectionError`` when a pattern matches none of a model's module names."""
+        """Raise ``SelectionError`` if a pattern matches none of a model's modules."""
         for pattern in self._module_patterns:
             if pattern != "*" and not any(fnmatchcase(name, pattern) for name in names):
                 shown = ", ".join(repr(name) for name in list(names)[:12])

@@ -1,4 +1,4 @@
-"""One traced step in memory, and what a verify run expects of it."""
+"""One traced step in memory, and what a verification expects of it."""
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -9,12 +9,12 @@ import numpy as np
 from det_callbacks.errors import TraceError
 from det_callbacks.runs.program import Layout, Program, StepRecord, StepView
 
-MAX_INPUT_CHECKS = 32  # ops a step whose inputs are digested again as their output differs: the first are the origins
+MAX_INPUT_CHECKS = 32  # ops a step whose inputs are digested again
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepTrace:
-    """What one step did; ``values`` holds the JSON text of arguments, of this step and of others, by digest."""
+    """What one step did; ``values`` has the JSON text of arguments by digest."""
 
     program: Program
     digests: np.ndarray
@@ -22,15 +22,15 @@ class StepTrace:
     unseen_writes: frozenset[int]
     values: Mapping[int, str]
     _make_layout: Callable[[], Layout]
-    _places: Mapping[int, int] | None = None  # where several threads ran: site, as they came -> its position
+    _places: Mapping[int, int] | None = None  # if several threads ran: number of a site as it came -> position
 
     @property
     def layout(self) -> Layout:
-        """The layout of each site; built on demand, valid until the next step begins."""
+        """The layout of each site, built on demand until the next step begins."""
         return self._make_layout()
 
     def place_of(self, number: int) -> int:
-        """Return the position of the site that was the n-th to be recorded."""
+        """Return the position of the n-th recorded site."""
         return number if self._places is None else self._places[number]
 
     def view(self, *, rank: int = 0, step: int = 0, epoch: int = 0, chain: int = 0, segment: int = 0) -> StepView:
@@ -40,7 +40,7 @@ class StepTrace:
 
 
 def require_whole(program: Program, digests: "array[int]") -> None:
-    """Raise TraceError where the sites of a step and their digests came apart."""
+    """Raise TraceError if a step has other numbers of sites and of digests."""
     if len(program) != len(digests):
         raise TraceError(
             f"The step has {len(program)} sites and {len(digests)} digests: an exception (out of memory, Ctrl-C) came "
@@ -51,13 +51,13 @@ def require_whole(program: Program, digests: "array[int]") -> None:
 
 @dataclass(slots=True, eq=False)
 class Expectation:
-    """The reference's digests of the step under way; inputs of what differs are digested again while they are alive."""
+    """The reference's digests of the step under way; differing sites have their inputs digested again."""
 
     digests: "array[int]"
     unseen_writes: set[int] = field(default_factory=set)
     checks_left: int = MAX_INPUT_CHECKS
-    among: frozenset[int] | None = None  # all digests, once other threads record, too: sites then come in any order
-    looked_at: set[int] = field(default_factory=set)  # from then on, the sites whose inputs were digested again
+    among: frozenset[int] | None = None  # all digests, once several threads record: sites then come in any order
+    looked_at: set[int] = field(default_factory=set)  # the sites whose inputs were digested again since then
 
     @classmethod
     def of(cls, digests: np.ndarray) -> "Expectation":
@@ -65,7 +65,7 @@ class Expectation:
         return cls(digests=array("Q", np.ascontiguousarray(digests, dtype=np.uint64).tobytes()))
 
     def differs(self, position: int, digest: int) -> bool:
-        """Return whether the reference had something else at this position; anywhere, once sites come in any order."""
+        """Return whether the reference has another digest at this position, or anywhere without an order."""
         if self.among is not None:
             return digest not in self.among
         return position >= len(self.digests) or self.digests[position] != digest

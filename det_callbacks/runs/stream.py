@@ -1,8 +1,7 @@
-"""One file of steps: an Arrow IPC stream with one record batch a step, and a marker where its fit ended as it should.
+"""One file of steps: an Arrow IPC stream with one record batch a step, and a marker at its regular end.
 
-Steps with the same number of digests have identical headers, so messages are made and parsed here without Arrow, which
-takes ten times as long; any other layout counts as damage. A step is one ``write`` without fsync, so that a kill leaves
-whole steps and at most a torn tail.
+Messages are made and parsed here without Arrow, which takes ten times as long; another form counts as
+damage. A step is one ``write`` without fsync, so a kill leaves whole steps and at most a torn tail.
 """
 
 import os
@@ -53,14 +52,14 @@ _PREFIX_BYTES = _HEAD_BYTES + _VALUES.size
 
 
 def encode_header(**place: object) -> bytes:
-    """Return what a file begins with: its columns, the versions and its place (run_id, rank, attempt, segment)."""
+    """Return the beginning of a file: columns, versions and place (run_id, rank, attempt, segment)."""
     about = {"format_version": FORMAT_VERSION, "digest_version": DIGEST_VERSION, **place}
     schema = STREAM_SCHEMA.with_metadata({name: str(value) for name, value in about.items()})
     return bytes(schema.serialize().to_pybytes())
 
 
 def encode_step(step: int, epoch: int, program_id: int, layout_id: int, chain: int, digests: np.ndarray) -> bytes:
-    """Return the message of one step: 480 bytes and 8 bytes a digest; 2 microseconds."""
+    """Return the message of one step: 480 bytes and 8 a digest; 2 microseconds."""
     num = len(digests)
     values = _VALUES.pack(step, epoch, program_id, layout_id, chain, 0, num)
     return b"".join((_head_of_step(num), values, np.ascontiguousarray(digests, dtype="<u8").tobytes()))
@@ -68,7 +67,7 @@ def encode_step(step: int, epoch: int, program_id: int, layout_id: int, chain: i
 
 @lru_cache(maxsize=256)
 def _head_of_step(num_digests: int) -> bytes:
-    """Return what lies before the body in the message of a step."""
+    """Return the message of a step up to its body."""
     body_bytes = struct.pack("<q", _VALUES.size + 8 * num_digests)
     words = struct.pack("<43q", *_BUFFERS, 8 * num_digests, *_ARRAYS, num_digests, 0)
     return b"".join((_START, body_bytes, _TABLES, words))
@@ -80,9 +79,9 @@ def make_fit(rows: Sequence[tuple[int, ...]] = ()) -> Fit:
 
 
 class StreamFile:
-    """The steps in one file, which go on from ``chain_start``; ``unfinished`` says why it does not end as it should.
+    """The steps in one file, which go on from ``chain_start``; ``unfinished`` is why its end is not regular.
 
-    The file is opened for each read and never mapped: a mapped file that someone cuts off kills the process.
+    The file is opened for each read: a mapped file that another process cuts off would kill this one.
     """
 
     def __init__(self, path: Path, *, run_id: str, rank: int, attempt: int, segment: int) -> None:
@@ -98,7 +97,7 @@ class StreamFile:
             self.unfinished = self._read_end(file)
 
     def check_steps(self) -> None:
-        """Read every step and check it against the chains."""
+        """Check every step against the chains."""
         with self._opened() as file:
             for position in range(len(self.rows)):
                 self._read(file, position)
@@ -140,7 +139,7 @@ class StreamFile:
             raise damaged(self.path, f"it is of another run, place, version or kind ({schema.metadata})")
 
     def _read_rows(self, file: BinaryIO) -> Fit:
-        """Return the rows of the whole steps; the file is then where they end."""
+        """Return the rows of the whole steps, and leave the file at their end."""
         rows: list[tuple[int, ...]] = []
         start = file.tell()
         while (values := self._values(file.read(_PREFIX_BYTES), start)) is not None:
@@ -154,7 +153,7 @@ class StreamFile:
         return make_fit(rows)
 
     def _values(self, message: bytes, start: int) -> tuple[int, ...] | None:
-        """Return what stands before the digests of a message; None where it is not one that ends in the file."""
+        """Return the fields before the digests of a message; None if no whole message is there."""
         if len(message) < _PREFIX_BYTES:
             return None
         values: tuple[int, ...] = _VALUES.unpack_from(message, _HEAD_BYTES)
@@ -164,7 +163,7 @@ class StreamFile:
         return values if is_sensible and message.startswith(_head_of_step(num_digests)) else None
 
     def _read_end(self, file: BinaryIO) -> str | None:
-        """Return why the file does not end as it should; None where it does."""
+        """Return why the end of the file is not regular; None if it is."""
         start = file.tell()
         rest = file.read()
         if rest == END_OF_STREAM:

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from det_callbacks.compare.evidence import BATCH
 from det_callbacks.digest.host import digest_bytes
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.environment.rng import Held
 from det_callbacks.environment.variables import NUM_WORKERS
 from det_callbacks.errors import SettingsError
-from det_callbacks.runs.evidence import CALLBACKS, CONSTANTS, OPTIONS, SCRIPTED
+from det_callbacks.runs.evidence import BATCH, CALLBACKS, CONSTANTS, INDICES, LOADER, OPTIONS, SCRIPTED
 from det_callbacks.trace.op.components import has_parts, holds_data
 from det_callbacks.trace.state.generators import GeneratorReader, Ledger
 from det_callbacks.trace.state.leaves import flatten
@@ -23,7 +22,6 @@ from det_callbacks.training.draws import Draws
 from det_callbacks.training.training import Training
 
 _FIT_START = "fit start"
-_LOADER_START = "before the loader starts"
 MAX_INDICES = 256  # of a batch that are kept as they are, beside the digest of all; zstd makes about 2 bytes of each
 
 
@@ -78,7 +76,7 @@ class Evidence(Ledger):
         self.held = held
         for name, one in loaders.items():
             for setting, text in _settings_of(one):
-                self.note(_LOADER_START, f"{setting} of {name}", text=text)
+                self.note(LOADER, f"{setting} of {name}", text=text)
             # a draw of loaders that are used up in turn is of one of them, and nobody says of which
             if draws is None and (not is_in_turn or len(loaders) == 1):
                 self._draws.follow(name, one)
@@ -90,7 +88,7 @@ class Evidence(Ledger):
     def begin_iteration(self) -> None:
         """Note that the loader begins to be iterated over."""
         self._draws.waiting.clear()
-        self.mark(_LOADER_START)
+        self.mark(LOADER)
 
     def begin_draw(self) -> None:
         """Note that a batch is about to be drawn."""
@@ -118,7 +116,7 @@ class Evidence(Ledger):
             if None not in parts:
                 indices = [number for part in parts for number in part or ()]
                 digest, of_sorted = (digest_bytes(repr(numbers).encode()) for numbers in (indices, sorted(indices)))
-                self.note(BATCH, f"indices of {loader}", digest, json.dumps(indices[:MAX_INDICES]))
+                self.note(BATCH, f"{INDICES}{loader}", digest, json.dumps(indices[:MAX_INDICES]))
                 self.note(BATCH, f"sorted indices of {loader}", of_sorted)
         # what left the loader, where the training step gets something else: moved to a device, or transformed
         loaded = drawn[0][0] if len(drawn) == 1 else [one for one, _ in drawn]

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 from typing_extensions import override
 
 from det_callbacks.audit.result import AuditReport
-from det_callbacks.compare.evidence import BATCH
 from det_callbacks.environment.variables import FILL_MEMORY
 from det_callbacks.errors import TraceError
 from det_callbacks.findings.table import ignored_findings
 from det_callbacks.observers.observations import REGISTRY, Observations
+from det_callbacks.runs.evidence import BATCH, SAMPLE
 from det_callbacks.runs.manifest import Manifest
 from det_callbacks.runs.peers import ALONE, Peers
 from det_callbacks.runs.selection import Selection
@@ -253,7 +253,7 @@ class TracedSession(Session):
         self._observations.end()
         trace = self._hash_mode.finish()
         for number, digest in enumerate(self._hash_mode.sketch):
-            self._evidence.note(BATCH, f"sample {number}", digest)
+            self._evidence.note(BATCH, f"{SAMPLE}{number}", digest)
         self.flush(step)
         if trace is None:
             raise TraceError(

@@ -1,4 +1,4 @@
-"""The judge: two run folders become one verdict. Nothing else is asked, so the callback and ``diff`` agree."""
+"""The judge: two run folders become one verdict, the same for the callback and for ``diff``."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -126,7 +126,7 @@ def compare_runs(reference: str | Path, current: str | Path, *, steps: Literal["
 
 
 def _findings(current: Run) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
-    """Return the findings of the current run, and why its evidence could not be read, if so: the verdict stands."""
+    """Return the findings of the current run, or why they cannot be read: the verdict stands."""
     try:
         return find_findings(current), ()
     except ReferenceFormatError as error:
@@ -134,7 +134,7 @@ def _findings(current: Run) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
 
 
 def other_world_size(reference: Run, world_size: int) -> str:
-    """Return what is said where a run has another number of processes than its reference."""
+    """Return the sentence on a run with another number of processes than its reference."""
     return (
         f"The reference {reference.path} has a world size of {reference.manifest.world_size} and this run one of "
         f"{world_size}: each process sees other batches, so no step of one is a step of the other."
@@ -142,7 +142,7 @@ def other_world_size(reference: Run, world_size: int) -> str:
 
 
 def require_reference(run: Run, steps: str) -> None:
-    """Raise ReferenceFormatError unless runs can be compared with this one, in all its steps or in common ones."""
+    """Raise ReferenceFormatError unless runs can be compared with this one, in all or in common steps."""
     if run.keeps != "all":
         raise ReferenceFormatError(
             f"{run.path} is no reference: a verification wrote it, and kept its diverging steps only. Name the run "
@@ -159,8 +159,6 @@ def require_reference(run: Run, steps: str) -> None:
 
 
 class _Answer(NamedTuple):
-    """What is said of the first difference."""
-
     first: Divergence | None
     cause: Cause | None
     text: str
@@ -171,7 +169,7 @@ class _Answer(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class _Judge:
-    """Makes a verdict of all that was found in two runs; ``notes`` say what was left out of the comparison, and why."""
+    """Makes a verdict of what was found in two runs; ``notes`` tell what was not compared."""
 
     walk: RankWalk
     ranks: Sequence[RankFindings]
@@ -202,12 +200,11 @@ class _Judge:
         return comparison
 
     def _first_metric(self) -> MetricDifference | None:
-        """Return the first metric that differs, with what explains it."""
         first, runs = self.metrics.first, (self.walk.reference, self.walk.current)
         if first is None:
             return None
         reading, selections = first.readings[1], [run.manifest.selection for run in runs]
-        # the mean of an epoch is computed in all its steps, and a validation from what the last one left
+        # an epoch's mean depends on all its steps, a validation on the last
         is_mean = reading.where == "epoch"
         is_recorded = all(one.is_every_step if is_mean else one.selects_step(reading.step) for one in selections)
         is_after_gap = reading.step >= 0 and not is_recorded
@@ -221,7 +218,7 @@ class _Judge:
         return tally
 
     def verdict(self) -> Verdict:
-        """Return the verdict; NothingComparedError where not a single site was compared."""
+        """Return the verdict; NothingComparedError if no site was compared."""
         whole = [steps for one in self.ranks for steps in one.whole]
         first = {one.rank: one.first for one in self.ranks if one.first is not None}
         has_divergence = bool(first or whole or self.metrics.first)
@@ -235,7 +232,7 @@ class _Judge:
         answer = self._answer(first, whole, ranks)
         in_order = sorted(first.values(), key=lambda one: one.order)
         origins = [origin for known in in_order for origin in known.origins_among(ranks)]
-        # how long a training was to be explains steps that only one run has, and nothing in a step that both have
+        # the length of a training explains nothing in a step that both have
         others = [one for one in self.environment if one.name != answer.choice and (whole or one.name not in LENGTHS)]
         parts = [answer.text, answer.advice, *_environment_notes(others, verdict), *self.notes]
         tally = self.tally
@@ -262,7 +259,7 @@ class _Judge:
                 lost=self._lost,
                 followed=self._followed,
             ),
-            # a generator that began elsewhere is in the evidence where it may be the cause
+            # the evidence has the generators that may be the cause
             environment=self.environment if verdict == "match" else tuple(_without_starts(self.environment)),
             evidence=answer.evidence,
         )
@@ -283,10 +280,10 @@ class _Judge:
         return sum(bool(one.tally.num_steps) for one in self.ranks)
 
     def _require_comparison(self, *, has_divergence: bool) -> None:
-        """Raise where what was compared, if anything, is too little for a verdict."""
+        """Raise if too little was compared for a verdict."""
         tally, walk = self.tally, self.walk
         has_steps = bool(tally.num_steps or walk.records)
-        # steps that only one run has are a difference, but of those alone there is no comparison
+        # steps that only one run has are no comparison
         if not tally.num_sites and not tally.num_metrics and not (has_divergence and has_steps):
             raise NothingComparedError(
                 f"Nothing was compared: the reference {walk.reference.path} and {walk.current.path} have no step in "
@@ -305,7 +302,7 @@ class _Judge:
                 )
 
     def _classify(self, first: Mapping[int, FirstDifference]) -> Classification | None:
-        """Return who started the difference; None where one process ran, none differs, or one is not known."""
+        """Return who started the difference; None for one process, or if a rank was stopped on its own."""
         stops = {record.stopped.reason for record in self.walk.records.values() if record.stopped is not None}
         if not self.show_rank or not first or stops - {TOGETHER}:
             return None
@@ -314,7 +311,6 @@ class _Judge:
     def _answer(
         self, first: Mapping[int, FirstDifference], whole: Sequence[WholeSteps], ranks: Classification | None
     ) -> _Answer:
-        """Return what is to be said of all that differs."""
         metric, agree = self._first_metric(), steps_agree(self.tally.num_steps) if not first else ""
         earliest = min(first.values(), key=lambda one: one.order, default=None)
         lacking = min(whole, key=lambda one: one.order, default=None)
@@ -337,14 +333,14 @@ class _Judge:
         if ranks is not None and ranks.ranks("origin"):
             leader = min((first[rank] for rank in ranks.ranks("origin")), key=lambda one: one.order)
         facts = self._facts(leader)
-        rule, cause = find_cause(facts)
-        text = rule.explain(facts)
+        answer = find_cause(facts)
+        text = answer.explanation
         if ranks is not None:
             text += f"; {explain_ranks(ranks)}"
         if whole:
             text += f"; in addition, {shown_whole}"
         chosen = next((one.name for one in facts.choices if text.startswith(f"{one.name}: ")), "")
-        return _Answer(shown, cause, text, rule.advise(facts), evidence_lines(facts), chosen)
+        return _Answer(shown, answer.cause, text, answer.advice, evidence_lines(facts), chosen)
 
     def _answer_metric(self, metric: MetricDifference, agree: str) -> _Answer:
         others = self.metrics.num_differing - 1
@@ -356,7 +352,7 @@ class _Judge:
         return _Answer(metric.divergence(), metric.cause, text, advise_metric(metric), metric_lines(metric), chosen)
 
     def _facts(self, known: FirstDifference) -> Facts:
-        """Return what is known of the step in which a rank first differs; it is compared once more."""
+        """Return the facts of the step in which a rank first differs."""
         segment, step, _, rank = known.order
         reference, current = self.walk.reference, self.walk.current
         difference = compare_steps(*self.walk.views(rank, segment, step))
@@ -385,7 +381,7 @@ def _without_starts(environment: Sequence[EnvironmentDifference]) -> list[Enviro
 
 
 def _environment_notes(environment: Sequence[EnvironmentDifference], verdict: VerdictName) -> list[str]:
-    """Return the sentences on environments that differ: the code, choices, and the machine."""
+    """Return the sentences on the code, the choices and the machine that differ."""
     changing = sorted(
         (entry for entry in environment if entry.changes_bits), key=lambda entry: not entry.name.startswith("settings.")
     )

@@ -1,4 +1,4 @@
-"""A run that is verified while it trains: steps that differ are stored, and at the end the judge reads them."""
+"""A run that is verified while it trains: it stores steps that differ, and the judge reads them at the end."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from det_callbacks.compare.differences import num_leading_sites
-from det_callbacks.compare.evidence import BATCH, from_batch_start
+from det_callbacks.compare.evidence import from_batch_start
 from det_callbacks.compare.metrics import MetricComparison
 from det_callbacks.compare.record import (
     REPORT_FILE,
@@ -29,7 +29,7 @@ from det_callbacks.compare.step import StepCounter, compare_steps
 from det_callbacks.errors import NotComparableError, RankError, SelectionError
 from det_callbacks.runs.disk import replace_atomically, writing
 from det_callbacks.runs.environment import compare_environments
-from det_callbacks.runs.evidence import UNSEEN_WRITE, NondeterministicOp, Row
+from det_callbacks.runs.evidence import BATCH, UNSEEN_WRITE, NondeterministicOp, Row
 from det_callbacks.runs.manifest import Manifest
 from det_callbacks.runs.metrics import Reading, Readings, read_metrics
 from det_callbacks.runs.peers import ALONE, END_OF_FIT, Peers
@@ -47,9 +47,10 @@ STORED_STEPS = 100
 def open_reference(
     path: Path, asked: Mapping[str, Any] = MappingProxyType({}), *, steps: str, peers: Peers = ALONE
 ) -> Run:
-    """Open the reference of a verification, or raise where it is no reference for what this run asks for.
+    """Open the reference of a verification; raise if it is none for what this run asks for.
 
-    ``asked`` has fields of a Selection, ``replay`` and ``keep_tensors``; all else is taken over from the reference.
+    ``asked`` has fields of a Selection, ``replay`` and ``keep_tensors``; the rest comes from the
+    reference.
     """
     run = Run.open(path, ranks=(peers.rank,))
     if run.manifest.world_size != peers.world_size:
@@ -77,15 +78,15 @@ def _unordered(value: Any) -> Any:
 
 
 def _shown(values: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Return arguments as they would be written."""
     shown = {name: list(value) if isinstance(value := values[name], tuple) else value for name in names}
     return ", ".join(f"{name}={value!r}" for name, value in shown.items())
 
 
 class Verification:
-    """Compares the steps of this process with an opened reference while it trains, and lets the judge say what differs.
+    """Compares the steps of this process with a reference while it trains; the judge says what differs.
 
-    The diverging steps and ``verdict.json`` go to ``current``, where those of an earlier verification are replaced.
+    The diverging steps and ``verdict.json`` go to ``current`` and replace those of an earlier
+    verification.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class Verification:
 
     @property
     def manifest(self) -> Manifest:
-        """The content of run.json of the current run."""
+        """run.json of the current run."""
         return self._writer.manifest
 
     @property
@@ -144,13 +145,13 @@ class Verification:
         return self._lacks_steps or self.num_differing > 0
 
     def put_nondeterministic_ops(self, ops: Sequence[NondeterministicOp]) -> None:
-        """Keep the list of ops without a deterministic implementation that were called so far."""
+        """Write the list of called ops without a deterministic implementation."""
         self._writer.put_nondeterministic_ops(ops)
 
     # fits
 
     def withdraw_verdict(self) -> None:
-        """Take away what was written of a verdict that no longer holds: more is compared."""
+        """Remove the files of a verdict that no longer holds, as more is compared."""
         with writing(self.current):
             record_path(self.current, self.rank).unlink(missing_ok=True)
             if self.rank == 0:
@@ -158,12 +159,12 @@ class Verification:
                     (self.current / name).unlink(missing_ok=True)
 
     def reopen(self, manifest: Mapping[str, Any]) -> None:
-        """Be ready for the first fit after a test, in the environment of the fit."""
+        """Prepare for the first fit after a test, in the environment of the fit."""
         self._writer.reopen(manifest)
         self._environment = compare_environments(self.reference.manifest.environment, self._writer.manifest.environment)
 
     def begin_fit(self, segment: int, *, is_resumed: bool = False, is_every_step: bool = True) -> None:
-        """Start a fit; the verdict on the fits before it no longer holds."""
+        """Start a fit; the verdict on earlier fits no longer holds."""
         self.withdraw_verdict()
         self.fit = FitRecord(segment=segment, is_resumed=is_resumed)
         self._fits.append(self.fit)
@@ -176,7 +177,7 @@ class Verification:
             self._writer.start_segment()
 
     def end_fit(self) -> None:
-        """Note which steps and metrics the fit ought to have had."""
+        """Note which steps and metrics the fit lacks."""
         self._lacks_steps |= self._steps == "all" and bool(self.fit.missing(self._known))
         self.metrics.end(with_calls=False)
 
@@ -191,18 +192,17 @@ class Verification:
         return max(self._known, default=-1) > step
 
     def expectation(self, step: int) -> Expectation | None:
-        """Return what the reference had in a step, None when it has no such step."""
+        """Return what the reference had in a step, if it has it."""
         return Expectation.of(self._reference_step(self.segment, step).record.digests) if step in self._known else None
 
     def chain(self, step: int) -> int | None:
-        """Return the chain at a step, which is the reference's as long as nothing differs; None after that."""
+        """Return the reference's chain at a step as long as nothing differs, else None."""
         return None if self.has_divergence or step not in self._known else self._ranks.chain(self.segment, step)
 
     def compare_state(self, step: int, digest_state: Callable[[], Mapping[str, int]]) -> None:
         """Note the state that a checkpoint did not bring back as the reference's step before had left it.
 
-        Where not all that a step reads is recorded, only this tells state that came out of a checkpoint with other bits
-        from a step that computed something else.
+        Below a full recording, only this tells such state from a step that computed something else.
         """
         selection = self.reference.manifest.selection
         if (selection.level, selection.modules) == ("op", ("*",)) or step - 1 not in self._known:
@@ -215,12 +215,12 @@ class Verification:
             if site.phase == "state" and site.role == "named" and site.name is not None
         }
         changed = [name for name, bits in state.items() if left.get(name) != bits]
-        # the step also recorded what training_step returned; state of an optimizer is of a parameter
+        # the step also recorded what training_step returned
         others = (name for name in left if name not in state and parameter_in(name, state))
         self.fit.unrestored = (*changed, *others)
 
     def idle_generators(self, step: int) -> frozenset[str] | None:
-        """Return what nothing had drawn from by the last recorded step of the reference before this one, if any."""
+        """Return the generators that the reference had not drawn from by the last recorded step before this."""
         before = max((known for known in self._known if known < step), default=None)
         if before is None:
             return None
@@ -232,7 +232,7 @@ class Verification:
         )
 
     def put_evidence(self, rows: Iterable[Row]) -> None:
-        """Take what explains the step that ends, as long as it may be the first that differs."""
+        """Keep the evidence of the step that ends, as long as it may be the first that differs."""
         if not self._is_explained:
             self._rows.extend(rows)
 
@@ -261,7 +261,7 @@ class Verification:
             num_compared, num_differing = self._counter.count(*self._views(trace, step))
         self.tally.count([step], trace.program, num_compared)
         if not num_differing:
-            # settings of loaders and hooks of callbacks hold until they are noted again
+            # settings of loaders and hooks hold until they are noted again
             self._lasting.update((row.name, row) for row in self._rows if row.text and row.point != BATCH)
             self._rows = [*from_batch_start(row for row in self._rows if row.step == step)]
             return False
@@ -275,7 +275,7 @@ class Verification:
         return self._reference_step(self.segment, step), trace.view(rank=self.rank, step=step, segment=self.segment)
 
     def _store(self, trace: StepTrace, step: int, epoch: int, *, is_first: bool = False) -> None:
-        """Store one of the first steps that differ or are extra; never without the first that differs, and why."""
+        """Store a step that differs or is extra; after ``STORED_STEPS`` only the first that differs."""
         if self._num_stored >= STORED_STEPS and not is_first:
             return
         self._num_stored += 1
@@ -291,12 +291,12 @@ class Verification:
         return Readings() if self.rank else read_metrics(self.reference, segment)
 
     def add_metrics(self, reading: Reading) -> bool:
-        """Compare what the module logged, on rank 0; return whether it differs."""
+        """Compare logged metrics, on rank 0; return whether they differ."""
         self._writer.put_reading(reading)
         return self.metrics.add(reading)
 
     def resume_metrics(self, reading: Reading, *, is_first: bool) -> None:
-        """Leave out what a resumed fit may lack; ``is_first``: it begins after that, and had nothing before."""
+        """Leave out what a resumed fit may lack; with ``is_first`` also all before."""
         self._writer.put_reading(reading)
         self.metrics.resume(reading.step, is_first=is_first)
         if is_first:
@@ -305,9 +305,10 @@ class Verification:
     # the end
 
     def finish(self, *, is_pending: bool = False, is_early: bool = False) -> Verdict:
-        """Close the files, and return the judge's verdict on all ranks; all of them call it, after every fit.
+        """Close the files, and return the judge's verdict; all ranks call it after every fit.
 
-        It is not written while fits or tests are pending and only missing. Steps after an early end are not missing.
+        A verdict is not written while fits or tests are only pending. Steps after an early end are not
+        missing.
         """
         try:
             return self._finish(TOGETHER if is_early else "", is_pending=is_pending)
@@ -331,7 +332,7 @@ class Verification:
         return verdict
 
     def stop(self, reason: str) -> Verdict | None:
-        """Close the files after an exception; return the verdict of one process that differs, as others may be gone."""
+        """Close the files after an exception; return the verdict of a lone process that differs."""
         try:
             if not self._seal(reason, complete=False) or self._peers.world_size > 1:
                 return None
@@ -345,7 +346,7 @@ class Verification:
         return compare_runs(self.reference.path, self.current)
 
     def _seal(self, reason: str, *, complete: bool = True) -> bool:
-        """Close the files of this rank, and write what it compared, and what stopped it; return whether it differs."""
+        """Close the files of this rank and write its record; return whether it differs."""
         self._writer.close(complete=complete)
         last = max(self.fit.compared | self.fit.extra, default=-1)
         stop = Stop(segment=self.segment, step=last, reason=reason) if reason else None
@@ -363,18 +364,18 @@ class Verification:
         return self.has_divergence
 
     def write(self, verdict: Verdict) -> None:
-        """Write a verdict into the current run's folder, once."""
+        """Write a verdict into the current run's folder."""
         if self.rank == 0:
             write_verdict(self.current, verdict)
 
     def close(self, *, complete: bool) -> None:
-        """Close the current run's files; may be called more than once."""
+        """Close the current run's files; may be called again."""
         self._writer.close(complete=complete)
         self._writer.release()
 
 
 def write_step(writer: RunWriter, view: StepView) -> None:
-    """Store a step, with what tells the judge which of its sites are no origins for sure."""
+    """Store a step, with the sites that are certainly no origins."""
     record = view.record
     writer.put_program(view.program)
     writer.put_layout(view.layout)
@@ -386,11 +387,11 @@ def write_step(writer: RunWriter, view: StepView) -> None:
 
 
 def write_verdict(folder: Path, verdict: Verdict) -> None:
-    """Write a verdict's JSON into the folder of a verification, atomically."""
+    """Write a verdict as JSON, atomically."""
     replace_atomically(folder / VERDICT_FILE, json.dumps(verdict.to_dict(), indent=1).encode())
 
 
 def free_folder(root: Path, *, kind: str = "verify") -> Path:
-    """Return a folder below this one in which no verification (or what ``kind`` says) was written yet."""
+    """Return the first unused folder of this kind below ``root``."""
     folders = (root / "determinism" / f"{kind}-{number:03d}" for number in count())
     return next(folder for folder in folders if not folder.exists())

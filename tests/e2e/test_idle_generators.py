@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checking import Run
 from loops import Loop
 from resumes import SaveAfter
 from torch import Tensor, nn
@@ -60,11 +59,11 @@ def unused_from_numpy(step: int) -> float:
     return 0.0 * np.random.rand() if step == 3 else 0.0
 
 
-def fit(callback: Any, *others: Any, seed: int, draw: Any = nothing, torch_seed: int = 0, **options: Any) -> None:
+def fit(callback: Any, *others: Any, seed: int, draw: Any = nothing, **options: Any) -> None:
     """Train as a process does that seeds torch; Python's and NumPy's generators are wherever it began."""
     random.seed(seed)
     np.random.seed(seed)
-    torch.manual_seed(torch_seed)
+    torch.manual_seed(0)
     data = TensorDataset(torch.randn(24, 4), torch.randint(2, (24,)))
     trainer = quiet_trainer(callback, *others, max_epochs=2)
     trainer.fit(Plain(draw), DataLoader(data, 4, shuffle=True), **options)
@@ -127,16 +126,6 @@ def test_a_draw_in_one_run_only_is_a_difference_of_its_step(draws: Any, tmp_path
         assert "Keep the forward pass from drawing from numpy" in verdict.explanation
 
 
-def test_another_seed_of_torch_is_still_the_first_thing_that_is_told(tmp_path: Path) -> None:
-    fit(DeterminismCallback(tmp_path / "run", mode="record", level="state"), seed=1)
-    verdict = verify(tmp_path / "run", tmp_path / "current", seed=2, torch_seed=5)
-    assert verdict.cause == "initial_weights"
-    assert "torch.cpu had a different state from the start of the fit, seeded with 0 in the reference, 5 now" in (
-        verdict.explanation
-    )
-    assert "numpy had a different state from the start of the fit, and nothing drew from it" in verdict.evidence
-
-
 @pytest.mark.parametrize("resume", ["exact", "plain"])
 @pytest.mark.parametrize("draw", [nothing, from_numpy])
 def test_a_resumed_training_is_the_same_training(resume: Any, draw: Any, tmp_path: Path) -> None:
@@ -170,36 +159,6 @@ def test_a_resumed_training_is_the_same_training(resume: Any, draw: Any, tmp_pat
         assert compare_runs(run, tmp_path / "elsewhere", steps="common").verdict == "match"
 
 
-SCRIPT = """
-import sys
-import lightning.pytorch as pl
-import numpy as np
-import torch
-from lightning.pytorch.demos.boring_classes import BoringModel
-
-class Model(BoringModel):
-    def training_step(self, batch, batch_idx):
-        noise = float(np.random.rand()) if sys.argv[1:] == ["draws"] and batch_idx == 3 else 0.0
-        return {"loss": super().training_step(batch, batch_idx)["loss"] + noise}
-
-np.random.seed()  # as in a process of its own; this one is a fork
-torch.manual_seed(0)
-quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-pl.Trainer(max_steps=5, accelerator="cpu", limit_val_batches=0, **quiet).fit(Model())
-"""
-
-
-def test_check_of_a_script_that_seeds_torch_only(run_command: Run) -> None:
-    Path("torch_only.py").write_text(SCRIPT)
-    done = run_command("check", "--level", "state", script="torch_only.py")
-    assert (done.status, done.errors) == (0, ""), done.text
-    done = run_command("check", "--level", "state", script="torch_only.py", faults=["draws"])
-    assert done.status == 1
-    assert (
-        "numpy had a different state from the start of the fit; the fit had not drawn from it at the batch" in done.text
-    )
-
-
 def loop_of_one_s_own(reference: Path, *, seed: int, draw: Any = nothing, **options: Any) -> TrainingRun:
     """Train two epochs without Lightning, where Python's and NumPy's generators are wherever the process began."""
     loop = Loop()
@@ -212,21 +171,18 @@ def loop_of_one_s_own(reference: Path, *, seed: int, draw: Any = nothing, **opti
     return run
 
 
-def test_a_loop_of_one_s_own_has_idle_generators_too(tmp_path: Path) -> None:
-    loop_of_one_s_own(tmp_path / "run", mode="record", seed=1)
-    verdict = loop_of_one_s_own(tmp_path / "run", seed=2, current=tmp_path / "current").verdict
+@pytest.mark.parametrize(
+    ("draw", "word", "says"),
+    [
+        (nothing, "match", f"{NOTE}numpy, python."),
+        (from_numpy, "diverged", "numpy had a different state from the start of the fit; the fit had not drawn"),
+    ],
+)
+def test_a_loop_of_one_s_own_has_idle_generators_too(draw: Any, word: str, says: str, tmp_path: Path) -> None:
+    loop_of_one_s_own(tmp_path / "run", mode="record", seed=1, draw=draw)
+    verdict = loop_of_one_s_own(tmp_path / "run", seed=2, draw=draw, current=tmp_path / "current").verdict
     assert verdict is not None
-    assert (verdict.verdict, f"{NOTE}numpy, python." in verdict.explanation) == ("match", True)
-    found = {one.name: (one.is_machine, one.changes_bits) for one in verdict.environment}
-    assert found == dict.fromkeys(("generators.numpy", "generators.python"), (True, False))
-
-
-def test_a_loop_of_one_s_own_is_told_of_the_first_draw(tmp_path: Path) -> None:
-    loop_of_one_s_own(tmp_path / "run", mode="record", seed=1, draw=from_numpy)
-    verdict = loop_of_one_s_own(tmp_path / "run", seed=2, draw=from_numpy, current=tmp_path / "current").verdict
-    assert verdict is not None
-    assert (verdict.verdict, verdict.cause) == ("diverged", "rng")
-    assert "numpy had a different state from the start of the fit; the fit had not drawn" in verdict.explanation
+    assert (verdict.verdict, says in verdict.explanation) == (word, True)
 
 
 @pytest.mark.parametrize(

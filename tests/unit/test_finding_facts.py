@@ -7,7 +7,7 @@ import pytest
 from stored_runs import append, create, record, resume
 
 from det_callbacks.findings import facts
-from det_callbacks.findings.facts import MIN_STEPS, RunFacts
+from det_callbacks.findings.facts import MIN_STEPS, fits_of
 from det_callbacks.findings.table import find_findings
 from det_callbacks.runs.evidence import Row
 from det_callbacks.runs.store import Run
@@ -22,7 +22,7 @@ def test_of_a_long_run_the_first_and_the_last_steps_are_read(tmp_path: Path, mon
     monkeypatch.setattr(StreamFile, "_read", lambda *arguments: read.append(arguments) or read_one(*arguments))
     find_findings(run, ignored=())
     assert len(read) == 40
-    first, second = ([record.step for record in fit.records] for fit in RunFacts(run).fits)
+    first, second = ([record.step for record in fit.records] for (fit,) in fits_of(run))
     assert (first, second) == ([*range(10), *range(90, 100)], [*range(10), *range(20, 30)])
 
 
@@ -31,10 +31,10 @@ def test_few_large_steps_are_read_and_few_programs(tmp_path: Path, monkeypatch: 
     for number in range(20):
         append(writer, range(5 * number, 5 * number + 5), num_sites=3 + number)
     writer.close(complete=True)
-    (fit,) = RunFacts(Run.open(tmp_path / "run")).fits
+    ((fit,),) = fits_of(Run.open(tmp_path / "run"))
     assert [record.step for record in fit.records] == [*range(5 * facts.MAX_PROGRAMS)]
     monkeypatch.setattr(facts, "MAX_BYTES", 1)
-    (fit,) = RunFacts(Run.open(tmp_path / "run")).fits
+    ((fit,),) = fits_of(Run.open(tmp_path / "run"))
     assert len(fit.records) == 2 * MIN_STEPS
 
 
@@ -44,7 +44,7 @@ def test_the_evidence_of_the_first_steps_is_read(tmp_path: Path, monkeypatch: py
     for step in range(20):
         writer.put_evidence([Row(step, "batch start", "python", step), Row(step, "after backward", "python", step)])
     append(writer, range(20), complete=True)
-    (fit,) = RunFacts(Run.open(tmp_path / "run")).fits
+    ((fit,),) = fits_of(Run.open(tmp_path / "run"))
     assert [*fit.generator_states("batch start")["python"]] == [*range(7)]
     assert fit.generator_states("after backward") == {}
 
@@ -53,6 +53,6 @@ def test_a_later_attempt_counts_where_it_ran_steps_again(tmp_path: Path) -> None
     append(create(tmp_path / "run"), range(8), complete=False)
     append(resume(tmp_path / "run"), range(5, 12), seed=1, complete=True)
     run = Run.open(tmp_path / "run")
-    (fit,) = RunFacts(run).fits
+    ((fit,),) = fits_of(run)
     assert [record.step for record in fit.records] == [*range(12)]
     assert find_findings(run, ignored=()) == ()

@@ -1,4 +1,4 @@
-"""What is known of how a batch came to differ: what the sampler drew, what left the loader, the loader's settings."""
+"""How a batch came to differ: the sampler, the loader and its settings."""
 
 from det_callbacks.causes.phrases.sites import source_name
 from det_callbacks.compare.facts import Facts
@@ -13,7 +13,7 @@ _DREW = {
 
 
 def batch_lines(facts: Facts) -> list[str]:
-    """Return what led to another batch, one line a finding; [] where the batch is the same."""
+    """Return the evidence of another batch, one finding a line."""
     tensors = [item for item in facts.sources if item.divergence.phase == "data"]
     if not tensors:
         return []
@@ -23,7 +23,7 @@ def batch_lines(facts: Facts) -> list[str]:
 
 
 def because(todo: str, facts: Facts) -> str:
-    """Return what to do, with the settings of the loader that differ, or else with what is known of the batch."""
+    """Return what to do, and why: the loader's settings that differ, or what else is known of the batch."""
     of_batch = _of_batch(facts) if facts.has_other_data else []
     reasons = _of_loader(facts) or of_batch[:1]
     return f"{todo}: {listed(reasons, '; ')}" if reasons else todo

@@ -1,4 +1,4 @@
-"""What a choice says: a setting, an option of the optimizer or the Trainer, a hyperparameter."""
+"""Choices that differ: settings, options of the optimizer or the Trainer, hyperparameters."""
 
 from collections.abc import Sequence
 
@@ -7,10 +7,10 @@ from det_callbacks.verdict import EnvironmentDifference
 
 
 def both_values(entries: Sequence[EnvironmentDifference]) -> str:
-    """Return entries of the environment in both runs, "" when there are none."""
+    """Return entries of the environment in both runs."""
     return listed((f"{one.name}: {one.reference} in the reference, {one.current} now" for one in entries), "; ")
 
 
 def explained_by(choice: EnvironmentDifference, sentence: str) -> str:
-    """Return a choice, and after it the sentence on the first difference, which it explains."""
+    """Return a choice and the sentence on the first difference, which it explains."""
     return f"{both_values([choice])}, which explains the first difference. {sentence}"

@@ -1,10 +1,19 @@
-"""How the state of a generator came to differ, what ran in between, and what to do about it."""
+"""How the state of a generator came to differ, what ran in between, and what to do."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from det_callbacks.compare.evidence import Evidence, GeneratorChange
-from det_callbacks.runs.evidence import AFTER, BEFORE
+from det_callbacks.runs.evidence import (
+    AFTER,
+    AFTER_BACKWARD,
+    AFTER_FORWARD,
+    BATCH_END,
+    BATCH_START,
+    BEFORE,
+    DRAWING,
+    LOADER,
+)
 
 RESUME_EXACTLY = (
     'Resume with resume="exact" from a checkpoint saved with the callback: Lightning does not restore generators'
@@ -18,21 +27,21 @@ _AFTER: Mapping[str, tuple[str, str, str]] = {
     "before the sanity check": ("on_sanity_check_start", "the sanity check", f"on_validation_start {_VALIDATION}"),
     "after the sanity check": ("on_sanity_check_end", "", "on_train_start"),
     "epoch start": ("on_train_epoch_start", "", ""),
-    "before the loader starts": ("", "the start of the loader's iterators", ""),
-    "before a batch is drawn": ("", "the drawing of the batch", ""),
-    "batch start": ("on_train_batch_start", "the forward pass", "on_before_zero_grad"),
-    "after forward": ("on_before_backward", "the backward pass", ""),
-    "after backward": ("on_after_backward", "the optimizer", "on_before_optimizer_step"),
-    "batch end": ("on_train_batch_end", "", ""),
+    LOADER: ("", "the start of the loader's iterators", ""),
+    DRAWING: ("", "the drawing of the batch", ""),
+    BATCH_START: ("on_train_batch_start", "the forward pass", "on_before_zero_grad"),
+    AFTER_FORWARD: ("on_before_backward", "the backward pass", ""),
+    AFTER_BACKWARD: ("on_after_backward", "the optimizer", "on_before_optimizer_step"),
+    BATCH_END: ("on_train_batch_end", "", ""),
     "before validation": ("on_validation_start", "validation", _VALIDATION),
     "after validation": ("on_validation_end", "", ""),
     "epoch end": ("on_train_epoch_end", "", ""),
 }
-_WITHIN_STEP = ("batch start", "after forward", "after backward", "batch end")
+_WITHIN_STEP = (BATCH_START, AFTER_FORWARD, AFTER_BACKWARD, BATCH_END)
 
 
 def show_change(change: GeneratorChange, evidence: Evidence) -> str:
-    """Return how a generator came to differ, as one sentence without its final stop."""
+    """Return how a generator came to differ, without a final stop."""
     why = _why_it_differs(change)
     if change.equal_at is None:
         if change.differs_at[0] == 0:
@@ -48,12 +57,12 @@ def show_change(change: GeneratorChange, evidence: Evidence) -> str:
 
 
 def show_idle(change: GeneratorChange) -> str:
-    """Return that a generator began elsewhere and that nothing drew from it, without a final stop."""
+    """Return that a generator began in another state and stayed there."""
     return f"{show_start(change)}, and nothing drew from it"
 
 
 def show_start(change: GeneratorChange) -> str:
-    """Return that a generator began in another state, without a final stop."""
+    """Return that a generator began in another state."""
     return f"{change.name} had a different state from the start of the fit{_why_it_differs(change)}"
 
 
@@ -67,19 +76,18 @@ def _why_it_differs(change: GeneratorChange) -> str:
 
 
 def keep_from_drawing(change: GeneratorChange, evidence: Evidence) -> str:
-    """Return what to do about something that draws from a generator in one run only."""
+    """Return what to do if one run only draws from a generator."""
     ran = _shown(change, evidence)
     return f"Keep {ran} from drawing from {change.name}: give it a generator of its own, or restore the state after it"
 
 
 def _shown(change: GeneratorChange, evidence: Evidence) -> str:
-    """Return what ran between the last point where a generator was equal and the first where it was not."""
     ran = what_ran((*change.points, change.differs_at[1]), evidence)
     return ", ".join(dict.fromkeys(ran)) or "something outside every hook"
 
 
 def what_ran(points: Sequence[str], evidence: Evidence) -> Iterator[str]:
-    """Yield what ran between the first of these points and the last: what the training does, and whose hooks."""
+    """Yield what ran between these points: parts of the training, and the hooks of callbacks."""
     for point, end in pairwise(points):
         read_in, what, hooks = _AFTER.get(point, ("", "", ""))
         yield from users_of(read_in, evidence, AFTER)
@@ -92,7 +100,7 @@ def what_ran(points: Sequence[str], evidence: Evidence) -> Iterator[str]:
 
 
 def users_of(hook: str, evidence: Evidence, *orders: str) -> Iterator[str]:
-    """Yield "on_train_start of A, B" where callbacks called before or after ours, as ``orders`` say, have the hook."""
+    """Yield "on_train_start of A, B" for the callbacks with a hook, called before or after ours."""
     names = [evidence.hooks[key] for order in orders if (key := f"{order} {hook}") in evidence.hooks]
     if names:
         yield f"{hook} of {', '.join(names)}"

@@ -63,7 +63,7 @@ def _how_it_differs(finding: Finding) -> str:
 
 
 def site_text(divergence: Divergence) -> str:
-    """Return what a site is called in a sentence, with its module and its line."""
+    """Return what a site is called, with its module and its line."""
     source = source_text(divergence.source)
     if not divergence.op:
         owner = f" of {_module(divergence.module)}" if divergence.module else ""
@@ -75,7 +75,7 @@ def site_text(divergence: Divergence) -> str:
 
 
 def source_text(lines: Sequence[str]) -> str:
-    """Return " at train.py:41 in forward", "" where no line is known."""
+    """Return " at train.py:41 in forward"; "" if no line is known."""
     return f" at {lines[0]}" if lines else ""
 
 
@@ -85,7 +85,7 @@ def number_text(index: int) -> str:
 
 
 def side_of(divergence: Divergence) -> str:
-    """Return which run has a site or a step that the other lacks."""
+    """Return which run has a site or a step."""
     return "reference" if divergence.kind == "missing" else "current run"
 
 
@@ -94,7 +94,7 @@ def _module(module: str) -> str:
 
 
 def source_name(finding: Finding) -> str:
-    """Return the name of a tensor or a generator that entered a step, or where it was read."""
+    """Return the name of what entered a step, or where it was read."""
     divergence, line = finding.divergence, source_text(finding.divergence.source)
     if divergence.name is None:
         where = f"in {_module(divergence.module)}" if divergence.module else "outside any module"
@@ -107,7 +107,7 @@ Layouts = tuple[TensorLayout | None, TensorLayout | None]
 
 
 def reads_another_part(layouts: Layouts) -> bool:
-    """Return whether two layouts differ only in which elements of a tensor are read."""
+    """Return whether two layouts differ only in which elements are read."""
     ours, theirs = layouts
     if ours is None or theirs is None or (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
         return False
@@ -115,7 +115,7 @@ def reads_another_part(layouts: Layouts) -> bool:
 
 
 def both_layouts(layouts: Layouts) -> str:
-    """Return "float32 [2] in the reference, float64 [2] now", with strides or elements where only those differ."""
+    """Return "float32 [2] in the reference, float64 [2] now", with strides or elements if only those differ."""
     ours, theirs = layouts
     shown = ["no tensor" if one is None else describe_tensor(one) for one in layouts]
     if ours is not None and theirs is not None and (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape):

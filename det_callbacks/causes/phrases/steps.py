@@ -1,4 +1,4 @@
-"""Where in a run a step is, and what entered it with other bits."""
+"""Where a step is, and what entered it with other bits."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,7 +8,7 @@ from det_callbacks.compare.facts import Facts
 from det_callbacks.report.console import listed
 
 _SUBJECTS = {
-    # phase of what entered the step -> as the subject of a sentence, and a part of it
+    # phase -> subject of a sentence, and a part of it
     "restored": ("the state after the checkpoint was loaded", "part of the state after the checkpoint was loaded"),
     "state": ("the initial state", "part of the initial state"),
     "data": ("the batch", "part of the batch"),
@@ -32,7 +32,7 @@ def of_segment(segment: int) -> str:
 
 
 def explain_first(facts: Facts) -> str:
-    """Return what differs first in a step: something that entered it, or a site; and the first origin after that."""
+    """Return what differs first in a step, and the first origin after that."""
     first, origin = facts.first, facts.origin
     is_entered = first.start == "outside"
     what = _explain_sources(facts) if is_entered else f"{place(facts)}, {describe(first)}"
@@ -44,7 +44,6 @@ def explain_first(facts: Facts) -> str:
 
 
 def _explain_sources(facts: Facts) -> str:
-    """Return what entered the step with other bits, and that no op did that."""
     phase = facts.sources[0].divergence.phase
     named = [one for one in facts.sources if one.divergence.phase == phase and one.role != "samples"]
     others = [one.divergence.phase for one in facts.sources if one.divergence.phase != phase]
@@ -59,7 +58,7 @@ def _who_wrote_it(facts: Facts, phase: str) -> str:
 
 
 def how_it_entered(phase: str, found: Sequence[Finding], facts: Facts) -> str:
-    """Return how what entered a step in one phase differs, with the names of it: "the batch differs (batch[0])"."""
+    """Return how the sources of one phase differ, with their names: "the batch differs (batch[0])"."""
     subject, part = _SUBJECTS[phase]
     in_order = sorted(found, key=lambda one: one.divergence.name is None)
     names = list(dict.fromkeys(map(source_name, in_order)))
@@ -83,7 +82,7 @@ def how_it_entered(phase: str, found: Sequence[Finding], facts: Facts) -> str:
 
 
 def also_differ(phases: Sequence[str]) -> str:
-    """Return what else entered the step with other bits, as a clause; "" where nothing did."""
+    """Return what else entered the step with other bits, as a clause."""
     subjects = [SUBJECT[phase] for phase in dict.fromkeys(phases)]
     if not subjects:
         return ""

@@ -1,4 +1,4 @@
-"""What to do where nothing recorded explains a difference: earlier steps, a lost Python value, input from outside."""
+"""What to do if nothing recorded explains a difference."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ _FROM_OUTSIDE = "Seed what makes it, record it, or name it there: observe_non_de
 
 
 def begun_before(what: str, step: int, choices: Sequence[EnvironmentDifference]) -> str:
-    """Return that something may have begun in steps that were not recorded; ``what`` is "It may have started"."""
+    """Return that something may have begun in steps that were not recorded; ``what`` is the subject."""
     choice = earlier_choice(choices)
     text = f"{what} before step {step}, and steps before it were not recorded"
     if choice is None:
@@ -23,7 +23,7 @@ def begun_before(what: str, step: int, choices: Sequence[EnvironmentDifference])
 
 
 def advise_lost_value(facts: Facts) -> str:
-    """Return what a resume may have lost where all that a checkpoint restores matches, and no choice explains it."""
+    """Return advice on a value that a resume lost or that came from outside; "" if a choice differs."""
     if facts.choices or not _may_be_python_value(facts):
         return ""
     if facts.is_resumed:
@@ -33,6 +33,6 @@ def advise_lost_value(facts: Facts) -> str:
 
 def _may_be_python_value(facts: Facts) -> bool:
     if not facts.sources:
-        return (facts.origin or facts.first).divergence.kind in ("argument", "missing", "extra")
+        return facts.leading.divergence.kind in ("argument", "missing", "extra")
     are_unnamed = all(one.role == "input" and one.divergence.name is None for one in facts.sources)
     return are_unnamed and "unselected" not in facts.difference.current.program.ops_skipped
