@@ -49,14 +49,13 @@ from det_callbacks.trace.tables.overloads import (
 )
 
 _OWN_NAMESPACES = frozenset({"aten", "quantized", "mkldnn", "onednn", "mkl"})
-"""Ops of torch's own kernels: they draw from torch's generators only, and say so by a tag."""
+"""Torch's own kernels draw from torch's generators only, and have a tag that says so."""
 MAX_KEPT = 1000
-"""Mismatches that are kept; more are counted."""
 _Difference = tuple[int, Any, Any]
 """Number of an output, and what the two runs wrote there."""
 _Fault = Literal["", "transient", "uninitialised"]
 _FILLS = cycle((0x3F, 0xC0))
-"""Bytes that fill memory before an op may allocate it: small numbers, and no NaN, in all floating-point types."""
+"""Bytes that fill memory before an op may allocate it: small numbers in all floating-point types."""
 
 
 def why_left_out(func: Any, plan: OpPlan) -> str:
@@ -73,40 +72,39 @@ def why_left_out(func: Any, plan: OpPlan) -> str:
 
 
 def _is_foreign(plan: OpPlan) -> bool:
-    """Return whether other code than torch's own runs, which may draw from any generator of the process."""
+    """Return whether other code than torch's runs, which may draw from any generator of the process."""
     return plan.base.partition(".")[0] not in _OWN_NAMESPACES
 
 
 class BitwiseEquivalenceMode:
     """Run every op of the ``with`` block twice on the same inputs, and report those that gave other bits.
 
-    An op that did is run a third time: where two of the three runs agree, the mismatch is transient (a flipped bit of
-    the hardware, perhaps), unless it comes again.
+    An op that did is run a third time: where two of the three runs agree, the mismatch is transient (a
+    flipped bit of the hardware, perhaps). The program gets the results of the first run and goes on as
+    without the mode: generators (torch's, those passed as arguments; for custom ops also Python's and
+    NumPy's) have the states after one run, and what an op writes in place is copied before. NaN
+    payloads and signed zeros count. A mode can be entered again, and adds to its results.
 
-    The program gets the results of the first run, and goes on as it would without the mode: generators (torch's, those
-    passed as arguments; for custom ops also Python's and NumPy's) stand as after one run, and what an op writes in
-    place is copied before. NaN payloads and signed zeros count. A mode can be entered again, and adds to its results.
+    Ops that are not compared are counted in ``skipped`` by reason: ``view``, ``uninitialised``,
+    ``relayout`` (``set_``, ``resize_``), ``collective``, ``opaque`` (higher-order ops), ``no_tensors``,
+    ``no_data`` (fake and meta tensors), ``side_effect`` (ops that return and write nothing),
+    ``hidden_state`` (random states kept in a tensor or a script object), ``capturing`` (CUDA graphs),
+    ``in_flight`` (copies to the host that are not waited for), ``not_copied`` (in-place ops on special
+    tensors or memory of NumPy), ``unreadable``, ``raised``, ``second_run_raised``, ``no_output``, and
+    ``subclass`` (calls on tensor subclasses, whose inner ops are compared instead).
 
-    Left out, and counted in ``skipped`` by reason: ``view``, ``uninitialised``, ``relayout`` (``set_``, ``resize_``),
-    ``collective``, ``opaque`` (higher-order ops), ``no_tensors``, ``no_data`` (fake and meta tensors), ``side_effect``
-    (ops that return and write nothing), ``hidden_state`` (random states kept in a tensor or a script object),
-    ``capturing`` (CUDA graphs), ``in_flight`` (copies to the host nobody waited for), ``not_copied`` (ops that write,
-    and take a sparse, quantised or nested tensor, or write memory that NumPy made or no data), ``unreadable``,
-    ``raised``, ``second_run_raised``, ``no_output``.
-    ``subclass`` counts calls on tensor subclasses: the ops they come down to are compared instead.
+    Memory that an op only allocates (``torch.empty``) is followed: an op that reads an unwritten part
+    of 8 bytes or more is run once more with other bytes there, and reported where its outputs differ
+    (``is_uninitialised``). What an op allocates in its kernel has other bytes in the second run where
+    the allocator reuses what was freed last: always on CUDA, mostly on the host.
 
-    Memory that an op only allocates (``torch.empty``) is followed: an op that reads a part of it that nothing has
-    written is run once more with other bytes there, and reported where its outputs differ (``is_uninitialised``); not
-    for less than 8 bytes, nor what an op updates in place. What an op allocates in its kernel has other bytes in the
-    second run where the allocator hands out what was freed last: always on CUDA, mostly on the host.
+    Undeclared side effects of an op happen twice. Of compiled regions only extern kernels and custom
+    ops are seen. Nondeterminism that two runs in a row do not show (threads) may need several steps.
 
-    It cannot know of what an op does beside its schema: a custom op that writes an argument it does not declare, or
-    keeps a state of its own, does so twice. Of compiled regions only extern kernels and custom ops are seen.
-    Nondeterminism that two runs in a row do not show (threads) may need several steps.
-
-    Time: each op twice, its outputs read twice (on a GPU one synchronisation an op), and some 30 microseconds an op,
-    for a custom op 150 more: a transformer of 6 x 384 takes 2.4 times as long (two cores of a CPU, torch 2.13).
-    Memory: one op's outputs, and two copies of the storages that it writes.
+    Cost: each op twice, its outputs read twice (on a GPU one synchronisation an op), and some 30
+    microseconds an op, for a custom op 150 more: a transformer of 6 x 384 takes 2.4 times as long (two
+    cores of a CPU, torch 2.13). Memory: one op's outputs, and two copies of the storages that it
+    writes.
 
     Args:
         raise_on_mismatch: raise at the first op that differs, instead of collecting.
@@ -115,7 +113,8 @@ class BitwiseEquivalenceMode:
 
     Attributes:
         is_open: whether a block is under way.
-        places: sets phases and modules of ops; ``places.phase`` is that of what runs outside a backward pass.
+        places: phases and modules of ops; ``places.phase`` is that of what runs outside a backward
+            pass.
         num_ops: ops seen: those compared and those in ``skipped``.
         num_compared: ops whose two runs were compared.
         num_mismatches: outputs found to differ, those that were not kept included.
@@ -174,7 +173,7 @@ class BitwiseEquivalenceMode:
             self.places.open()
             self._mode = DispatchMode(self._op)
             self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch's own
-        except BaseException:  # Ctrl-C between two of them: nobody will call __exit__
+        except BaseException:  # Ctrl-C too: __exit__ is not called
             self.abandon()
             raise
 
@@ -289,7 +288,7 @@ class BitwiseEquivalenceMode:
         return out
 
     def _begin_read(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[UnwrittenWords]:
-        """Return the unwritten memory that a call reads; it holds again what it held when it was allocated."""
+        """Return the unwritten memory that a call reads, with its first content restored."""
         if not self._fresh:
             return []
         with _unseen():
@@ -320,7 +319,8 @@ def _run_twice(
 ) -> tuple[Any, str, list[_Difference], _Fault]:
     """Run an op twice, a third time where these differ, and once more with other bytes in ``unwritten`` memory.
 
-    Return what the first returned, why it was not compared, what differed, and what is known of the fault.
+    Return what the first returned, why it was not compared, what differed, and what is known of the
+    fault.
     """
     calls: list[Call] = [(args, kwargs)] * 3
     if plan.writes:
@@ -329,7 +329,7 @@ def _run_twice(
                 calls = [copied_call(plan, args, kwargs) for _ in range(2)]
                 if unwritten:
                     calls.append(_copied_with_others(plan, args, kwargs, unwritten))
-        except Exception:  # noqa: BLE001  # what a tensor class cannot do; the op runs once, and is not compared
+        except Exception:  # noqa: BLE001  # whatever a tensor class raises
             return plan.call(*args, **kwargs), "not_copied", [], ""
     passed = [value for value in (*args, *kwargs.values()) if isinstance(value, Generator)]
 
@@ -378,7 +378,7 @@ def _differing_by_memory(
     first: Sequence[Any],
     unwritten: Sequence[UnwrittenWords],
 ) -> list[_Difference]:
-    """Return what an op writes with other bits where the memory that it reads unwritten holds other bytes."""
+    """Return what an op writes with other bits where unwritten memory that it reads holds other bytes."""
     with without_function_modes():
         for one in unwritten if not plan.writes else ():
             one.put(others=True)
@@ -394,10 +394,7 @@ def _differing_by_memory(
 def _copied_with_others(
     plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], unwritten: Sequence[UnwrittenWords]
 ) -> Call:
-    """Return a copied call, as ``copied_call`` does, in which unwritten memory holds other bytes.
-
-    What the call reads and does not write is copied too: the memory itself has its own bytes again.
-    """
+    """Return a copied call, with copies of what it only reads, in which unwritten memory holds other bytes."""
     for one in unwritten:
         one.put(others=True)
     try:
@@ -408,9 +405,9 @@ def _copied_with_others(
 
 
 def _refill_allocator(first: Sequence[Any], plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Let the next run of an op get other bytes where it allocates what it returns, as far as that can be had.
+    """Let the next run of an op get other bytes where it allocates what it returns, if possible.
 
-    An allocator mostly hands out next the memory of that size that was freed last: CUDA's always does.
+    An allocator mostly reuses the memory of that size that was freed last: CUDA's always does.
     """
     written = {id(tensor) for tensor in written_arguments(plan, args, kwargs)}
     with without_function_modes():
@@ -421,7 +418,7 @@ def _refill_allocator(first: Sequence[Any], plan: OpPlan, args: tuple[Any, ...],
 
 
 def _run_again(plan: OpPlan, before: RewindPoint | None, after: RewindPoint | None, call: Call) -> Sequence[Any] | None:
-    """Return what another run of an op wrote, from the generator states of the first; None when it raised."""
+    """Return what another run of an op wrote, from the same generator states; None when it raised."""
     args, kwargs = call
     if before is not None:
         before.put_back()
@@ -436,7 +433,7 @@ def _run_again(plan: OpPlan, before: RewindPoint | None, after: RewindPoint | No
 
 
 def _differing(first: Sequence[Any], second: Sequence[Any]) -> list[_Difference]:
-    """Return what two runs wrote with other bits; one that wrote less differs in what it lacks."""
+    """Return what two runs wrote with other bits; missing outputs differ."""
     with without_function_modes():
         return [
             (index, one, other)
@@ -447,11 +444,11 @@ def _differing(first: Sequence[Any], second: Sequence[Any]) -> list[_Difference]
 
 @contextmanager
 def _unseen() -> Iterator[None]:
-    """Keep torch-function modes, too, from seeing what is done to check."""
+    """Keep other modes from seeing what is done to check."""
     with _no_modes_below(), without_function_modes():
         yield
 
 
 def _no_modes_below() -> AbstractContextManager[Any]:
-    """Keep the dispatch modes below this one (not torch-function modes) from seeing what is done to check."""
+    """Keep the dispatch modes below this one from seeing what is done to check."""
     return without_modes() if num_dispatch_modes() else nullcontext()

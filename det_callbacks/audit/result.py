@@ -15,21 +15,22 @@ class OpMismatch:
 
     Attributes:
         phase: "forward", "backward", "optimizer" or what was set.
-        module: qualified name, "" outside any module, "?" when unknown; for ops of a backward pass that of the forward
-            op whose gradient it computes.
+        module: qualified name, "" outside any module, "?" when unknown; of a backward op that of its
+            forward op.
         op: ``namespace.op.overload``.
         occurrence: calls of that op at that place earlier in the block.
         output: number among what the call wrote: what it returned first, then the arguments it wrote.
-        source: up to four lines of the user's, innermost first; for ops of a backward pass those of the forward call.
+        source: up to four of the user's lines, innermost first; of a backward op those of its forward
+            op.
         shape: of the first run's output; () for a number.
         dtype: "float32"; the Python class for a number.
         num_elements: of the first run's output.
-        num_differing: elements whose bits differ; all of them when the second run gave another shape or dtype, and for
-            tensors that are not strided.
+        num_differing: elements whose bits differ; all of them for another shape or dtype, or if not
+            strided.
         max_ulps: largest distance of two finite elements; None where there is none.
-        is_transient: whether everything that the third run wrote agrees with the first run, or with the second.
-        is_uninitialised: whether it repeated itself, and gave other bits when memory that it read and that nothing had
-            written since it was allocated held other bytes.
+        is_transient: whether the third run agrees with the first or with the second.
+        is_uninitialised: whether it repeated itself, but depends on memory that it reads and nothing
+            has written.
     """
 
     phase: str
@@ -62,11 +63,11 @@ class OpMismatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditFinding(OpMismatch):
-    """One op that gave other bits when it was run again; what ``OpMismatch`` says is of the first such output.
+    """One op that gave other bits when it was run again, with the fields of its first ``OpMismatch``.
 
     Attributes:
-        judgement: "transient" when a single call of it differed, and its third run agreed with one of the two before;
-            "uninitialised" when it repeats itself, and its output depends on memory that nothing had written.
+        judgement: "transient" when a single call of it differed, and two of three runs agreed;
+            "uninitialised" when it repeats itself, but depends on unwritten memory.
         steps: in which it differed.
         num_places: outputs and occurrences of it that differed, all steps together.
     """

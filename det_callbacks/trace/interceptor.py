@@ -22,7 +22,7 @@ class Interceptor(DispatchMode):
 
     @property
     def recorder(self) -> Recorder | None:
-        """Who gets the ops."""
+        """Who gets the ops, None while they pass."""
         return self._recorder
 
     @recorder.setter

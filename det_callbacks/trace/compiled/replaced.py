@@ -1,7 +1,7 @@
 """What is replaced in torch at run time, and why: docs/explanation/replaced.md. Looked at in torch 2.11 to 2.15.
 
-A graph that was compiled meanwhile is called through a function of ours for as long as it exists; where no step is
-under way, that costs 0.1 microseconds. A CUDA graph that C++ code or cuda-python captures or launches tells nobody.
+A graph compiled meanwhile is called through a function of ours as long as it exists: 0.1 microseconds
+outside a step.
 """
 
 from collections.abc import Callable
@@ -14,48 +14,41 @@ from det_callbacks.trace.compiled.graphs import TracedGraph, describe_graph
 
 
 class Watcher(Protocol):
-    """Is told of what runs in the steps of a recorder."""
+    """``CompiledRegions``, which is told of what runs in a step."""
 
-    def run(self, graph: TracedGraph, call: Callable[..., Any], *args: Any) -> Any:
-        """Run a compiled graph."""
+    before_capture: Callable[[Any], None]
+    before_replay: Callable[[Any], None]
 
-    def run_earlier(self, call: Callable[[], Any]) -> Any:
-        """Run a graph that inductor compiled before anybody followed."""
-
-    def before_capture(self, graph: Any) -> None:
-        """Note that a CUDA graph is about to be captured."""
-
-    def before_replay(self, graph: Any) -> None:
-        """Note that a CUDA graph is about to be replayed."""
+    def run(self, graph: TracedGraph, call: Callable[..., Any], *args: Any) -> Any: ...
+    def run_earlier(self, call: Callable[[], Any]) -> Any: ...
 
 
 class ReplacedInTorch:
-    """Methods that stand where torch's stood, and who needs that."""
+    """Methods that replace torch's while they are needed, and who needs them."""
 
     def __init__(self) -> None:
-        self.watchers: list[Watcher] = []  # of the steps under way, outermost first: told of what runs
+        self.watchers: list[Watcher] = []  # of the steps under way, outermost first
         self._followers: set[int] = set()
         self._methods: dict[tuple[Any, str], tuple[Any, Any]] = {}
 
     def follow(self, follower: object) -> None:
         """Name what is compiled from now on, until ``unfollow``; imports Dynamo, which every optimizer does."""
-        # first: so that ``unfollow`` finds what Ctrl-C has left half done
+        # before replacing anything, so that ``unfollow`` restores it after Ctrl-C
         self._followers.add(id(follower))
         self._replace(dynamo.output_graph(), dynamo.COMPILES_GRAPH, self._compile)
         self._replace(CudaGraph, "capture_begin", partial(self._tell, "before_capture"))
         self._replace(CudaGraph, "replay", partial(self._tell, "before_replay"))
-        # tells of what was compiled before; not by an import, which takes seconds: without it, there is nothing
+        # runs what was compiled before; where inductor was never imported, there is nothing
         inductor_graph = dynamo.inductor_graph()
         if inductor_graph is not None:
             self._replace(inductor_graph, "__call__", self._run_earlier)
 
     def watch(self, watcher: Watcher) -> None:
-        """Tell a watcher of what runs from now on, until ``unfollow``."""
         self.watchers.append(watcher)
         self.follow(watcher)
 
     def unfollow(self, follower: object) -> None:
-        """Put everything back when nobody else follows, but for what somebody else has replaced since."""
+        """Restore everything when no follower is left, except what somebody else has replaced since."""
         self._followers.discard(id(follower))
         self.watchers = [one for one in self.watchers if one is not follower]
         while self._methods and not self._followers:
@@ -65,7 +58,7 @@ class ReplacedInTorch:
 
     def _replace(self, owner: Any, name: str, instead: Callable[..., Any]) -> None:
         before = vars(owner).get(name)
-        if before is None or (owner, name) in self._methods:  # builds of torch without CUDA have none of its methods
+        if before is None or (owner, name) in self._methods:  # without CUDA there are none
             return
 
         @wraps(before)
@@ -76,17 +69,15 @@ class ReplacedInTorch:
         setattr(owner, name, ours)
 
     def _compile(self, compile_graph: Callable[..., Any], output: Any, graph: Any, example_inputs: Any) -> Any:
-        # before the compiler has it: its passes write into the graph
-        described = describe_graph(graph, output, example_inputs)
+        described = describe_graph(graph, output, example_inputs)  # first, since the compiler writes into the graph
         compiled = compile_graph(output, graph, example_inputs)
-        # torch's own cond and flex_attention are "compiled" so, and each op is seen as in eager code
+        # with an "eager" backend, as of torch's own cond, each op is seen
         return compiled if "eager" in described.backend.split("_") else self._followed(described, compiled)
 
     def _followed(self, graph: TracedGraph, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that runs a compiled graph, with those who watch around it."""
         lazy = getattr(compiled, "__self__", None)
         if isinstance(lazy, dynamo.LazyGraph) and getattr(compiled, "__name__", "") == dynamo.LAZY_FORWARD:
-            # what Dynamo does with it: else each call would be one of the graph as a module
+            # as Dynamo does; otherwise each call would be a module call
             dynamo.write_lazy_graph(lazy)
             compiled = lazy.forward
 
@@ -112,8 +103,8 @@ class ReplacedInTorch:
 def forget_compiled() -> None:
     """Have Dynamo compile again what it compiled before, so that ``REPLACED.follow`` sees the graph.
 
-    The file caches of inductor stay, as do the sizes that Dynamo has seen vary: it would trace other graphs without
-    them. Under another stance than the default, code that was compiled may not be compiled again, and stays.
+    Inductor's file caches and the sizes that Dynamo has seen vary stay: it would trace other graphs
+    without them. Under another stance than the default, code may not be compiled again, and stays.
     """
     if dynamo.stance().stance != "default":
         return

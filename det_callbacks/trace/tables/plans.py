@@ -10,7 +10,7 @@ from det_callbacks.trace.tables.overloads import OpPlan, make_plan
 
 
 class Plans:
-    """The plans of the ops that were called so far; ``place`` tells where the one that is running belongs."""
+    """The plans of the ops called so far; ``place`` tells where the running one belongs."""
 
     def __init__(self, place: Callable[[], tuple[str, OpScope]]) -> None:
         self.nondeterministic_ops: NondeterministicOps | None = None  # set before the first step
@@ -18,7 +18,6 @@ class Plans:
         self._place = place
 
     def of(self, func: Any) -> OpPlan:
-        """Return how calls of an op are recorded."""
         if (known := self.known.get(id(func))) is not None:
             return known
         plan = make_plan(func)

@@ -1,11 +1,9 @@
 """The order of a step's sites when modules ran in several threads: it must not follow the clock.
 
-* Sites of the step's own thread keep their order.
-* Sites of a strand keep their order, too. They come before the first site that reads one of them. A strand without a
-  reader comes before the module that the model lists next.
-* In a backward pass, the autograd engine follows numbers that each thread counts separately. Here, sites of the module
-  that the forward pass called last come first. Sites of one module that are ready at the same time are sorted by their
-  content.
+* Sites of the step's own thread, and of each strand, keep their order. A strand comes before the first
+  site that reads it; one without a reader comes before the module that the model lists next.
+* In a backward pass, sites of the module that the forward pass called last come first. Sites of one
+  module that are ready at the same time are sorted by their content.
 * An input that no site of the step wrote comes before its first reader.
 """
 
@@ -21,12 +19,12 @@ from det_callbacks.runs.program import Site, to_json
 from det_callbacks.trace.op.call_graph import CallNode
 from det_callbacks.trace.threads.strands import Strand
 
-_READ_FIRST = frozenset({"input", "delivered", "graph_output"})  # roles of what has its site at its first read
+_READ_FIRST = frozenset({"input", "delivered", "graph_output"})  # roles of sites made at a first read
 
 _SUMS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
 
 _Key = tuple[int, int, int]
-"""Orders what could come in any order: what it is, what it is with all bits that it follows from, when it came."""
+"""Digest of what a site is, digest of that with all bits it follows from, and when it came."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,14 +43,13 @@ class Group:
 
     @property
     def is_of_backward(self) -> bool:
-        """Whether the step's own thread ran it in a backward pass."""
         return self.strand is None and not self.is_read_first and self.call.phase == "backward"
 
     @property
     def is_sum(self) -> bool:
-        """Whether it is a sum of gradients, which the autograd engine makes in the order in which they come.
+        """Whether it is a sum of gradients, made in the order in which they come, wherever the engine ran last.
 
-        It does so where it ran last, so the call has the module and lines of whichever thread's op that was.
+        So its module and lines are those of an arbitrary thread.
         """
         call = self.call
         is_anywhere = call.scope.name is None and not call.scope.recomputed
@@ -61,8 +58,6 @@ class Group:
 
 @dataclass(slots=True, eq=False)
 class _Line:
-    """A strand: its groups, and how many of them have their place."""
-
     strand: Strand
     groups: list[Group] = field(default_factory=list)
     num_placed: int = 0
@@ -76,52 +71,35 @@ def canonical_order(
     modules: Sequence[str],
     digests: Sequence[int],
 ) -> tuple[list[int], list[Site]]:
-    """Return the positions of a step's sites, as they came, in their order, and the sites in it.
+    """Return the positions of a step's sites in canonical order, and the sites in it.
 
-    Args:
-        calls: those of the step.
-        reads: of each call, the positions of what it reads.
-        sites: as they came.
-        strands: those of the step.
-        modules: the names of the model's modules as it lists them.
-        digests: by position.
+    ``reads`` has what each call reads, ``modules`` the names in the model's order, ``digests`` those of
+    the sites.
     """
-    ordering = _Ordering(calls, reads, sites, strands, modules, digests)
+    ordering = _Ordering(sites, strands, modules)
+    ordering.split(calls, reads, digests)
     ordering.place_all()
     return ordering.order, ordering.sites()
 
 
 class _Ordering:
-    def __init__(
-        self,
-        calls: Sequence[CallNode],
-        reads: Sequence[Sequence[int]],
-        sites: Sequence[Site],
-        strands: Sequence[Strand],
-        modules: Sequence[str],
-        digests: Sequence[int],
-    ) -> None:
+    def __init__(self, sites: Sequence[Site], strands: Sequence[Strand], modules: Sequence[str]) -> None:
         self._rows = sites
+        self._strand_of: list[Strand | None] = [None] * len(sites)
+        for strand in strands:
+            for first, end in strand.spans:
+                self._strand_of[first:end] = [strand] * (end - first)
         self._listed = {name: index for index, name in enumerate(modules)}
         self._lines = {id(strand): _Line(strand) for strand in strands}
         self._begun: list[_Line] = []
         self._own: list[Group] = []
         self._group_of: list[Group] = []
-        self._readers: dict[int, CallNode] = {}  # of a site that was made at a first read: who has it now
+        self._readers: dict[int, CallNode] = {}  # of sites made at a first read
         self._last_of_module: dict[str, int] = {}  # where the forward pass was in a module last
         self.order: list[int] = []
         self._place_of: dict[int, int] = {}
-        self._split(calls, reads, self._strand_by_position(strands), self._keys(digests))
-
-    def _strand_by_position(self, strands: Iterable[Strand]) -> list[Strand | None]:
-        found: list[Strand | None] = [None] * len(self._rows)
-        for strand in strands:
-            for first, end in strand.spans:
-                found[first:end] = [strand] * (end - first)
-        return found
 
     def _keys(self, digests: Sequence[int]) -> list[_Key]:
-        """Return a key for each site; what is read from outside is what it is by its name, or by its bits."""
         keys: list[_Key] = []
         for position, (row, bits) in enumerate(zip(self._rows, digests, strict=True)):
             is_anonymous = row.role in _READ_FIRST and row.name is None
@@ -133,13 +111,8 @@ class _Ordering:
             keys.append((kind, content, position))
         return keys
 
-    def _split(
-        self,
-        calls: Sequence[CallNode],
-        reads_of_calls: Sequence[Sequence[int]],
-        strand_of: Sequence[Strand | None],
-        keys: Sequence[_Key],
-    ) -> None:
+    def split(self, calls: Sequence[CallNode], reads_of_calls: Sequence[Sequence[int]], digests: Sequence[int]) -> None:
+        keys = self._keys(digests)
         position = 0
         for call, given in zip(calls, reads_of_calls, strict=True):
             positions = [*range(position, position + len(call.made.rows))]
@@ -147,15 +120,13 @@ class _Ordering:
             rest = [at for at in positions if self._rows[at].role not in _READ_FIRST or not call.reads]
             for at in positions:
                 if at not in rest:
-                    self._add(
-                        Group(call, len(given), [at], None, [*self._rows[at].inputs], keys[at], is_read_first=True)
-                    )
+                    inputs = [*self._rows[at].inputs]
+                    self._add(Group(call, len(given), [at], None, inputs, keys[at], is_read_first=True))
             if not rest:
                 continue
-            reads = [*given, *(read for at in rest for read in self._rows[at].inputs)]
-            group = Group(
-                call, len(given), rest, strand_of[rest[-1]], [at for at in reads if at not in rest], keys[rest[-1]]
-            )
+            every = [*given, *(read for at in rest for read in self._rows[at].inputs)]
+            reads = [at for at in every if at not in rest]
+            group = Group(call, len(given), rest, self._strand_of[rest[-1]], reads, keys[rest[-1]])
             if group.is_sum:
                 group.reads.sort(key=lambda at: keys[at])
             self._add(group)
@@ -165,14 +136,12 @@ class _Ordering:
             line = self._lines[id(group.strand)]
             group.previous = line.groups[-1] if line.groups else None
             line.groups.append(group)
-        by_position = sorted(self._group_of, key=lambda group: group.positions[0])
-        self._group_of = by_position
+        self._group_of.sort(key=lambda group: group.positions[0])
 
     def _add(self, group: Group) -> None:
         self._group_of.extend([group] * len(group.positions))
 
     def place_all(self) -> None:
-        """Give every site its place."""
         unread = self._unread()
         at = 0
         while at < len(self._own):
@@ -209,8 +178,8 @@ class _Ordering:
     def _successor_of(self, line: _Line) -> Group | None:
         """Return what comes right after a strand that no other thread reads.
 
-        The call of a module around it returns after it, and that began before it; between the two, the order in which
-        the model lists its modules stands in for what is not known.
+        The call of a module around it returns after it, and began before it; between the two, the
+        model's listing decides.
         """
         begin, end = line.groups[0].positions[0], line.groups[-1].positions[-1]
         later = [group for group in self._own if group.positions[0] > end]
@@ -226,7 +195,6 @@ class _Ordering:
         return end_of_pass
 
     def _begin_of(self, module: str, position: int) -> int:
-        """Return how many groups of the step's own thread came before the call of a module that runs at a position."""
         first = 0
         for index, group in enumerate(self._own):
             if group.positions[0] > position:
@@ -241,7 +209,6 @@ class _Ordering:
         return self._listed.get(line.strand.module, len(self._listed)), what, first
 
     def _place(self, group: Group) -> None:
-        """Place a group, after all that it reads and that comes before it in its strand."""
         waiting = [group]
         while waiting:
             group = waiting[-1]
@@ -288,7 +255,7 @@ class _Ordering:
         if not all(one.is_read_first and self._are_placed(one.reads) for one in missing):
             return False
         for one in missing:
-            if not one.is_placed:  # it may read one twice
+            if not one.is_placed:  # one may be missing twice
                 self._readers[one.positions[0]] = group.call
                 self._append(one)
         self._append(group)
@@ -325,7 +292,7 @@ class _Ordering:
             yield from self._awaited(read) if read.is_read_first else (read,)
 
     def _rank(self, group: Group) -> tuple[int, bool, _Key]:
-        is_of_op = group.call.func != "output"  # not what comes back to a module as a whole
+        is_of_op = group.call.func != "output"  # not a module's output
         return -self._last_of_module.get(self._call_at(group).module, -1), is_of_op, group.key
 
     def _call_at(self, group: Group) -> CallNode:
@@ -350,11 +317,10 @@ class _Ordering:
 
 
 def _is_output(group: Group) -> bool:
-    """Return whether a group is what a module returned."""
     return group.call.func == "output" and group.call.phase != "backward"
 
 
 def _is_output_around(group: Group, module: str) -> bool:
-    """Return whether a group is what a module returned that this one is a part of."""
+    """Return whether a group is the output of a module that contains this one."""
     around = group.call.module
     return _is_output(group) and around != module and (around == "" or module.startswith(f"{around}."))
