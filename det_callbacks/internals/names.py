@@ -1,16 +1,17 @@
-"""How a private name is looked up: one that is missing breaks no import, and is known before anything is recorded."""
+"""How a private name is looked up: a missing one breaks no import, and is known before anything is recorded."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from typing import Any
 
 from det_callbacks.errors import UnsupportedVersionError
 from det_callbacks.internals.versions import TESTED
 
 RECORDING = "recording"
-"""What most names are needed for: recording, verifying, and everything else that traces ops."""
+"""What most names are needed for: everything that traces ops."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,10 +20,9 @@ class PrivateName:
 
     Attributes:
         path: from the package on, such as "torch._C._current_graph_task_id".
-        purpose: what it is used for.
         needed_for: what is refused without it; "" where the package goes on with less.
         lost: what is lost without it, where the package goes on.
-        is_of_instance: whether the class in its path has no such attribute, only its instances.
+        is_of_instance: whether only instances of the class in its path have the attribute.
         example: an instance that has it, where one can be made at import.
     """
 
@@ -43,10 +43,7 @@ MISSING = object()
 
 
 def find(path: str, example: Any = None) -> Any:
-    """Return what a dotted path names, ``MISSING`` where the installed version has nothing there.
-
-    Of an ``example`` it is the attribute that the path ends in.
-    """
+    """Return what a dotted path names, or the attribute of an ``example`` that it ends in; ``MISSING`` if nothing."""
     if example is not None:
         return getattr(example, path.rpartition(".")[2], MISSING)
     module, _, rest = path.partition(".")
@@ -72,28 +69,23 @@ class PrivateNames:
         self.missing: list[PrivateName] = []
 
     def needed(self, path: str, purpose: str, *, for_: str = RECORDING) -> Any:
-        """Return what a name stands for; where it is missing, something that raises when it is used."""
+        """Return what a name means; where it is missing, something that raises when it is used."""
         name = self._note(PrivateName(path=path, purpose=purpose, needed_for=for_))
         found = self._look_up(name)
         return Refusal(self, name) if found is MISSING else found
 
     def needed_class(self, path: str, purpose: str, *, for_: str = RECORDING) -> Any:
-        """Return a class; where it is missing, one that a subclass may have, and of which nothing is an instance."""
+        """Return a class; where it is missing, one without instances."""
         found = self._look_up(self._note(PrivateName(path=path, purpose=purpose, needed_for=for_)))
         return type("Missing", (), {}) if found is MISSING else found
 
-    def attribute(self, path: str, purpose: str, *, for_: str = RECORDING) -> Callable[[Any], Any]:
-        """Return a function that reads this attribute of an instance of the class in front of it."""
-        found = self.needed(path, purpose, for_=for_)
-        return found if isinstance(found, Refusal) else attrgetter(path.rpartition(".")[2])
-
-    def method(self, path: str, purpose: str, *, for_: str = RECORDING) -> Callable[..., Any]:
-        """Return a function that calls this method, without arguments, of an instance of the class in front of it."""
-        found = self.needed(path, purpose, for_=for_)
-        return found if isinstance(found, Refusal) else methodcaller(path.rpartition(".")[2])
+    def attribute(self, path: str, purpose: str, *, reads: Callable[[str], Any] = attrgetter) -> Callable[[Any], Any]:
+        """Return what reads this attribute of an instance, or with ``methodcaller`` calls this method."""
+        found = self.needed(path, purpose)
+        return found if isinstance(found, Refusal) else reads(path.rpartition(".")[2])
 
     def optional(self, path: str, purpose: str, *, without: Any, lost: str) -> Any:
-        """Return what a name stands for, and ``without`` where it is missing."""
+        """Return what a name means, and ``without`` where it is missing."""
         found = self._look_up(self._note(PrivateName(path=path, purpose=purpose, lost=lost)))
         return without if found is MISSING else found
 
@@ -103,7 +95,7 @@ class PrivateNames:
         return path.rpartition(".")[2]
 
     def later(self, path: str, purpose: str, *, for_: str = RECORDING) -> Callable[[], Any]:
-        """Return a function that returns what a name stands for, or raises: for what takes seconds to import."""
+        """Return a function that returns what a name means, or raises: for slow imports."""
         name = self._note(PrivateName(path=path, purpose=purpose, needed_for=for_))
 
         def look_up() -> Any:
@@ -115,7 +107,7 @@ class PrivateNames:
         return look_up
 
     def of_instance(self, path: str, purpose: str, *, for_: str = RECORDING) -> Callable[[Any], Any]:
-        """Return a function that reads an attribute, or raises: for what instances get when they are made."""
+        """Return a function that reads an attribute that instances get when they are made, or raises."""
         name = self._note(PrivateName(path=path, purpose=purpose, needed_for=for_, is_of_instance=True))
         attribute = path.rpartition(".")[2]
 
@@ -130,7 +122,7 @@ class PrivateNames:
         return read
 
     def require(self, for_: str) -> None:
-        """Raise UnsupportedVersionError where a name is missing without which this cannot work."""
+        """Raise UnsupportedVersionError where a name is missing that this needs."""
         for name in self.missing:
             if name.needed_for == for_:
                 raise self.refusal(name)
@@ -151,7 +143,7 @@ class PrivateNames:
         return [str(name) for name in self.missing if name.lost]
 
     def all_missing(self) -> list[str]:
-        """Return a sentence for each name that is missing, also of those that nothing has looked up yet."""
+        """Return a sentence for each name that is missing, including those not looked up yet."""
         for name in self.known.values():
             if not name.is_of_instance:
                 self._look_up(name)
@@ -174,18 +166,13 @@ class PrivateNames:
 
 
 class Refusal:
-    """Stands where a name is missing: it may be passed on, and raises when it is called or looked into."""
+    """Replaces a missing name: it may be passed on, and raises when it is called or looked into."""
 
     def __init__(self, names: PrivateNames, name: PrivateName) -> None:
-        self._error = names.refusal, name
+        self._error = partial(names.refusal, name)
 
     def __call__(self, *_: Any, **__: Any) -> Any:
-        """Raise."""
-        refusal, name = self._error
-        raise refusal(name)
+        raise self._error()
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("__"):
-            raise AttributeError(attribute)
-        refusal, name = self._error
-        raise refusal(name)
+        raise AttributeError(attribute) if attribute.startswith("__") else self._error()

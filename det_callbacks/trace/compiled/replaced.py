@@ -16,9 +16,6 @@ from det_callbacks.trace.compiled.graphs import TracedGraph, describe_graph
 class Watcher(Protocol):
     """``CompiledRegions``, which is told of what runs in a step."""
 
-    before_capture: Callable[[Any], None]
-    before_replay: Callable[[Any], None]
-
     def run(self, graph: TracedGraph, call: Callable[..., Any], *args: Any) -> Any: ...
     def run_earlier(self, call: Callable[[], Any]) -> Any: ...
 
