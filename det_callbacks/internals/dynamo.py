@@ -99,7 +99,7 @@ optimized_module = TORCH.later(
 ORIGINAL = "_orig_mod"  # of what ``torch.compile(module)`` returns: the module
 GRAPH_SOURCE = "_dynamo_source"  # of an input of a graph: where Dynamo found it
 GRAPH_MEMBER = re.compile(r"[LG]\['\w+'\](?:\.__self__)?(?:\._(?:modules|parameters|buffers)\['[^']+'\])+")
-"""Dynamo's text for a parameter or buffer: "L['self']._modules['net']._parameters['weight']" (of a bound method, too)."""
+"""Dynamo's text for a parameter or buffer: "L['self']._modules['net']._parameters['weight']"."""
 INDUCTOR_CONFIG = "torch._inductor.config"
 is_compiled_in_place = TORCH.of_instance(
     "torch.nn.Module._compiled_call_impl", "what Module.compile has put in place of a call", for_=COMPARING

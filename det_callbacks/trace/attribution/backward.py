@@ -221,6 +221,12 @@ class OpPlaces:
         self.modules.close()
         self.backward.clear()
 
+    def now(self) -> tuple[str, OpScope]:
+        """Return phase and scope of what runs."""
+        if graph_task_id() == -1:
+            return self.phase, self.modules.current
+        return "backward", self.backward.scope()
+
     def note(self, func: object, plan: OpPlan, phase: str, scope: OpScope) -> None:
         may_own_node = scope.recomputed if phase == "backward" else self.backward.is_unclaimed()
         if phase == "optimizer" or not (_is_grad_enabled() or may_own_node):
