@@ -8,7 +8,7 @@
 """
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -37,7 +37,6 @@ class Group:
     strand: Strand | None
     reads: list[int]  # positions of sites, in the order of the arguments
     key: _Key
-    previous: "Group | None" = None  # of its strand
     is_read_first: bool = False
     is_placed: bool = False
 
@@ -91,7 +90,7 @@ class _Ordering:
                 self._strand_of[first:end] = [strand] * (end - first)
         self._listed = {name: index for index, name in enumerate(modules)}
         self._lines = {id(strand): _Line(strand) for strand in strands}
-        self._begun: list[_Line] = []
+        self._sorted_lines: list[_Line] = []  # those with groups
         self._own: list[Group] = []
         self._group_of: list[Group] = []
         self._readers: dict[int, CallNode] = {}  # of sites made at a first read
@@ -133,10 +132,9 @@ class _Ordering:
             if group.strand is None:
                 self._own.append(group)
                 continue
-            line = self._lines[id(group.strand)]
-            group.previous = line.groups[-1] if line.groups else None
-            line.groups.append(group)
+            self._lines[id(group.strand)].groups.append(group)
         self._group_of.sort(key=lambda group: group.positions[0])
+        self._sorted_lines = sorted((line for line in self._lines.values() if line.groups), key=self._key_of_line)
 
     def _add(self, group: Group) -> None:
         self._group_of.extend([group] * len(group.positions))
@@ -149,29 +147,25 @@ class _Ordering:
                 self._place(line.groups[-1])
             if not self._own[at].is_of_backward:
                 self._place(self._own[at])
+                self._go_on()
                 at += 1
                 continue
             end = next((end for end in range(at, len(self._own)) if not self._own[end].is_of_backward), len(self._own))
             self._place_backward(self._own[at:end])
             at = end
-        for line in sorted(self._lines.values(), key=self._key_of_line):
-            if line.groups:
-                self._place(line.groups[-1])
-        for group in self._group_of:
+        for group in (*(line.groups[-1] for line in self._sorted_lines), *self._group_of):
             self._place(group)
 
     def _unread(self) -> Mapping[int, list[_Line]]:
         """Return the strands that no other thread reads, by the group that they come before."""
-        read = {
-            id(reader_of.strand): True
-            for group in self._group_of
-            for reader_of in (self._group_of[at] for at in group.reads)
-            if reader_of.strand is not None and reader_of.strand is not group.strand and not group.is_of_backward
-        }
+        read_strands: set[int] = set()
+        for group in self._group_of:
+            if not group.is_of_backward:
+                strands = (self._group_of[at].strand for at in group.reads)
+                read_strands.update(id(strand) for strand in strands if strand is not group.strand)
         found: dict[int, list[_Line]] = {}
-        lines = (line for line in self._lines.values() if line.groups and id(line.strand) not in read)
-        for line in sorted(lines, key=self._key_of_line):
-            if (successor := self._successor_of(line)) is not None:
+        for line in self._sorted_lines:
+            if id(line.strand) not in read_strands and (successor := self._successor_of(line)) is not None:
                 found.setdefault(id(successor), []).append(line)
         return found
 
@@ -205,29 +199,28 @@ class _Ordering:
 
     def _key_of_line(self, line: _Line) -> tuple[int, list[tuple[int, int]], int]:
         what = [group.key[:2] for group in line.groups]
-        first = line.groups[0].positions[0] if line.groups else 0
-        return self._listed.get(line.strand.module, len(self._listed)), what, first
+        return self._listed.get(line.strand.module, len(self._listed)), what, line.groups[0].positions[0]
 
     def _place(self, group: Group) -> None:
-        waiting = [group]
-        while waiting:
-            group = waiting[-1]
-            if group.is_placed:
-                waiting.pop()
-                continue
-            before = None if group.previous is None or group.previous.is_placed else group.previous
-            if before is None:
-                read = (self._group_of[at] for at in group.reads)
-                before = next((one for one in read if not one.is_placed), None)
-            if before is not None:
-                if before.is_read_first:
-                    self._readers[before.positions[0]] = self._readers.get(group.positions[0], group.call)
-                waiting.append(before)
-                continue
-            self._append(waiting.pop())
-            self._go_on()
+        """Place a group, after all that comes before it in its strand."""
+        if group.is_placed:
+            return
+        if group.strand is None:
+            self._append(group)
+            return
+        line = self._lines[id(group.strand)]
+        while not group.is_placed:
+            self._append(line.groups[line.num_placed])
+        self._go_on()
 
     def _append(self, group: Group) -> None:
+        """Append a group, after what it reads."""
+        for read in (self._group_of[at] for at in group.reads):
+            if read.is_read_first and not read.is_placed:
+                self._readers[read.positions[0]] = self._readers.get(group.positions[0], group.call)
+            self._place(read)
+        if group.is_placed:  # by ``_go_on``, after the last read
+            return
         group.is_placed = True
         for position in group.positions:
             self._place_of[position] = len(self.order)
@@ -235,34 +228,19 @@ class _Ordering:
         if group.call.phase == "forward" and not group.is_read_first:
             self._last_of_module[group.call.module] = len(self.order)
         if group.strand is not None:
-            line = self._lines[id(group.strand)]
-            line.num_placed += 1
-            if line.num_placed == 1:
-                self._begun.append(line)
+            self._lines[id(group.strand)].num_placed += 1
 
     def _go_on(self) -> None:
         """Place what follows in strands that have begun, up to where one waits for something else."""
-        has_gone_on = bool(self._begun)
-        while has_gone_on:
-            has_gone_on = False
-            for line in self._begun:
-                while line.num_placed < len(line.groups) and self._place_if_ready(line.groups[line.num_placed]):
-                    has_gone_on = True
-            self._begun = [line for line in self._begun if line.num_placed < len(line.groups)]
+        before = -1
+        while before != len(self.order):
+            before = len(self.order)
+            for line in self._sorted_lines:
+                while 0 < line.num_placed < len(line.groups) and self._is_ready(line.groups[line.num_placed]):
+                    self._append(line.groups[line.num_placed])
 
-    def _place_if_ready(self, group: Group) -> bool:
-        missing = [one for one in (self._group_of[at] for at in group.reads) if not one.is_placed]
-        if not all(one.is_read_first and self._are_placed(one.reads) for one in missing):
-            return False
-        for one in missing:
-            if not one.is_placed:  # one may be missing twice
-                self._readers[one.positions[0]] = group.call
-                self._append(one)
-        self._append(group)
-        return True
-
-    def _are_placed(self, positions: Iterable[int]) -> bool:
-        return all(self._group_of[at].is_placed for at in positions)
+    def _is_ready(self, group: Group) -> bool:
+        return all(read.is_placed for read in self._awaited(group))
 
     def _place_backward(self, groups: Sequence[Group]) -> None:
         """Place what ran in a backward pass: of what is ready, first what the forward pass called last."""
