@@ -25,8 +25,9 @@ from det_callbacks.internals.torch import (
     without_function_modes,
     without_modes,
 )
-from det_callbacks.trace.attribution.backward import OpPlaces
+from det_callbacks.runs.selection import Selection
 from det_callbacks.trace.attribution.engine import source_of
+from det_callbacks.trace.attribution.places import Places
 from det_callbacks.trace.dispatch import TAKE_APART, DispatchMode
 from det_callbacks.trace.op.call_graph import OpScope
 from det_callbacks.trace.op.components import PLAIN, holds_data
@@ -141,7 +142,8 @@ class BitwiseEquivalenceMode:
         self.skipped: Counter[str] = Counter()
         self._raises = raise_on_mismatch
         self._base_phase = base_phase
-        self.places = OpPlaces(model)
+        self._model = model
+        self.places = Places(Selection(), model)
         self._phases = OptimizerPhases(self.places, base_phase)
         self._mode: DispatchMode | None = None
         self._mismatches: list[OpMismatch] = []
@@ -168,7 +170,11 @@ class BitwiseEquivalenceMode:
         self.is_open = True
         try:
             self._phases.open()
-            self.places.open()
+            named = [] if self._model is None else [*self._model.named_parameters(remove_duplicate=False)]
+            self.places.parameter_names.clear()
+            self.places.parameter_names.update((id(parameter), name) for name, parameter in reversed(named))
+            self.places.backward.clear()
+            self.places.modules.open()
             self._mode = DispatchMode(self._op)
             self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch's own
         except BaseException:  # Ctrl-C too: __exit__ is not called
@@ -187,7 +193,8 @@ class BitwiseEquivalenceMode:
             return
         self.is_open = False
         self._phases.close()
-        self.places.close()
+        self.places.modules.close()
+        self.places.backward.clear()
         mode, self._mode = self._mode, None
         with _unseen():
             self._fresh.close()
@@ -218,7 +225,7 @@ class BitwiseEquivalenceMode:
             self.places.backward.note_unseen()
             return func(*args, **kwargs)
         phase, scope = self.places.now()
-        self.places.note(func, plan, phase, scope)
+        self.places.backward.note(func, plan, phase, scope)
         special: list[Any] = [kind for kind in types if kind not in PLAIN]
         if any(issubclass(kind, FakeTensor | FunctionalTensor) for kind in special):
             reason = reason or "no_data"

@@ -15,7 +15,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from det_callbacks.internals.torch import (
     CALL_MODULE,
@@ -31,8 +31,6 @@ from det_callbacks.trace.attribution.engine import Entry, engine_entry, frames_a
 from det_callbacks.trace.attribution.modules import UNKNOWN_MODULE, ModuleCalls, ModuleStack, repeated_region
 from det_callbacks.trace.op.call_graph import CallNode, OpScope
 from det_callbacks.trace.tables.overloads import OpPlan
-
-_is_grad_enabled = torch.is_grad_enabled
 
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
 _REENTRANT = "CheckpointFunctionBackward"
@@ -106,10 +104,6 @@ class BackwardMap:
                 self._other_of[node] = made
                 waiting.extend(parent for parent, _ in node.next_functions)
 
-    @property
-    def num_nodes(self) -> int:
-        return sum(map(len, self._threads.values()))
-
     def register(self, call: CallNode) -> None:
         """Note that the running op, the first one after a node was made, is the one that made it."""
         nodes = self._threads[get_ident()]
@@ -123,6 +117,18 @@ class BackwardMap:
             calls.append(call)
             if call.is_in_place and first.op_base == "aten.clone":
                 nodes.setdefault(number - 1, [call])  # a clone of what it overwrites came after its node
+
+    def note(self, func: object, plan: OpPlan, phase: str, scope: OpScope) -> None:
+        """Register the running op, for a mode that makes no program and may stay open: old nodes are forgotten."""
+        may_own_node = scope.recomputed if phase == "backward" else self.is_unclaimed()
+        if phase == "optimizer" or not (torch.is_grad_enabled() or may_own_node):
+            return
+        if graph_task_id() == -1 and sum(map(len, self._threads.values())) > _MAX_NODES:
+            self.clear()
+        call = CallNode(None, func, phase, scope, [], [], [], 0, source=source_of(scope))
+        call.op_base, call.is_in_place = plan.base, bool(plan.writes)
+        self.note_stack(call)
+        self.register(call)
 
     def note_unseen(self) -> None:
         """Mark the last node of this thread, if it has no call, as made by no op."""
@@ -198,45 +204,6 @@ class BackwardMap:
         every = (_find_in(nodes, number, name, code) for nodes in (*self._threads.values(), *others))
         found = [scope for scope in every if scope is not UNKNOWN]
         return found[0] if len({scope.module for scope in found}) == 1 else UNKNOWN
-
-
-class OpPlaces:
-    """Phase, module and source of ops, for modes that may stay open over a training: old nodes are forgotten."""
-
-    def __init__(self, root: nn.Module | None) -> None:
-        self.phase = "forward"
-        self.modules = ModuleStack(root)
-        self._root = root
-        self._parameter_names: dict[int, str] = {}
-        self.backward = BackwardMap(self._parameter_names, self.modules)
-
-    def open(self) -> None:
-        self.backward.clear()
-        named = [] if self._root is None else [*self._root.named_parameters(remove_duplicate=False)]
-        self._parameter_names.clear()
-        self._parameter_names.update((id(parameter), name) for name, parameter in reversed(named))
-        self.modules.open()
-
-    def close(self) -> None:
-        self.modules.close()
-        self.backward.clear()
-
-    def now(self) -> tuple[str, OpScope]:
-        """Return phase and scope of what runs."""
-        if graph_task_id() == -1:
-            return self.phase, self.modules.current
-        return "backward", self.backward.scope()
-
-    def note(self, func: object, plan: OpPlan, phase: str, scope: OpScope) -> None:
-        may_own_node = scope.recomputed if phase == "backward" else self.backward.is_unclaimed()
-        if phase == "optimizer" or not (_is_grad_enabled() or may_own_node):
-            return
-        if self.backward.num_nodes > _MAX_NODES and graph_task_id() == -1:
-            self.backward.clear()
-        call = CallNode(None, func, phase, scope, [], [], [], 0, source=source_of(scope))
-        call.op_base, call.is_in_place = plan.base, bool(plan.writes)
-        self.backward.note_stack(call)
-        self.backward.register(call)
 
 
 @lru_cache(maxsize=100_000)
