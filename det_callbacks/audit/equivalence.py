@@ -79,31 +79,12 @@ class BitwiseEquivalenceMode:
     """Run every op of the ``with`` block twice on the same inputs, and report those that gave other bits.
 
     An op that did is run a third time: where two of the three runs agree, the mismatch is transient (a
-    flipped bit of the hardware, perhaps). The program gets the results of the first run and goes on as
-    without the mode: generators (torch's, those passed as arguments; for custom ops also Python's and
-    NumPy's) have the states after one run, and what an op writes in place is copied before. NaN
-    payloads and signed zeros count. A mode can be entered again, and adds to its results.
+    flipped bit of the hardware, perhaps). An op that reads memory which ``torch.empty`` allocated and
+    nothing has written is run with other bytes there. NaN payloads and signed zeros count. The program
+    gets the results of the first run; generators and in-place writes are as after one run. What is left
+    out, and the cost: docs/how-to/replay.md.
 
-    Ops that are not compared are counted in ``skipped`` by reason: ``view``, ``uninitialised``,
-    ``relayout`` (``set_``, ``resize_``), ``collective``, ``opaque`` (higher-order ops), ``no_tensors``,
-    ``no_data`` (fake and meta tensors), ``side_effect`` (ops that return and write nothing),
-    ``hidden_state`` (random states kept in a tensor or a script object), ``capturing`` (CUDA graphs),
-    ``in_flight`` (copies to the host that are not waited for), ``not_copied`` (in-place ops on special
-    tensors or memory of NumPy), ``unreadable``, ``raised``, ``second_run_raised``, ``no_output``, and
-    ``subclass`` (calls on tensor subclasses, whose inner ops are compared instead).
-
-    Memory that an op only allocates (``torch.empty``) is followed: an op that reads an unwritten part
-    of 8 bytes or more is run once more with other bytes there, and reported where its outputs differ
-    (``is_uninitialised``). What an op allocates in its kernel has other bytes in the second run where
-    the allocator reuses what was freed last: always on CUDA, mostly on the host.
-
-    Undeclared side effects of an op happen twice. Of compiled regions only extern kernels and custom
-    ops are seen. Nondeterminism that two runs in a row do not show (threads) may need several steps.
-
-    Cost: each op twice, its outputs read twice (on a GPU one synchronisation an op), and some 30
-    microseconds an op, for a custom op 150 more: a transformer of 6 x 384 takes 2.4 times as long (two
-    cores of a CPU, torch 2.13). Memory: one op's outputs, and two copies of the storages that it
-    writes.
+    A mode can be entered again, and adds to its results.
 
     Args:
         raise_on_mismatch: raise at the first op that differs, instead of collecting.
@@ -211,7 +192,6 @@ class BitwiseEquivalenceMode:
         return list(self._mismatches)
 
     def _op(self, func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an op and return what it returned, the first time."""
         if id(func) not in self._plans:
             plan = make_plan(func)
             self._plans[id(func)] = plan, why_left_out(func, plan)
@@ -250,7 +230,6 @@ class BitwiseEquivalenceMode:
         return self._run_again(func, plan, phase, scope, (args, kwargs))
 
     def _run_again(self, func: Any, plan: OpPlan, phase: str, scope: OpScope, call: Call) -> Any:
-        """Run an op twice, note what differed, and return what the first run returned."""
         occurrence = self._calls[phase, scope.module, id(func)]
         self._calls[phase, scope.module, id(func)] += 1
         rerun = _Rerun(plan, call, self._begin_read(plan, call))
@@ -294,7 +273,6 @@ class BitwiseEquivalenceMode:
         return rerun.out
 
     def _begin_read(self, plan: OpPlan, call: Call) -> list[UnwrittenWords]:
-        """Return the unwritten memory that a call reads, with its first content restored."""
         if not self._fresh:
             return []
         with _unseen():
@@ -371,7 +349,6 @@ class _Rerun:
         return copies
 
     def _put_others(self, call: Call, first: Sequence[Any]) -> bool:
-        """Return whether an op writes other bits where unwritten memory that it reads holds other bytes."""
         with nullcontext() if self._plan.writes else self._other_bytes():
             again = self._again(call)
         self.differing = [] if again is None else _differing(first, again)
@@ -423,7 +400,6 @@ class _Rerun:
 
 
 def _differing(first: Sequence[Any], second: Sequence[Any]) -> list[_Difference]:
-    """Return what two runs wrote with other bits; missing outputs differ."""
     with without_function_modes():
         return [
             (index, one, other)
@@ -440,5 +416,4 @@ def _unseen() -> Iterator[None]:
 
 
 def _no_modes_below() -> AbstractContextManager[Any]:
-    """Keep the dispatch modes below this one from seeing what is done to check."""
     return without_modes() if num_dispatch_modes() else nullcontext()

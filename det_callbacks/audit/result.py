@@ -17,14 +17,12 @@ class OpMismatch:
         phase: "forward", "backward", "optimizer" or what was set.
         module: qualified name, "" outside any module, "?" when unknown; of a backward op that of its
             forward op.
-        op: ``namespace.op.overload``.
         occurrence: calls of that op at that place earlier in the block.
         output: number among what the call wrote: what it returned first, then the arguments it wrote.
         source: up to four of the user's lines, innermost first; of a backward op those of its forward
             op.
-        shape: of the first run's output; () for a number.
-        dtype: "float32"; the Python class for a number.
-        num_elements: of the first run's output.
+        shape: of the first run's output, as ``dtype`` and ``num_elements``; () and a Python class for a
+            number.
         num_differing: elements whose bits differ; all of them for another shape or dtype, or if not
             strided.
         max_ulps: largest distance of two finite elements; None where there is none.
@@ -105,7 +103,6 @@ class AuditReport:
     """The outcome of an audit.
 
     Attributes:
-        steps: that were audited.
         num_compared: ops that were run again and compared, all steps together.
         skipped: why ops were not run again -> how many.
         findings: what differed, in the order of the first step in which it did.

@@ -135,7 +135,6 @@ def _digest(tensor: torch.Tensor, deferred: DeferredDigests | None, *, memory_or
 
 
 def _plain(tensor: torch.Tensor, memory_order: bool) -> torch.Tensor:
-    """Return a strided tensor's elements in one stretch of memory in the order asked for."""
     if is_zero_tensor(tensor):
         plain = tensor.clone()
     else:
@@ -152,7 +151,6 @@ def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _components(tensor: torch.Tensor, deferred: DeferredDigests | None) -> list[Bits] | None:
-    """Return the digests of what the tensor is made of, None for a strided tensor."""
     parts: Sequence[torch.Tensor]
     ends: list[Bits] = []
     is_plain = type(tensor) in _PLAIN_TYPES

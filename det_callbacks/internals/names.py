@@ -61,21 +61,19 @@ def find(path: str, example: Any = None) -> Any:
 
 
 class PrivateNames:
-    """The private names of one package, each with what was found."""
-
     def __init__(self, package: str) -> None:
         self.package = package
         self.known: dict[str, PrivateName] = {}
         self.missing: list[PrivateName] = []
 
     def needed(self, path: str, purpose: str, *, for_: str = RECORDING) -> Any:
-        """Return what a name means; where it is missing, something that raises when it is used."""
+        """Return what a name means, or something that raises when it is used."""
         name = self._note(PrivateName(path=path, purpose=purpose, needed_for=for_))
         found = self._look_up(name)
         return Refusal(self, name) if found is MISSING else found
 
     def needed_class(self, path: str, purpose: str, *, for_: str = RECORDING) -> Any:
-        """Return a class; where it is missing, one without instances."""
+        """Return a class, or one without instances."""
         found = self._look_up(self._note(PrivateName(path=path, purpose=purpose, needed_for=for_)))
         return type("Missing", (), {}) if found is MISSING else found
 
@@ -85,17 +83,16 @@ class PrivateNames:
         return found if isinstance(found, Refusal) else reads(path.rpartition(".")[2])
 
     def optional(self, path: str, purpose: str, *, without: Any, lost: str) -> Any:
-        """Return what a name means, and ``without`` where it is missing."""
         found = self._look_up(self._note(PrivateName(path=path, purpose=purpose, lost=lost)))
         return without if found is MISSING else found
 
     def name_of(self, path: str, purpose: str, *, for_: str = RECORDING, example: Any = None) -> str:
-        """Return the last part of a path, for code that looks it up in objects; ``example`` is one of them."""
+        """Return the last part of a path, for code that looks it up in objects."""
         self._look_up(self._note(PrivateName(path=path, purpose=purpose, needed_for=for_, example=example)))
         return path.rpartition(".")[2]
 
     def later(self, path: str, purpose: str, *, for_: str = RECORDING) -> Callable[[], Any]:
-        """Return a function that returns what a name means, or raises: for slow imports."""
+        """Return what looks a name up when it is called: for slow imports."""
         name = self._note(PrivateName(path=path, purpose=purpose, needed_for=for_))
 
         def look_up() -> Any:
@@ -107,7 +104,7 @@ class PrivateNames:
         return look_up
 
     def of_instance(self, path: str, purpose: str, *, for_: str = RECORDING) -> Callable[[Any], Any]:
-        """Return a function that reads an attribute that instances get when they are made, or raises."""
+        """Return what reads an attribute that only instances have."""
         name = self._note(PrivateName(path=path, purpose=purpose, needed_for=for_, is_of_instance=True))
         attribute = path.rpartition(".")[2]
 
@@ -139,11 +136,9 @@ class PrivateNames:
         )
 
     def losses(self) -> list[str]:
-        """Return a sentence for each missing name without which the package goes on with less."""
         return [str(name) for name in self.missing if name.lost]
 
     def all_missing(self) -> list[str]:
-        """Return a sentence for each name that is missing, including those not looked up yet."""
         for name in self.known.values():
             if not name.is_of_instance:
                 self._look_up(name)

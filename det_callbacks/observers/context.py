@@ -43,8 +43,7 @@ class ObserverContext:
     Args:
         dump_dir: folder in which runs are stored.
         name: of this run, and of its folder in ``dump_dir``.
-        reference: folder of the run to compare with; None records a run, which can later be a
-            reference.
+        reference: folder of the run to compare with; None records a run.
         raise_on_mismatch: raise at the end of the first step that differs. Otherwise the block ends
             with a ``DivergenceWarning``.
         overwrite: recording: replace a run that is there. An earlier comparison is always replaced.
@@ -56,10 +55,8 @@ class ObserverContext:
 
     Raises:
         ValueError: the name cannot be that of a folder.
-        TraceError, RunExistsError, ReferenceNotFoundError, ReferenceFormatError: at entering: another
-        observer is active, there is a run of that name, the reference is missing, damaged or of a
-        DeterminismCallback.
-        RunInUseError, WriteError: another process writes to the run; nothing can be written.
+        TraceError, RunExistsError, ReferenceNotFoundError, ReferenceFormatError, RunInUseError,
+        WriteError: at entering.
         DivergenceError, NotComparableError: with ``raise_on_mismatch``; ``.verdict`` says where.
         NothingComparedError: nothing was observed, or nothing compared (at the end).
 
@@ -209,7 +206,6 @@ class ObserverContext:
             self.mismatches = (*self.mismatches, *found)[:MAX_MISMATCHES]
 
     def _finish(self, *, is_early: bool = False) -> None:
-        """Close the files and, when comparing, judge."""
         if self._verification is None:
             if not self._num_sites:
                 raise NothingComparedError(

@@ -69,9 +69,9 @@ def observe_non_deterministic(name: str, tree: _Tree) -> _Tree:
 def observe_grad(name: str, tensor: Tensor) -> Tensor:
     """Record the gradient of a tensor, "grad of <name>", when a backward pass has computed it; return the tensor.
 
-    It may be called after the tensor was used. For a parameter it is what each backward pass adds. A
-    tensor without a gradient in its step is recorded as a site without value, with a warning. A
-    compiled function breaks its graph here; there it must be called before the tensor is used.
+    For a parameter it is what each backward pass adds. A tensor without a gradient in its step is
+    recorded as a site without value, with a warning. A compiled function breaks its graph here; there
+    it must be called before the tensor is used.
 
     Raises:
         TypeError, ValueError: the name is no such text as ``observe`` takes, or the value is no tensor.

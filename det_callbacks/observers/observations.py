@@ -26,8 +26,6 @@ Leaves = Sequence[tuple[str, Any]]
 
 @dataclass(slots=True, eq=False)
 class _Gradient:
-    """A gradient that was asked for in this step."""
-
     name: str
     module: str
     occurrence: int
@@ -181,7 +179,6 @@ class Observations:
         return not where
 
     def _place(self) -> tuple[str, str]:
-        """Return phase and module."""
         if graph_task_id() == -1:
             return self._recorder.phase, self._recorder.places.calls.current.module
         return "backward", self._recorder.places.backward.scope().module

@@ -42,8 +42,6 @@ _NOT_SHOWN = frozenset({"async_op", "timeout", "sparse_indices", "process_group"
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Delivery:
-    """One output of one collective, whose bits may come later."""
-
     site: Site  # of the row of its first read, except the edges
     inputs: tuple[int, ...]  # positions of what went in on this rank
     work: Any  # tells whether the collective is done; None where that is not known
@@ -77,7 +75,6 @@ class Collectives:
         self._deliveries = [one for one in self._deliveries if one.tensor() is not None and not one.has_arrived()]
 
     def run(self, plan: OpPlan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a collective, or the op that waits for one."""
         step = self._step
         given = {**dict(zip(plan.argument_names, args, strict=False)), **kwargs}
         if plan.base in _WAITS:
@@ -125,7 +122,6 @@ class Collectives:
             step.counts.skipped["in_flight"] += 1
 
     def site_of(self, name: SpecialInput) -> Site:
-        """Return the site of a row with this name, except its edges."""
         site: Site = self._deliveries[name.key[1]].site
         return site
 
@@ -274,7 +270,6 @@ class Collectives:
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the ordinary tensors that hold a tensor's bytes; waiting wrappers are left as they are."""
     if isinstance(tensor, AsyncCollectiveTensor) or not has_parts(tensor):
         yield tensor
         return
@@ -296,7 +291,7 @@ def _is_done(work: Any) -> bool:
 
 
 def _sent_tensors(base: str, given: dict[str, Any], group: "dist.ProcessGroup | None") -> list[Tensor]:
-    """Return the tensors that this rank puts in: arguments that are not only written."""
+    """Return the tensors that this rank puts in."""
     op = base.partition(".")[2]
     has_root = op.startswith(("broadcast", "scatter"))  # which alone puts something in
     is_other = group is not None and given.get("root_rank", given.get("src")) != group.rank()
@@ -307,7 +302,6 @@ def _sent_tensors(base: str, given: dict[str, Any], group: "dist.ProcessGroup | 
 
 
 def _received_tensors(base: str, given: dict[str, Any], out: Any) -> list[Tensor]:
-    """Return the tensors that a collective writes, or makes."""
     if base.partition(".")[2].startswith(("send", "isend")):
         return []
     if not base.startswith("c10d."):

@@ -23,8 +23,6 @@ Known = dict[torch.device, list[int]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeferredBits:
-    """64 bits that are computed from what ``DeferredDigests.finish`` found."""
-
     value: Callable[[Known], int]
 
 
@@ -98,7 +96,6 @@ class DigestQueue:
         self._unheld.add(storage_address(storage))
 
     def flush(self) -> None:
-        """Launch what waits, on its stream."""
         with self._lock:
             self._require_whole()
             if not self._pending:

@@ -33,8 +33,6 @@ _FAILURES = (AssertionError, AttributeError, ImportError, OSError, RuntimeError,
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Launched:
-    """The spans of one launch: their sizes in bytes, and the stream that they are read on."""
-
     stream: Hashable
     sizes: tuple[int, ...]
     sums: torch.UntypedStorage | None  # of the spans' blocks; None once they are hashed
@@ -74,7 +72,6 @@ class TritonDigest:
         return torch.cuda.current_stream(self._device) if self._is_cuda else None
 
     def wait_for(self, stream: Hashable) -> None:
-        """Have the device's current stream wait for another one."""
         _require_no_capture()
         if isinstance(stream, torch.cuda.Stream):
             torch.cuda.current_stream(self._device).wait_stream(stream)
@@ -212,8 +209,6 @@ def _num_leaves(size: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """How a device's tensors are digested; without a ``method`` each is copied to the host."""
-
     method: TritonDigest | None
     reason: str = ""  # why Triton's kernels are not used on a CUDA device
 

@@ -75,7 +75,6 @@ def _unsigned_at(words):
 
 @triton.jit
 def _mix(word, key):
-    """Return what a word adds to its own accumulator."""
     mixed = word ^ key
     return (mixed & 0xFFFFFFFF) * (mixed >> 32)
 
@@ -187,7 +186,6 @@ def _scrambled(state, scramble):
 
 @triton.jit
 def _high_product(first, second):
-    """Return the upper 64 bits of a product of 64 bits by 64 bits."""
     first_low, first_high = first & 0xFFFFFFFF, first >> 32
     second_low, second_high = second & 0xFFFFFFFF, second >> 32
     low_high = first_low * second_high

@@ -33,7 +33,6 @@ class NameTable:
         self.keep({place_of(value): name for name, value in reversed(entries)}, entries)
 
     def keep(self, names: dict[Place, str], entries: Iterable[tuple[str, object]]) -> None:
-        """Replace the table; the tensors at these places are among ``entries``."""
         if names != self.known:
             self.close()
             self.known = names

@@ -61,16 +61,12 @@ def read_text(sources: Iterable[tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
 
 
 def is_of_torch(source: tuple[str, ...]) -> bool:
-    """Return whether a line of torch stands in for the user's."""
     return len(source) == 1 and source[0].startswith("torch/")
 
 
 @lru_cache(maxsize=8192)
 def _describe(path: str, function: str) -> tuple[str, str, str]:
-    """Return file and function as shown, and whose code it is: user, torch, loop (of a Trainer) or other.
-
-    Code objects are no key: equal text at equal lines makes two of them equal.
-    """
+    """Return file and function as shown, and whose code it is: user, torch, loop (of a Trainer) or other."""
     shown, owner = _owner_of(path)
     is_file = Path(path).is_absolute() or path in linecache.cache  # where cells of a notebook are
     if owner in ("user", "torch") and _PATHS.setdefault(shown, path if is_file else "") != path:

@@ -275,7 +275,6 @@ class CompiledRegions:
         return out
 
     def _is_recorded(self) -> bool:
-        """Return whether a graph that is about to run makes rows, and is no part of another graph or a capture."""
         places = self._places
         is_open = bool(self._stances) and self._token is not None and places.selection.level != "state"
         return is_open and not places.is_in_region() and not self._captures.is_capturing()
@@ -375,5 +374,4 @@ def _unwrapped(name: str) -> str:
 
 
 def _version_of(value: Any) -> int:
-    """Return how often a tensor was written, as far as autograd was told; 0 for what does not count it."""
     return num_writes(value) if isinstance(value, Tensor) and not value.is_inference() else 0

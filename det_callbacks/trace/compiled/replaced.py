@@ -21,8 +21,6 @@ class Watcher(Protocol):
 
 
 class ReplacedInTorch:
-    """Methods that replace torch's while they are needed, and who needs them."""
-
     def __init__(self) -> None:
         self.watchers: list[Watcher] = []  # of the steps under way, outermost first
         self._followers: set[int] = set()

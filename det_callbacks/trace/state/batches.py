@@ -73,7 +73,6 @@ def _has_samples(value: Any) -> TypeGuard[Tensor]:
 
 
 def _digest_samples(deferred: DeferredSites, tensor: Tensor, found: list[Samples]) -> Bits:
-    """Return the order-free digest of the samples of a tensor, and add them to ``found``."""
     if not deferred.is_deferred(tensor):
         found.append(samples_of(tensor))
         return found[-1].digest

@@ -34,7 +34,6 @@ def leaves(tree: Any, name: str, *, is_whole: bool = False) -> Iterator[tuple[st
 
 
 def entries(tree: Any, path: str) -> list[tuple[str, Any]] | None:
-    """Return the entries of a mapping or a sequence with their paths; None for anything else."""
     if type(tree) is not list and type(tree) is not tuple and isinstance(tree, Mapping):
         return [(f"{path}[{key!r}]", value) for key, value in tree.items()]
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -69,7 +68,6 @@ def _leaves(tree: Any, name: str, entered: dict[int, Any], *, is_whole: bool, de
 
 
 def _children(tree: Any, name: str, *, is_whole: bool) -> Iterable[tuple[str, Any]] | None:
-    """Return what a structure consists of; None where that cannot be told."""
     if (found := entries(tree, name)) is not None:
         return found
     attributes = _attributes(tree)

@@ -41,7 +41,6 @@ class NamedSites:
         self._rows: dict[tuple[str, str | None, Role, str], SiteRow] = {}  # as long as these are the parameters
 
     def generators(self, *, is_end: bool = False) -> None:
-        """Record the states of the process's generators as the step begins or ends (phase rng)."""
         step, trail = self._step, self._generators
         first = step.num_sites
         names: list[str] = []
@@ -138,7 +137,6 @@ class NamedSites:
         self._step.append_bits(self._step.deferred.defer(self._step.num_sites, bits), slot or self._step.layouts.none)
 
     def output(self, phase: str, module: str, name: str, tensor: Tensor) -> None:
-        """Record an output of a module, or the gradient of one, in memory order like the outputs of ops."""
         step = self._step
         if not holds_data(tensor) or self._captures.is_captured():
             return
@@ -172,7 +170,6 @@ class NamedSites:
         )
 
     def _row(self, phase: str, owner: str | None, role: Role, name: str) -> SiteRow:
-        """Return the row of a name; many are in groups that have other names in each step."""
         key = (phase, owner, role, name)
         row = self._rows.get(key)
         if row is None:
@@ -206,7 +203,6 @@ class ModuleOutputs:
         self._places.modules.on_output = self._record
 
     def close(self) -> None:
-        """Stop; gradients of graphs that outlive the step are not recorded."""
         self._step = None
         self._places.modules.on_output = None
 

@@ -75,8 +75,6 @@ class OptimizerPhases:
 
 
 def in_phase(owner: Any, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function with the owner in that phase while it runs."""
-
     def marked(*args: Any, **kwargs: Any) -> Any:
         outer = owner.phase
         owner.phase = phase

@@ -50,7 +50,6 @@ class NondeterministicOps:
         self._silenced: dict[str, Any] = {}
 
     def close(self) -> None:
-        """Stop silencing torch's own warnings."""
         kept = [one for one in warnings.filters if one not in self._silenced.values()]
         warnings.filters[:] = kept  # type: ignore[index]  # a list, declared as a sequence
         with warnings.catch_warnings():
@@ -85,7 +84,6 @@ class NondeterministicOps:
 
     @cached_property
     def _suspects(self) -> frozenset[str]:
-        """Ops ("aten.put_") that may have no deterministic implementation."""
         return _UNDOCUMENTED.union(op for fact in read_op_facts() if fact.behaviour == "error" for op in fact.ops)
 
     def _require_allowed(self, error: RuntimeError, op: str, mode: str, phase: str, scope: OpScope) -> None:

@@ -136,8 +136,6 @@ class OpKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArgumentWrite:
-    """A tensor argument that the op writes: its position and its name."""
-
     index: int
     name: str
 
@@ -193,7 +191,6 @@ class OpPlan:
                 yield name, value
 
     def argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return an argument of a call, None where it is left at its default."""
         index = self.argument_names.index(name)
         return args[index] if index < len(args) else kwargs.get(name)
 

@@ -10,8 +10,6 @@ from det_callbacks.trace.tables.overloads import OpPlan, make_plan
 
 
 class Plans:
-    """The plans of the ops called so far; ``place`` tells where the running one belongs."""
-
     def __init__(self, place: Callable[[], tuple[str, OpScope]]) -> None:
         self.nondeterministic_ops: NondeterministicOps | None = None  # set before the first step
         self.known: dict[int, OpPlan] = {}  # by id: hashing an OpOverload runs Python code; a plan keeps it alive

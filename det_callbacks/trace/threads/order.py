@@ -214,7 +214,6 @@ class _Ordering:
         self._go_on()
 
     def _append(self, group: Group) -> None:
-        """Append a group, after what it reads."""
         for read in (self._group_of[at] for at in group.reads):
             if read.is_read_first and not read.is_placed:
                 self._readers[read.positions[0]] = self._readers.get(group.positions[0], group.call)
@@ -274,13 +273,11 @@ class _Ordering:
         return -self._last_of_module.get(self._call_at(group).module, -1), is_of_op, group.key
 
     def _call_at(self, group: Group) -> CallNode:
-        """Return the call that tells where a group ran, all that it reads being placed."""
         while group.is_sum:
             group = self._group_of[max(group.reads, key=self._place_of.__getitem__)]
         return group.call
 
     def sites(self) -> list[Site]:
-        """Return the sites in their order, with the positions that they now read."""
         found = []
         for position in self.order:
             row = self._rows[position]
@@ -299,6 +296,5 @@ def _is_output(group: Group) -> bool:
 
 
 def _is_output_around(group: Group, module: str) -> bool:
-    """Return whether a group is the output of a module that contains this one."""
     around = group.call.module
     return _is_output(group) and around != module and (around == "" or module.startswith(f"{around}."))
