@@ -1,7 +1,7 @@
 """Tensor -> 64 bits, whatever the tensor is made of (``docs/explanation/digest.md``), unnoticed by the program."""
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -33,11 +33,11 @@ from det_callbacks.verdict import TensorNumbers
 
 _PLAIN_TYPES = frozenset({torch.Tensor, Parameter})
 
-_COMPRESSED = {
-    torch.sparse_csr: (torch.Tensor.crow_indices, torch.Tensor.col_indices),
-    torch.sparse_bsr: (torch.Tensor.crow_indices, torch.Tensor.col_indices),
-    torch.sparse_csc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices),
-    torch.sparse_bsc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices),
+_BY_ROWS, _BY_COLUMNS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
+SPARSE_PARTS: Mapping[torch.layout, tuple[str, ...]] = {
+    torch.sparse_coo: COO_PARTS,
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), _BY_ROWS),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), _BY_COLUMNS),
 }
 
 # Copied as integers: float8, sub-byte and bits dtypes have few ops, and NaNs stay as they are.
@@ -171,11 +171,10 @@ def _components(tensor: torch.Tensor, deferred: DeferredDigests | None) -> list[
         if not tensor.is_nested:
             return None
         parts = tensor.unbind()
-    elif tensor.layout is torch.sparse_coo:
-        parts = [getattr(tensor, name)() for name in COO_PARTS]
-        ends = [digest_bytes(bytes([tensor.is_coalesced()]))]
-    elif tensor.layout in _COMPRESSED:
-        parts = [accessor(tensor) for accessor in (*_COMPRESSED[tensor.layout], torch.Tensor.values)]
+    elif tensor.layout in SPARSE_PARTS:
+        parts = [getattr(tensor, name)() for name in SPARSE_PARTS[tensor.layout]]
+        if tensor.layout is torch.sparse_coo:
+            ends = [digest_bytes(bytes([tensor.is_coalesced()]))]
     elif tensor.layout is MKLDNN:
         parts = [tensor.to_dense()]
     else:

@@ -8,7 +8,7 @@ import re
 import warnings
 from collections.abc import Callable
 from threading import local
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -66,14 +66,6 @@ class ModuleCalls:
         self.current, self.backward_pass, self.is_recomputed = innermost
 
 
-class _OtherThreads(Protocol):
-    """``Strands``, which follows modules in other threads."""
-
-    def enter(self, module: nn.Module, scope: OpScope | None, args: tuple[Any, ...]) -> None: ...
-    def leave(self, module: nn.Module, output: Any, *, is_of_model: bool) -> None: ...
-    def is_followed(self) -> bool: ...
-
-
 class ModuleStack(ModuleCalls):
     """The modules that run in the step's own thread, named relative to ``root``, or to the class of the outermost.
 
@@ -84,7 +76,7 @@ class ModuleStack(ModuleCalls):
         super().__init__()
         self.on_enter: Callable[[], None] | None = None  # called before a module is entered
         self.on_output: Callable[[str, Any], None] | None = None  # called when one returns outside a backward pass
-        self.others: _OtherThreads | None = None
+        self.others: Any = None  # the Strands, which follow modules in other threads
         self._root = root
         self._here = _Here()
         self._scopes: dict[int, OpScope] = {}

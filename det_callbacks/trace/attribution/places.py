@@ -1,7 +1,7 @@
 """Where an op belongs (phase, module), the names of tensors, and whether that is recorded."""
 
 from threading import get_ident
-from typing import Protocol
+from typing import Any
 
 from torch import nn
 
@@ -13,11 +13,6 @@ from det_callbacks.trace.attribution.names import NameTable
 from det_callbacks.trace.op.call_graph import OpScope
 
 
-class Place(Protocol):
-    phase: str
-    scope: OpScope
-
-
 class Places:
     def __init__(self, selection: Selection, root: nn.Module | None) -> None:
         self.selection = selection
@@ -27,7 +22,7 @@ class Places:
         self.modules = ModuleStack(root)
         self.calls: ModuleCalls = self.modules  # of the thread that is recorded now, while the lock is held
         self.backward = BackwardMap(self.parameter_names, self.modules)
-        self.inside: dict[int, Place | None] = {}  # thread -> the compiled region that runs in it; None without rows
+        self.inside: dict[int, Any] = {}  # thread -> the compiled Region that runs in it; None without rows
         self.selects_all = selection.modules == ("*",) and len(selection.phases) == len(PHASES)
         self._selected: dict[tuple[str, str], bool] = {}
 

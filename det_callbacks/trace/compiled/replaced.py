@@ -6,25 +6,46 @@ outside a step.
 
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import Any, Protocol
+from typing import Any
 
 from det_callbacks.internals import dynamo
 from det_callbacks.internals.torch import CudaGraph
 from det_callbacks.trace.compiled.graphs import TracedGraph, describe_graph
 
-
-class Watcher(Protocol):
-    """``CompiledRegions``, which is told of what runs in a step."""
-
-    def run(self, graph: TracedGraph, call: Callable[..., Any], *args: Any) -> Any: ...
-    def run_earlier(self, call: Callable[[], Any]) -> Any: ...
+_INHERITED = object()
 
 
-class ReplacedInTorch:
+class ReplacedMethods:
+    """Methods of classes, modules and single objects that ours replace until ``restore``."""
+
     def __init__(self) -> None:
-        self.watchers: list[Watcher] = []  # of the steps under way, outermost first
+        self._replaced: list[tuple[Any, str, Any, Any]] = []  # owner, name, what was there, ours
+
+    def put(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        """Replace a method by ``make(method)``; ``__class__`` of an object replaces its class."""
+        before = getattr(owner, name)
+        ours = make(before)
+        is_own = name == "__class__" or name in vars(owner)
+        self._replaced.append((owner, name, before if is_own else _INHERITED, ours))
+        setattr(owner, name, ours)
+
+    def restore(self) -> None:
+        """Put back what was there, the last first, except where somebody else has replaced ours since."""
+        while self._replaced:
+            owner, name, before, ours = self._replaced.pop()
+            if getattr(owner, name) is not ours:
+                continue
+            if before is _INHERITED:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+
+
+class ReplacedInTorch(ReplacedMethods):
+    def __init__(self) -> None:
+        super().__init__()
+        self.watchers: list[Any] = []  # the CompiledRegions of the steps under way, outermost first
         self._followers: set[int] = set()
-        self._methods: dict[tuple[Any, str], tuple[Any, Any]] = {}
 
     def follow(self, follower: object) -> None:
         """Name what is compiled from now on, until ``unfollow``; imports Dynamo, which every optimizer does."""
@@ -38,30 +59,27 @@ class ReplacedInTorch:
         if inductor_graph is not None:
             self._replace(inductor_graph, "__call__", self._run_earlier)
 
-    def watch(self, watcher: Watcher) -> None:
+    def watch(self, watcher: Any) -> None:
         self.watchers.append(watcher)
         self.follow(watcher)
 
     def unfollow(self, follower: object) -> None:
-        """Restore everything when no follower is left, except what somebody else has replaced since."""
         self._followers.discard(id(follower))
         self.watchers = [one for one in self.watchers if one is not follower]
-        while self._methods and not self._followers:
-            (owner, name), (before, ours) = self._methods.popitem()
-            if vars(owner).get(name) is ours:
-                setattr(owner, name, before)
+        if not self._followers:
+            self.restore()
 
     def _replace(self, owner: Any, name: str, instead: Callable[..., Any]) -> None:
-        before = vars(owner).get(name)
-        if before is None or (owner, name) in self._methods:  # without CUDA there are none
-            return
+        def make(before: Callable[..., Any]) -> Callable[..., Any]:
+            @wraps(before)
+            def ours(*args: Any, **kwargs: Any) -> Any:
+                return instead(before, *args, **kwargs)
 
-        @wraps(before)
-        def ours(*args: Any, **kwargs: Any) -> Any:
-            return instead(before, *args, **kwargs)
+            return ours
 
-        self._methods[owner, name] = before, ours
-        setattr(owner, name, ours)
+        is_replaced = any(owner is one and name == known for one, known, *_ in self._replaced)
+        if name in vars(owner) and not is_replaced:  # without CUDA there is none
+            self.put(owner, name, make)
 
     def _compile(self, compile_graph: Callable[..., Any], output: Any, graph: Any, example_inputs: Any) -> Any:
         described = describe_graph(graph, output, example_inputs)  # first, since the compiler writes into the graph
