@@ -8,6 +8,8 @@ from typing import Any, Literal
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.runs.patterns import OpPattern
 
+Judgement = Literal["nondeterministic", "transient", "uninitialised"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpMismatch:
@@ -70,7 +72,7 @@ class AuditFinding(OpMismatch):
         num_places: outputs and occurrences of it that differed, all steps together.
     """
 
-    judgement: Literal["nondeterministic", "transient", "uninitialised"]
+    judgement: Judgement
     steps: tuple[int, ...]
     num_places: int
 
@@ -80,7 +82,7 @@ class AuditFinding(OpMismatch):
         first = mismatches[0][1]
         calls = {(step, one.occurrence) for step, one in mismatches}
         known = [one.max_ulps for _, one in mismatches if one.max_ulps is not None]
-        judgement: Literal["nondeterministic", "transient", "uninitialised"] = "nondeterministic"
+        judgement: Judgement = "nondeterministic"
         if all(one.is_uninitialised for _, one in mismatches):
             judgement = "uninitialised"
         elif first.is_transient and len(calls) == 1:

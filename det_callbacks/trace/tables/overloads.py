@@ -4,6 +4,7 @@ The tables hold what schemas do not say; ``tests/unit/test_overloads.py`` checks
 running torch.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -202,48 +203,51 @@ def make_plan(func: OpOverload | HigherOrderOperator) -> OpPlan:
         name = f"higher_order.{func}"
         return OpPlan(name=name, base=name, kind=OpKind.OPAQUE, call=func)
     schema = schema_of(func)
+    arguments, returns = schema.arguments, schema.returns
+    names = tuple(argument.name for argument in arguments)
     base = f"{func.namespace}.{schema.name.partition('::')[2]}"
+    name = f"{base}.{overload_name(func)}"
     hidden = HIDDEN_WRITES.get(base, ())
     written = [
         ArgumentWrite(index=index, name=argument.name)
-        for index, argument in enumerate(schema.arguments)
+        for index, argument in enumerate(arguments)
         if argument.name in hidden or (argument.alias_info is not None and argument.alias_info.is_write)
     ]
-    has_training = any(argument.name == "training" for argument in schema.arguments)
-    conditions = dict.fromkeys(hidden, "training") if has_training else {}
+    conditions = dict.fromkeys(hidden, "training") if "training" in names else {}
     if base in WRITTEN_IF:
         conditions = dict([WRITTEN_IF[base]])
-    is_declared = schema.returns and all(one.alias_info and not one.alias_info.is_write for one in schema.returns)
+    is_declared = returns and all(one.alias_info and not one.alias_info.is_write for one in returns)
     is_view = not written and bool(is_declared or base in UNDECLARED_VIEWS)
     call = kernel_of(func)
-    may_be_in_flight = any(argument.name == "non_blocking" for argument in schema.arguments)
-    returns_fresh = all(returned.alias_info is None for returned in schema.returns)
+    may_be_in_flight = "non_blocking" in names
+    fresh_returns = tuple(index for index, returned in enumerate(returns) if returned.alias_info is None)
+    sole_write = -1
+    if len(written) == 1 and not hidden and not may_be_in_flight and not fresh_returns:
+        argument = arguments[written[0].index]
+        if str(argument.type) == "Tensor" and not argument.kwarg_only:
+            sole_write = written[0].index
     plan = OpPlan(
-        name=f"{base}.{overload_name(func)}",
+        name=name,
         base=base,
         kind=_kind_of(func, base, is_view=is_view),
         call=partial(_call_with_autocast, call) if base in AUTOCASTS_INSIDE else call,
-        argument_names=tuple(argument.name for argument in schema.arguments),
-        defaults={
-            argument.name: argument.default_value for argument in schema.arguments if argument.has_default_value()
-        },
+        argument_names=names,
+        defaults={argument.name: argument.default_value for argument in arguments if argument.has_default_value()},
         number_arguments=frozenset(
-            argument.name
-            for argument in schema.arguments
-            if any(kind in str(argument.type) for kind in ("number", "Tensor"))
+            argument.name for argument in arguments if re.search("number|Tensor", str(argument.type))
         ),
-        is_functional=not written and returns_fresh,
+        is_functional=not written and len(fresh_returns) == len(returns),
         writes=tuple(written),
-        sole_write=_sole_write(schema, written, returns_fresh=returns_fresh, is_hidden=bool(hidden)),
-        fresh_returns=tuple(index for index, returned in enumerate(schema.returns) if returned.alias_info is None),
-        returns_one=len(schema.returns) == 1,
+        sole_write=sole_write,
+        fresh_returns=fresh_returns,
+        returns_one=len(returns) == 1,
         written_if=conditions,
         is_overwrite=base in OVERWRITES or _is_out_variant(func, written),
         is_plain=base not in OPAQUE_OUTPUTS and not may_be_in_flight,
         opaque_outputs=OPAQUE_OUTPUTS.get(base, frozenset()),
         draws_random=torch.Tag.nondeterministic_seeded in func.tags,
         may_be_in_flight=may_be_in_flight,
-        is_reducing=f"{base}.{overload_name(func)}" in REDUCING,
+        is_reducing=name in REDUCING,
     )
     is_taken_apart = plan.kind in (OpKind.DIGEST, OpKind.VIEW) and _is_composite(func.name())
     return replace(plan, kind=OpKind.COMPOSITE, whole=plan) if is_taken_apart else plan
@@ -269,15 +273,6 @@ REDUCING: dict[str, str | None] = {
     "aten.copy_.default": "src",
 }
 """What DDP's reducer calls for unused parameters (``mark_variable_ready_dense``) -> its gradient argument."""
-
-
-def _sole_write(schema: Any, written: list[ArgumentWrite], *, returns_fresh: bool, is_hidden: bool) -> int:
-    if len(written) != 1 or is_hidden or (returns_fresh and schema.returns):
-        return -1
-    argument = schema.arguments[written[0].index]
-    is_one_tensor = str(argument.type) == "Tensor" and not argument.kwarg_only
-    has_async = any(other.name == "non_blocking" for other in schema.arguments)
-    return written[0].index if is_one_tensor and not has_async else -1
 
 
 def _is_out_variant(func: OpOverload, written: Sequence[ArgumentWrite]) -> bool:
