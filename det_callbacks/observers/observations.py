@@ -111,7 +111,8 @@ class Observations:
             entries.append((path, value))
         strands = self._recorder.strands
         with self._recorder.step.lock, strands.recording(strands.here()):
-            self._record(*self._place(), entries, is_source=is_replayed)
+            phase, scope = self._recorder.places.now()
+            self._record(phase, scope.module, entries, is_source=is_replayed)
         return changed
 
     def observe_gradient(self, name: str, tensor: Tensor, *, is_replayed: bool, is_compiled: bool) -> None:
@@ -125,7 +126,7 @@ class Observations:
             )
         gradient = _Gradient(
             name=f"grad of {name}",
-            module=self._place()[1],
+            module=self._recorder.places.now()[1].module,
             occurrence=next(self._occurrences[f"grad of {name}"]),
             is_replayed=is_replayed,
             is_repeated=not torch.is_grad_enabled() or graph_task_id() != -1,
@@ -177,11 +178,6 @@ class Observations:
         if where:
             self._report(f"{name!r} was observed {where}. Nothing was recorded, compared, saved or put back there.")
         return not where
-
-    def _place(self) -> tuple[str, str]:
-        if graph_task_id() == -1:
-            return self._recorder.phase, self._recorder.places.calls.current.module
-        return "backward", self._recorder.places.backward.scope().module
 
     def _record(self, phase: str, module: str, entries: list[tuple[str, Any]], *, is_source: bool) -> None:
         self._recorder.named.group("observation", phase, entries, owner=module, is_source=is_source)

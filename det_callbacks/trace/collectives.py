@@ -6,7 +6,7 @@ way.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -139,7 +139,6 @@ class Collectives:
         """
         if not self._deliveries:
             return True
-        step = self._step
         reads: list[int] = []
         names: list[InputName] = []
         delivered = [part for part in _parts(tensor) if self._numbers(part)]
@@ -147,13 +146,7 @@ class Collectives:
             self._reads.read(part, reads, names)
         if names:
             phase, scope = self._place()
-
-            def build(node: CallNode) -> None:
-                node.source = source_of(scope) or capture_source()
-                node.sites = tuple(self._reads.sites(node))
-
-            step.graph.step_to(("arrival", phase, scope, [], reads, names, 0), build, self._reads.row_edges)
-            self._reads.row_edges.clear()
+            self._step_to(("arrival", phase, scope, [], reads, names, 0), ())
         return not any(map(self._numbers, delivered))
 
     def note_copy(self, plan: OpPlan, args: tuple[Any, ...]) -> None:
@@ -205,20 +198,23 @@ class Collectives:
         finally:
             self._is_sending = False
 
-        def build(node: CallNode) -> None:
-            node.source = source_of(scope) or capture_source()
-            sent = Site(
-                phase=phase, module=scope.module, op=plan.name, role="sent", arguments=arguments, source=node.source
-            )
-            sites = [replace(sent, output=index, inputs=inputs) for index, inputs in enumerate(edges)]
-            node.sites = (*self._reads.sites(node), *sites)
-
-        call_key = (call.func, phase, scope, [arguments], reads, names, len(positions))
-        node = step.graph.step_to(call_key, build, self._reads.row_edges)
-        self._reads.row_edges.clear()
+        site = Site(phase=phase, module=scope.module, op=plan.name, role="sent", arguments=arguments)
+        sites = [replace(site, output=index, inputs=inputs) for index, inputs in enumerate(edges)]
+        node = self._step_to((call.func, phase, scope, [arguments], reads, names, len(positions)), sites)
         step.counts.num_digested += 1
         self._deliver(plan, node, positions, out, given)
         return out
+
+    def _step_to(self, call: tuple[Any, ...], sites: Iterable[Site]) -> CallNode:
+        """Go to the call that makes these sites after those of what it reads first."""
+
+        def build(node: CallNode) -> None:
+            node.source = source_of(call[2]) or capture_source()
+            node.sites = (*self._reads.sites(node), *(replace(site, source=node.source) for site in sites))
+
+        node = self._step.graph.step_to(call, build, self._reads.row_edges)
+        self._reads.row_edges.clear()
+        return node
 
     def _deliver(
         self, plan: OpPlan, node: CallNode, positions: tuple[int, ...], out: Any, given: dict[str, Any]
