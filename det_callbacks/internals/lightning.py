@@ -121,15 +121,15 @@ def require(trainer: pl.Trainer) -> None:
     """Raise UnsupportedVersionError where torch, Lightning or a Trainer lacks what following a fit needs."""
     TORCH.require(RECORDING)
     LIGHTNING.require(RECORDING)
-    fit_loop = trainer.fit_loop
-    epoch_loop = fit_loop.epoch_loop
-    readers = {
-        trainer: (checkpoint_connector, results, logger_connector),
-        logger_connector(trainer): (callback_metrics, progress_bar_metrics),
-        fit_loop: (combined_loader, data_fetcher, should_accumulate, is_restarting),
-        epoch_loop: (num_optimizer_steps, is_out_of_batches, is_training_done, epoch_results, should_validate),
-        epoch_loop.val_loop: (validation_data,),
+    epoch_loop = trainer.fit_loop.epoch_loop
+    owners = {
+        "lightning.pytorch.Trainer": trainer,
+        "_LoggerConnector": logger_connector(trainer),
+        "_FitLoop": trainer.fit_loop,
+        "_TrainingEpochLoop": epoch_loop,
+        "_EvaluationLoop": epoch_loop.val_loop,
     }
-    for owner, reads in readers.items():
-        for read in reads:
-            read(owner)
+    for path, read in LIGHTNING.readers.items():
+        owner = path.rpartition(".")[0]
+        if owner in owners:
+            read(owners[owner])

@@ -65,6 +65,7 @@ class PrivateNames:
         self.package = package
         self.known: dict[str, PrivateName] = {}
         self.missing: list[PrivateName] = []
+        self.readers: dict[str, Callable[[Any], Any]] = {}  # of attributes that only instances have
 
     def needed(self, path: str, purpose: str, *, for_: str = RECORDING) -> Any:
         """Return what a name means, or something that raises when it is used."""
@@ -116,6 +117,7 @@ class PrivateNames:
                 raise self.refusal(name, package=module if module == "pytorch_lightning" else self.package)
             return found
 
+        self.readers[path] = read
         return read
 
     def require(self, for_: str) -> None:
