@@ -159,26 +159,21 @@ set_negative: Callable[[Tensor, bool], None] = TORCH.needed(
 # Kinds of tensors.
 
 if TYPE_CHECKING:
-    from torch._ops import HigherOrderOperator as HigherOrderOperator
     from torch._ops import OpOverload as OpOverload
-    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
-    from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor
     from torch.distributed._functional_collectives import AsyncCollectiveTensor as AsyncCollectiveTensor
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 else:
-    FakeTensor = TORCH.needed_class("torch._subclasses.fake_tensor.FakeTensor", "a tensor without data")
-    FunctionalTensor = TORCH.needed_class(
-        "torch._subclasses.functional_tensor.FunctionalTensor", "a tensor without data"
-    )
     AsyncCollectiveTensor = TORCH.needed_class(
         "torch.distributed._functional_collectives.AsyncCollectiveTensor", "what a collective has yet to deliver"
     )
     OpOverload = TORCH.needed_class("torch._ops.OpOverload", "the class of ops")
-    HigherOrderOperator = TORCH.needed_class("torch._ops.HigherOrderOperator", "the class of ops on functions")
     TorchDispatchMode = TORCH.needed_class(
         "torch.utils._python_dispatch.TorchDispatchMode", "sees every op of the thread that entered it"
     )
-
+FakeTensor: Any = TORCH.needed_class("torch._subclasses.fake_tensor.FakeTensor", "a tensor without data")
+FunctionalTensor: Any = TORCH.needed_class(
+    "torch._subclasses.functional_tensor.FunctionalTensor", "a tensor without data"
+)
 DispatchKey: Any = TORCH.needed("torch._C.DispatchKey", "names the kernels of an op")
 is_functional: Callable[[Tensor], bool] = TORCH.optional(
     "torch._is_functional_tensor",

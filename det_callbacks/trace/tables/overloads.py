@@ -18,7 +18,6 @@ from torch.overrides import enable_reentrant_dispatch
 
 from det_callbacks.internals.torch import (
     DispatchKey,
-    HigherOrderOperator,
     OpOverload,
     exclude_key,
     has_kernel_for,
@@ -197,7 +196,7 @@ class OpPlan:
 
 
 @cache
-def make_plan(func: OpOverload | HigherOrderOperator) -> OpPlan:
+def make_plan(func: Any) -> OpPlan:
     """Return the plan for an overload; the first time costs some 200 microseconds."""
     if not isinstance(func, OpOverload):
         name = f"higher_order.{func}"
