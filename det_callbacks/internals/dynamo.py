@@ -15,13 +15,10 @@ _SLOWER = "torch.compile may take longer while a run is recorded"
 _set_strategy: Any = TORCH.optional(
     "torch._C._dynamo.eval_frame.set_code_exec_strategy",
     "keeps Dynamo from looking at functions that run between the parts of a compiled one",
-    without=None,
     lost=_SLOWER,
 )
-_make_strategy: Any = TORCH.optional(
-    "torch._C._dynamo.eval_frame._FrameExecStrategy", "likewise", without=None, lost=_SLOWER
-)
-_actions: Any = TORCH.optional("torch._C._dynamo.eval_frame._FrameAction", "likewise", without=None, lost=_SLOWER)
+_make_strategy: Any = TORCH.optional("torch._C._dynamo.eval_frame._FrameExecStrategy", "likewise", lost=_SLOWER)
+_actions: Any = TORCH.optional("torch._C._dynamo.eval_frame._FrameAction", "likewise", lost=_SLOWER)
 
 
 def skip(code: CodeType) -> None:
@@ -39,7 +36,6 @@ def break_graph_at(function: Any, reason: str) -> None:
 OBSERVE_IN_ORDER: Any = TORCH.optional(
     "torch._library.effects.EffectType.ORDERED",
     "keeps an op that returns nothing in a graph",
-    without=None,
     lost="what compiled functions observe is left out",
 )
 

@@ -69,13 +69,13 @@ class PrivateNames:
 
     def needed(self, path: str, purpose: str, *, for_: str = RECORDING) -> Any:
         """Return what a name means, or something that raises when it is used."""
-        name = self._note(PrivateName(path=path, purpose=purpose, needed_for=for_))
+        name = self._note(path, purpose, for_)
         found = self._look_up(name)
         return Refusal(self, name) if found is MISSING else found
 
-    def needed_class(self, path: str, purpose: str, *, for_: str = RECORDING) -> Any:
+    def needed_class(self, path: str, purpose: str) -> Any:
         """Return a class, or one without instances."""
-        found = self._look_up(self._note(PrivateName(path=path, purpose=purpose, needed_for=for_)))
+        found = self._look_up(self._note(path, purpose, RECORDING))
         return type("Missing", (), {}) if found is MISSING else found
 
     def attribute(self, path: str, purpose: str, *, reads: Callable[[str], Any] = attrgetter) -> Callable[[Any], Any]:
@@ -83,18 +83,18 @@ class PrivateNames:
         found = self.needed(path, purpose)
         return found if isinstance(found, Refusal) else reads(path.rpartition(".")[2])
 
-    def optional(self, path: str, purpose: str, *, without: Any, lost: str) -> Any:
-        found = self._look_up(self._note(PrivateName(path=path, purpose=purpose, lost=lost)))
+    def optional(self, path: str, purpose: str, *, lost: str, without: Any = None) -> Any:
+        found = self._look_up(self._note(path, purpose, lost=lost))
         return without if found is MISSING else found
 
-    def name_of(self, path: str, purpose: str, *, for_: str = RECORDING, example: Any = None) -> str:
+    def name_of(self, path: str, purpose: str, *, example: Any = None) -> str:
         """Return the last part of a path, for code that looks it up in objects."""
-        self._look_up(self._note(PrivateName(path=path, purpose=purpose, needed_for=for_, example=example)))
+        self._look_up(self._note(path, purpose, RECORDING, example=example))
         return path.rpartition(".")[2]
 
     def later(self, path: str, purpose: str, *, for_: str = RECORDING) -> Callable[[], Any]:
         """Return what looks a name up when it is called: for slow imports."""
-        name = self._note(PrivateName(path=path, purpose=purpose, needed_for=for_))
+        name = self._note(path, purpose, for_)
 
         def look_up() -> Any:
             found = self._look_up(name)
@@ -106,7 +106,7 @@ class PrivateNames:
 
     def of_instance(self, path: str, purpose: str, *, for_: str = RECORDING) -> Callable[[Any], Any]:
         """Return what reads an attribute that only instances have."""
-        name = self._note(PrivateName(path=path, purpose=purpose, needed_for=for_, is_of_instance=True))
+        name = self._note(path, purpose, for_, is_of_instance=True)
         attribute = path.rpartition(".")[2]
 
         def read(instance: Any) -> Any:
@@ -146,9 +146,9 @@ class PrivateNames:
                 self._look_up(name)
         return [str(name) for name in self.missing]
 
-    def _note(self, name: PrivateName) -> PrivateName:
-        assert name.path not in self.known, f"{name.path} is listed twice"
-        self.known[name.path] = name
+    def _note(self, path: str, purpose: str, needed_for: str = "", **others: Any) -> PrivateName:
+        assert path not in self.known, f"{path} is listed twice"
+        name = self.known[path] = PrivateName(path=path, purpose=purpose, needed_for=needed_for, **others)
         return name
 
     def _look_up(self, name: PrivateName) -> Any:

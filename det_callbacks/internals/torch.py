@@ -53,14 +53,12 @@ sequence_number: Callable[[Any], int] = TORCH.attribute(
 _run_backward: Any = TORCH.optional(
     "torch.autograd.graph._engine_run_backward",
     "the frame of every backward pass that Python starts",
-    without=None,
     lost="ops of autograd's formulas are taken for ops of hooks, and have no source line",
 )
 RUN_BACKWARD: CodeType | None = None if _run_backward is None else _run_backward.__code__
 _call_module: Any = TORCH.optional(
     "torch.nn.Module._call_impl",
     "the frame of every call of a module",
-    without=None,
     lost="ops in the backward of Python autograd Functions have no module",
 )
 CALL_MODULE: CodeType | None = None if _call_module is None else _call_module.__code__
@@ -84,10 +82,9 @@ def is_mode(filename: str, function: str) -> bool:
     return function == "__torch_dispatch__" or filename.endswith(_DISPATCHING)
 
 
-_checkpoint_hooks: Any = TORCH.optional(
+TORCH.optional(
     "torch.utils.checkpoint._checkpoint_hook",
     "the saved-tensor hooks of a checkpoint without reentry",
-    without=None,
     lost=_UNNAMED_REPEATED,
 )
 CHECKPOINT_FILE = CheckpointFunction.forward.__code__.co_filename
@@ -96,10 +93,9 @@ CHECKPOINT_REGIONS = {"unpack_hook": "frame", "backward": "ctx"}
 CHECKPOINT_PACK_HOOK = "_checkpoint_hook.__init__.<locals>.pack_hook"  # its closure is the region's frame
 
 
-_class_of_function: Any = TORCH.optional(
+TORCH.optional(
     "torch.autograd.Function._backward_cls._forward_cls",
     "the class of a Python autograd Function, from the class of its nodes",
-    without=None,
     lost="ops in the backward of Python autograd Functions have no module and no source line",
 )
 
@@ -194,7 +190,6 @@ untransformed: Callable[[Tensor], Tensor] = TORCH.needed("torch._C._functorch.ge
 MKLDNN: Any = TORCH.optional(
     "torch._mkldnn",
     "the layout of tensors that oneDNN has packed",
-    without=None,
     lost="tensors of that layout are refused by digests",
 )
 COO_PARTS = (
@@ -268,15 +263,13 @@ set_deterministic: Callable[..., None] = TORCH.optional(
 keep_version: Callable[[Tensor], Any] | None = TORCH.optional(
     "torch.autograd.grad_mode._unsafe_preserve_version_counter",
     "puts saved bits into a tensor that autograd has saved",
-    without=None,
     lost="what is observed in a compiled function is not put back",
 )
 
 
-_kernel: Any = TORCH.optional(
+TORCH.optional(
     "torch.ops.aten.abs.default._op",
     "calls an op past the frame that OpOverload.__call__ adds",
-    without=None,
     lost="every op that is recorded takes longer",
 )
 _call_with_key: Callable[[Any], Callable[..., Any]] = TORCH.attribute(
@@ -363,7 +356,7 @@ _is_in_fork_of_mps: Callable[[], bool] = TORCH.optional(
     lost=_NO_MPS,
 )
 _mps_generator: Callable[[], Generator] | None = TORCH.optional(
-    "torch.mps._get_default_mps_generator", "the default generator of an MPS device", without=None, lost=_NO_MPS
+    "torch.mps._get_default_mps_generator", "the default generator of an MPS device", lost=_NO_MPS
 )
 
 
