@@ -16,7 +16,6 @@ class OpMismatch:
     """One output of an op, at one place, that differed between two runs on the same inputs; a third one followed.
 
     Attributes:
-        phase: "forward", "backward", "optimizer" or what was set.
         module: qualified name, "" outside any module, "?" when unknown; of a backward op that of its
             forward op.
         occurrence: calls of that op at that place earlier in the block.

@@ -26,8 +26,8 @@ class StateDigest:
 
     Attributes:
         digest: of names, dtypes, shapes and bits; 16 hexadecimal digits.
-        tensors: name -> digest of its elements in row-major order, as ``digest_tensor`` gives it and
-            ``det-callbacks show RUN --step N`` prints it.
+        tensors: name -> digest of its elements, as ``digest_tensor`` gives it and ``det-callbacks
+            show`` prints it.
         layouts: name -> dtype and shape, "float32 [64, 768]"; the type of what is no tensor.
     """
 

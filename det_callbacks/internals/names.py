@@ -19,7 +19,6 @@ class PrivateName:
     """A name that another package does not promise to keep.
 
     Attributes:
-        path: from the package on, such as "torch._C._current_graph_task_id".
         needed_for: what is refused without it; "" where the package goes on with less.
         lost: what is lost without it, where the package goes on.
         is_of_instance: whether only instances of the class in its path have the attribute.

@@ -126,16 +126,13 @@ class Collectives:
         return site
 
     def wait(self, tensor: AsyncCollectiveTensor) -> None:
-        """Wait for a functional collective whose result is about to be read by an op that waits anyway.
-
-        The wrapper does not learn of it, so that the op's own wait, which modes may see, still happens.
-        """
+        """Wait for a functional collective without telling its wrapper, so that the op's own wait still happens."""
         torch.ops._c10d_functional.wait_tensor(tensor.elem)
 
     def arrive(self, tensor: Tensor) -> bool:
         """Make the rows of what collectives delivered into a tensor that is about to be recorded by its name.
 
-        Returns False when some of it is still under way, and must not be digested.
+        Returns False when some of it is still under way.
         """
         if not self._deliveries:
             return True

@@ -41,10 +41,10 @@ def value_of(bits: Bits, known: Known) -> int:
 class DigestQueue:
     """Spans of a device's memory, launched and fetched together.
 
-    The storage of a waiting span is held; its bytes must not change before the launch. ``before_write``
-    launches, and has a write on another stream come after all reading. What waits is also launched when
-    it is too much, when the stream changes, and at ``finish``, which alone waits for the device. After
-    a failed launch, only ``discard`` helps. Any thread may call: autograd has one for each device.
+    The storage of a waiting span is held; its bytes must not change before the launch, which
+    ``before_write`` makes. What waits is also launched when it is too much, when the stream changes,
+    and at ``finish``, which alone waits for the device. Any thread may call: autograd has one for each
+    device.
     """
 
     def __init__(self, method: TritonDigest, *, max_tensors: int = MAX_TENSORS, max_bytes: int = MAX_BYTES) -> None:

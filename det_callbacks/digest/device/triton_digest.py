@@ -43,8 +43,7 @@ class TritonDigest:
     """Triton kernels on a CUDA device: no copy of the tensors, no synchronisation before the digests are collected.
 
     One kernel reads up to 16 spans and leaves 64 bytes for each block of 1 KiB, its sums. Every half
-    GiB of spans, and at the end, a small copy and one more kernel hash them. Any thread may call.
-    Launching or waiting raises ``DetCallbacksError`` while the current stream captures a CUDA graph.
+    GiB of spans, and at the end, one more kernel hashes them. Any thread may call.
 
     ``kernels`` is the module ``triton_kernels``; ``device`` has its index, or is the host for Triton's
     interpreter.

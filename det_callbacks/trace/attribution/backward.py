@@ -141,9 +141,8 @@ class BackwardMap:
     def scope(self) -> OpScope:
         """Return where the running op of a backward pass belongs.
 
-        That is the module called in this pass, else the module of the autograd node. An op of a hook
-        counts as its node's, with its own source. What a checkpoint repeats outside any module belongs
-        to the checkpoint's caller.
+        That is the module called in this pass, else that of the autograd node, else the caller of the
+        checkpoint that runs again. An op of a hook counts as its node's, with its own source.
         """
         calls = self.calls
         if calls.backward_pass == graph_task_id():
@@ -221,9 +220,8 @@ def _of_accumulation(name: str | None) -> OpScope:
 def _find_in(nodes: _Nodes, number: int, name: str, code: CodeType | None) -> OpScope:
     """Return the scope of a node by its number, UNKNOWN when no call can be told to have made it.
 
-    After an op's own node may come nodes of what it does first (a clone of what it overwrites,
-    AsStrided of inputs), so the op may carry a higher number, with no call in between. CopySlices
-    follows an op that wrote into a view.
+    An op may make further nodes before it runs (a clone of what it overwrites, AsStrided of inputs), so
+    it may carry a higher number. CopySlices follows an op that wrote into a view.
     """
     if name == _COPY_SLICES:
         call = nodes.get(number - 1, [_UNSEEN])[0]

@@ -1,8 +1,7 @@
 """Regions that torch.compile compiled: the graph, its inputs and outputs, and the ops that are seen inside.
 
-Parameters that a region only reads have no rows. Inductor reuses buffers, so an inner op follows from
-all inputs and is never the origin: the region is. The backward pass also follows from the inner ops,
-which it may have saved.
+Inductor reuses buffers, so an inner op follows from all inputs and is never the origin: the region is.
+The backward pass also follows from the inner ops, which may have been saved.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -305,7 +304,7 @@ class CompiledRegions:
     def _in_own_module(self, graph: TracedGraph, args: Sequence[Any], scope: OpScope) -> OpScope:
         """Return the scope in the module that was traced, recognised by the name of one of its parameters.
 
-        ``nn.Module.compile`` compiles the call with its hooks, so the module stack does not show it.
+        The module stack does not show a call that ``nn.Module.compile`` compiled with its hooks.
         """
         for known, value in zip(graph.inputs, args, strict=False):
             name = self._places.parameter_names.get(id(value), "")

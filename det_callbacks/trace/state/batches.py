@@ -30,8 +30,8 @@ _WORDS = (1, 2, 4, 8)
 class Samples:
     """The samples of a batch tensor (dimension 0) without their order.
 
-    The sketch is the 8 smallest digests of samples, ascending; () for samples of 8 bytes or less, which
-    repeat. It finds a batch of the same data in another order (bottom-k, Cohen and Kaplan 2007).
+    The sketch, the 8 smallest digests of samples, finds a batch of the same data in another order
+    (bottom-k, Cohen and Kaplan 2007). Samples of 8 bytes or less, which repeat, have none.
     """
 
     digest: int
@@ -42,8 +42,8 @@ class Samples:
 def record_batch(step: Step, named: NamedSites, batch: Any) -> list[Samples]:
     """Record the tensors of a batch (phase data), each followed by the order-free digest of its samples.
 
-    What cannot be looked into is recorded by its type. Samples on a device are in the list when the
-    step is settled.
+    What cannot be looked into is recorded by its type. Samples on a device are known when the step is
+    settled.
     """
     found: list[Samples] = []
     unread: dict[str, str] = {}
@@ -86,7 +86,7 @@ def _digest_samples(deferred: DeferredSites, tensor: Tensor, found: list[Samples
 
 
 def samples_of(tensor: Tensor) -> Samples:
-    """Return the samples of a strided tensor; costs 0.2 microseconds a sample besides the digests.
+    """Return the samples of a strided tensor.
 
     The digest is that of the samples' sorted digests, or of the sorted samples where they have 1, 2, 4
     or 8 bytes.

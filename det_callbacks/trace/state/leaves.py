@@ -25,10 +25,9 @@ def flatten(tree: Any, name: str, *, is_whole: bool = False) -> Iterator[tuple[s
 def leaves(tree: Any, name: str, *, is_whole: bool = False) -> Iterator[tuple[str, Any]]:
     """Yield everything in a nested structure that is no structure itself, with its path.
 
-    Entered are mappings, lists, tuples and attributes of other objects (private ones only where it
-    ``is_whole``), 20 levels deep, an object once; no code of the object's class runs except a
-    mapping's. What a class with ``__getattr__`` keeps in one private mapping counts as its attributes,
-    as in torch_geometric.
+    Mappings, lists, tuples and attributes of other objects are entered (private ones only where it
+    ``is_whole``), 20 levels deep, an object once, without running code of its class. What a class with
+    ``__getattr__`` keeps in one private mapping counts as attributes, as in torch_geometric.
     """
     return _leaves(tree, name, {}, is_whole=is_whole, depth=0)
 

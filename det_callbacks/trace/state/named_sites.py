@@ -64,9 +64,7 @@ class NamedSites:
         """Record named tensors and numbers as sites, in row-major order; return where ordinary strided tensors lie.
 
         ``label`` tells groups at the same place apart. Their module is ``owner``, or follows from each
-        name ("net.head" for "net.head.weight"). Where it ``is_source``, later ops that read these
-        tensors read these sites. Tensors without data are left out, and everything while a CUDA graph
-        is captured.
+        name. Where it ``is_source``, later ops that read these tensors read these sites.
         """
         if self._captures.is_captured():
             return {}
@@ -232,8 +230,7 @@ class ModuleOutputs:
 class StateWalker:
     """Lists the parameters and buffers of a module by qualified name, shared ones once.
 
-    ``nn.Module.named_parameters`` builds every name at every call; this only when the tree of modules
-    changed.
+    It builds the names only when the tree of modules changed, unlike ``nn.Module.named_parameters``.
     """
 
     def __init__(self, root: nn.Module) -> None:

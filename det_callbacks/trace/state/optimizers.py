@@ -1,7 +1,7 @@
 """Where an optimizer's own update begins and ends, and its gradients, by torch's global hooks.
 
-A closure runs before the update: forward and backward inside it keep their phases, and the gradients
-are handed over when it returns, after unscaling and clipping.
+A closure runs before the update: what it runs keeps its phases, and its gradients are handed over when
+it returns.
 """
 
 from collections.abc import Callable
@@ -20,9 +20,8 @@ from det_callbacks.trace.dispatch import runs_uncompiled
 class OptimizerPhases:
     """Sets the ``phase`` of its owner around optimizer updates while open, and remembers the optimizers seen.
 
-    ``closure_phase`` is that of a closure outside training step and backward pass. ``on_new`` is called
-    when an optimizer is first seen, ``on_update`` before an update, with the gradients as they go into
-    it.
+    ``on_new`` is called when an optimizer is first seen, ``on_update`` before an update, with its
+    gradients.
     """
 
     owner: Any

@@ -1,8 +1,7 @@
 """Ops without a deterministic implementation: who called them, and which are let through.
 
-Under "error" such an op raises before it computes anything; an allowed one is called again. Under
-"warn" torch warns only when the outermost call from Python returns, so suspects are called under
-"error" first.
+Under "error" such an op raises before it computes anything. Under "warn" torch warns only when the
+outermost call from Python returns, so suspects are called under "error" first.
 """
 
 import re
@@ -115,10 +114,9 @@ class NondeterministicOps:
 
 
 class NondeterministicOpWatch:
-    """Finds these ops where no step is traced (validation, test, levels below op); 5 microseconds an op.
+    """Finds these ops where no step is traced (validation, test, levels below op).
 
-    Backward ops carry the module whose op was the first after their autograd node was made, "?" where
-    none was.
+    Backward ops carry the module whose op was the first after their autograd node was made.
     """
 
     def __init__(self, ops: NondeterministicOps, model: nn.Module) -> None:

@@ -146,20 +146,19 @@ class OpPlan:
 
     Attributes:
         base: ``namespace.op``.
-        call: runs the op, past ``OpOverload.__call__``, which only adds a frame.
+        call: runs the op, past ``OpOverload.__call__``.
         number_arguments: those that take any Python number, so that 1, 1.0 and True differ.
         is_functional: it writes no argument and returns fresh tensors only.
         writes: arguments written, declared or hidden, in the order of the schema.
         sole_write: position of the one tensor argument that it writes and nothing else, else -1.
         fresh_returns: indices of the returns that alias no argument.
-        returns_one: the op has one return, which may be a list of tensors.
         written_if: argument among ``writes`` -> the argument without which it is not written.
         is_overwrite: the written arguments are not read.
         is_plain: a tensor that it returns is digested as it is.
         may_be_in_flight: with ``non_blocking``, its output may be incomplete until the device is
             synchronised.
         whole: of a composite op, the plan for a call that is not taken apart.
-        is_reducing: DDP's reducer calls it for unused parameters, in no certain order (``REDUCING``).
+        is_reducing: see ``REDUCING``.
     """
 
     name: str  # ``namespace.op.overload``

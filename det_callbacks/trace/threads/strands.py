@@ -1,7 +1,6 @@
 """Strands: modules that a step runs in other threads than its own, such as branches in a thread pool.
 
-A dispatch mode is open for one thread only, so each strand has one, from the module's call to its
-return.
+Each has a dispatch mode of its own, since a mode is open for one thread only.
 """
 
 from collections.abc import Callable, Iterable, Iterator
