@@ -20,14 +20,14 @@ from det_callbacks.internals.torch import (
     FakeTensor,
     FunctionalTensor,
     OpOverload,
-    graph_task_id,
     num_dispatch_modes,
     schema_of,
     without_function_modes,
     without_modes,
 )
-from det_callbacks.trace.attribution.backward import OpPlaces
+from det_callbacks.runs.selection import Selection
 from det_callbacks.trace.attribution.engine import source_of
+from det_callbacks.trace.attribution.places import Places
 from det_callbacks.trace.dispatch import TAKE_APART, DispatchMode
 from det_callbacks.trace.op.call_graph import OpScope
 from det_callbacks.trace.op.components import PLAIN, holds_data
@@ -49,14 +49,12 @@ from det_callbacks.trace.tables.overloads import (
 )
 
 _OWN_NAMESPACES = frozenset({"aten", "quantized", "mkldnn", "onednn", "mkl"})
-"""Ops of torch's own kernels: they draw from torch's generators only, and say so by a tag."""
+"""Torch's own kernels draw from torch's generators only, and have a tag that says so."""
 MAX_KEPT = 1000
-"""Mismatches that are kept; more are counted."""
 _Difference = tuple[int, Any, Any]
 """Number of an output, and what the two runs wrote there."""
-_Fault = Literal["", "transient", "uninitialised"]
 _FILLS = cycle((0x3F, 0xC0))
-"""Bytes that fill memory before an op may allocate it: small numbers, and no NaN, in all floating-point types."""
+"""Bytes that fill memory before an op may allocate it: small numbers in all floating-point types."""
 
 
 def why_left_out(func: Any, plan: OpPlan) -> str:
@@ -73,40 +71,20 @@ def why_left_out(func: Any, plan: OpPlan) -> str:
 
 
 def _is_foreign(plan: OpPlan) -> bool:
-    """Return whether other code than torch's own runs, which may draw from any generator of the process."""
+    """Return whether other code than torch's runs, which may draw from any generator of the process."""
     return plan.base.partition(".")[0] not in _OWN_NAMESPACES
 
 
 class BitwiseEquivalenceMode:
     """Run every op of the ``with`` block twice on the same inputs, and report those that gave other bits.
 
-    An op that did is run a third time: where two of the three runs agree, the mismatch is transient (a flipped bit of
-    the hardware, perhaps), unless it comes again.
+    An op that did is run a third time: where two of the three runs agree, the mismatch is transient (a
+    flipped bit of the hardware, perhaps). An op that reads memory which ``torch.empty`` allocated and
+    nothing has written is run with other bytes there. NaN payloads and signed zeros count. The program
+    gets the results of the first run; generators and in-place writes are as after one run. What is left
+    out, and the cost: docs/how-to/replay.md.
 
-    The program gets the results of the first run, and goes on as it would without the mode: generators (torch's, those
-    passed as arguments; for custom ops also Python's and NumPy's) stand as after one run, and what an op writes in
-    place is copied before. NaN payloads and signed zeros count. A mode can be entered again, and adds to its results.
-
-    Left out, and counted in ``skipped`` by reason: ``view``, ``uninitialised``, ``relayout`` (``set_``, ``resize_``),
-    ``collective``, ``opaque`` (higher-order ops), ``no_tensors``, ``no_data`` (fake and meta tensors), ``side_effect``
-    (ops that return and write nothing), ``hidden_state`` (random states kept in a tensor or a script object),
-    ``capturing`` (CUDA graphs), ``in_flight`` (copies to the host nobody waited for), ``not_copied`` (ops that write,
-    and take a sparse, quantised or nested tensor, or write memory that NumPy made or no data), ``unreadable``,
-    ``raised``, ``second_run_raised``, ``no_output``.
-    ``subclass`` counts calls on tensor subclasses: the ops they come down to are compared instead.
-
-    Memory that an op only allocates (``torch.empty``) is followed: an op that reads a part of it that nothing has
-    written is run once more with other bytes there, and reported where its outputs differ (``is_uninitialised``); not
-    for less than 8 bytes, nor what an op updates in place. What an op allocates in its kernel has other bytes in the
-    second run where the allocator hands out what was freed last: always on CUDA, mostly on the host.
-
-    It cannot know of what an op does beside its schema: a custom op that writes an argument it does not declare, or
-    keeps a state of its own, does so twice. Of compiled regions only extern kernels and custom ops are seen.
-    Nondeterminism that two runs in a row do not show (threads) may need several steps.
-
-    Time: each op twice, its outputs read twice (on a GPU one synchronisation an op), and some 30 microseconds an op,
-    for a custom op 150 more: a transformer of 6 x 384 takes 2.4 times as long (two cores of a CPU, torch 2.13).
-    Memory: one op's outputs, and two copies of the storages that it writes.
+    A mode can be entered again, and adds to its results.
 
     Args:
         raise_on_mismatch: raise at the first op that differs, instead of collecting.
@@ -115,7 +93,8 @@ class BitwiseEquivalenceMode:
 
     Attributes:
         is_open: whether a block is under way.
-        places: sets phases and modules of ops; ``places.phase`` is that of what runs outside a backward pass.
+        places: phases and modules of ops; ``places.phase`` is that of what runs outside a backward
+            pass.
         num_ops: ops seen: those compared and those in ``skipped``.
         num_compared: ops whose two runs were compared.
         num_mismatches: outputs found to differ, those that were not kept included.
@@ -144,7 +123,8 @@ class BitwiseEquivalenceMode:
         self.skipped: Counter[str] = Counter()
         self._raises = raise_on_mismatch
         self._base_phase = base_phase
-        self.places = OpPlaces(model)
+        self._model = model
+        self.places = Places(Selection(), model)
         self._phases = OptimizerPhases(self.places, base_phase)
         self._mode: DispatchMode | None = None
         self._mismatches: list[OpMismatch] = []
@@ -171,10 +151,14 @@ class BitwiseEquivalenceMode:
         self.is_open = True
         try:
             self._phases.open()
-            self.places.open()
+            named = [] if self._model is None else [*self._model.named_parameters(remove_duplicate=False)]
+            self.places.parameter_names.clear()
+            self.places.parameter_names.update((id(parameter), name) for name, parameter in reversed(named))
+            self.places.backward.clear()
+            self.places.modules.open()
             self._mode = DispatchMode(self._op)
             self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch's own
-        except BaseException:  # Ctrl-C between two of them: nobody will call __exit__
+        except BaseException:  # Ctrl-C too: __exit__ is not called
             self.abandon()
             raise
 
@@ -190,7 +174,8 @@ class BitwiseEquivalenceMode:
             return
         self.is_open = False
         self._phases.close()
-        self.places.close()
+        self.places.modules.close()
+        self.places.backward.clear()
         mode, self._mode = self._mode, None
         with _unseen():
             self._fresh.close()
@@ -207,7 +192,6 @@ class BitwiseEquivalenceMode:
         return list(self._mismatches)
 
     def _op(self, func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an op and return what it returned, the first time."""
         if id(func) not in self._plans:
             plan = make_plan(func)
             self._plans[id(func)] = plan, why_left_out(func, plan)
@@ -220,23 +204,15 @@ class BitwiseEquivalenceMode:
             self._give_back(args, kwargs)
             self.places.backward.note_unseen()
             return func(*args, **kwargs)
-        if graph_task_id() == -1:
-            phase = self.places.phase
-            context: OpScope = self.places.modules.current
-        else:
-            phase = "backward"
-            context = self.places.backward.scope()
-        self.places.note(func, plan, phase, context)
-        if types:
-            standin = [kind for kind in types if kind not in PLAIN]
-            if any(issubclass(kind, FakeTensor | FunctionalTensor) for kind in standin):
-                reason = reason or "no_data"
-            # they are subclasses of Tensor, declared as any class
-            elif any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in standin):  # type: ignore[attr-defined]  # classes
-                # the class runs ops on the tensors that it is made of, and those come here again, one by one
-                self.skipped["subclass"] += 1
-                return NotImplemented
-        # the state of a random generator, which is advanced without saying so
+        phase, scope = self.places.now()
+        self.places.backward.note(func, plan, phase, scope)
+        special: list[Any] = [kind for kind in types if kind not in PLAIN]
+        if any(issubclass(kind, FakeTensor | FunctionalTensor) for kind in special):
+            reason = reason or "no_data"
+        elif any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in special):
+            # the ops on the tensors that the class is made of come here again, one by one
+            self.skipped["subclass"] += 1
+            return NotImplemented
         if (name := HIDDEN_STATES.get(plan.base)) and plan.argument(name, args, kwargs) is not None:
             reason = "hidden_state"
         if not reason and is_capturing():
@@ -251,28 +227,36 @@ class BitwiseEquivalenceMode:
                 with _unseen():
                     self._fresh.allocate(out)
             return out
-        module = context.module
-        occurrence = self._calls[phase, module, id(func)]
-        self._calls[phase, module, id(func)] += 1
-        unwritten = self._begin_read(plan, args, kwargs)
-        out, reason, differing, fault = _run_twice(plan, args, kwargs, self.skipped, unwritten)
-        self._end_read(plan, args, kwargs, unwritten)
-        if reason:
-            self.skipped[reason] += 1
+        return self._run_again(func, plan, phase, scope, (args, kwargs))
+
+    def _run_again(self, func: Any, plan: OpPlan, phase: str, scope: OpScope, call: Call) -> Any:
+        occurrence = self._calls[phase, scope.module, id(func)]
+        self._calls[phase, scope.module, id(func)] += 1
+        rerun = _Rerun(plan, call, self._begin_read(plan, call))
+        try:
+            rerun.run()
+        except BaseException:  # Ctrl-C too
+            self.skipped["raised"] += 1
+            raise
+        if rerun.unwritten:
+            with _unseen():
+                self._fresh.end_read(rerun.unwritten, written_arguments(plan, *call))
+        if rerun.reason:
+            self.skipped[rerun.reason] += 1
         else:
             self.num_compared += 1
-        for index, one, other in differing:
+        for index, one, other in rerun.differing:
             with _unseen():
                 difference = difference_of(one, other)
             mismatch = OpMismatch(
                 phase=phase,
-                module=module,
+                module=scope.module,
                 op=plan.name,
                 occurrence=occurrence,
                 output=index,
-                source=source_of(context),
-                is_transient=fault == "transient",
-                is_uninitialised=fault == "uninitialised",
+                source=source_of(scope),
+                is_transient=rerun.fault == "transient",
+                is_uninitialised=rerun.fault == "uninitialised",
                 **difference,
             )
             self.num_mismatches += 1
@@ -286,22 +270,14 @@ class BitwiseEquivalenceMode:
                     "raise_on_mismatch=False.",
                     mismatch,
                 )
-        return out
+        return rerun.out
 
-    def _begin_read(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[UnwrittenWords]:
-        """Return the unwritten memory that a call reads; it holds again what it held when it was allocated."""
+    def _begin_read(self, plan: OpPlan, call: Call) -> list[UnwrittenWords]:
         if not self._fresh:
             return []
         with _unseen():
-            updated = () if plan.is_overwrite else written_arguments(plan, args, kwargs)
-            return self._fresh.begin_read(tensors_read(plan, args, kwargs), updated)
-
-    def _end_read(
-        self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], unwritten: Sequence[UnwrittenWords]
-    ) -> None:
-        if unwritten:
-            with _unseen():
-                self._fresh.end_read(unwritten, written_arguments(plan, args, kwargs))
+            updated = () if plan.is_overwrite else written_arguments(plan, *call)
+            return self._fresh.begin_read(tensors_read(plan, *call), updated)
 
     def _give_back(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Let a call that is not run twice find what it would have found without the mode."""
@@ -311,132 +287,119 @@ class BitwiseEquivalenceMode:
                     self._fresh.give_back(tensor)
 
 
-def _run_twice(
-    plan: OpPlan,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    skipped: Counter[str],
-    unwritten: Sequence[UnwrittenWords],
-) -> tuple[Any, str, list[_Difference], _Fault]:
-    """Run an op twice, a third time where these differ, and once more with other bytes in ``unwritten`` memory.
+class _Rerun:
+    """One call that is run twice, a third time where these differ, and once more with other unwritten memory."""
 
-    Return what the first returned, why it was not compared, what differed, and what is known of the fault.
-    """
-    calls: list[Call] = [(args, kwargs)] * 3
-    if plan.writes:
+    def __init__(self, plan: OpPlan, call: Call, unwritten: Sequence[UnwrittenWords]) -> None:
+        self._plan, self._call, self.unwritten = plan, call, unwritten
+        self._before: RewindPoint | None = None
+        self._after: RewindPoint | None = None
+        self.out: Any = None  # of the first run
+        self.reason = ""  # why it was not compared
+        self.differing: list[_Difference] = []
+        self.fault: Literal["", "transient", "uninitialised"] = ""
+
+    def run(self) -> None:
+        plan, (args, kwargs) = self._plan, self._call
         try:
-            with _unseen():
-                calls = [copied_call(plan, args, kwargs) for _ in range(2)]
-                if unwritten:
-                    calls.append(_copied_with_others(plan, args, kwargs, unwritten))
-        except Exception:  # noqa: BLE001  # what a tensor class cannot do; the op runs once, and is not compared
-            return plan.call(*args, **kwargs), "not_copied", [], ""
-    passed = [value for value in (*args, *kwargs.values()) if isinstance(value, Generator)]
+            copies = self._copies()
+        except Exception:  # noqa: BLE001  # whatever a tensor class raises
+            self.out, self.reason = plan.call(*args, **kwargs), "not_copied"
+            return
+        self._before = self._generators()
+        self.out = plan.call(*args, **kwargs)
+        self._after = self._generators()
+        first = written_by_call(plan, self.out, args, kwargs)
+        if not first:
+            self.reason = "no_output"
+        elif plan.may_be_in_flight and all(in_flight(plan, self.out, args, kwargs)):
+            self.reason = "in_flight"
+        elif not all(map(holds_data, first)):
+            self.reason = "no_data"
+        else:
+            with _no_modes_below():
+                self._compare(first, copies)
 
-    def generators() -> RewindPoint | None:
-        if not (plan.draws_random or _is_foreign(plan)):
-            return None
-        with _no_modes_below():
-            return RewindPoint(passed, with_python=_is_foreign(plan))
-
-    before = generators()
-    try:
-        out = plan.call(*args, **kwargs)
-    except BaseException:  # Ctrl-C too: raised again
-        skipped["raised"] += 1
-        raise
-    after = generators()
-    first = written_by_call(plan, out, args, kwargs)
-    if not first:
-        return out, "no_output", [], ""
-    if plan.may_be_in_flight and all(in_flight(plan, out, args, kwargs)):
-        return out, "in_flight", [], ""
-    if not all(map(holds_data, first)):
-        return out, "no_data", [], ""
-    with _no_modes_below():
-        _refill_allocator(first, plan, args, kwargs)
-        second = _run_again(plan, before, after, calls[0])
+    def _compare(self, first: Sequence[Any], copies: Sequence[Call]) -> None:
+        self._refill_allocator(first)
+        second = self._again(copies[0])
         if second is None:
-            return out, "second_run_raised", [], ""
+            self.reason = "second_run_raised"
+            return
         try:
-            differing = _differing(first, second)
-            if not differing and unwritten:
-                differing = _differing_by_memory(plan, before, after, calls[2], first, unwritten)
-                return out, "", differing, "uninitialised" if differing else ""
-            third = _run_again(plan, before, after, calls[1]) if differing else None
-            is_transient = third is not None and not (_differing(first, third) and _differing(second, third))
+            self.differing = _differing(first, second)
+            if self.differing:
+                third = self._again(copies[1])
+                if third is not None and not (_differing(first, third) and _differing(second, third)):
+                    self.fault = "transient"
+            elif self.unwritten and self._put_others(copies[2], first):
+                self.fault = "uninitialised"
         except (TypeError, DetCallbacksError):
-            return out, "unreadable", [], ""
-    return out, "", differing, "transient" if is_transient else ""
+            self.reason, self.differing = "unreadable", []
 
+    def _copies(self) -> list[Call]:
+        """Return the calls of three further runs; in the last, copied memory that is unwritten holds other bytes."""
+        if not self._plan.writes:
+            return [self._call] * 3
+        with _unseen():
+            copies = [copied_call(self._plan, *self._call) for _ in range(2)]
+            if self.unwritten:
+                with self._other_bytes():
+                    copies.append(copied_call(self._plan, *self._call, with_read=True))
+        return copies
 
-def _differing_by_memory(
-    plan: OpPlan,
-    before: RewindPoint | None,
-    after: RewindPoint | None,
-    call: Call,
-    first: Sequence[Any],
-    unwritten: Sequence[UnwrittenWords],
-) -> list[_Difference]:
-    """Return what an op writes with other bits where the memory that it reads unwritten holds other bytes."""
-    with without_function_modes():
-        for one in unwritten if not plan.writes else ():
-            one.put(others=True)
-    try:
-        again = _run_again(plan, before, after, call)
-    finally:
+    def _put_others(self, call: Call, first: Sequence[Any]) -> bool:
+        with nullcontext() if self._plan.writes else self._other_bytes():
+            again = self._again(call)
+        self.differing = [] if again is None else _differing(first, again)
+        return bool(self.differing)
+
+    @contextmanager
+    def _other_bytes(self) -> Iterator[None]:
+        try:
+            with without_function_modes():
+                for one in self.unwritten:
+                    one.put(others=True)
+            yield
+        finally:
+            with without_function_modes():
+                for one in self.unwritten:
+                    one.put()
+
+    def _generators(self) -> RewindPoint | None:
+        is_foreign = _is_foreign(self._plan)
+        if not (self._plan.draws_random or is_foreign):
+            return None
+        args, kwargs = self._call
+        passed = [value for value in (*args, *kwargs.values()) if isinstance(value, Generator)]
+        with _no_modes_below():
+            return RewindPoint(passed, with_python=is_foreign)
+
+    def _refill_allocator(self, first: Sequence[Any]) -> None:
+        """Let the next run get other bytes where it allocates what it returns: memory freed last is reused first."""
+        written = {id(tensor) for tensor in written_arguments(self._plan, *self._call)}
         with without_function_modes():
-            for one in unwritten if not plan.writes else ():
-                one.put()
-    return [] if again is None else _differing(first, again)
+            for tensor in first:
+                if isinstance(tensor, Tensor) and id(tensor) not in written and not is_special(tensor):
+                    size = tensor.untyped_storage().nbytes()
+                    torch.empty(size, dtype=torch.uint8, device=tensor.device).fill_(next(_FILLS))
 
-
-def _copied_with_others(
-    plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], unwritten: Sequence[UnwrittenWords]
-) -> Call:
-    """Return a copied call, as ``copied_call`` does, in which unwritten memory holds other bytes.
-
-    What the call reads and does not write is copied too: the memory itself has its own bytes again.
-    """
-    for one in unwritten:
-        one.put(others=True)
-    try:
-        return copied_call(plan, args, kwargs, with_read=True)
-    finally:
-        for one in unwritten:
-            one.put()
-
-
-def _refill_allocator(first: Sequence[Any], plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Let the next run of an op get other bytes where it allocates what it returns, as far as that can be had.
-
-    An allocator mostly hands out next the memory of that size that was freed last: CUDA's always does.
-    """
-    written = {id(tensor) for tensor in written_arguments(plan, args, kwargs)}
-    with without_function_modes():
-        for tensor in first:
-            if isinstance(tensor, Tensor) and id(tensor) not in written and not is_special(tensor):
-                size = tensor.untyped_storage().nbytes()
-                torch.empty(size, dtype=torch.uint8, device=tensor.device).fill_(next(_FILLS))
-
-
-def _run_again(plan: OpPlan, before: RewindPoint | None, after: RewindPoint | None, call: Call) -> Sequence[Any] | None:
-    """Return what another run of an op wrote, from the generator states of the first; None when it raised."""
-    args, kwargs = call
-    if before is not None:
-        before.put_back()
-    try:
-        out = plan.call(*args, **kwargs)
-    except Exception:  # noqa: BLE001  # whatever an op raises; the first run stands
-        return None
-    finally:
-        if after is not None:
-            after.put_back()
-    return written_by_call(plan, out, args, kwargs)
+    def _again(self, call: Call) -> Sequence[Any] | None:
+        """Return what another run of the op wrote, from the same generator states; None when it raised."""
+        args, kwargs = call
+        if self._before is not None:
+            self._before.put_back()
+        try:
+            out = self._plan.call(*args, **kwargs)
+        except Exception:  # noqa: BLE001  # whatever an op raises; the first run stands
+            return None
+        finally:
+            if self._after is not None:
+                self._after.put_back()
+        return written_by_call(self._plan, out, args, kwargs)
 
 
 def _differing(first: Sequence[Any], second: Sequence[Any]) -> list[_Difference]:
-    """Return what two runs wrote with other bits; one that wrote less differs in what it lacks."""
     with without_function_modes():
         return [
             (index, one, other)
@@ -453,5 +416,4 @@ def _unseen() -> Iterator[None]:
 
 
 def _no_modes_below() -> AbstractContextManager[Any]:
-    """Keep the dispatch modes below this one (not torch-function modes) from seeing what is done to check."""
     return without_modes() if num_dispatch_modes() else nullcontext()

@@ -8,28 +8,28 @@ from typing import Any, Literal
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.runs.patterns import OpPattern
 
+Judgement = Literal["nondeterministic", "transient", "uninitialised"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpMismatch:
     """One output of an op, at one place, that differed between two runs on the same inputs; a third one followed.
 
     Attributes:
-        phase: "forward", "backward", "optimizer" or what was set.
-        module: qualified name, "" outside any module, "?" when unknown; for ops of a backward pass that of the forward
-            op whose gradient it computes.
-        op: ``namespace.op.overload``.
+        module: qualified name, "" outside any module, "?" when unknown; of a backward op that of its
+            forward op.
         occurrence: calls of that op at that place earlier in the block.
         output: number among what the call wrote: what it returned first, then the arguments it wrote.
-        source: up to four lines of the user's, innermost first; for ops of a backward pass those of the forward call.
-        shape: of the first run's output; () for a number.
-        dtype: "float32"; the Python class for a number.
-        num_elements: of the first run's output.
-        num_differing: elements whose bits differ; all of them when the second run gave another shape or dtype, and for
-            tensors that are not strided.
+        source: up to four of the user's lines, innermost first; of a backward op those of its forward
+            op.
+        shape: of the first run's output, as ``dtype`` and ``num_elements``; () and a Python class for a
+            number.
+        num_differing: elements whose bits differ; all of them for another shape or dtype, or if not
+            strided.
         max_ulps: largest distance of two finite elements; None where there is none.
-        is_transient: whether everything that the third run wrote agrees with the first run, or with the second.
-        is_uninitialised: whether it repeated itself, and gave other bits when memory that it read and that nothing had
-            written since it was allocated held other bytes.
+        is_transient: whether the third run agrees with the first or with the second.
+        is_uninitialised: whether it repeated itself, but depends on memory that it reads and nothing
+            has written.
     """
 
     phase: str
@@ -62,16 +62,16 @@ class OpMismatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditFinding(OpMismatch):
-    """One op that gave other bits when it was run again; what ``OpMismatch`` says is of the first such output.
+    """One op that gave other bits when it was run again, with the fields of its first ``OpMismatch``.
 
     Attributes:
-        judgement: "transient" when a single call of it differed, and its third run agreed with one of the two before;
-            "uninitialised" when it repeats itself, and its output depends on memory that nothing had written.
+        judgement: "transient" when a single call of it differed, and two of three runs agreed;
+            "uninitialised" when it repeats itself, but depends on unwritten memory.
         steps: in which it differed.
         num_places: outputs and occurrences of it that differed, all steps together.
     """
 
-    judgement: Literal["nondeterministic", "transient", "uninitialised"]
+    judgement: Judgement
     steps: tuple[int, ...]
     num_places: int
 
@@ -81,7 +81,7 @@ class AuditFinding(OpMismatch):
         first = mismatches[0][1]
         calls = {(step, one.occurrence) for step, one in mismatches}
         known = [one.max_ulps for _, one in mismatches if one.max_ulps is not None]
-        judgement: Literal["nondeterministic", "transient", "uninitialised"] = "nondeterministic"
+        judgement: Judgement = "nondeterministic"
         if all(one.is_uninitialised for _, one in mismatches):
             judgement = "uninitialised"
         elif first.is_transient and len(calls) == 1:
@@ -104,7 +104,6 @@ class AuditReport:
     """The outcome of an audit.
 
     Attributes:
-        steps: that were audited.
         num_compared: ops that were run again and compared, all steps together.
         skipped: why ops were not run again -> how many.
         findings: what differed, in the order of the first step in which it did.

@@ -1,7 +1,7 @@
-"""Tensor -> 64 bits, whatever the tensor is made of (``docs/explanation/digest.md``), without the program noticing."""
+"""Tensor -> 64 bits, whatever the tensor is made of (``docs/explanation/digest.md``), unnoticed by the program."""
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -31,30 +31,29 @@ from det_callbacks.internals.torch import (
 )
 from det_callbacks.verdict import TensorNumbers
 
-# Anything else may compute its attributes in Python.
 _PLAIN_TYPES = frozenset({torch.Tensor, Parameter})
 
-_COMPRESSED = {
-    torch.sparse_csr: (torch.Tensor.crow_indices, torch.Tensor.col_indices),
-    torch.sparse_bsr: (torch.Tensor.crow_indices, torch.Tensor.col_indices),
-    torch.sparse_csc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices),
-    torch.sparse_bsc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices),
+_BY_ROWS, _BY_COLUMNS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
+SPARSE_PARTS: Mapping[torch.layout, tuple[str, ...]] = {
+    torch.sparse_coo: COO_PARTS,
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), _BY_ROWS),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), _BY_COLUMNS),
 }
 
-# Copies are made between integers: float8, sub-byte and bits dtypes have few ops, and no NaN is touched.
+# Copied as integers: float8, sub-byte and bits dtypes have few ops, and NaNs stay as they are.
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def digest_tensor(tensor: torch.Tensor) -> int:
     """Return the 64-bit digest of a tensor's elements in row-major order.
 
-    Equal tensors of one dtype and shape have equal digests on every device and with any strides. Contiguous tensors on
-    the host are read in place, about 1 microsecond for small ones and memory speed for large ones; others are copied,
-    those of a device to the host.
+    Equal tensors of one dtype and shape have equal digests on every device and with any strides.
+    Contiguous host tensors are read in place, at about 1 microsecond or memory speed; others are
+    copied, those of a device to the host.
 
     Raises:
-        TypeError: if it is no tensor, or one without data (meta, fake, functional, batched, uninitialised).
-        DetCallbacksError: if its storage is freed or shorter than the tensor.
+        TypeError: no tensor, or one without data (meta, fake, functional, batched, uninitialised).
+        DetCallbacksError: its storage is freed or shorter than the tensor.
 
     Example:
         >>> import torch
@@ -66,12 +65,12 @@ def digest_tensor(tensor: torch.Tensor) -> int:
 
 
 def digest_output(tensor: torch.Tensor) -> int:
-    """Return ``digest_tensor`` of what an op wrote, of a dense tensor in memory order: a copy costs five digests."""
+    """Return ``digest_tensor``, of a dense tensor in memory order: a copy costs five digests."""
     return value_of(tensor_bits(tensor, None, memory_order=True), {})
 
 
 def tensor_bits(tensor: torch.Tensor, deferred: DeferredDigests | None, *, memory_order: bool = False) -> Bits:
-    """Return what ``digest_tensor`` does, or ``digest_output``; queued in ``deferred`` where a device computes it."""
+    """Return ``digest_tensor`` or ``digest_output``, queued in ``deferred`` where a device computes it."""
     span = None if num_function_modes() else _span(tensor, memory_order)
     if span is not None:
         return digest_memory(*span)
@@ -80,7 +79,7 @@ def tensor_bits(tensor: torch.Tensor, deferred: DeferredDigests | None, *, memor
 
 
 def digest_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return ``digest_tensor`` of each: those of a device fetched together, large ones of the host in two threads."""
+    """Return ``digest_tensor`` of each; device tensors are fetched together, large host tensors use two threads."""
     deferred = DeferredDigests()
     with unobserved():
         found = [_span(tensor, False) or _digest(tensor, deferred, memory_order=False) for tensor in tensors]
@@ -107,7 +106,7 @@ def _span(tensor: torch.Tensor, memory_order: bool) -> tuple[int, int] | None:
         return 0, 0
     try:
         base = memory_address(tensor)
-    except NotImplementedError:  # wrapped by a transform (vmap, grad): type and layout do not show it
+    except NotImplementedError:  # wrapped by a transform (vmap, grad)
         return None
     start = tensor.storage_offset() * tensor.element_size()
     if not base or tensor.untyped_storage().nbytes() < start + nbytes:
@@ -116,7 +115,6 @@ def _span(tensor: torch.Tensor, memory_order: bool) -> tuple[int, int] | None:
 
 
 def _digest(tensor: torch.Tensor, deferred: DeferredDigests | None, *, memory_order: bool) -> Bits:
-    """Return the digest; without ``deferred`` as a number."""
     span = _span(tensor, memory_order)
     if span is not None:
         return digest_memory(*span)
@@ -137,7 +135,6 @@ def _digest(tensor: torch.Tensor, deferred: DeferredDigests | None, *, memory_or
 
 
 def _plain(tensor: torch.Tensor, memory_order: bool) -> torch.Tensor:
-    """Return a strided tensor's elements as they are digested, one stretch of memory in the order asked for."""
     if is_zero_tensor(tensor):
         plain = tensor.clone()
     else:
@@ -154,7 +151,6 @@ def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _components(tensor: torch.Tensor, deferred: DeferredDigests | None) -> list[Bits] | None:
-    """Return the digests of what the tensor is made of, None where it is one strided tensor."""
     parts: Sequence[torch.Tensor]
     ends: list[Bits] = []
     is_plain = type(tensor) in _PLAIN_TYPES
@@ -175,11 +171,10 @@ def _components(tensor: torch.Tensor, deferred: DeferredDigests | None) -> list[
         if not tensor.is_nested:
             return None
         parts = tensor.unbind()
-    elif tensor.layout is torch.sparse_coo:
-        parts = [getattr(tensor, name)() for name in COO_PARTS]
-        ends = [digest_bytes(bytes([tensor.is_coalesced()]))]
-    elif tensor.layout in _COMPRESSED:
-        parts = [accessor(tensor) for accessor in (*_COMPRESSED[tensor.layout], torch.Tensor.values)]
+    elif tensor.layout in SPARSE_PARTS:
+        parts = [getattr(tensor, name)() for name in SPARSE_PARTS[tensor.layout]]
+        if tensor.layout is torch.sparse_coo:
+            ends = [digest_bytes(bytes([tensor.is_coalesced()]))]
     elif tensor.layout is MKLDNN:
         parts = [tensor.to_dense()]
     else:
@@ -191,11 +186,11 @@ def _components(tensor: torch.Tensor, deferred: DeferredDigests | None) -> list[
 
 
 def inner_tensors(wrapper: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors that a wrapper subclass is made of, once whatever fills them is done."""
+    """Return the tensors that a wrapper subclass is made of, once they have arrived."""
     names, _ = wrapper.__tensor_flatten__()  # type: ignore[attr-defined]  # of subclasses only
     if wrapper.layout is torch.jagged:
         names = [name for name in names if name not in JAGGED_CACHES]
-    # The list may name other objects, as a DTensor's does its device mesh: like placements, they are not elements.
+    # a DTensor's list names its device mesh, too
     inner = [part for part in (getattr(wrapper, name) for name in names) if isinstance(part, torch.Tensor)]
     if not inner:
         raise TypeError(
@@ -203,8 +198,7 @@ def inner_tensors(wrapper: torch.Tensor) -> list[torch.Tensor]:
             "that hold its data"
         )
     if isinstance(wrapper, AsyncCollectiveTensor):
-        # The wrapper's own ``wait`` would record that it waited, and the program's later wait, an op that modes see,
-        # would not happen any more. Waiting twice is harmless.
+        # the wrapper's own ``wait`` would suppress the program's later one, which modes see
         return [torch.ops._c10d_functional.wait_tensor(part) for part in inner]
     return inner
 
@@ -266,7 +260,7 @@ def require_storage(tensor: torch.Tensor) -> None:
 
 
 def tensor_numbers(label: TensorNumbers, reference: torch.Tensor, current: torch.Tensor) -> TensorNumbers:
-    """Return a label with by how much two strided tensors differ, which come to the host for it."""
+    """Return a label with how far two strided tensors differ; they are copied to the host."""
     if any(one.layout is not torch.strided or one.is_quantized or one.is_nested for one in (reference, current)):
         raise ValueError("only ordinary strided tensors have numbers; compare what these are made of")
     if reference.shape != current.shape or reference.dtype != current.dtype:

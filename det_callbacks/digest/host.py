@@ -1,9 +1,9 @@
 """Memory of the host -> 64 bits: DIGEST_VERSION 1, on the ``xxhash`` library.
 
-The bytes are cut in leaves of 256 KiB (no bytes are one leaf of zero bytes). Each leaf is zero-padded to a multiple of
-1,024 bytes and hashed with XXH3-64, seed 0. Where there is more than one, the little-endian hashes are the bytes of the
-next level. The padding lets a GPU hash whole blocks, and the leaves let it, and two threads here, work in parallel.
-The number of bytes is not part of the digest: the shape and dtype that stand beside it tell it.
+The bytes are cut in leaves of 256 KiB (no bytes are one leaf of zero bytes). Each leaf is zero-padded
+to a multiple of 1,024 bytes and hashed with XXH3-64, seed 0. Where there is more than one, the
+little-endian hashes are the bytes of the next level. So a GPU can hash whole blocks in parallel. The
+number of bytes is no part of the digest: shape and dtype tell it.
 """
 
 import ctypes
@@ -25,22 +25,22 @@ DIGEST_VERSION = 1
 
 BLOCK_BYTES = 1024
 LEAF_BYTES = 256 * 1024
-THREADED_BYTES = 16 * 1024 * 1024  # from here on two threads: below it, starting one costs more than it saves
-_PIECE_BYTES = 8 * LEAF_BYTES  # of a thread at a time, so that one that is slowed down delays the end by under 1 ms
+THREADED_BYTES = 16 * 1024 * 1024  # below, a second thread costs more than it saves
+_PIECE_BYTES = 8 * LEAF_BYTES  # of a thread at a time: under 1 ms
 _PADDING = bytes(BLOCK_BYTES)
-_COPIED_BYTES = 8 * BLOCK_BYTES  # of a buffer that is copied to be padded, which takes less than finding its address
+_COPIED_BYTES = 8 * BLOCK_BYTES  # smaller buffers are copied, which is quicker than finding their address
 
 
-@functools.cache  # of at most 1,279 lengths: those up to 1,024, and multiples of 1,024 up to a leaf
+@functools.cache  # at most 1,279 lengths: up to 1,024, and its multiples up to a leaf
 def _reader(num_bytes: int) -> "Callable[[int], ctypes.Array[ctypes.c_char]]":
-    """Return what lays a ctypes array over an address; string_at and PyMemoryView_FromMemory cost five times that."""
+    """Return what lays a ctypes array over an address, at a fifth of the cost of string_at."""
     return (ctypes.c_char * num_bytes).from_address
 
 
 def digest_memory(address: int, nbytes: int) -> int:
     """Return the 64-bit digest of host memory; 0.2 microseconds, or at memory speed, from 16 MiB on in two threads.
 
-    The caller answers for the memory: that it is readable over the whole length and does not change meanwhile.
+    The memory must be readable over the whole length and must not change meanwhile.
     """
     if nbytes > LEAF_BYTES:
         if nbytes < THREADED_BYTES:
@@ -76,13 +76,13 @@ def digest_bytes(buffer: "Buffer") -> int:
     if view.nbytes <= _COPIED_BYTES:
         num_blocks = -(-view.nbytes // BLOCK_BYTES)
         return xxh3_64_intdigest(view.tobytes().ljust(num_blocks * BLOCK_BYTES, b"\0"))
-    # NumPy gives the address of a read-only buffer, which ctypes refuses to; the array keeps the buffer alive.
+    # unlike ctypes, NumPy gives the address of a read-only buffer
     array = np.frombuffer(view, dtype=np.uint8)
     return digest_memory(array.ctypes.data, array.nbytes)
 
 
 def digest_file(path: Path) -> tuple[int, int]:
-    """Return how many bytes a file has and the digest of them, in the calling thread and without keeping them."""
+    """Return how many bytes a file has, and their digest."""
     num_bytes, hashes = 0, []
     with path.open("rb") as file:
         while leaf := file.read(LEAF_BYTES):
@@ -94,8 +94,7 @@ def digest_file(path: Path) -> tuple[int, int]:
 def digest_spans(spans: Sequence[tuple[int, int]]) -> list[int]:
     """Return the digest of each (address, number of bytes); from 16 MiB in all on, in two threads.
 
-    The second thread lives only as long as the call: unlike a pool it leaves nothing behind for a fork or for the
-    interpreter's end to trip over.
+    The second thread ends with the call, so that no pool is left for a fork or the interpreter's end.
     """
     if sum(nbytes for _, nbytes in spans) < THREADED_BYTES:
         return [digest_memory(address, nbytes) for address, nbytes in spans]
@@ -104,7 +103,7 @@ def digest_spans(spans: Sequence[tuple[int, int]]) -> list[int]:
         for address, nbytes in spans
         for first in range(0, max(nbytes, 1), _PIECE_BYTES)
     ]
-    todo = enumerate(pieces)  # its next() is atomic, so each piece is taken once
+    todo = enumerate(pieces)  # its next() is atomic
 
     def hash_some() -> list[tuple[int, list[int]]]:
         return [(index, _leaf_hashes(piece)) for index, piece in todo]
@@ -112,7 +111,7 @@ def digest_spans(spans: Sequence[tuple[int, int]]) -> list[int]:
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="det_callbacks-digest") as pool:
         try:
             second = [pool.submit(hash_some)]
-        except RuntimeError:  # no thread is to be had: the process is at its limit, or the interpreter is ending
+        except RuntimeError:  # the process is at its limit, or the interpreter is ending
             second = []
         found = dict(chain(hash_some(), *(future.result() for future in second)))
     leaves = chain.from_iterable(found[index] for index in range(len(pieces)))
@@ -120,7 +119,7 @@ def digest_spans(spans: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def format_digest(value: int) -> str:
-    """Return a digest as it is shown everywhere: 16 lowercase hexadecimal digits."""
+    """Return a digest as 16 lowercase hexadecimal digits."""
     return f"{value:016x}"
 
 

@@ -1,4 +1,4 @@
-"""StateDigest: which weights these are, by name; answers "did both start from the same weights?"."""
+"""StateDigest answers "did both start from the same weights?"."""
 
 import dataclasses
 import json
@@ -25,9 +25,9 @@ class StateDigest:
     Two are equal when they have the same names, and under each the same bits, dtype and shape.
 
     Attributes:
-        digest: of everything: names, dtypes, shapes and bits; 16 hexadecimal digits.
-        tensors: name -> digest of its elements in row-major order, 16 hexadecimal digits: what ``digest_tensor`` gives,
-            and what stands in a run, as ``det-callbacks show RUN --step N`` prints it.
+        digest: of names, dtypes, shapes and bits; 16 hexadecimal digits.
+        tensors: name -> digest of its elements, as ``digest_tensor`` gives it and ``det-callbacks
+            show`` prints it.
         layouts: name -> dtype and shape, "float32 [64, 768]"; the type of what is no tensor.
     """
 
@@ -36,7 +36,7 @@ class StateDigest:
     layouts: Mapping[str, str] = field(hash=False)
 
     def differing(self, other: "StateDigest") -> tuple[str, ...]:
-        """Return the names under which two states differ, in the order of this one; what only one of them has differs.
+        """Return the names under which two states differ, in the order of this one; missing names differ.
 
         Example:
             >>> import torch
@@ -52,17 +52,17 @@ class StateDigest:
 def digest_state(state: nn.Module | Mapping[Any, Any]) -> StateDigest:
     """Return the digests of a module's parameters and buffers, or of the tensors and numbers of a nested dict.
 
-    Of a module: parameters, then buffers, those that are not persistent included, by the names that ``state_dict``
-    has; a tied tensor stands under each of its names, as it does there. Of a ``state_dict``, an optimizer's
-    ``state_dict`` or any other mapping: what its mappings, lists, tuples and dataclasses hold, names joined by points
-    ("state.0.exp_avg"), at most 20 levels deep. Numbers count as well as tensors (an optimizer's "param_groups.0.lr");
-    texts and other objects are left out.
+    A module has its parameters, then all buffers, by the names of its ``state_dict``; a tied tensor has
+    an entry for each of its names. A ``state_dict``, of an optimizer too, or any other mapping is
+    searched in mappings, lists, tuples and dataclasses, names joined by points ("state.0.exp_avg"), at
+    most 20 levels deep; texts and other objects are left out.
 
-    Costs one pass over the memory, large states in two threads; a tensor under two names is read twice. Tensors of
-    other devices are copied to the host, one at a time. Of a DTensor it is this rank's shard.
+    Costs one pass over the memory, large states in two threads. Tensors of other devices are copied to
+    the host, one at a time. Of a DTensor it is this rank's shard.
 
     Raises:
-        TypeError: it is neither, or a tensor in it has no data (meta, fake, uninitialised); the tensor is named.
+        TypeError: it is neither, or a tensor in it has no data (meta, fake, uninitialised); the tensor
+            is named.
         DetCallbacksError: a tensor's storage is freed, or two entries have the same name.
 
     Example:

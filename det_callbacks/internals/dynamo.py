@@ -1,7 +1,6 @@
-"""Every private name of Dynamo and inductor that is used: what for, and what is lost without it.
+"""Every private name of Dynamo and inductor (torch 2.11 to 2.15): what for, and what is lost without it.
 
-Importing Dynamo takes seconds, so ``later`` names are looked up when they are asked for. All are there in torch 2.11 to
-2.15.
+Importing Dynamo takes seconds, so ``later`` names are looked up when they are asked for.
 """
 
 import re
@@ -10,31 +9,26 @@ from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
-from torch import nn
-
 from det_callbacks.internals.torch import TORCH
 
 _SLOWER = "torch.compile may take longer while a run is recorded"
 _set_strategy: Any = TORCH.optional(
     "torch._C._dynamo.eval_frame.set_code_exec_strategy",
     "keeps Dynamo from looking at functions that run between the parts of a compiled one",
-    without=None,
     lost=_SLOWER,
 )
-_make_strategy: Any = TORCH.optional(
-    "torch._C._dynamo.eval_frame._FrameExecStrategy", "likewise", without=None, lost=_SLOWER
-)
-_actions: Any = TORCH.optional("torch._C._dynamo.eval_frame._FrameAction", "likewise", without=None, lost=_SLOWER)
+_make_strategy: Any = TORCH.optional("torch._C._dynamo.eval_frame._FrameExecStrategy", "likewise", lost=_SLOWER)
+_actions: Any = TORCH.optional("torch._C._dynamo.eval_frame._FrameAction", "likewise", lost=_SLOWER)
 
 
 def skip(code: CodeType) -> None:
-    """Have Dynamo run this code as it is; what ``torch.compiler.disable`` does, without importing Dynamo."""
+    """Have Dynamo run this code as it is, as ``torch.compiler.disable`` does, without importing Dynamo."""
     if None not in (_set_strategy, _make_strategy, _actions):
         _set_strategy(code, _make_strategy(_actions.SKIP, _actions.SKIP))
 
 
 def break_graph_at(function: Any, reason: str) -> None:
-    """Mark a function so that Dynamo ends a graph where it is called; likewise without importing Dynamo."""
+    """Have Dynamo end a graph where the function is called, without importing Dynamo."""
     function._torchdynamo_disable = True
     function._torchdynamo_disable_msg = reason
 
@@ -42,7 +36,6 @@ def break_graph_at(function: Any, reason: str) -> None:
 OBSERVE_IN_ORDER: Any = TORCH.optional(
     "torch._library.effects.EffectType.ORDERED",
     "keeps an op that returns nothing in a graph",
-    without=None,
     lost="what compiled functions observe is left out",
 )
 
@@ -62,7 +55,7 @@ def output_graph() -> Any:
 
 
 def inductor_graph() -> Any:
-    """Return the class of what inductor compiled (CompiledFxGraph), None where inductor was not imported."""
+    """Return the class of what inductor compiled, None where inductor was not imported."""
     module = sys.modules.get("torch._inductor.output_code")
     return None if module is None else _inductor_graph()
 
@@ -99,15 +92,11 @@ optimized_module = TORCH.later(
 
 # Attributes.
 
-ORIGINAL = "_orig_mod"
-"""Of what ``torch.compile(module)`` returns: the module."""
-GRAPH_SOURCE = "_dynamo_source"
-"""Of an input of a graph: where Dynamo found it."""
-# from torch 2.14 on Dynamo also compiles the call of a module of torch's own, which it is given as a bound method
+ORIGINAL = "_orig_mod"  # of what ``torch.compile(module)`` returns: the module
+GRAPH_SOURCE = "_dynamo_source"  # of an input of a graph: where Dynamo found it
 GRAPH_MEMBER = re.compile(r"[LG]\['\w+'\](?:\.__self__)?(?:\._(?:modules|parameters|buffers)\['[^']+'\])+")
-"""How Dynamo writes where it found a parameter or buffer: "L['self']._modules['net']._parameters['weight']"."""
+"""Dynamo's text for a parameter or buffer: "L['self']._modules['net']._parameters['weight']"."""
 INDUCTOR_CONFIG = "torch._inductor.config"
-"""The module with the settings of inductor; importing it takes a second."""
-is_compiled_in_place: Callable[[nn.Module], Any] = TORCH.of_instance(
+is_compiled_in_place = TORCH.of_instance(
     "torch.nn.Module._compiled_call_impl", "what Module.compile has put in place of a call", for_=COMPARING
 )

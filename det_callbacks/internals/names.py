@@ -1,16 +1,17 @@
-"""How a private name is looked up: one that is missing breaks no import, and is known before anything is recorded."""
+"""How a private name is looked up: a missing one breaks no import, and is known before anything is recorded."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from typing import Any
 
 from det_callbacks.errors import UnsupportedVersionError
 from det_callbacks.internals.versions import TESTED
 
 RECORDING = "recording"
-"""What most names are needed for: recording, verifying, and everything else that traces ops."""
+"""What most names are needed for: everything that traces ops."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,11 +19,9 @@ class PrivateName:
     """A name that another package does not promise to keep.
 
     Attributes:
-        path: from the package on, such as "torch._C._current_graph_task_id".
-        purpose: what it is used for.
         needed_for: what is refused without it; "" where the package goes on with less.
         lost: what is lost without it, where the package goes on.
-        is_of_instance: whether the class in its path has no such attribute, only its instances.
+        is_of_instance: whether only instances of the class in its path have the attribute.
         example: an instance that has it, where one can be made at import.
     """
 
@@ -43,10 +42,7 @@ MISSING = object()
 
 
 def find(path: str, example: Any = None) -> Any:
-    """Return what a dotted path names, ``MISSING`` where the installed version has nothing there.
-
-    Of an ``example`` it is the attribute that the path ends in.
-    """
+    """Return what a dotted path names, or the attribute of an ``example`` that it ends in; ``MISSING`` if nothing."""
     if example is not None:
         return getattr(example, path.rpartition(".")[2], MISSING)
     module, _, rest = path.partition(".")
@@ -64,47 +60,40 @@ def find(path: str, example: Any = None) -> Any:
 
 
 class PrivateNames:
-    """The private names of one package, each with what was found."""
-
     def __init__(self, package: str) -> None:
         self.package = package
         self.known: dict[str, PrivateName] = {}
         self.missing: list[PrivateName] = []
+        self.readers: dict[str, Callable[[Any], Any]] = {}  # of attributes that only instances have
 
     def needed(self, path: str, purpose: str, *, for_: str = RECORDING) -> Any:
-        """Return what a name stands for; where it is missing, something that raises when it is used."""
-        name = self._note(PrivateName(path=path, purpose=purpose, needed_for=for_))
+        """Return what a name means, or something that raises when it is used."""
+        name = self._note(path, purpose, for_)
         found = self._look_up(name)
         return Refusal(self, name) if found is MISSING else found
 
-    def needed_class(self, path: str, purpose: str, *, for_: str = RECORDING) -> Any:
-        """Return a class; where it is missing, one that a subclass may have, and of which nothing is an instance."""
-        found = self._look_up(self._note(PrivateName(path=path, purpose=purpose, needed_for=for_)))
+    def needed_class(self, path: str, purpose: str) -> Any:
+        """Return a class, or one without instances."""
+        found = self._look_up(self._note(path, purpose, RECORDING))
         return type("Missing", (), {}) if found is MISSING else found
 
-    def attribute(self, path: str, purpose: str, *, for_: str = RECORDING) -> Callable[[Any], Any]:
-        """Return a function that reads this attribute of an instance of the class in front of it."""
-        found = self.needed(path, purpose, for_=for_)
-        return found if isinstance(found, Refusal) else attrgetter(path.rpartition(".")[2])
+    def attribute(self, path: str, purpose: str, *, reads: Callable[[str], Any] = attrgetter) -> Callable[[Any], Any]:
+        """Return what reads this attribute of an instance, or with ``methodcaller`` calls this method."""
+        found = self.needed(path, purpose)
+        return found if isinstance(found, Refusal) else reads(path.rpartition(".")[2])
 
-    def method(self, path: str, purpose: str, *, for_: str = RECORDING) -> Callable[..., Any]:
-        """Return a function that calls this method, without arguments, of an instance of the class in front of it."""
-        found = self.needed(path, purpose, for_=for_)
-        return found if isinstance(found, Refusal) else methodcaller(path.rpartition(".")[2])
-
-    def optional(self, path: str, purpose: str, *, without: Any, lost: str) -> Any:
-        """Return what a name stands for, and ``without`` where it is missing."""
-        found = self._look_up(self._note(PrivateName(path=path, purpose=purpose, lost=lost)))
+    def optional(self, path: str, purpose: str, *, lost: str, without: Any = None) -> Any:
+        found = self._look_up(self._note(path, purpose, lost=lost))
         return without if found is MISSING else found
 
-    def name_of(self, path: str, purpose: str, *, for_: str = RECORDING, example: Any = None) -> str:
-        """Return the last part of a path, for code that looks it up in objects; ``example`` is one of them."""
-        self._look_up(self._note(PrivateName(path=path, purpose=purpose, needed_for=for_, example=example)))
+    def name_of(self, path: str, purpose: str, *, example: Any = None) -> str:
+        """Return the last part of a path, for code that looks it up in objects."""
+        self._look_up(self._note(path, purpose, RECORDING, example=example))
         return path.rpartition(".")[2]
 
     def later(self, path: str, purpose: str, *, for_: str = RECORDING) -> Callable[[], Any]:
-        """Return a function that returns what a name stands for, or raises: for what takes seconds to import."""
-        name = self._note(PrivateName(path=path, purpose=purpose, needed_for=for_))
+        """Return what looks a name up when it is called: for slow imports."""
+        name = self._note(path, purpose, for_)
 
         def look_up() -> Any:
             found = self._look_up(name)
@@ -115,8 +104,8 @@ class PrivateNames:
         return look_up
 
     def of_instance(self, path: str, purpose: str, *, for_: str = RECORDING) -> Callable[[Any], Any]:
-        """Return a function that reads an attribute, or raises: for what instances get when they are made."""
-        name = self._note(PrivateName(path=path, purpose=purpose, needed_for=for_, is_of_instance=True))
+        """Return what reads an attribute that only instances have."""
+        name = self._note(path, purpose, for_, is_of_instance=True)
         attribute = path.rpartition(".")[2]
 
         def read(instance: Any) -> Any:
@@ -127,10 +116,11 @@ class PrivateNames:
                 raise self.refusal(name, package=module if module == "pytorch_lightning" else self.package)
             return found
 
+        self.readers[path] = read
         return read
 
     def require(self, for_: str) -> None:
-        """Raise UnsupportedVersionError where a name is missing without which this cannot work."""
+        """Raise UnsupportedVersionError where a name is missing that this needs."""
         for name in self.missing:
             if name.needed_for == for_:
                 raise self.refusal(name)
@@ -147,19 +137,17 @@ class PrivateNames:
         )
 
     def losses(self) -> list[str]:
-        """Return a sentence for each missing name without which the package goes on with less."""
         return [str(name) for name in self.missing if name.lost]
 
     def all_missing(self) -> list[str]:
-        """Return a sentence for each name that is missing, also of those that nothing has looked up yet."""
         for name in self.known.values():
             if not name.is_of_instance:
                 self._look_up(name)
         return [str(name) for name in self.missing]
 
-    def _note(self, name: PrivateName) -> PrivateName:
-        assert name.path not in self.known, f"{name.path} is listed twice"
-        self.known[name.path] = name
+    def _note(self, path: str, purpose: str, needed_for: str = "", **others: Any) -> PrivateName:
+        assert path not in self.known, f"{path} is listed twice"
+        name = self.known[path] = PrivateName(path=path, purpose=purpose, needed_for=needed_for, **others)
         return name
 
     def _look_up(self, name: PrivateName) -> Any:
@@ -174,18 +162,13 @@ class PrivateNames:
 
 
 class Refusal:
-    """Stands where a name is missing: it may be passed on, and raises when it is called or looked into."""
+    """Replaces a missing name: it may be passed on, and raises when it is called or looked into."""
 
     def __init__(self, names: PrivateNames, name: PrivateName) -> None:
-        self._error = names.refusal, name
+        self._error = partial(names.refusal, name)
 
     def __call__(self, *_: Any, **__: Any) -> Any:
-        """Raise."""
-        refusal, name = self._error
-        raise refusal(name)
+        raise self._error()
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("__"):
-            raise AttributeError(attribute)
-        refusal, name = self._error
-        raise refusal(name)
+        raise AttributeError(attribute) if attribute.startswith("__") else self._error()

@@ -1,10 +1,8 @@
-"""Every private name of torch that is used, but for those of Dynamo: what for, and what is lost without it.
-
-All are there in torch 2.11 to 2.15.
-"""
+"""Every private name of torch (2.11 to 2.15) that is used, except Dynamo's: what for, and what is lost without it."""
 
 import sys
 from collections.abc import Callable
+from operator import attrgetter, methodcaller
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
@@ -16,7 +14,6 @@ from torch.utils.checkpoint import CheckpointFunction
 from det_callbacks.internals.names import PrivateNames
 
 TORCH = PrivateNames("torch")
-"""All that are looked up, those of ``dynamo.py`` too."""
 
 # What names are needed for, beside recording.
 EQUIVALENCE = "BitwiseEquivalenceMode"
@@ -26,6 +23,9 @@ OF_BUCKETS = "exact resume under DDP"
 
 # Autograd: of the thread that asks.
 
+_UNNAMED = "ops of backward passes have no module and no source line"
+_UNNAMED_REPEATED = "ops that activation checkpointing repeats have no module"
+
 graph_task_id: Callable[[], int] = TORCH.needed(
     "torch._C._current_graph_task_id", "the number of the backward pass that runs, -1 outside any"
 )
@@ -33,41 +33,39 @@ current_node: Callable[[], Any] = TORCH.optional(
     "torch._C._current_autograd_node",
     "the autograd node that runs",
     without=lambda: None,
-    lost="ops of backward passes have no module and no source line",
+    lost=_UNNAMED,
 )
 next_sequence_number: Callable[[], int] = TORCH.optional(
     "torch._C._autograd._get_sequence_nr",
     "the number that the next autograd node gets",
     without=lambda: -1,
-    lost="ops of backward passes have no module and no source line",
+    lost=_UNNAMED,
 )
 top_hooks: Callable[[bool], tuple[Any, Any] | None] = TORCH.optional(
     "torch._C._autograd._top_saved_tensors_default_hooks",
     "the saved-tensor hooks in force, as (pack, unpack)",
     without=lambda ignores_tracing: None,
-    lost="ops that activation checkpointing repeats have no module",
+    lost=_UNNAMED_REPEATED,
 )
-sequence_number: Callable[[Any], int] = TORCH.method(
-    "torch.autograd.graph.Node._sequence_nr", "the number that an autograd node was made with"
+sequence_number: Callable[[Any], int] = TORCH.attribute(
+    "torch.autograd.graph.Node._sequence_nr", "the number that an autograd node was made with", reads=methodcaller
 )
 _run_backward: Any = TORCH.optional(
     "torch.autograd.graph._engine_run_backward",
     "the frame of every backward pass that Python starts",
-    without=None,
     lost="ops of autograd's formulas are taken for ops of hooks, and have no source line",
 )
 RUN_BACKWARD: CodeType | None = None if _run_backward is None else _run_backward.__code__
 _call_module: Any = TORCH.optional(
     "torch.nn.Module._call_impl",
     "the frame of every call of a module",
-    without=None,
     lost="ops in the backward of Python autograd Functions have no module",
 )
 CALL_MODULE: CodeType | None = None if _call_module is None else _call_module.__code__
 
 
 def keywords_of_call() -> dict[str, Any]:
-    """Return the keyword arguments of the innermost call of a module that is under way; global hooks get none."""
+    """Return the keyword arguments of the innermost module call; global hooks get none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and CALL_MODULE is not None:
         if frame.f_code.co_filename == CALL_MODULE.co_filename and "kwargs" in frame.f_locals:
@@ -80,39 +78,36 @@ _DISPATCHING = ("_python_dispatch.py", "_compile.py", str(Path("_dynamo") / "eva
 
 
 def is_mode(filename: str, function: str) -> bool:
-    """Return whether a frame is that of the dispatch mode that is open on top, or of what torch wraps it in."""
+    """Return whether a frame is that of a dispatch mode, or of what torch wraps it in."""
     return function == "__torch_dispatch__" or filename.endswith(_DISPATCHING)
 
 
-_checkpoint_hooks: Any = TORCH.optional(
+TORCH.optional(
     "torch.utils.checkpoint._checkpoint_hook",
     "the saved-tensor hooks of a checkpoint without reentry",
-    without=None,
-    lost="ops that activation checkpointing repeats have no module",
+    lost=_UNNAMED_REPEATED,
 )
 CHECKPOINT_FILE = CheckpointFunction.forward.__code__.co_filename
 CHECKPOINT_REGIONS = {"unpack_hook": "frame", "backward": "ctx"}
 """Function in that file that repeats a checkpointed region -> its variable that stands for the region."""
-CHECKPOINT_PACK_HOOK = "_checkpoint_hook.__init__.<locals>.pack_hook"
-"""Qualified name of the saved-tensor hook of a checkpoint without reentry; its closure is the region's frame."""
+CHECKPOINT_PACK_HOOK = "_checkpoint_hook.__init__.<locals>.pack_hook"  # its closure is the region's frame
 
 
-_class_of_function: Any = TORCH.optional(
+TORCH.optional(
     "torch.autograd.Function._backward_cls._forward_cls",
     "the class of a Python autograd Function, from the class of its nodes",
-    without=None,
     lost="ops in the backward of Python autograd Functions have no module and no source line",
 )
 
 
 def forward_code(node: object) -> CodeType | None:
-    """Return the code of the forward of a Python autograd Function, from its node; None for nodes of torch's own."""
+    """Return the code of the forward of a Python autograd Function, from its node; None for torch's own nodes."""
     forward = getattr(getattr(type(node), "_forward_cls", None), "forward", None)
     return getattr(forward, "__code__", None)
 
 
 def scaler_state(scaler: object) -> dict[str, Any]:
-    """Return the state of a gradient scaler as tensors, unread: its ``state_dict`` waits for the device."""
+    """Return the state of a gradient scaler as tensors; its ``state_dict`` waits for the device."""
     parts = {"scale": ("_scale", "_init_scale", torch.float32)}
     parts["growth_tracker"] = ("_growth_tracker", "_init_growth_tracker", torch.int32)
     found: dict[str, Any] = {}
@@ -131,8 +126,10 @@ def scaler_state(scaler: object) -> dict[str, Any]:
 storage_address: Callable[[UntypedStorage], int] = TORCH.attribute(
     "torch.UntypedStorage._cdata", "the address of a storage, which identifies it while somebody holds it"
 )
-pin_storage: Callable[[UntypedStorage], int] = TORCH.method(
-    "torch.UntypedStorage._weak_ref", "a weak reference that keeps the address of a storage from being used again"
+pin_storage: Callable[[UntypedStorage], int] = TORCH.attribute(
+    "torch.UntypedStorage._weak_ref",
+    "a weak reference that keeps the address of a storage from being used again",
+    reads=methodcaller,
 )
 unpin_storage: Callable[[int], None] = TORCH.needed("torch.UntypedStorage._free_weak_ref", "lets such an address go")
 storage_at: Callable[[int], UntypedStorage | None] = TORCH.needed(
@@ -158,28 +155,22 @@ set_negative: Callable[[Tensor, bool], None] = TORCH.needed(
 # Kinds of tensors.
 
 if TYPE_CHECKING:
-    from torch._C import DispatchKey as DispatchKey
-    from torch._ops import HigherOrderOperator as HigherOrderOperator
     from torch._ops import OpOverload as OpOverload
-    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
-    from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor
     from torch.distributed._functional_collectives import AsyncCollectiveTensor as AsyncCollectiveTensor
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 else:
-    FakeTensor = TORCH.needed_class("torch._subclasses.fake_tensor.FakeTensor", "a tensor without data")
-    FunctionalTensor = TORCH.needed_class(
-        "torch._subclasses.functional_tensor.FunctionalTensor", "a tensor without data"
-    )
     AsyncCollectiveTensor = TORCH.needed_class(
         "torch.distributed._functional_collectives.AsyncCollectiveTensor", "what a collective has yet to deliver"
     )
-    DispatchKey = TORCH.needed("torch._C.DispatchKey", "names the kernels of an op")
     OpOverload = TORCH.needed_class("torch._ops.OpOverload", "the class of ops")
-    HigherOrderOperator = TORCH.needed_class("torch._ops.HigherOrderOperator", "the class of ops on functions")
     TorchDispatchMode = TORCH.needed_class(
         "torch.utils._python_dispatch.TorchDispatchMode", "sees every op of the thread that entered it"
     )
-
+FakeTensor: Any = TORCH.needed_class("torch._subclasses.fake_tensor.FakeTensor", "a tensor without data")
+FunctionalTensor: Any = TORCH.needed_class(
+    "torch._subclasses.functional_tensor.FunctionalTensor", "a tensor without data"
+)
+DispatchKey: Any = TORCH.needed("torch._C.DispatchKey", "names the kernels of an op")
 is_functional: Callable[[Tensor], bool] = TORCH.optional(
     "torch._is_functional_tensor",
     "whether a tensor stands for another one while functorch traces",
@@ -199,7 +190,6 @@ untransformed: Callable[[Tensor], Tensor] = TORCH.needed("torch._C._functorch.ge
 MKLDNN: Any = TORCH.optional(
     "torch._mkldnn",
     "the layout of tensors that oneDNN has packed",
-    without=None,
     lost="tensors of that layout are refused by digests",
 )
 COO_PARTS = (
@@ -209,8 +199,7 @@ COO_PARTS = (
 num_writes: Callable[[Tensor], int] = TORCH.attribute(
     "torch.Tensor._version", "how often a tensor was written, as far as autograd was told"
 )
-JAGGED_CACHES = frozenset({"_min_seqlen_tensor", "_max_seqlen_tensor"})
-"""Attributes of a jagged tensor that are there once something asked for them: its history, and not its content."""
+JAGGED_CACHES = frozenset({"_min_seqlen_tensor", "_max_seqlen_tensor"})  # of a jagged tensor, once asked for
 
 # Dispatch.
 
@@ -274,15 +263,13 @@ set_deterministic: Callable[..., None] = TORCH.optional(
 keep_version: Callable[[Tensor], Any] | None = TORCH.optional(
     "torch.autograd.grad_mode._unsafe_preserve_version_counter",
     "puts saved bits into a tensor that autograd has saved",
-    without=None,
     lost="what is observed in a compiled function is not put back",
 )
 
 
-_kernel: Any = TORCH.optional(
+TORCH.optional(
     "torch.ops.aten.abs.default._op",
     "calls an op past the frame that OpOverload.__call__ adds",
-    without=None,
     lost="every op that is recorded takes longer",
 )
 _call_with_key: Callable[[Any], Callable[..., Any]] = TORCH.attribute(
@@ -292,18 +279,15 @@ _call_with_key: Callable[[Any], Callable[..., Any]] = TORCH.attribute(
 
 
 def kernel_of(func: Any) -> Callable[..., Any]:
-    """Return how an op is called past the frame that ``OpOverload.__call__`` adds."""
     kernel: Callable[..., Any] = getattr(func, "_op", func) if type(func) is OpOverload else func
     return kernel
 
 
 def call_composite(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call the kernel of a composite op."""
     return _call_with_key(func)(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
 def overload_name(func: Any) -> str:
-    """Return "Tensor" for aten.add.Tensor, "default" where an op has no name of its own for it."""
     return func.name().partition(".")[2] or "default"
 
 
@@ -329,31 +313,19 @@ PARAMETERS = TORCH.name_of(
 )
 BUFFERS = TORCH.name_of("torch.nn.Module._buffers", "the dictionary of its buffers", example=_A_MODULE)
 CHILDREN = TORCH.name_of("torch.nn.Module._modules", "the dictionary of the modules in it", example=_A_MODULE)
-DDP_IGNORED = "_ddp_params_and_buffers_to_ignore"
-"""Attribute of a module: the names that DDP leaves alone."""
-
-
-_LEFT_OUT = TORCH.name_of(
-    "torch.nn.Module._non_persistent_buffers_set",
-    "the buffers of one module that its state_dict leaves out",
-    example=_A_MODULE,
+DDP_IGNORED = "_ddp_params_and_buffers_to_ignore"  # of a module: the names that DDP leaves alone
+left_out_of_state: Callable[[nn.Module], set[str]] = attrgetter(
+    TORCH.name_of(
+        "torch.nn.Module._non_persistent_buffers_set",
+        "the buffers of one module that its state_dict leaves out",
+        example=_A_MODULE,
+    )
 )
-
-
-def left_out_of_state(module: nn.Module) -> set[str]:
-    """Return the names of the buffers of one module that its state_dict leaves out."""
-    names: set[str] = getattr(module, _LEFT_OUT)
-    return names
 
 
 # Data.
 
-if TYPE_CHECKING:
-    from torch.utils.data.dataloader import _BaseDataLoaderIter
-
-    DataLoaderIter = _BaseDataLoaderIter
-else:
-    DataLoaderIter = TORCH.needed_class("torch.utils.data.dataloader._BaseDataLoaderIter", "leads to the data set")
+DataLoaderIter: Any = TORCH.needed_class("torch.utils.data.dataloader._BaseDataLoaderIter", "leads to the data set")
 leaves_with_path: Callable[[Any], list[tuple[Any, Any]]] = TORCH.needed(
     "torch.utils._pytree.tree_leaves_with_path", "the tensors in what a module takes and returns", for_=COMPARING
 )
@@ -384,7 +356,7 @@ _is_in_fork_of_mps: Callable[[], bool] = TORCH.optional(
     lost=_NO_MPS,
 )
 _mps_generator: Callable[[], Generator] | None = TORCH.optional(
-    "torch.mps._get_default_mps_generator", "the default generator of an MPS device", without=None, lost=_NO_MPS
+    "torch.mps._get_default_mps_generator", "the default generator of an MPS device", lost=_NO_MPS
 )
 
 
@@ -401,10 +373,10 @@ default_store: Callable[[], Any] = TORCH.needed(
 process_group_named: Callable[[str], Any] = TORCH.needed(
     "torch.distributed.distributed_c10d._resolve_process_group", "the process group that an op names"
 )
-ddp_facts: Callable[[Any], Any] = TORCH.method(
+ddp_facts: Callable[[Any], Any] = TORCH.needed(
     "torch.nn.parallel.DistributedDataParallel._get_ddp_logging_data", "what DDP says of its buckets", for_=OF_BUCKETS
 )
-ddp_parameters: Callable[[Any], Any] = TORCH.method(
+ddp_parameters: Callable[[Any], Any] = TORCH.needed(
     "torch.nn.parallel.DistributedDataParallel._build_params_for_reducer",
     "the parameters in the order of DDP's numbers",
     for_=OF_BUCKETS,
@@ -412,9 +384,9 @@ ddp_parameters: Callable[[Any], Any] = TORCH.method(
 mark_gradient: Callable[[Any, int], Any] = TORCH.needed(
     "torch.distributed.Reducer._autograd_hook", "tells DDP that a gradient is there", for_=OF_BUCKETS
 )
-rebuild_buckets: Callable[[Any], bool] = TORCH.method(
+rebuild_buckets: Callable[[Any], bool] = TORCH.needed(
     "torch.distributed.Reducer._rebuild_buckets", "lets DDP make its buckets again", for_=OF_BUCKETS
 )
-gradient_buckets: Callable[[Any], Any] = TORCH.method(
+gradient_buckets: Callable[[Any], Any] = TORCH.needed(
     "torch.distributed.Reducer._get_zeros_like_grad_buckets", "which parameters are in which bucket", for_=OF_BUCKETS
 )

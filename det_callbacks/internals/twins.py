@@ -1,8 +1,7 @@
 """``lightning.pytorch`` and ``pytorch_lightning``: one code base, released under two names.
 
-Each package has classes of its own, so an object of the one is no instance of the other's class. A Trainer calls its
-callbacks by the names of their hooks, whichever package they are from. Neither package is imported here: where
-``pytorch_lightning`` is not loaded, no object is an instance of its classes.
+Each package has its own classes. Neither is imported here: ``pytorch_lightning`` without being loaded
+has no instances.
 """
 
 import sys
@@ -14,7 +13,7 @@ Class = TypeVar("Class", bound=type)
 
 
 def either(*classes: Any) -> tuple[Any, ...]:
-    """Return classes of ``lightning``, and the classes of the same names in ``pytorch_lightning`` where it is loaded.
+    """Return classes of ``lightning``, and their twins in ``pytorch_lightning`` where it is loaded.
 
     >>> isinstance(trainer.strategy, either(DDPStrategy))  # doctest: +SKIP
     """
@@ -29,15 +28,15 @@ def own_class(instance: object, one: Any) -> Any:
 
 
 def package_of(instance: object) -> str:
-    """Return the distribution that an object's class is from, or is derived from."""
     modules = {kind.__module__.partition(".")[0] for kind in type(instance).__mro__}
     return "pytorch_lightning" if "pytorch_lightning" in modules else "lightning"
 
 
 def join_twins(cls: Class) -> Class:
-    """Make a subclass of a class of ``lightning`` one of its twin, too, where ``pytorch_lightning`` is loaded by now.
+    """Make a subclass of a class of ``lightning`` one of its twin, too, where that is loaded by now.
 
-    A callback is then a ``Callback`` for LightningCLI, and for ``Trainer(callbacks=callback)`` without a list.
+    A callback is then a ``Callback`` for LightningCLI, and for ``Trainer(callbacks=callback)`` without
+    a list.
     """
     missing = [twin for base in cls.__bases__ if (twin := _twin(base)) is not None and not issubclass(cls, twin)]
     if missing:
@@ -46,7 +45,7 @@ def join_twins(cls: Class) -> Class:
 
 
 def _twin(one: Any) -> Any:
-    """Return the class of the same name in the other package; None where that is not loaded."""
+    """Return the class of the same name in the other package, if that is loaded."""
     for name, other in _NAMES:
         if one.__module__.startswith(name):
             return getattr(sys.modules.get(other + one.__module__.removeprefix(name)), one.__name__, None)

@@ -15,7 +15,8 @@ OPTIONAL: Mapping[str, tuple[str, str]] = {"transformers": ("4.57", "5.24")}
 def newer_than_tested(framework: str = "lightning") -> list[str]:
     """Return a sentence for each installed package whose minor version is later than any that was tested.
 
-    The framework is the distribution that trains: ``pytorch_lightning`` has the versions of ``lightning``.
+    The framework is the distribution that trains: ``pytorch_lightning`` has the versions of
+    ``lightning``.
     """
     tested = {"torch": TESTED["torch"], framework: OPTIONAL.get(framework, TESTED["lightning"])}
     installed = {package: installed_version(package) for package in tested}
@@ -27,7 +28,7 @@ def newer_than_tested(framework: str = "lightning") -> list[str]:
 
 
 def installed_version(package: str) -> str | None:
-    """Return the version of an installed package, None where pip knows none: not installed, or a source tree."""
+    """Return the version of an installed package, None where pip knows none."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -37,15 +37,16 @@ class ObserverContext:
     """Record what is observed inside the ``with`` block as a run, or compare it with a recorded one.
 
     Observations (``observe`` and its companions) are recorded wherever they are made, ops only between
-    ``enable_hash_mode`` and ``disable_hash_mode``. It follows one process: give each one a name of its own.
+    ``enable_hash_mode`` and ``disable_hash_mode``. It follows one process: give each one a name of its
+    own.
 
     Args:
         dump_dir: folder in which runs are stored.
         name: of this run, and of its folder in ``dump_dir``.
-        reference: folder of the run to compare with; None records a run, which can later be a reference.
-        raise_on_mismatch: raise at the end of the first step that differs. Otherwise the block ends with a
-            ``DivergenceWarning``.
-        overwrite: recording: replace a run that is there. The folder of an earlier comparison is replaced anyway.
+        reference: folder of the run to compare with; None records a run.
+        raise_on_mismatch: raise at the end of the first step that differs. Otherwise the block ends
+            with a ``DivergenceWarning``.
+        overwrite: recording: replace a run that is there. An earlier comparison is always replaced.
         tensor_budget_mib: recording: MiB that ``observe_non_deterministic`` may save in one step.
 
     Attributes:
@@ -54,9 +55,8 @@ class ObserverContext:
 
     Raises:
         ValueError: the name cannot be that of a folder.
-        TraceError, RunExistsError, ReferenceNotFoundError, ReferenceFormatError: at entering: another observer is
-            active, there is a run of that name, the reference is missing, damaged or of a DeterminismCallback.
-        RunInUseError, WriteError: another process writes to the run; nothing can be written, as on a full disk.
+        TraceError, RunExistsError, ReferenceNotFoundError, ReferenceFormatError, RunInUseError,
+        WriteError: at entering.
         DivergenceError, NotComparableError: with ``raise_on_mismatch``; ``.verdict`` says where.
         NothingComparedError: nothing was observed, or nothing compared (at the end).
 
@@ -134,11 +134,12 @@ class ObserverContext:
     def next_step(self) -> None:
         """End the step under way and begin the next; without it the whole block is step 0.
 
-        It may stand at the beginning or at the end of a loop's body: a first or last step in which nothing was observed
-        is dropped.
+        Call it at the beginning or at the end of a loop's body: a first or last step without
+        observations is dropped.
 
         Raises:
-            DivergenceError, NotComparableError: the step differs, and ``raise_on_mismatch`` was asked for.
+            DivergenceError, NotComparableError: the step differs, and ``raise_on_mismatch`` was asked
+                for.
         """
         if self._state != "open":
             raise TraceError(f"The ObserverContext of {self.path} is not open: use it inside its with block.")
@@ -205,7 +206,6 @@ class ObserverContext:
             self.mismatches = (*self.mismatches, *found)[:MAX_MISMATCHES]
 
     def _finish(self, *, is_early: bool = False) -> None:
-        """Close the files and, when comparing, judge."""
         if self._verification is None:
             if not self._num_sites:
                 raise NothingComparedError(
@@ -236,7 +236,7 @@ class ObserverContext:
         raise self._error
 
     def _leave(self, *, complete: bool) -> None:
-        """Leave nothing open; may be called more than once, and the first call says whether the run is complete."""
+        """Leave nothing open; the first call says whether the run is complete."""
         self._state = "left"
         self._observations.abandon()
         self._recorder.places.modules.close()

@@ -1,9 +1,8 @@
 """What a model calls: one check and nothing else without an active observer.
 
-Inside a compiled function an observation is an op of its graph. An op that returns nothing would be dropped as dead
-code, so these have an ordered effect. What was tried instead: a clone whose result is used (it changes what is fused
-even where the return value is ignored), and an op that declares its argument as mutated (torch 2.13 allows no autograd
-through it).
+Inside a compiled function an observation is an op of its graph with an ordered effect, so that it is no
+dead code. Rejected: a clone whose result is used (it changes what is fused), and an op that declares
+its argument as mutated (torch 2.13 allows no autograd through it).
 """
 
 import ast
@@ -26,16 +25,17 @@ _Tree = TypeVar("_Tree")
 def observe(name: str, tree: _Tree) -> _Tree:
     """Record a value by name in the active run; return it as it is.
 
-    Without an active observer it costs one check. Inside a ``torch.compile``'d function it is an op of the graph; the
-    function is compiled once more when an observer becomes active.
+    Inside a ``torch.compile``'d function it is an op of the graph, which is compiled once more when an
+    observer becomes active.
 
     Args:
         name: any text of 1 to 1,000 characters. Its occurrences are counted in each step.
-        tree: a tensor, a plain value (None, bool, int, float, complex, str), or a nested structure of them. Each leaf
-            becomes a site, named ``name["key"][0]``.
+        tree: a tensor, a plain value (None, bool, int, float, complex, str), or a nested structure of
+            them. Each leaf becomes a site, named ``name["key"][0]``.
 
     Raises:
-        TypeError, ValueError: the name is no such text, or something in the structure is no tensor and no plain value.
+        TypeError, ValueError: the name is no such text, or something in the structure is neither tensor
+            nor plain value.
 
     Example:
         >>> import torch
@@ -49,9 +49,9 @@ def observe(name: str, tree: _Tree) -> _Tree:
 def observe_non_deterministic(name: str, tree: _Tree) -> _Tree:
     """Save a value while recording, and put the saved bits in its place while verifying.
 
-    Tensors are changed in place, so the return value may be ignored: aliases, views and what autograd saved for the
-    backward pass see the saved bits. Plain values can only be exchanged in the structure that is returned. Name and
-    structure are recorded as by ``observe``; how often the live bits differed stands in the coverage (``replayed``).
+    Tensors are changed in place: aliases, views and what autograd saved have the saved bits, too. Plain
+    values change only in the structure that is returned. Name and structure are recorded as by
+    ``observe``; the coverage counts how often the live bits differed (``replayed``).
 
     Returns:
         The structure itself; a new one where plain values differed.
@@ -59,7 +59,8 @@ def observe_non_deterministic(name: str, tree: _Tree) -> _Tree:
     Raises:
         TypeError, ValueError: as ``observe`` does.
         ReplayError: the budget does not suffice (recording).
-        ReferenceFormatError: what was saved is damaged or missing, or does not fit and the step is no other one.
+        ReferenceFormatError: what was saved is damaged or missing, or does not fit and the step is no
+            other one.
     """
     sink = REGISTRY.sink
     return tree if sink is None else _observe(sink, name, tree, is_replayed=True)
@@ -68,9 +69,9 @@ def observe_non_deterministic(name: str, tree: _Tree) -> _Tree:
 def observe_grad(name: str, tensor: Tensor) -> Tensor:
     """Record the gradient of a tensor, "grad of <name>", when a backward pass has computed it; return the tensor.
 
-    It may be called after the tensor was used. For a parameter it is what each backward pass adds. A tensor that gets
-    no gradient in its step is reported: as a site without value, and by a warning. In a compiled function it breaks
-    the graph, says so once, and has to come before the tensor is used: what an earlier graph computes, it cannot see.
+    For a parameter it is what each backward pass adds. A tensor without a gradient in its step is
+    recorded as a site without value, with a warning. A compiled function breaks its graph here; there
+    it must be called before the tensor is used.
 
     Raises:
         TypeError, ValueError: the name is no such text as ``observe`` takes, or the value is no tensor.
@@ -83,7 +84,8 @@ def observe_grad(name: str, tensor: Tensor) -> Tensor:
 def observe_non_deterministic_grad(name: str, tensor: Tensor) -> Tensor:
     """Save the gradient of a tensor while recording, and replace it by the saved one while verifying.
 
-    Otherwise as ``observe_grad``; the errors of ``observe_non_deterministic`` come in the backward pass.
+    Otherwise as ``observe_grad``; the errors of ``observe_non_deterministic`` are raised in the
+    backward pass.
     """
     if (sink := REGISTRY.sink) is not None:
         _gradient(sink, name, tensor, is_replayed=True, is_compiled=torch.compiler.is_compiling())
@@ -94,7 +96,7 @@ def observe_non_deterministic_grad(name: str, tensor: Tensor) -> Tensor:
 def enable_hash_mode() -> ExitStack:
     """Open a region in which every op is recorded; ``disable_hash_mode`` or the end of a ``with`` block closes it.
 
-    Regions nest and may be repeated. Without an active observer nothing happens.
+    Regions nest. Without an active observer nothing happens.
     """
     if REGISTRY.sink is not None:
         REGISTRY.sink.enable_ops()
@@ -137,8 +139,8 @@ def _observe(sink: Observations, name: str, tree: _Tree, *, is_replayed: bool) -
 def _observe_in_graph(name: str, leaves: Leaves, *, is_replayed: bool) -> None:
     """Make the op that records an observation when the graph runs, or saves its tensors and puts them back.
 
-    The copy back is one that autograd does not see: what it saved of the tensor are the bits put back, as in the run
-    that was recorded. Plain values are part of the graph, and stay as they are.
+    Autograd does not see the copy back, so it saves the same bits as when recording. Plain values are
+    constants of the graph.
     """
     tensors = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
     integers = [leaf for _, leaf in leaves if _is_integer(leaf)]

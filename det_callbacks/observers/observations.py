@@ -1,4 +1,4 @@
-"""Observations as sites of a recorder's step, and the one observer of the process that takes them."""
+"""Observations as sites of a recorder's step, and the active observer of the process."""
 
 import itertools
 import os
@@ -26,22 +26,20 @@ Leaves = Sequence[tuple[str, Any]]
 
 @dataclass(slots=True, eq=False)
 class _Gradient:
-    """A gradient that was asked for in this step: where, and how often it came."""
-
     name: str
     module: str
     occurrence: int
     is_replayed: bool
-    is_repeated: bool
-    """Asked for in one of the two runs of a checkpointed region, of which only one gets the gradient."""
+    is_repeated: bool  # in one of the two runs of a checkpointed region, of which only one gets the gradient
     num_received: int = 0
 
 
 class Observations:
-    """Puts observations into the step that a recorder has under way; messages call the run ``owner``.
+    """Puts observations into the recorder's step; messages call the run ``owner``.
 
-    ``begin`` and ``end`` enclose a step, inside the recorder's own. An observation is a site with the phase and module
-    it was made in, no op, and its name; that of a gradient is "grad of <name>", with the module that asked for it.
+    ``begin`` and ``end`` enclose a step, inside the recorder's own. An observation is a site with the
+    phase and module it was made in, no op, and its name; that of a gradient is "grad of <name>", with
+    the module that asked for it.
     """
 
     def __init__(self, recorder: Recorder, *, owner: str, level: str | None = None) -> None:
@@ -55,7 +53,7 @@ class Observations:
         self.drop()
 
     def begin(self, replay: Replay | None = None) -> None:
-        """Start a step; ``replay`` saves what is not deterministic, or puts it back, and has begun the step too."""
+        """Start a step; ``replay`` saves what is not deterministic, or puts it back."""
         self.drop()
         self._replay = replay or Replay()
         self._process = os.getpid()
@@ -63,7 +61,7 @@ class Observations:
         self.region.resume()
 
     def end(self) -> None:
-        """End a step, while the recorder's is still open: report what is outstanding, and remove the hooks."""
+        """End a step, before the recorder's: report missing gradients, and remove the hooks."""
         if not self._is_open:
             return
         received = {gradient.name for gradient in self._gradients if gradient.num_received}
@@ -89,7 +87,7 @@ class Observations:
         self._replay = Replay()
 
     def abandon(self) -> None:
-        """Drop the step under way and close every region; may be called at any time and more than once."""
+        """Drop the step under way and close every region."""
         self.drop()
         self.region.leave_all()
 
@@ -108,12 +106,13 @@ class Observations:
                 if not isinstance(leaf, Tensor) and repr(value) != repr(leaf):
                     changed[path] = value
             if isinstance(value, Tensor):
-                is_there = holds_data(value)  # of one without data (meta, fake) at least what it is
+                is_there = holds_data(value)  # False of meta and fake tensors
                 value = unwrapped(value) if is_there else f"no data: {value.dtype} {list(value.shape)} {value.device}"
             entries.append((path, value))
         strands = self._recorder.strands
         with self._recorder.step.lock, strands.recording(strands.here()):
-            self._record(*self._place(), entries, is_source=is_replayed)
+            phase, scope = self._recorder.places.now()
+            self._record(phase, scope.module, entries, is_source=is_replayed)
         return changed
 
     def observe_gradient(self, name: str, tensor: Tensor, *, is_replayed: bool, is_compiled: bool) -> None:
@@ -127,7 +126,7 @@ class Observations:
             )
         gradient = _Gradient(
             name=f"grad of {name}",
-            module=self._place()[1],
+            module=self._recorder.places.now()[1].module,
             occurrence=next(self._occurrences[f"grad of {name}"]),
             is_replayed=is_replayed,
             is_repeated=not torch.is_grad_enabled() or graph_task_id() != -1,
@@ -145,9 +144,9 @@ class Observations:
             self.region.suspend()  # it begins with the next step
 
     def _receive(self, gradient: _Gradient, value: Tensor | None) -> Tensor | None:
-        """Record a gradient that a backward pass computed; return what replaces it, if anything does."""
+        """Record a gradient that a backward pass computed; return its replacement, if there is one."""
         if value is None or not self._is_open or not any(gradient is known for known in self._gradients):
-            return None  # an undefined gradient stays one that never came
+            return None  # an undefined gradient counts as missing
         if not self._takes(gradient.name, is_replayed=gradient.is_replayed):
             return None
         with self._recorder.step.lock:
@@ -156,14 +155,14 @@ class Observations:
             gradient.num_received += 1
             replaced = None
             if gradient.is_replayed:
-                # Another branch of the graph may hold this very tensor as its gradient, so it is not changed in place.
+                # not in place: another branch of the graph may hold this very tensor
                 replaced = self._replay.exchange_apart(key, value, op=name, deferred=self._recorder.step.deferred)
             entry = (name, unwrapped(value if replaced is None else replaced))
             self._record("backward", gradient.module, [entry], is_source=gradient.is_replayed)
             return replaced
 
     def _takes(self, name: str, *, is_replayed: bool) -> bool:
-        """Return whether a step is under way in this process; report once why nothing is recorded otherwise."""
+        """Return whether a step is under way in this process; otherwise report once why nothing is recorded."""
         if is_replayed and not self._recorder.selection.is_every_step:
             raise SelectionError(
                 f"{name!r} is to be saved and put back, and every_n_steps or only_steps leaves steps out, which would "
@@ -180,12 +179,6 @@ class Observations:
             self._report(f"{name!r} was observed {where}. Nothing was recorded, compared, saved or put back there.")
         return not where
 
-    def _place(self) -> tuple[str, str]:
-        """Return phase and module."""
-        if graph_task_id() == -1:
-            return self._recorder.phase, self._recorder.places.calls.current.module
-        return "backward", self._recorder.places.backward.scope().module
-
     def _record(self, phase: str, module: str, entries: list[tuple[str, Any]], *, is_source: bool) -> None:
         self._recorder.named.group("observation", phase, entries, owner=module, is_source=is_source)
 
@@ -196,13 +189,13 @@ class Observations:
 
 
 class Registry:
-    """Holds the active observer of the process; ``sink`` is read at each observation, so it is a plain attribute."""
+    """Holds the active observer of the process; each observation reads ``sink``."""
 
     def __init__(self) -> None:
         self.sink: Observations | None = None
 
     def activate(self, sink: Observations) -> None:
-        """Make a sink the active observer; two at once would not know whose an observation is."""
+        """Make a sink the active observer; there can be one."""
         if self.sink is not None:
             raise TraceError(
                 f"Another observer is active already ({self.sink.owner}): a value would not know where to go. "
@@ -211,7 +204,7 @@ class Registry:
         self.sink = sink
 
     def deactivate(self, sink: Observations) -> None:
-        """End an observer; nothing is done when it is not the active one, so that it may be called on every path."""
+        """End an observer, if it is the active one."""
         if self.sink is sink:
             self.sink = None
 

@@ -1,4 +1,4 @@
-"""Nested structures of tensors and plain values: their leaves by path, and rebuilding them with other plain values."""
+"""Nested structures of tensors and plain values: their leaves by path, and other values put into them."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -27,8 +27,8 @@ def check_name(name: object) -> None:
 def leaves_of(tree: Any, path: str, *, depth: int = 0) -> list[tuple[str, Any]]:
     """Return the tensors and plain values in a nested structure with their paths: ``name["k"][0]``.
 
-    Mappings, lists, tuples, named tuples and dataclasses are entered, at most 20 levels deep; whatever would be left
-    out raises TypeError or ValueError.
+    Mappings, lists, tuples, named tuples and dataclasses are entered, at most 20 levels deep; anything
+    else raises TypeError or ValueError.
     """
     found = _entries(tree)
     if found is not None:
@@ -46,7 +46,7 @@ def leaves_of(tree: Any, path: str, *, depth: int = 0) -> list[tuple[str, Any]]:
 
 
 def rebuild(tree: Any, path: str, values: Mapping[str, Any]) -> Any:
-    """Return a structure like another one, with other plain values at some paths; parts without any are the same."""
+    """Return a structure with other plain values at some paths; parts without any are the same objects."""
     if path in values:
         return values[path]
     found = _entries(tree) if any(known.startswith(path) for known in values) else None
@@ -64,7 +64,7 @@ def rebuild(tree: Any, path: str, values: Mapping[str, Any]) -> Any:
 
 
 def _entries(tree: Any) -> list[tuple[str, Any]] | None:
-    """Return the entries of a structure, of a dataclass too, with what they add to its path; else None."""
+    """Return the entries of a structure with what they add to its path; None for anything else."""
     if tree is None:  # Dynamo of torch 2.11 cannot ask it whether it is a dataclass
         return None
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):

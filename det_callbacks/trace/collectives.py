@@ -1,11 +1,12 @@
-"""Collectives in a step: what goes in, before the call; what came out, when it is there and somebody reads it.
+"""Collectives in a step: what goes in, before the call; what came out, when it is there and is read.
 
-A call makes a row of role "sent" for each tensor that this rank puts in, and the first read of what came out one of
-role "delivered", which follows from these; a row without bits while the collective is under way.
+A call makes a row of role "sent" for each tensor that this rank puts in, and the first read of what
+came out one of role "delivered", which follows from these; without bits while the collective is under
+way.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -28,29 +29,27 @@ from det_callbacks.trace.step import Step
 from det_callbacks.trace.tables.overloads import OpPlan, tensors_in
 
 _WAIT = "_c10d_functional.wait_tensor"
-_WAITS = frozenset({_WAIT, "_c10d_functional.wait_tensors"})  # of several since torch 2.15
+_WAITS = frozenset({_WAIT, "_c10d_functional.wait_tensors"})  # since torch 2.15
 _WITHOUT_DATA = (
     "c10d.barrier",
     "c10d.monitored_barrier_",
     "c10d.check_for_nan",
     "_c10d_functional._wrap_tensor_autograd",
 )
-_UNKNOWN = ("symm_mem.", "_c10d_functional.batch_p2p_ops")  # of which nobody knows what they put in, and where
+_UNKNOWN = ("symm_mem.", "_c10d_functional.batch_p2p_ops")  # what they write is unknown
 _NOT_SHOWN = frozenset({"async_op", "timeout", "sparse_indices", "process_group", "group_name"})
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Delivery:
-    """One output of one collective, whose bits may come later."""
-
-    site: Site  # of the row where it is first read, but for its edges
+    site: Site  # of the row of its first read, except the edges
     inputs: tuple[int, ...]  # positions of what went in on this rank
-    work: Any  # tells whether the collective is done; None where nobody can ask it
-    is_in_stream_order: bool  # ops read it after it has arrived, since the training's own stream waits for it
+    work: Any  # tells whether the collective is done; None where that is not known
+    is_in_stream_order: bool  # the training's own stream waits for it
     tensor: Callable[[], Tensor | None]  # a weak reference
 
     def has_arrived(self, *, for_collective: bool = False) -> bool:
-        """Return whether its bits are there for whoever reads it now; another collective has a stream of its own."""
+        """Return whether its bits are there for the reader; another collective has a stream of its own."""
         if not (self.work is None or _is_done(self.work)):
             return False
         self.work = None  # it keeps the tensors of the collective alive
@@ -58,15 +57,13 @@ class Delivery:
 
 
 class Collectives:
-    """Records the collectives of one step after the other."""
-
     def __init__(self, step: Step, places: Places, reads: Reads) -> None:
         self._step, self._places, self._reads = step, places, reads
         self._deliveries: list[Delivery] = []
         self._is_sending = False
 
     def begin(self) -> None:
-        """Start a step; a collective that is still under way from the last one follows from nothing in this one."""
+        """Start a step; a collective still under way from the last one follows from nothing in this one."""
         earlier, self._deliveries = self._deliveries, []
         for delivery in earlier:
             tensor = delivery.tensor()
@@ -75,11 +72,9 @@ class Collectives:
                 self._add(tensor, delivery)
 
     def end(self) -> None:
-        """End a step: let go of what has arrived."""
         self._deliveries = [one for one in self._deliveries if one.tensor() is not None and not one.has_arrived()]
 
     def run(self, plan: OpPlan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a collective, or the op that waits for one."""
         step = self._step
         given = {**dict(zip(plan.argument_names, args, strict=False)), **kwargs}
         if plan.base in _WAITS:
@@ -88,7 +83,7 @@ class Collectives:
             for tensor in tensors_in(given.values()):
                 self.arrive(tensor)
             return out
-        if "gather" in plan.base:  # FSDP frees what it gathered, by a method of the storage that no mode sees
+        if "gather" in plan.base:  # FSDP frees what it gathered past every mode
             step.deferred.is_freed_unseen = True
         if plan.base in _WITHOUT_DATA:
             step.counts.skipped[plan.kind.value] += 1
@@ -127,25 +122,20 @@ class Collectives:
             step.counts.skipped["in_flight"] += 1
 
     def site_of(self, name: SpecialInput) -> Site:
-        """Return the site of a row with this name, but for its edges."""
         site: Site = self._deliveries[name.key[1]].site
         return site
 
     def wait(self, tensor: AsyncCollectiveTensor) -> None:
-        """Wait for a functional collective whose result is about to be read by an op that waits for it anyway.
-
-        The wrapper is not told: the op's own wait, which modes may see, then happens as ever.
-        """
+        """Wait for a functional collective without telling its wrapper, so that the op's own wait still happens."""
         torch.ops._c10d_functional.wait_tensor(tensor.elem)
 
     def arrive(self, tensor: Tensor) -> bool:
         """Make the rows of what collectives delivered into a tensor that is about to be recorded by its name.
 
-        Returns False when some of it is still under way, and must not be digested.
+        Returns False when some of it is still under way.
         """
         if not self._deliveries:
             return True
-        step = self._step
         reads: list[int] = []
         names: list[InputName] = []
         delivered = [part for part in _parts(tensor) if self._numbers(part)]
@@ -153,17 +143,11 @@ class Collectives:
             self._reads.read(part, reads, names)
         if names:
             phase, scope = self._place()
-
-            def build(node: CallNode) -> None:
-                node.source = source_of(scope) or capture_source()
-                node.sites = tuple(self._reads.sites(node))
-
-            step.graph.step_to(("arrival", phase, scope, [], reads, names, 0), build, self._reads.row_edges)
-            self._reads.row_edges.clear()
+            self._step_to(("arrival", phase, scope, [], reads, names, 0), ())
         return not any(map(self._numbers, delivered))
 
     def note_copy(self, plan: OpPlan, args: tuple[Any, ...]) -> None:
-        """Take a copy from memory that nobody knows, into what a reduce-scatter delivers, for its last act.
+        """Count a copy from unknown memory into the output of a reduce-scatter as its last act.
 
         Gloo copies this rank's part out of a buffer of its own when it is waited for (torch 2.13).
         """
@@ -211,46 +195,48 @@ class Collectives:
         finally:
             self._is_sending = False
 
-        def build(node: CallNode) -> None:
-            node.source = source_of(scope) or capture_source()
-            sent = Site(
-                phase=phase, module=scope.module, op=plan.name, role="sent", arguments=arguments, source=node.source
-            )
-            sites = [replace(sent, output=index, inputs=inputs) for index, inputs in enumerate(edges)]
-            node.sites = (*self._reads.sites(node), *sites)
-
-        call_key = (call.func, phase, scope, [arguments], reads, names, len(positions))
-        node = step.graph.step_to(call_key, build, self._reads.row_edges)
-        self._reads.row_edges.clear()
+        site = Site(phase=phase, module=scope.module, op=plan.name, role="sent", arguments=arguments)
+        sites = [replace(site, output=index, inputs=inputs) for index, inputs in enumerate(edges)]
+        node = self._step_to((call.func, phase, scope, [arguments], reads, names, len(positions)), sites)
         step.counts.num_digested += 1
         self._deliver(plan, node, positions, out, given)
         return out
+
+    def _step_to(self, call: tuple[Any, ...], sites: Iterable[Site]) -> CallNode:
+        """Go to the call that makes these sites after those of what it reads first."""
+
+        def build(node: CallNode) -> None:
+            node.source = source_of(call[2]) or capture_source()
+            node.sites = (*self._reads.sites(node), *(replace(site, source=node.source) for site in sites))
+
+        node = self._step.graph.step_to(call, build, self._reads.row_edges)
+        self._reads.row_edges.clear()
+        return node
 
     def _deliver(
         self, plan: OpPlan, node: CallNode, positions: tuple[int, ...], out: Any, given: dict[str, Any]
     ) -> None:
         is_functional = not plan.base.startswith("c10d.")
-        # who asks for a synchronous call waits for it before anything else runs; some works of gloo (reduce_scatter of
-        # lists, torch 2.13) never say that they are done
+        # a synchronous call is waited for at once; some works of gloo (reduce_scatter of lists) never say they are done
         is_synchronous = given.get("async_op", True) is False
         last = out[-1] if isinstance(out, list | tuple) and out else out
         has_work = isinstance(last, torch.ScriptObject) and not is_synchronous
-        work = dist.Work.unbox(last) if has_work else None  # boxed, it has no methods (torch 2.13)
+        work = dist.Work.unbox(last) if has_work else None  # boxed, it has no methods
         for delivery in self._deliveries:
             if delivery.work is not None:
-                delivery.has_arrived()  # lets go of the tensors of what is done
+                delivery.has_arrived()  # releases tensors
         op = f"{_WAIT}.default" if is_functional else plan.name
         site = Site(phase=node.phase, module=node.module, op=op, role="delivered", source=node.source)
         for index, tensor in enumerate(_received_tensors(plan.base, given, out)):
             for part in _parts(tensor):
-                if tensor.layout is not STRIDED:  # gloo's own thread gives it other indices and values, at any time
+                if tensor.layout is not STRIDED:  # gloo's thread replaces indices and values at any time
                     self._step.ledger.forget(part)
                     continue
                 delivery = Delivery(
                     site=replace(site, output=index),
                     inputs=positions,
                     tensor=weakref.ref(part),
-                    # on a device a work is not done until long after the training has waited for it, in its stream
+                    # on a device, a work is done long after the stream has waited for it
                     work=work if part.is_cpu else None,
                     is_in_stream_order=part.is_cpu or is_synchronous or is_functional,
                 )
@@ -261,7 +247,7 @@ class Collectives:
         self._deliveries.append(delivery)
 
     def _numbers(self, tensor: Tensor) -> list[int]:
-        """Return the deliveries into a tensor that nobody has read yet."""
+        """Return the deliveries into a tensor that have not been read yet."""
         if isinstance(tensor, AsyncCollectiveTensor):
             tensor = tensor.elem
         known = self._step.ledger.writers.get(storage_address(tensor.untyped_storage()))
@@ -270,14 +256,13 @@ class Collectives:
     def _place(self) -> tuple[str, OpScope]:
         """Return phase and scope of a collective.
 
-        One that runs when a gradient was accumulated (DDP's reducer) belongs to many parameters, not to that one.
+        One that runs when a gradient was accumulated (DDP's reducer) belongs to many parameters.
         """
         phase, scope = self._places.now()
         return phase, scope if scope.name is None else NOWHERE
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the ordinary tensors that hold a tensor's bytes; wrappers that wait are left as they are."""
     if isinstance(tensor, AsyncCollectiveTensor) or not has_parts(tensor):
         yield tensor
         return
@@ -288,19 +273,18 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
 def _is_done(work: Any) -> bool:
     """Return whether a collective is done.
 
-    Gloo marks the future first and the work a moment later (torch 2.13, ``ProcessGroupGloo::finishWorkGloo``), and DDP
-    waits for the future: the work alone would be seen under way in that moment.
+    Gloo marks the future a moment before the work (torch 2.13), and DDP waits for the future.
     """
     if work.is_completed():
         return True
     try:
         return bool(work.get_future().done())
-    except RuntimeError:  # works without a future (send and receive) say so in this way
+    except RuntimeError:  # send and receive have no future
         return False
 
 
 def _sent_tensors(base: str, given: dict[str, Any], group: "dist.ProcessGroup | None") -> list[Tensor]:
-    """Return the tensors that this rank puts in: those arguments that are not only written."""
+    """Return the tensors that this rank puts in."""
     op = base.partition(".")[2]
     has_root = op.startswith(("broadcast", "scatter"))  # which alone puts something in
     is_other = group is not None and given.get("root_rank", given.get("src")) != group.rank()
@@ -311,7 +295,6 @@ def _sent_tensors(base: str, given: dict[str, Any], group: "dist.ProcessGroup | 
 
 
 def _received_tensors(base: str, given: dict[str, Any], out: Any) -> list[Tensor]:
-    """Return the tensors that a collective writes, or makes."""
     if base.partition(".")[2].startswith(("send", "isend")):
         return []
     if not base.startswith("c10d."):
@@ -321,7 +304,7 @@ def _received_tensors(base: str, given: dict[str, Any], out: Any) -> list[Tensor
 
 
 def _group_of(given: dict[str, Any]) -> "dist.ProcessGroup | None":
-    """Return the group of a call, boxed in one argument or named in another; None where it is neither."""
+    """Return the group of a call, boxed in one argument or named in another."""
     value = given.get("process_group", given.get("group_name"))
     if isinstance(value, torch.ScriptObject):
         return dist.ProcessGroup.unbox(value)
@@ -336,13 +319,13 @@ def _arguments_of(given: dict[str, Any], group: "dist.ProcessGroup | None") -> d
         if name in _NOT_SHOWN or is_empty or any(True for _ in tensors_in([value])):
             continue
         if name == "reduce_op" and isinstance(value, torch.ScriptObject):
-            # what torch's own ops in Python ask a boxed ReduceOp (torch 2.13, distributed/_local_tensor)
+            # as torch/distributed/_local_tensor does
             value = dist.ReduceOp.RedOpType(value.op()).name.lower()  # type: ignore[attr-defined]  # undeclared
         arguments[name] = value
     if group is not None:
         try:  # not by its name, which counts the groups made before it
             arguments["group"] = shown_ranks(tuple(dist.get_process_group_ranks(group)))
-        except (KeyError, ValueError):  # made past torch.distributed, so that nobody knows the ranks
+        except (KeyError, ValueError):  # not made by torch.distributed
             arguments["group"] = f"{group.size()} processes"
     return arguments
 

@@ -10,8 +10,6 @@ from det_callbacks.trace.recorder import Recorder
 
 
 class Interceptor(DispatchMode):
-    """Hands every op to a recorder."""
-
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder: Recorder | None = None
@@ -22,7 +20,7 @@ class Interceptor(DispatchMode):
 
     @property
     def recorder(self) -> Recorder | None:
-        """Who gets the ops."""
+        """Who gets the ops, None while they pass."""
         return self._recorder
 
     @recorder.setter

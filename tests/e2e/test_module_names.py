@@ -10,7 +10,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from trainers import LIGHTNING_ADVICE, quiet_trainer
 
 from det_callbacks import DeterminismCallback, compare_runs
-from det_callbacks.runs.patterns import OpPattern
 from det_callbacks.runs.store import Run
 
 pytestmark = LIGHTNING_ADVICE
@@ -72,12 +71,3 @@ def test_a_verdict_names_the_module(name: str, tmp_path: Path) -> None:
     place = (first.step, first.phase, first.module, first.name, first.kind)
     assert place == (0, "gradient", f"net.{name}.0", f"grad of net.{name}.0.bias", "missing")
     assert f"net.{name}.0.bias" in verdict.explanation
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_pattern_that_means_one_place_finds_its_module(name: str) -> None:
-    text = OpPattern.exactly("backward", f"net.{name}", "aten.mm.default")
-    pattern = OpPattern.parse(text)
-    assert pattern.matches("backward", f"net.{name}", "aten.mm.default")
-    assert not pattern.matches("forward", f"net.{name}", "aten.mm.default")
-    assert not pattern.matches("backward", "net", "aten.mm.default")

@@ -1,4 +1,4 @@
-"""Digests that are asked for in the order of a device's work, and known when the device is waited for at the end."""
+"""Digests that are asked for in the order of a device's work, and known when the device is waited for."""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from det_callbacks.internals.torch import storage_address
 
 MAX_TENSORS = 1024
 MAX_BYTES = 64 * 1024 * 1024
-"""Memory that tensors waiting for their digest may hold: what the program would have freed by then."""
+"""Memory that tensors waiting for their digest may hold."""
 
 Known = dict[torch.device, list[int]]
 """What ``DeferredDigests.finish`` found, for ``value_of``."""
@@ -23,8 +23,6 @@ Known = dict[torch.device, list[int]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeferredBits:
-    """64 bits that are computed from what ``DeferredDigests.finish`` found."""
-
     value: Callable[[Known], int]
 
 
@@ -32,23 +30,21 @@ Bits = int | DeferredBits
 
 
 def derived(parts: Sequence[Bits], combine: Callable[[list[int]], int]) -> DeferredBits:
-    """Return bits that are computed on the host from others, some of which are deferred, in their order."""
+    """Return bits that are computed on the host from others, some of which are deferred."""
     return DeferredBits(lambda known: combine([value_of(part, known) for part in parts]))
 
 
 def value_of(bits: Bits, known: Known) -> int:
-    """Return bits as a number."""
     return bits.value(known) if isinstance(bits, DeferredBits) else bits
 
 
 class DigestQueue:
-    """Spans of a device's memory in the order of their digests, launched together and fetched together.
+    """Spans of a device's memory, launched and fetched together.
 
-    The storage of a span that waits is held (not the tensor, which would keep autograd's graph alive). Its bytes must
-    not change until it is launched: say ``before_write`` first, which launches, and has a write on another stream come
-    after all reading, also where the launch is long past. Launches happen, too, when enough waits, when the stream is
-    another one, and at ``finish``, which alone waits for the device. After one failed the queue refuses to go on until
-    ``discard``. Any thread may call: autograd has one for each device.
+    The storage of a waiting span is held; its bytes must not change before the launch, which
+    ``before_write`` makes. What waits is also launched when it is too much, when the stream changes,
+    and at ``finish``, which alone waits for the device. Any thread may call: autograd has one for each
+    device.
     """
 
     def __init__(self, method: TritonDigest, *, max_tensors: int = MAX_TENSORS, max_bytes: int = MAX_BYTES) -> None:
@@ -82,25 +78,24 @@ class DigestQueue:
     def before_write(self, storage: torch.UntypedStorage) -> None:
         """Launch what waits, if any of it lies in a storage that is about to change or to lose its memory."""
         place = storage_address(storage)
-        with self._lock:  # also where nothing waits: another thread may be launching it
+        with self._lock:  # another thread may be launching
             if place in self._places:
                 self.flush()
             if place in self._readers:
                 self._wait_for(self._readers.pop(place))
 
     def before_any_write(self) -> None:
-        """Launch what waits, and have the current stream come after all that is read: it may write any storage."""
+        """Launch what waits, and have the current stream come after all reading."""
         with self._lock:
             self.flush()
-            # in the order in which they came: a set's is another one in each process
+            # a dict, in the order in which they came
             self._wait_for(dict.fromkeys(stream for streams in self._readers.values() for stream in streams))
 
     def unhold(self, storage: torch.UntypedStorage) -> None:
-        """Do not tell the allocator, until ``discard``, that a storage is read: somebody else sees to its reuse."""
+        """Do not tell the allocator, until ``discard``, that a storage is read."""
         self._unheld.add(storage_address(storage))
 
     def flush(self) -> None:
-        """Launch what waits, on the stream it was made on."""
         with self._lock:
             self._require_whole()
             if not self._pending:
@@ -122,7 +117,7 @@ class DigestQueue:
             self._is_broken = False
 
     def finish(self) -> list[int]:
-        """Return the digests of all spans in the order in which they came, and begin anew; raise where one is lost."""
+        """Return the digests of all spans in order, and begin anew; raise where one is lost."""
         with self._lock:
             self.flush()
             with unobserved():
@@ -134,7 +129,7 @@ class DigestQueue:
             return digests
 
     def discard(self) -> None:
-        """Begin anew without the digests, after an exception of the program or of a launch."""
+        """Begin anew without the digests, after an exception."""
         with self._lock:
             self._forget_pending()
             self._unheld: set[int] = set()
@@ -165,21 +160,20 @@ class DigestQueue:
 class DeferredDigests:
     """A queue for each device that computes digests, and copies under way; ``finish`` alone waits for the devices.
 
-    From and to CUDA devices copies go through pinned memory, which torch allocates once and hands out again after them
-    (2.13), also when they are forgotten under way; elsewhere they are made at once.
+    Copies of CUDA devices go through pinned memory, which torch reuses only after them; elsewhere they
+    are made at once.
     """
 
     def __init__(self) -> None:
-        self.is_used = False  # whether any device asked about computes digests; before, no write has to be announced
+        self.is_used = False  # whether any device computes digests
         self._queues: dict[torch.device, DigestQueue | None] = {}
         self._forget_copies()
 
     def computes_on(self, device: torch.device) -> bool:
-        """Return whether a device computes digests; the first time it finds that out, see ``device_choice``."""
         return self._queue_of(device) is not None
 
     def add(self, storage: torch.UntypedStorage, offset: int, num_bytes: int) -> Bits | None:
-        """Ask for the digest of a span of a device's memory as it is now; None where it has to come to the host."""
+        """Ask for the digest of a span of a device's memory as it is now; None where the host computes it."""
         if not num_bytes:
             return digest_bytes(b"")
         device = storage.device
@@ -200,7 +194,7 @@ class DeferredDigests:
             return copy
 
     def send(self, values: torch.Tensor, target: torch.Tensor) -> None:
-        """Write the elements of a host tensor into one of the same shape and dtype; say ``before_write`` first."""
+        """Write the elements of a host tensor into one of the same shape and dtype, after ``before_write``."""
         with unobserved(), torch.no_grad():
             if target.device.type != "cuda":
                 target.copy_(values)
@@ -211,27 +205,23 @@ class DeferredDigests:
             self._note_copy(target.device)
 
     def before_write(self, storage: torch.UntypedStorage) -> None:
-        """Launch what waits, if any of it lies in a storage that is about to change or to lose its memory."""
         for queue in self._used():
             queue.before_write(storage)
 
     def before_any_write(self) -> None:
-        """Launch what waits, and have what the devices' current streams are given next come after all reading."""
         for queue in self._used():
             queue.before_any_write()
 
     def unhold(self, storage: torch.UntypedStorage) -> None:
-        """Do not tell the allocator that a storage is read, until the step has ended."""
         if (queue := self._queue_of(storage.device)) is not None:
             queue.unhold(storage)
 
     def flush(self) -> None:
-        """Launch what waits."""
         for queue in self._used():
             queue.flush()
 
     def finish(self) -> Known:
-        """Wait for the devices, return what ``value_of`` needs and begin anew; raise as ``DigestQueue.finish`` does."""
+        """Wait for the devices, return what ``value_of`` needs, and begin anew."""
         known = {device: queue.finish() for device, queue in self._queues.items() if queue is not None}
         for end in self._copies.values():
             end.synchronize()
@@ -239,7 +229,6 @@ class DeferredDigests:
         return known
 
     def discard(self) -> None:
-        """Begin anew without the digests."""
         self._forget_copies()
         for queue in self._used():
             queue.discard()
@@ -250,7 +239,7 @@ class DeferredDigests:
             self._copies.setdefault(stream, torch.cuda.Event()).record(stream)
 
     def _forget_copies(self) -> None:
-        self._copies: dict[torch.cuda.Stream, torch.cuda.Event] = {}  # the end of the last one on each stream
+        self._copies: dict[torch.cuda.Stream, torch.cuda.Event] = {}  # the last on each stream
         self._sources: list[torch.Tensor] = []
 
     def _used(self) -> Iterable[DigestQueue]:
@@ -259,7 +248,7 @@ class DeferredDigests:
     def _queue_of(self, device: torch.device) -> DigestQueue | None:
         if device in self._queues:
             return self._queues[device]
-        with unobserved():  # what is tried there is none of the program's ops
+        with unobserved():
             method = device_choice(device).method
         queue = self._queues[device] = None if method is None else DigestQueue(method)
         self.is_used |= queue is not None

@@ -1,6 +1,6 @@
-"""Digests by Triton kernels on a CUDA device: what is launched when, fetching all at once, and whether they are taken.
+"""Digests by Triton kernels on a CUDA device: launching, fetching all at once, and whether they are used.
 
-All memory comes from torch's caching allocator, on the stream that uses it, in whose order it is used again.
+All memory comes from torch's caching allocator, on the stream that uses it.
 """
 
 import functools
@@ -27,29 +27,26 @@ _SUM_WORDS = 8  # of a block, 8 bytes each
 Span = tuple[torch.UntypedStorage, int, int]
 """Storage, first byte in it, number of bytes."""
 
-# What an attempt to use a device's compiler or ops may end with; memory errors of the device are RuntimeErrors. Looked
-# at in Triton 3.7.1: a missing libcuda.so.1 is an AssertionError; another Triton may lack a name.
+# What using a device's compiler may raise; in Triton 3.7.1 a missing libcuda.so.1 is an AssertionError.
 _FAILURES = (AssertionError, AttributeError, ImportError, OSError, RuntimeError, SubprocessError, TypeError, ValueError)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Launched:
-    """The spans of one launch: their sizes in bytes, and the stream that they are read on."""
-
     stream: Hashable
     sizes: tuple[int, ...]
-    sums: torch.UntypedStorage | None  # of the spans' blocks; None once the kernels that need them are enqueued
-    hashes: torch.UntypedStorage  # of the spans' leaves, on the device, there when these kernels have run
+    sums: torch.UntypedStorage | None  # of the spans' blocks; None once they are hashed
+    hashes: torch.UntypedStorage  # of the spans' leaves, on the device
 
 
 class TritonDigest:
     """Triton kernels on a CUDA device: no copy of the tensors, no synchronisation before the digests are collected.
 
-    A launch is one kernel for up to 16 spans, which leaves 64 bytes for each block of 1 KiB behind, its sums. Every
-    half GiB of spans, and at the end, a small copy and one more kernel hash them. Any thread may call, and whatever
-    launches or waits raises ``DetCallbacksError`` while the current stream captures a CUDA graph.
+    One kernel reads up to 16 spans and leaves 64 bytes for each block of 1 KiB, its sums. Every half
+    GiB of spans, and at the end, one more kernel hashes them. Any thread may call.
 
-    ``kernels`` is the module ``triton_kernels``; ``device`` has its index, or is the host for Triton's interpreter.
+    ``kernels`` is the module ``triton_kernels``; ``device`` has its index, or is the host for Triton's
+    interpreter.
     """
 
     def __init__(self, kernels: ModuleType, device: torch.device) -> None:
@@ -63,7 +60,7 @@ class TritonDigest:
         self._waiting: dict[Hashable, list[Launched]] = defaultdict(list)  # by stream: launches whose sums wait
         self._num_sum_bytes: Counter[Hashable] = Counter()
         _require_no_capture()
-        # what is made in inference mode cannot be written outside of it
+        # tensors made in inference mode cannot be written outside of it
         with torch.inference_mode(False), self._on(self.stream()):
             self._launchers: Any = kernels.Launchers()
             self._constants = torch.tensor(kernels.CONSTANTS, dtype=torch.int64, device="cpu").to(device)
@@ -71,11 +68,9 @@ class TritonDigest:
             self._nothing = torch.empty((0,), dtype=torch.uint8, device=device).untyped_storage()
 
     def stream(self) -> Hashable:
-        """Return the device's current stream."""
         return torch.cuda.current_stream(self._device) if self._is_cuda else None
 
     def wait_for(self, stream: Hashable) -> None:
-        """Have the device's current stream wait for what another one has been given."""
         _require_no_capture()
         if isinstance(stream, torch.cuda.Stream):
             torch.cuda.current_stream(self._device).wait_stream(stream)
@@ -133,7 +128,7 @@ class TritonDigest:
         return digests
 
     def _finish(self, stream: Hashable) -> None:
-        """Enqueue the kernel that hashes what waits on the current stream; where it fails, launches keep their sums."""
+        """Enqueue the kernel that hashes what waits on a stream; after a failure, launches keep their sums."""
         launches = self._waiting.pop(stream, [])
         self._num_sum_bytes.pop(stream, None)
         if not launches:
@@ -159,11 +154,10 @@ class TritonDigest:
             launched.sums = None
 
     def _hold(self, spans: Sequence[Span], stream: Hashable) -> None:
-        """Have the allocator keep the spans' memory until the stream has passed, whenever it is let go."""
+        """Have the allocator keep the spans' memory until the stream has passed."""
         if stream is None:
             return
-        # A storage cannot be asked where it was allocated, nor told by itself; where it was on this very stream, the
-        # allocator does nothing. About a microsecond each.
+        # A microsecond each. Where a storage was allocated on this very stream, the allocator does nothing.
         for storage, _, _ in spans:
             self._scratch.set_(storage)
             self._tell_allocator(self._scratch, stream)
@@ -174,7 +168,7 @@ class TritonDigest:
             tensor.record_stream(stream)
 
     def _memory(self, num_words: int) -> torch.UntypedStorage:
-        # a storage, since torch.empty fills its memory under deterministic algorithms
+        # torch.empty would fill its memory under deterministic algorithms
         return torch.UntypedStorage(8 * num_words, device=self._device)
 
     def _words(self, memory: torch.UntypedStorage) -> torch.Tensor:
@@ -182,12 +176,11 @@ class TritonDigest:
         return words.set_(memory, 0, (memory.nbytes() // 8,), (1,))
 
     def _host_words(self, num_words: int) -> torch.Tensor:
-        # pinned memory that torch keeps and hands out again after the copy: pageable memory would be waited for
+        # a copy to pageable memory would be waited for
         return torch.empty((num_words,), dtype=torch.int64, device="cpu", pin_memory=self._is_cuda)
 
     @contextmanager
     def _on(self, stream: Hashable) -> Iterator[None]:
-        """Make a stream and its device the current ones, unless they are."""
         _require_no_capture()
         if not isinstance(stream, torch.cuda.Stream) or (
             torch.cuda.current_device() == stream.device_index and torch.cuda.current_stream() == stream
@@ -200,8 +193,8 @@ class TritonDigest:
 
 
 def _require_no_capture() -> None:
-    """Raise where the current stream captures a CUDA graph: a kernel would be part of it, and run at each replay."""
-    # where CUDA has not begun nothing captures, and builds without it raise at the question
+    """Raise where the current stream captures a CUDA graph: each replay would run the kernel."""
+    # builds without CUDA raise at the second question
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise DetCallbacksError(
             "a digest was asked for while the current stream captures a CUDA graph, in which nothing may be allocated "
@@ -215,10 +208,8 @@ def _num_leaves(size: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """How a device's tensors are digested; without a ``method`` each is copied to the host when it is asked for."""
-
     method: TritonDigest | None
-    reason: str = ""  # why Triton's kernels are not taken; "" for devices that they are not for
+    reason: str = ""  # why Triton's kernels are not used on a CUDA device
 
     def __str__(self) -> str:
         if self.method is not None:
@@ -228,7 +219,7 @@ class Choice:
 
 @functools.cache
 def device_choice(device: torch.device) -> Choice:
-    """Return how tensors on a device (with its index) are digested: by Triton's kernels where these give right bits.
+    """Return how tensors on a device (with its index) are digested: by Triton's kernels where their bits are right.
 
     The first call compiles them for some seconds, unless Triton has them in its cache.
     """
@@ -250,9 +241,9 @@ def device_choice(device: torch.device) -> Choice:
 
 
 def disagreement(method: TritonDigest, device: torch.device) -> str:
-    """Return in what a method does not give the host's bits, "" where it does; errors of the device are raised."""
+    """Return how a method differs from the host's bits, "" where it does not; errors of the device are raised."""
     length = LEAF_BYTES + BLOCK_BYTES + 5
-    # the top byte of multiples of 2**32 divided by the golden ratio: no two words are alike
+    # the top byte of multiples of 2**32 divided by the golden ratio: all words differ
     content = (torch.arange(length + 3, dtype=torch.int64, device="cpu") * 2654435761 >> 24).to(torch.uint8)
     there = content.to(device)
     parts = [slice(0, length), slice(3, 3 + length), slice(1, 6), slice(8, 8 + BLOCK_BYTES)]

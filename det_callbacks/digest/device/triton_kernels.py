@@ -1,18 +1,18 @@
 """The digest as Triton kernels: many spans of device memory -> 64 bits each, without a synchronisation.
 
 The specification is in ``det_callbacks.digest.host``, that of XXH3-64 (seed 0, the default secret) in
-https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md; only its branch for inputs above 240 bytes is needed.
-The 16 stripes of a block of 1 KiB only add to the eight accumulators, so ``_sum_blocks`` finds the sums of all blocks
-at once, of up to 16 spans a launch. They come as the launch's arguments: a table would have to be copied to the device
-first. Between two blocks the accumulators are scrambled, one after the other; ``_hash_leaves`` does that, a warp for
-each leaf, once for hundreds of MiB of spans. The host joins the hashes of a span's leaves.
+https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md; only its branch for inputs above 240
+bytes is needed. The 16 stripes of a block of 1 KiB only add to the eight accumulators, so
+``_sum_blocks`` finds the sums of all blocks of up to 16 spans at once; the spans are arguments, since a
+table would have to be copied to the device. Between blocks the accumulators are scrambled:
+``_hash_leaves`` does that, a warp for each leaf. The host joins the hashes of a span's leaves.
 
-Bytes of a span are read as aligned words of 8 bytes, of which two are joined where the span begins between them: a load
-that is not aligned is an error on a GPU. An aligned word with one byte of a span in it lies in the same page and
-allocation. Tiles that are full and aligned, nearly all of them, have a path without the shifts and masks.
+Unaligned loads are errors on a GPU, so aligned words of 8 bytes are read, and two are joined where a
+span begins between them. An aligned word with one byte of a span in it lies in the same page and
+allocation.
 
-Every argument is an int64 that is not specialised on, addresses too, so that nothing is compiled in the middle of a
-training step. This module needs Triton, and is imported only where a tensor is on a CUDA device.
+Every argument is an int64 that is not specialised on, so that nothing is compiled in the middle of a
+training step.
 """
 
 import struct
@@ -51,8 +51,8 @@ _INITIAL_LANES = (
     0x9E3779B1,
 )
 
-# Stripe s of a block is mixed with the eight words of the secret from s on, the last stripe of all with others; the
-# eight from 16 on scramble after a block.
+# Stripe s of a block is mixed with the eight words of the secret from s on, the last stripe of all with others;
+# the eight from 16 on scramble after a block.
 _WORDS = [
     word for offset, count in ((0, 24), (121, 8), (11, 8)) for word in struct.unpack_from(f"<{count}q", _SECRET, offset)
 ]
@@ -75,7 +75,6 @@ def _unsigned_at(words):
 
 @triton.jit
 def _mix(word, key):
-    """Return what a word adds to its own accumulator."""
     mixed = word ^ key
     return (mixed & 0xFFFFFFFF) * (mixed >> 32)
 
@@ -161,7 +160,7 @@ def _sum_blocks(
             begin = index.to(tl.int64) * 8
             low = tl.load(words + index, mask=begin < left, other=0).to(tl.uint64, bitcast=True)
             high = tl.load(words + index + 1, mask=begin < end_of_next, other=0).to(tl.uint64, bitcast=True)
-            # in two steps, as a shift by all 64 bits is undefined
+            # in two steps: a shift by all 64 bits is undefined
             word = (low >> shift) | ((high << 1) << (63 - shift))
             num_valid = tl.minimum(tl.maximum(left - begin, 0), 8)
             # 8 valid bytes: ~0 >> 0; none: the word is 0 where nothing was loaded
@@ -176,7 +175,7 @@ def _sum_blocks(
     even, odd = tl.split(tl.reshape(totals, [32, 4, 2]))
     added = products + tl.reshape(tl.join(odd, even), [32, 8])
     target = tl.multiple_of(_words_at(sums), 16) + program * 256 + row[:, None] * 8 + lane[None, :]
-    # rows past the span's end write what nothing reads: the tile's sums are its own
+    # rows past the span's end write sums that nothing reads
     tl.store(target, added.to(tl.int64, bitcast=True))
 
 
@@ -187,7 +186,6 @@ def _scrambled(state, scramble):
 
 @triton.jit
 def _high_product(first, second):
-    """Return the upper 64 bits of a product of 64 bits by 64 bits."""
     first_low, first_high = first & 0xFFFFFFFF, first >> 32
     second_low, second_high = second & 0xFFFFFFFF, second >> 32
     low_high = first_low * second_high
@@ -217,7 +215,7 @@ def _hash_leaves(constants: tl.int64, rows: tl.int64, num_rows: tl.int64):
     scramble = _unsigned_at(table + 16 + lane)
     state = _unsigned_at(table + 40 + lane)
     begin = _words_at(tl.load(row + 1)) + leaf * 2048 + lane
-    # sixteen at a time, so that their loads are under way together: each alone would be waited for
+    # sixteen at a time, so that their loads overlap
     num_scrambled = num_blocks - 1
     num_together = num_scrambled // 16 * 16
     for block in range(0, num_together, 16):
@@ -239,7 +237,7 @@ IS_INTERPRETED = not isinstance(_sum_blocks, triton.JITFunction)
 
 
 class Launchers:
-    """The kernels, compiled for the current device: each takes programs, the current stream, the kernel's arguments."""
+    """The kernels, compiled for the current device; each takes programs, the stream, the kernel's arguments."""
 
     def __init__(self) -> None:
         self.sum_blocks = _launcher(_sum_blocks, num_warps=4)
@@ -247,9 +245,8 @@ class Launchers:
 
 
 def _launcher(kernel: triton.JITFunction, *, num_warps: int) -> Callable[..., None]:
-    # A compiled kernel that is launched by itself, as Triton's tutorials do, costs a few microseconds; the kernel's own
-    # launch looks at each argument, the options and the globals first, some 20 to 30.
-    # Looked at in Triton 3.7.1: CompiledKernel.__getitem__ takes the stream, and integers for what is an int64.
+    # launching a compiled kernel by itself takes a few microseconds instead of 20 to 30;
+    # in Triton 3.7.1 CompiledKernel.__getitem__ takes the stream, and integers for what is an int64
     if IS_INTERPRETED:
         return lambda num_programs, _stream, *arguments: kernel[(num_programs,)](*arguments, num_warps=num_warps)
     compiled: Any = kernel.warmup(*[0] * len(kernel.arg_names), grid=(1,), num_warps=num_warps)

@@ -1,4 +1,4 @@
-"""What torch's autograd engine says of a backward pass."""
+"""Asks torch's autograd engine about a backward pass."""
 
 import sys
 from collections.abc import Iterator
@@ -17,8 +17,6 @@ _is_mode = lru_cache(maxsize=1024)(is_mode)
 
 
 class Entry(Enum):
-    """Through what the autograd engine came to the running op."""
-
     ENGINE = "a formula of torch's own, or the engine itself"
     FUNCTION = "the backward of a Python autograd Function"
     HOOK = "other Python code: a hook on a tensor or a node, or on saved tensors"
@@ -33,15 +31,15 @@ def frames_above_engine() -> Iterator[FrameType]:
 
 
 def engine_entry(depth: int = 0) -> Entry:
-    """Return through what the autograd engine came to the running op.
+    """Return how the autograd engine reached the running op.
 
-    It costs 0.1 microseconds where ``depth`` is how many frames stand between the engine and the caller.
+    It costs 0.1 microseconds where ``depth`` frames are between the engine and the caller.
     """
     try:
         frame = sys._getframe(depth + 1).f_back
     except ValueError:
         frame = sys._getframe(1)
-    # in a thread of the engine's own there is nothing below the first frame
+    # a thread of the engine has nothing below the first frame
     if frame is None or frame.f_code is RUN_BACKWARD:
         return Entry.ENGINE
     outermost = None
@@ -55,7 +53,7 @@ def engine_entry(depth: int = 0) -> Entry:
 def source_of(scope: OpScope) -> tuple[str, ...]:
     """Return the user's lines behind the running op, or behind the forward op whose gradient it computes.
 
-    A backward that is written in Python has its own lines, and those of its forward after them.
+    A backward written in Python has its own lines first.
     """
     if scope.source is None:
         return capture_source()

@@ -1,4 +1,4 @@
-"""The names of tensors: which parameter, buffer or state of an optimizer an op reads or writes."""
+"""The names of tensors: which parameter, buffer or optimizer state an op reads or writes."""
 
 from collections.abc import Callable, Iterable
 from typing import TypeGuard
@@ -14,43 +14,39 @@ Place = tuple[int, int]
 
 
 class NameTable:
-    """Place of a parameter, a buffer or a state of an optimizer -> its qualified name.
+    """The qualified name of a parameter, buffer or optimizer state, by its place.
 
-    Names are those at the step's beginning (and of an optimizer's state when it is first seen), so that a resumed run
-    gives the same ones as one that was never interrupted. Every storage in the table is pinned by a weak reference, so
-    that neither part of a place can come to mean another tensor.
+    Names are those at the step's beginning (of an optimizer's state, when it is first seen), so a
+    resumed run gives the same ones. Storages in the table are pinned by weak references, so that no
+    place is reused.
     """
 
     def __init__(self) -> None:
         self.list_state: Callable[[], Iterable[tuple[str, object]]] = tuple
         self.list_parameters: Callable[[torch.Size], Iterable[tuple[str, Tensor]]] = lambda shape: ()
-        self.known: dict[Place, str] = {}  # public because the reads of a step use it once per tensor
+        self.known: dict[Place, str] = {}
         self._pins: list[int] = []
-        self._begins: dict[int, list[int]] = {}  # storage -> where its named tensors lie
+        self._begins: dict[int, list[int]] = {}  # storage -> addresses of its named tensors
 
     def refresh(self) -> None:
-        """List the named tensors as they are now; 1 microsecond each."""
         entries = [(name, value) for name, value in self.list_state() if has_place(value)]
         self.keep({place_of(value): name for name, value in reversed(entries)}, entries)
 
     def keep(self, names: dict[Place, str], entries: Iterable[tuple[str, object]]) -> None:
-        """Replace the table; the tensors at these places are among ``entries``."""
         if names != self.known:
             self.close()
             self.known = names
             for storage, address in names:
                 self._begins.setdefault(storage, []).append(address)
-            # declared as storages, and are addresses
             self._pins = [pin_storage(next(parts_of(one)).untyped_storage()) for _, one in entries if has_place(one)]
 
     def of(self, tensor: Tensor) -> str | None:
-        """Return the name of an ordinary strided tensor, None when it has none."""
         return self.known.get(place_of(tensor))
 
     def offset_in(self, tensor: Tensor) -> int:
-        """Return the element that a tensor begins with, of the named tensor that it is a part of, or of its storage.
+        """Return the first element of a tensor within its named tensor, or within its storage.
 
-        Where a named tensor lies in its storage is no matter of the step: a checkpoint brings back its values only.
+        A checkpoint brings back values only, not where a named tensor is in its storage.
         """
         address = address_of(tensor)
         begins = self._begins.get(storage_address(tensor.untyped_storage()), ())
@@ -58,7 +54,7 @@ class NameTable:
         return int(tensor.storage_offset()) if begin is None else (address - begin) // tensor.itemsize
 
     def of_written(self, tensor: Tensor) -> str | None:
-        """Return the name of an ordinary strided tensor that an op has written, which may be a gradient."""
+        """Return the name of an ordinary strided tensor that an op has written; it may be a gradient."""
         if (known := self.of(tensor)) is not None or not (address := address_of(tensor)):
             return known
         for name, parameter in self.list_parameters(tensor.shape):
@@ -68,9 +64,8 @@ class NameTable:
         return None
 
     def close(self) -> None:
-        """Forget everything and let the storages' addresses go."""
         self.known, self._begins = {}, {}
-        pins, self._pins = self._pins, []  # each is let go once, also where Ctrl-C ends this and it is called again
+        pins, self._pins = self._pins, []  # first, so that each is released once even after Ctrl-C
         for pin in pins:
             unpin_storage(pin)
 
@@ -79,7 +74,7 @@ class NameTable:
 
 
 def has_place(value: object) -> TypeGuard[Tensor]:
-    """Return whether a value has its elements in one strided tensor in memory: itself, or its shard of a DTensor."""
+    """Return whether the elements of a tensor, or of its DTensor shard, are one strided tensor in memory."""
     if not isinstance(value, Tensor) or not holds_data(value):
         return False
     parts = parts_of(value) if has_parts(value) else (value,)
@@ -87,6 +82,5 @@ def has_place(value: object) -> TypeGuard[Tensor]:
 
 
 def place_of(tensor: Tensor) -> Place:
-    """Return where an ordinary strided tensor, or the shard of a DTensor, lies."""
     part = next(parts_of(tensor)) if has_parts(tensor) else tensor
     return storage_address(part.untyped_storage()), address_of(part)

@@ -1,7 +1,7 @@
-"""Where what runs belongs: its phase, its module, and the names of tensors; and whether that is recorded."""
+"""Where an op belongs (phase, module), the names of tensors, and whether that is recorded."""
 
 from threading import get_ident
-from typing import Protocol
+from typing import Any
 
 from torch import nn
 
@@ -13,16 +13,7 @@ from det_callbacks.trace.attribution.names import NameTable
 from det_callbacks.trace.op.call_graph import OpScope
 
 
-class Place(Protocol):
-    """Where something runs."""
-
-    phase: str
-    scope: OpScope
-
-
 class Places:
-    """Phase and module of what runs, in one step after the other."""
-
     def __init__(self, selection: Selection, root: nn.Module | None) -> None:
         self.selection = selection
         self.phase = "other"  # of what runs outside a backward pass
@@ -31,16 +22,14 @@ class Places:
         self.modules = ModuleStack(root)
         self.calls: ModuleCalls = self.modules  # of the thread that is recorded now, while the lock is held
         self.backward = BackwardMap(self.parameter_names, self.modules)
-        self.inside: dict[int, Place | None] = {}  # thread -> the compiled region that runs in it; None without rows
+        self.inside: dict[int, Any] = {}  # thread -> the compiled Region that runs in it; None without rows
         self.selects_all = selection.modules == ("*",) and len(selection.phases) == len(PHASES)
         self._selected: dict[tuple[str, str], bool] = {}
 
     def follow(self, calls: ModuleCalls) -> None:
-        """Take the modules that run from these calls, which are those of the thread that is recorded."""
         self.calls = self.backward.calls = calls
 
     def now(self) -> tuple[str, OpScope]:
-        """Return phase and scope of what runs."""
         if self.inside and (region := self.inside.get(get_ident())) is not None:
             return region.phase, region.scope
         if graph_task_id() == -1:
@@ -48,11 +37,9 @@ class Places:
         return "backward", self.backward.scope()
 
     def is_in_region(self) -> bool:
-        """Return whether a compiled region runs in this thread."""
         return get_ident() in self.inside
 
     def selects(self, phase: str, scope: OpScope) -> bool:
-        """Return whether ops at this place are digested."""
         if self.selects_all:
             return True
         selected = self._selected.get(key := (phase, scope.module))

@@ -17,21 +17,21 @@ MAX_LINES = 4
 MAX_FRAMES = 200
 MAX_COLUMNS = 200
 
-# Unresolved, as frames have it: an environment may be reached through a symbolic link.
+# Not resolved, as in frames: an environment may be a symbolic link.
 _PACKAGE = f"{Path(__file__).parents[2]}{os.sep}"
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
-RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+")  # what follows a graph break (torch 2.13)
-_PATHS: dict[str, str] = {}  # of files as they are shown; "" where two are shown alike
+RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+")  # after a graph break
+_PATHS: dict[str, str] = {}  # file as shown -> path; "" where two have the same name
 
 _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
-_TRAINER = f"transformers{os.sep}trainer.py"  # the loop of Hugging Face; its models are read as the user's
+_TRAINER = f"transformers{os.sep}trainer.py"  # its models count as the user's code
 
 
 def capture_source(frames: Iterable[FrameType] | None = None) -> tuple[str, ...]:
-    """Return up to four lines of user code, innermost first, as "train.py:41 in forward"; of the stack, or of frames.
+    """Return up to four lines of user code, innermost first, as "train.py:41 in forward".
 
-    Where no user code is on the stack below the training loop (an optimizer's update), the innermost line of torch
-    stands in. Costs some 5 microseconds plus 0.2 per frame.
+    Without user code below the training loop (an optimizer's update), the innermost line of torch is
+    returned. Costs some 5 microseconds plus 0.2 per frame.
     """
     lines: dict[str, list[str]] = {"user": [], "torch": []}
     stack = (frame for frame, _ in walk_stack(sys._getframe(1))) if frames is None else frames
@@ -45,10 +45,10 @@ def capture_source(frames: Iterable[FrameType] | None = None) -> tuple[str, ...]
 
 
 def read_text(sources: Iterable[tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    """Return the text of lines that ``capture_source`` gave: "train.py:41" -> the lines 40, 41 and 42.
+    """Return the text around lines that ``capture_source`` gave: "train.py:41" -> the lines 40, 41 and 42.
 
-    A file is read once, when it is first asked for; what was written to it between its import and then is not noticed.
-    A line without a file, or of one that two paths are shown alike with, has no text.
+    A file is read when it is first asked for, so later changes are not noticed. A line without a file,
+    or of two files shown by the same name, has no text.
     """
     text = {}
     for place in {line.partition(" in ")[0] for lines in sources for line in lines}:
@@ -61,16 +61,12 @@ def read_text(sources: Iterable[tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
 
 
 def is_of_torch(source: tuple[str, ...]) -> bool:
-    """Return whether a line of torch stands in for the user's."""
     return len(source) == 1 and source[0].startswith("torch/")
 
 
 @lru_cache(maxsize=8192)
 def _describe(path: str, function: str) -> tuple[str, str, str]:
-    """Return file and function as shown, and whose code it is: user, torch, loop (of a Trainer) or other.
-
-    Not by code object: two of those are equal when their text and line are, whatever their files.
-    """
+    """Return file and function as shown, and whose code it is: user, torch, loop (of a Trainer) or other."""
     shown, owner = _owner_of(path)
     is_file = Path(path).is_absolute() or path in linecache.cache  # where cells of a notebook are
     if owner in ("user", "torch") and _PATHS.setdefault(shown, path if is_file else "") != path:

@@ -1,4 +1,4 @@
-"""CUDA graphs in a step: what is captured computes nothing yet, and a replay runs past every mode."""
+"""CUDA graphs in a step: a capture computes nothing yet, and a replay bypasses every mode."""
 
 from typing import Any
 
@@ -10,37 +10,33 @@ from det_callbacks.trace.step import Step
 
 
 class GraphCaptures:
-    """Knows which CUDA graphs were begun in one step after the other."""
-
     def __init__(self, step: Step, places: Places) -> None:
         self._step, self._places = step, places
-        self.begun: set[int] = set()  # in this step, by ``id``; the same set for good
+        self.begun: set[int] = set()  # ids of graphs; never replaced by another set
 
     def clear(self) -> None:
-        """Start or end a step."""
         self.begun.clear()
 
     def before_capture(self, graph: Any) -> None:
-        """Note that a CUDA graph is about to be captured."""
-        self._step.deferred.flush()  # within the capture the device could not read what waits
+        self._step.deferred.flush()  # a capture cannot contain these launches
         self.begun.add(id(graph))
 
     def before_replay(self, _graph: Any) -> None:
-        """Note that a CUDA graph is about to run, past every mode: what the step knew of memory counts no more.
+        """Drop what the step knew of memory: a replay may write any.
 
         What is read next is digested anew, as a row of role "graph_output".
         """
         self._step.deferred.before_any_write()
-        if not self._places.is_in_region():  # a compiled region that replays one has rows for what it gives
+        if not self._places.is_in_region():  # a compiled region has rows of its own
             self._step.counts.skipped["replayed"] += 1
             self._step.run_unseen(GRAPH, *self._places.now())
 
     def is_capturing(self) -> bool:
-        """Return whether what runs here becomes part of a CUDA graph: nothing is computed, or may be done beside it."""
+        """Return whether what runs here becomes part of a CUDA graph, or may be done beside it."""
         return bool(self.begun) and torch.cuda.is_current_stream_capturing()
 
     def is_captured(self) -> bool:
-        """Return whether what is about to be recorded does not exist: a CUDA graph is being captured. Counts it."""
+        """Return whether a CUDA graph is being captured, so that there is nothing to record. Counts it."""
         if not self.is_capturing():
             return False
         self._step.counts.skipped["captured"] += 1

@@ -1,4 +1,4 @@
-"""Compiled graphs: what is known of a graph that Dynamo traced, before a compiler gets it."""
+"""What is known of a graph that Dynamo traced, before a compiler gets it."""
 
 import re
 from collections.abc import Sequence
@@ -21,22 +21,18 @@ _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TracedGraph:
-    """A graph as Dynamo traced it, before a compiler got it."""
-
-    region: str  # its name in the coverage: the function whose code it is, without dots ("compiled.Net_forward")
+    region: str  # name in the coverage, of the function that was traced ("compiled.Net_forward")
     backend: str
-    inputs: tuple[str, ...]  # their names in the code, or in the module that was traced if they are its ``members``
+    inputs: tuple[str, ...]  # names in the code, or in the traced module for its ``members``
     members: frozenset[str]
-    # tensors that it holds itself, as Dynamo has the parameters and states of a compiled optimizer (torch 2.13)
-    held: tuple[tuple[str, Tensor], ...] = field(repr=False)
+    held: tuple[tuple[str, Tensor], ...] = field(repr=False)  # tensors in the graph, as of a compiled optimizer
     num_ops: int
-    # its first runs warm up and capture a CUDA graph and the others replay it: each shows something else of the inside
-    is_graphed: bool
-    fingerprint: int  # 64-bit digest of its code, the dtypes and shapes of its inputs, and the compiler's name
+    is_graphed: bool  # it runs as a CUDA graph, so that its runs show different parts of the inside
+    fingerprint: int  # digest of its code, the dtypes and shapes of its inputs, and the compiler's name
 
 
 def describe_graph(graph: fx.GraphModule, output: Any, example_inputs: Sequence[Any]) -> TracedGraph:
-    """Return what is kept of a graph; costs some 20 microseconds a node, once each time something is compiled."""
+    """Return what is kept of a graph; costs some 20 microseconds a node, once per compilation."""
     compiler = output.compiler_fn
     backend = str(getattr(compiler, "compiler_name", None) or getattr(compiler, "__name__", None))
     nodes = list(graph.graph.nodes)
@@ -44,7 +40,7 @@ def describe_graph(graph: fx.GraphModule, output: Any, example_inputs: Sequence[
     code = [module.graph.python_code("self").src for module in graph.modules() if isinstance(module, fx.GraphModule)]
     given = [node.meta.get("example_value") for node in placeholders]
     shapes = [f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else "" for value in given]
-    symbols: dict[str, str] = {}  # of sizes: numbered in the order in which they come
+    symbols: dict[str, str] = {}  # sizes, numbered as they come
     text = _ADDRESS.sub("", "\n".join([backend, *shapes, *code]))
     text = _SYMBOL.sub(lambda found: symbols.setdefault(found[0], f"size{len(symbols)}"), text)
     attributes = dict.fromkeys(str(node.target) for node in nodes if node.op == "get_attr")
@@ -63,19 +59,17 @@ def describe_graph(graph: fx.GraphModule, output: Any, example_inputs: Sequence[
 
 
 def _input_of(node: fx.Node) -> tuple[str, bool]:
-    """Return the name of an input of a graph, and whether it is a parameter or buffer of the module."""
     source = getattr(node, GRAPH_SOURCE, None) or getattr(node.meta.get("grapharg"), "source", None)
     text = getattr(source, "name", None)
     if not isinstance(text, str):
         return str(node.target), False
     if GRAPH_MEMBER.fullmatch(text):
-        # "net.weight" of "L['self']._modules['net']._parameters['weight']"
         return ".".join(re.findall(r"\['([^']+)'\]", text)[1:]), True
     return re.sub(r"^[LG]\['(\w+)'\]", r"\1", text), False
 
 
 def _name_of(frame: Any) -> str:
-    """Return the name of a traced frame: its function, or for code of torch's own the module that it calls."""
+    """Return the name of a traced frame: its function, or for torch's own code the module that it calls."""
     qualified: str = frame.f_code.co_qualname.rpartition("<locals>.")[2]
     if frame.f_code.co_filename.startswith(_TORCH):
         owner = frame.f_locals.get("self", frame.f_locals.get("fn"))
@@ -86,9 +80,6 @@ def _name_of(frame: Any) -> str:
 
 
 def _runs_as_cuda_graph(compiler: Any, backend: str, inputs: Sequence[Any]) -> bool:
-    """Return whether inductor, or the backend cudagraphs, captures what it compiles here and replays it."""
-    config: dict[str, Any] = getattr(
-        compiler, "get_compiler_config", dict
-    )()  # all options in force (looked at in torch 2.13)
+    config: dict[str, Any] = getattr(compiler, "get_compiler_config", dict)()
     is_on_gpu = any(isinstance(value, Tensor) and value.is_cuda for value in inputs)
     return is_on_gpu and (backend == "cudagraphs" or bool(config.get("triton.cudagraphs")))

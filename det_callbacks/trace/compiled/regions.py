@@ -1,7 +1,7 @@
-"""Regions that torch.compile compiled: the graph, what goes in, what comes out, and the ops that are seen inside.
+"""Regions that torch.compile compiled: the graph, its inputs and outputs, and the ops that are seen inside.
 
-Parameters that a region only reads have no rows. Inductor reuses buffers, so an op inside follows from all that goes
-in, and never is the origin: the region is. Its backward pass follows from the ops inside, too, which it may have saved.
+Inductor reuses buffers, so an inner op follows from all inputs and is never the origin: the region is.
+The backward pass also follows from the inner ops, which may have been saved.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -58,14 +58,11 @@ class Region:
     scope: OpScope
     reads: list[int] = field(default_factory=list)  # what its outputs follow from
     reads_of_inner: list[int] = field(default_factory=list)
-    inner: list[int] = field(default_factory=list)  # positions of what was seen inside
+    inner: list[int] = field(default_factory=list)  # positions of inner ops
     source: tuple[str, ...] = ()
 
     def enter(self, inputs: Iterable[tuple[str, Any]]) -> list[tuple[str, Tensor, int]]:
-        """Record what goes in; return name, tensor and position of what has rows.
-
-        Parameters have rows of the state, and at level module are left out.
-        """
+        """Record the inputs; return name, tensor and position of those that have rows (at level op, no parameters)."""
         step = self.step
         is_op_level = self.places.selection.level == "op"
         may_write_parameters = is_op_level and (self.phase == "optimizer" or not torch.is_grad_enabled())
@@ -98,7 +95,6 @@ class Region:
         return [(name, value, at) for at, (name, value, _) in positions if isinstance(value, Tensor)]
 
     def record_op(self, func: object, name: str, outputs: Sequence[Any]) -> None:
-        """Make the rows of an op that was seen inside; its lines are those that called the region."""
         rows: list[_Row] = [
             (name, index, "output" if isinstance(output, Tensor) else "value", None)
             for index, output in enumerate(outputs)
@@ -107,17 +103,17 @@ class Region:
         for output in outputs:
             self.inner.append(self.step.num_sites)
             self.step.append_value(output)
-        self.step.deferred.flush()  # the region's kernels, which nobody sees, reuse this memory
+        self.step.deferred.flush()  # the region's kernels reuse this memory unseen
 
     def leave(self, outputs: Iterable[tuple[str | None, Any]], given: Iterable[tuple[str, Tensor, int]] = ()) -> None:
-        """Record what came out, and what of the ``given`` has, or may have, other bits now.
+        """Record the outputs, and those of the ``given`` inputs that have, or may have, other bits now.
 
-        Autograd is told of some writes only: not of those to buffers, nor of any where no gradients are computed.
+        Autograd does not count writes to buffers, nor any where no gradients are computed.
         """
         step = self.step
         values = [(name, value) for name, value in outputs if isinstance(value, Tensor) and holds_data(value)]
         if self.graph.is_graphed:
-            # inductor looks at who holds what a CUDA graph of its gave, before it reuses that memory
+            # inductor reuses this memory only when nothing holds it
             for _, value in values:
                 for part in parts_with_memory(value):
                     step.deferred.unhold(part.untyped_storage())
@@ -142,7 +138,6 @@ class Region:
     def _step_to(
         self, func: object, part: str, reads: list[list[int]], names: list[InputName], rows: Iterable[_Row]
     ) -> None:
-        """Go to the call that has these rows, of which each reads something."""
         arguments: dict[str, Any] = {"backend": self.graph.backend}
         if self.places.selection.level != "op":
             arguments[MISSES_PARAMETERS] = True
@@ -171,8 +166,6 @@ class Region:
 
 
 class CompiledRegions:
-    """Records the compiled regions of one step after the other."""
-
     def __init__(
         self,
         step: Step,
@@ -186,23 +179,22 @@ class CompiledRegions:
     ) -> None:
         self._step, self._places, self._reads, self._plans = step, places, reads, plans
         self._undigested, self._captures = undigested, captures
+        self.before_capture, self.before_replay = captures.before_capture, captures.before_replay
         self._output_hooks, self._strands = output_hooks, strands
         self._inside = places.inside
         self._stances: list[Any] = []  # one for each ``open``; None where compiled code runs
-        self._token: object = None  # of the step under way
+        self._token: object = None  # of the step
 
     def open(self) -> None:
-        """Record regions from here on, or have nothing compiled run; may be called again before ``close``."""
+        """Record regions from here on, or have torch run no compiled code; may be nested."""
         is_eager = self._places.selection.compiled == "eager"
         self._stances.append(torch.compiler.set_stance("force_eager") if is_eager else None)
 
     def close(self) -> None:
-        """Undo one ``open``; may be called more than once."""
         if self._stances and (stance := self._stances.pop()) is not None:
             stance.__exit__(None, None, None)
 
     def begin(self) -> None:
-        """Start a step."""
         self._token = object()
 
     def end(self) -> None:
@@ -211,7 +203,6 @@ class CompiledRegions:
         self._inside.clear()
 
     def run(self, graph: TracedGraph, call: Callable[..., Any], *args: Any) -> Any:
-        """Run a compiled graph in the forward pass, or where a checkpoint repeats it."""
         step, places = self._step, self._places
         if not self._is_recorded():
             return call(*args)
@@ -245,7 +236,7 @@ class CompiledRegions:
         return outputs
 
     def run_earlier(self, call: Callable[[], Any]) -> Any:
-        """Run a graph that inductor compiled before anybody followed, forward or backward: it may write anything."""
+        """Run a graph that inductor compiled before a recorder followed; it may write anything."""
         if not self._is_recorded():
             return call()
         self._step.deferred.before_any_write()
@@ -255,16 +246,7 @@ class CompiledRegions:
             with self._recording():
                 self._step.run_unseen(_EARLIER, *self._places.now())
 
-    def before_capture(self, graph: Any) -> None:
-        """Note that a CUDA graph is about to be captured."""
-        self._captures.before_capture(graph)
-
-    def before_replay(self, graph: Any) -> None:
-        """Note that a CUDA graph is about to be replayed."""
-        self._captures.before_replay(graph)
-
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an op inside the region that runs in this thread, and record what it wrote."""
         step, region = self._step, self._inside[get_ident()]
         if not isinstance(region, Region):
             return self._undigested.captured(func, args, kwargs)
@@ -292,19 +274,17 @@ class CompiledRegions:
         return out
 
     def _is_recorded(self) -> bool:
-        """Return whether a graph that is about to run makes rows, and is not a part of another one, or of a capture."""
         places = self._places
         is_open = bool(self._stances) and self._token is not None and places.selection.level != "state"
         return is_open and not places.is_in_region() and not self._captures.is_capturing()
 
     @contextmanager
     def _recording(self) -> Iterator[None]:
-        """Have what is recorded meanwhile count as this thread's."""
         with self._step.lock, self._strands.recording(self._strands.here()):
             yield
 
     def _start(self, region: Region) -> None:
-        self._step.deferred.flush()  # its kernels reuse memory, also of what it is given
+        self._step.deferred.flush()  # its kernels reuse memory, also of its inputs
         self._step.counts.opaque.add(region.graph.region)
         self._inside[get_ident()] = None if region.graph.is_graphed else region
 
@@ -322,9 +302,9 @@ class CompiledRegions:
         return name or known
 
     def _in_own_module(self, graph: TracedGraph, args: Sequence[Any], scope: OpScope) -> OpScope:
-        """Return the scope in the module whose code was traced, told by the name of one of its parameters.
+        """Return the scope in the module that was traced, recognised by the name of one of its parameters.
 
-        ``nn.Module.compile`` compiles the call of a module with its hooks, so that the stack does not show it.
+        The module stack does not show a call that ``nn.Module.compile`` compiled with its hooks.
         """
         for known, value in zip(graph.inputs, args, strict=False):
             name = self._places.parameter_names.get(id(value), "")
@@ -335,7 +315,6 @@ class CompiledRegions:
         return scope
 
     def _selects(self, phase: str, scope: OpScope) -> bool:
-        """Return whether the region's module is selected, or one inside it, which may be a part of the region."""
         places = self._places
         inside = (name for name in places.modules.names if name.startswith(f"{scope.module}.".lstrip(".")))
         return any(places.selects(phase, OpScope(module=name)) for name in (scope.module, *inside))
@@ -367,16 +346,14 @@ class CompiledRegions:
             if token is not self._token or self._captures.is_capturing():
                 return
             with step.lock:
-                # what the forward pass saved may be anything that was seen in it
-                running.append(
-                    Region(
-                        step, places, self._reads, forward.graph, "backward", scope, [*forward.reads, *forward.inner]
-                    )
-                )
-                # what is none of the outputs is an input that the region wrote, or what views among them are of
+                # the forward pass may have saved anything that was seen in it
+                reads = [*forward.reads, *forward.inner]
+                region = Region(step, places, self._reads, forward.graph, "backward", scope, reads)
+                # a gradient may also belong to an input that the region wrote, or to the base of a view
                 given = enumerate(gradients)
-                running[-1].enter((outer.get(index, f"grad of result {index}"), value) for index, value in given)
-                self._start(running[-1])
+                region.enter((outer.get(index, f"grad of result {index}"), value) for index, value in given)
+                running.append(region)
+                self._start(region)
 
         @breaks_graph("det_callbacks: what comes out of a compiled region is recorded when it has run")
         def after(gradients: Sequence[Any], _of_outputs: Sequence[Any]) -> None:
@@ -392,10 +369,8 @@ class CompiledRegions:
 
 
 def _unwrapped(name: str) -> str:
-    """Return a module's name without the parts that ``torch.compile`` adds by wrapping a module."""
     return ".".join(part for part in name.split(".") if part != ORIGINAL)
 
 
 def _version_of(value: Any) -> int:
-    """Return how often a tensor was written, as far as autograd was told; 0 for what does not count it."""
     return num_writes(value) if isinstance(value, Tensor) and not value.is_inference() else 0

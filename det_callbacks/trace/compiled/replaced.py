@@ -1,92 +1,96 @@
 """What is replaced in torch at run time, and why: docs/explanation/replaced.md. Looked at in torch 2.11 to 2.15.
 
-A graph that was compiled meanwhile is called through a function of ours for as long as it exists; where no step is
-under way, that costs 0.1 microseconds. A CUDA graph that C++ code or cuda-python captures or launches tells nobody.
+A graph compiled meanwhile is called through a function of ours as long as it exists: 0.1 microseconds
+outside a step.
 """
 
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import Any, Protocol
+from typing import Any
 
 from det_callbacks.internals import dynamo
 from det_callbacks.internals.torch import CudaGraph
 from det_callbacks.trace.compiled.graphs import TracedGraph, describe_graph
 
-
-class Watcher(Protocol):
-    """Is told of what runs in the steps of a recorder."""
-
-    def run(self, graph: TracedGraph, call: Callable[..., Any], *args: Any) -> Any:
-        """Run a compiled graph."""
-
-    def run_earlier(self, call: Callable[[], Any]) -> Any:
-        """Run a graph that inductor compiled before anybody followed."""
-
-    def before_capture(self, graph: Any) -> None:
-        """Note that a CUDA graph is about to be captured."""
-
-    def before_replay(self, graph: Any) -> None:
-        """Note that a CUDA graph is about to be replayed."""
+_INHERITED = object()
 
 
-class ReplacedInTorch:
-    """Methods that stand where torch's stood, and who needs that."""
+class ReplacedMethods:
+    """Methods of classes, modules and single objects that ours replace until ``restore``."""
 
     def __init__(self) -> None:
-        self.watchers: list[Watcher] = []  # of the steps under way, outermost first: told of what runs
+        self._replaced: list[tuple[Any, str, Any, Any]] = []  # owner, name, what was there, ours
+
+    def put(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        """Replace a method by ``make(method)``; ``__class__`` of an object replaces its class."""
+        before = getattr(owner, name)
+        ours = make(before)
+        is_own = name == "__class__" or name in vars(owner)
+        self._replaced.append((owner, name, before if is_own else _INHERITED, ours))
+        setattr(owner, name, ours)
+
+    def restore(self) -> None:
+        """Put back what was there, the last first, except where somebody else has replaced ours since."""
+        while self._replaced:
+            owner, name, before, ours = self._replaced.pop()
+            if getattr(owner, name) is not ours:
+                continue
+            if before is _INHERITED:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+
+
+class ReplacedInTorch(ReplacedMethods):
+    def __init__(self) -> None:
+        super().__init__()
+        self.watchers: list[Any] = []  # the CompiledRegions of the steps under way, outermost first
         self._followers: set[int] = set()
-        self._methods: dict[tuple[Any, str], tuple[Any, Any]] = {}
 
     def follow(self, follower: object) -> None:
         """Name what is compiled from now on, until ``unfollow``; imports Dynamo, which every optimizer does."""
-        # first: so that ``unfollow`` finds what Ctrl-C has left half done
+        # before replacing anything, so that ``unfollow`` restores it after Ctrl-C
         self._followers.add(id(follower))
         self._replace(dynamo.output_graph(), dynamo.COMPILES_GRAPH, self._compile)
         self._replace(CudaGraph, "capture_begin", partial(self._tell, "before_capture"))
         self._replace(CudaGraph, "replay", partial(self._tell, "before_replay"))
-        # tells of what was compiled before; not by an import, which takes seconds: without it, there is nothing
+        # runs what was compiled before; where inductor was never imported, there is nothing
         inductor_graph = dynamo.inductor_graph()
         if inductor_graph is not None:
             self._replace(inductor_graph, "__call__", self._run_earlier)
 
-    def watch(self, watcher: Watcher) -> None:
-        """Tell a watcher of what runs from now on, until ``unfollow``."""
+    def watch(self, watcher: Any) -> None:
         self.watchers.append(watcher)
         self.follow(watcher)
 
     def unfollow(self, follower: object) -> None:
-        """Put everything back when nobody else follows, but for what somebody else has replaced since."""
         self._followers.discard(id(follower))
         self.watchers = [one for one in self.watchers if one is not follower]
-        while self._methods and not self._followers:
-            (owner, name), (before, ours) = self._methods.popitem()
-            if vars(owner).get(name) is ours:
-                setattr(owner, name, before)
+        if not self._followers:
+            self.restore()
 
     def _replace(self, owner: Any, name: str, instead: Callable[..., Any]) -> None:
-        before = vars(owner).get(name)
-        if before is None or (owner, name) in self._methods:  # builds of torch without CUDA have none of its methods
-            return
+        def make(before: Callable[..., Any]) -> Callable[..., Any]:
+            @wraps(before)
+            def ours(*args: Any, **kwargs: Any) -> Any:
+                return instead(before, *args, **kwargs)
 
-        @wraps(before)
-        def ours(*args: Any, **kwargs: Any) -> Any:
-            return instead(before, *args, **kwargs)
+            return ours
 
-        self._methods[owner, name] = before, ours
-        setattr(owner, name, ours)
+        is_replaced = any(owner is one and name == known for one, known, *_ in self._replaced)
+        if name in vars(owner) and not is_replaced:  # without CUDA there is none
+            self.put(owner, name, make)
 
     def _compile(self, compile_graph: Callable[..., Any], output: Any, graph: Any, example_inputs: Any) -> Any:
-        # before the compiler has it: its passes write into the graph
-        described = describe_graph(graph, output, example_inputs)
+        described = describe_graph(graph, output, example_inputs)  # first, since the compiler writes into the graph
         compiled = compile_graph(output, graph, example_inputs)
-        # torch's own cond and flex_attention are "compiled" so, and each op is seen as in eager code
+        # with an "eager" backend, as of torch's own cond, each op is seen
         return compiled if "eager" in described.backend.split("_") else self._followed(described, compiled)
 
     def _followed(self, graph: TracedGraph, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that runs a compiled graph, with those who watch around it."""
         lazy = getattr(compiled, "__self__", None)
         if isinstance(lazy, dynamo.LazyGraph) and getattr(compiled, "__name__", "") == dynamo.LAZY_FORWARD:
-            # what Dynamo does with it: else each call would be one of the graph as a module
+            # as Dynamo does; otherwise each call would be a module call
             dynamo.write_lazy_graph(lazy)
             compiled = lazy.forward
 
@@ -112,8 +116,8 @@ class ReplacedInTorch:
 def forget_compiled() -> None:
     """Have Dynamo compile again what it compiled before, so that ``REPLACED.follow`` sees the graph.
 
-    The file caches of inductor stay, as do the sizes that Dynamo has seen vary: it would trace other graphs without
-    them. Under another stance than the default, code that was compiled may not be compiled again, and stays.
+    Inductor's file caches and the sizes that Dynamo has seen vary stay: it would trace other graphs
+    without them. Under another stance than the default, code may not be compiled again, and stays.
     """
     if dynamo.stance().stance != "default":
         return

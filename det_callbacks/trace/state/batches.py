@@ -20,7 +20,7 @@ from det_callbacks.trace.state.leaves import is_constant, leaves
 from det_callbacks.trace.state.named_sites import NamedSites
 from det_callbacks.trace.step import Step
 
-MAX_SAMPLES = 1024  # up to which samples are also digested one by one, to tell their order from their content
+MAX_SAMPLES = 1024  # of larger batches, samples are not digested one by one
 MAX_SKETCHED = 8
 
 _WORDS = (1, 2, 4, 8)
@@ -30,8 +30,8 @@ _WORDS = (1, 2, 4, 8)
 class Samples:
     """The samples of a batch tensor (dimension 0) without their order.
 
-    The sketch are the 8 smallest digests of samples, ascending; () for samples of 8 bytes or less, which repeat. So a
-    batch of another order of the same data is found without keeping all of it (bottom-k, Cohen and Kaplan 2007).
+    The sketch, the 8 smallest digests of samples, finds a batch of the same data in another order
+    (bottom-k, Cohen and Kaplan 2007). Samples of 8 bytes or less, which repeat, have none.
     """
 
     digest: int
@@ -42,7 +42,8 @@ class Samples:
 def record_batch(step: Step, named: NamedSites, batch: Any) -> list[Samples]:
     """Record the tensors of a batch (phase data), each followed by the order-free digest of its samples.
 
-    What cannot be looked into is recorded by its type. Samples on a device are in the list when the step is settled.
+    What cannot be looked into is recorded by its type. Samples on a device are known when the step is
+    settled.
     """
     found: list[Samples] = []
     unread: dict[str, str] = {}
@@ -67,12 +68,11 @@ def record_batch(step: Step, named: NamedSites, batch: Any) -> list[Samples]:
 def _has_samples(value: Any) -> TypeGuard[Tensor]:
     if not isinstance(value, Tensor) or has_parts(value) or not holds_data(value) or value.is_quantized:
         return False
-    # nested ones of torch's older layout have no sizes to ask for
+    # nested tensors of the older layout have no sizes
     return not value.is_nested and value.numel() > 0 and value.dim() > 0 and value.shape[0] <= MAX_SAMPLES
 
 
 def _digest_samples(deferred: DeferredSites, tensor: Tensor, found: list[Samples]) -> Bits:
-    """Return the order-free digest of the samples of a tensor, and have them noted."""
     if not deferred.is_deferred(tensor):
         found.append(samples_of(tensor))
         return found[-1].digest
@@ -86,9 +86,10 @@ def _digest_samples(deferred: DeferredSites, tensor: Tensor, found: list[Samples
 
 
 def samples_of(tensor: Tensor) -> Samples:
-    """Return the samples of a strided tensor; costs 0.2 microseconds a sample besides the digests.
+    """Return the samples of a strided tensor.
 
-    The digest is that of the samples' sorted digests, or of the sorted samples where they have 1, 2, 4 or 8 bytes.
+    The digest is that of the samples' sorted digests, or of the sorted samples where they have 1, 2, 4
+    or 8 bytes.
     """
     if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         with without_dispatch(), torch.no_grad():

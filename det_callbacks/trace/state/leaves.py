@@ -14,7 +14,7 @@ _VALUES = (Tensor, float, int)
 _CONSTANTS = (type(None), str, bytes, type, Enum, torch.dtype, torch.device)
 _LEAVES = (*_VALUES, *_CONSTANTS)
 _HEAP_TYPE = 1 << 9
-"""Flag of classes that Python made, whose instances hold nothing but attributes (Py_TPFLAGS_HEAPTYPE)."""
+"""Flag of classes made in Python (Py_TPFLAGS_HEAPTYPE): their instances hold attributes only."""
 
 
 def flatten(tree: Any, name: str, *, is_whole: bool = False) -> Iterator[tuple[str, Tensor | int | float | bool]]:
@@ -25,15 +25,14 @@ def flatten(tree: Any, name: str, *, is_whole: bool = False) -> Iterator[tuple[s
 def leaves(tree: Any, name: str, *, is_whole: bool = False) -> Iterator[tuple[str, Any]]:
     """Yield everything in a nested structure that is no structure itself, with its path.
 
-    Mappings, lists, tuples, named tuples and the attributes of other objects are entered, private ones only where it
-    ``is_whole``, at most 20 levels deep, and an object once; no code of an object's class runs but that of a mapping.
-    What a class with ``__getattr__`` keeps in one private mapping counts as its attributes, as in torch_geometric.
+    Mappings, lists, tuples and attributes of other objects are entered (private ones only where it
+    ``is_whole``), 20 levels deep, an object once, without running code of its class. What a class with
+    ``__getattr__`` keeps in one private mapping counts as attributes, as in torch_geometric.
     """
     return _leaves(tree, name, {}, is_whole=is_whole, depth=0)
 
 
 def entries(tree: Any, path: str) -> list[tuple[str, Any]] | None:
-    """Return the entries of a mapping or a sequence with their paths; None for anything else."""
     if type(tree) is not list and type(tree) is not tuple and isinstance(tree, Mapping):
         return [(f"{path}[{key!r}]", value) for key, value in tree.items()]
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -44,12 +43,12 @@ def entries(tree: Any, path: str) -> list[tuple[str, Any]] | None:
 
 
 def is_constant(leaf: Any) -> bool:
-    """Return whether a leaf is a value that is not compared: None, text or a name of something else."""
+    """Return whether a leaf is not compared: None, text or a name of something else."""
     return isinstance(leaf, _CONSTANTS)
 
 
 def _leaves(tree: Any, name: str, entered: dict[int, Any], *, is_whole: bool, depth: int) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves; ``entered`` are the objects so far and the sequences around, kept so that no id comes again."""
+    """Yield the leaves; ``entered`` keeps the objects so far and the sequences around, so that no id is reused."""
     if id(tree) in entered:
         return
     is_leaf = isinstance(tree, _LEAVES) or depth == MAX_DEPTH
@@ -59,7 +58,7 @@ def _leaves(tree: Any, name: str, entered: dict[int, Any], *, is_whole: bool, de
         return
     entered[id(tree)] = tree
     for child_name, child in children:
-        if isinstance(child, _LEAVES):  # sooner than by another call
+        if isinstance(child, _LEAVES):  # saves a call
             yield child_name, child
         else:
             yield from _leaves(child, child_name, entered, is_whole=is_whole, depth=depth + 1)
@@ -68,7 +67,6 @@ def _leaves(tree: Any, name: str, entered: dict[int, Any], *, is_whole: bool, de
 
 
 def _children(tree: Any, name: str, *, is_whole: bool) -> Iterable[tuple[str, Any]] | None:
-    """Return what a structure consists of; None where that cannot be told."""
     if (found := entries(tree, name)) is not None:
         return found
     attributes = _attributes(tree)
@@ -89,11 +87,11 @@ def _children(tree: Any, name: str, *, is_whole: bool) -> Iterable[tuple[str, An
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:
-    """Return the instance's attributes; None where its class, written in C, keeps something else, too."""
+    """Return the instance's attributes; None where its class, written in C, keeps more than those."""
     bases = type(value).__mro__[:-1]
     has_attributes = any({"__dict__", "__slots__"} & vars(base).keys() for base in bases)
     if not has_attributes or not all(base.__flags__ & _HEAP_TYPE for base in bases):
         return None
-    state = object.__getstate__(value)  # what pickle saves of an object whose class says nothing of it
+    state = object.__getstate__(value)  # what pickle saves by default
     attributes, slots = state if isinstance(state, tuple) else (state, {})
     return {**(attributes or {}), **slots}

@@ -1,4 +1,4 @@
-"""Sites of tensors that have names, and that no op makes: state, batch, loss, gradients, outputs of modules."""
+"""Sites of named tensors that no op makes: state, batch, loss, gradients, outputs of modules."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -32,8 +32,6 @@ Entry = tuple[str, Tensor | int | float | bool]
 
 
 class NamedSites:
-    """Makes these sites in one step after the other."""
-
     def __init__(
         self, step: Step, places: Places, generators: GeneratorTrail, collectives: Collectives, captures: GraphCaptures
     ) -> None:
@@ -43,7 +41,6 @@ class NamedSites:
         self._rows: dict[tuple[str, str | None, Role, str], SiteRow] = {}  # as long as these are the parameters
 
     def generators(self, *, is_end: bool = False) -> None:
-        """Record the states of the generators of the process as the step begins or ends (phase rng)."""
         step, trail = self._step, self._generators
         first = step.num_sites
         names: list[str] = []
@@ -66,21 +63,19 @@ class NamedSites:
     ) -> dict[Place, str]:
         """Record named tensors and numbers as sites, in row-major order; return where ordinary strided tensors lie.
 
-        ``label`` tells groups at the same place apart. Their module is ``owner``, or follows from each name ("net.head"
-        for "net.head.weight"). Where it ``is_source``, ops that read these tensors later in the step read these sites.
-        Left out are tensors without data (meta, fake, uninitialised), and what a CUDA graph that is being captured will
-        hold.
+        ``label`` tells groups at the same place apart. Their module is ``owner``, or follows from each
+        name. Where it ``is_source``, later ops that read these tensors read these sites.
         """
         if self._captures.is_captured():
             return {}
         names: list[str] = []
         reads: list[int | None] = []
         indices: list[int] = []
-        spans: list[tuple[int, int]] = []  # of memory of the host, which is digested at once
+        spans: list[tuple[int, int]] = []  # memory of the host
         others: list[tuple[int, Any]] = []
         sources: list[Any] = []
         found: dict[Place, str] = {}
-        value: Any  # told apart by class, which is sooner done than by isinstance
+        value: Any
         step = self._step
         layouts, writers = step.layouts, step.ledger.writers
         for name, value in entries:
@@ -136,12 +131,10 @@ class NamedSites:
     def bits(
         self, label: str, phase: str, name: str, bits: Bits, *, role: Role, slot: LayoutSlot | None = None
     ) -> None:
-        """Record 64 bits that are no tensor's."""
         self._step_to(label, phase, "", [None], [name], role)
         self._step.append_bits(self._step.deferred.defer(self._step.num_sites, bits), slot or self._step.layouts.none)
 
     def output(self, phase: str, module: str, name: str, tensor: Tensor) -> None:
-        """Record an output of a module, or the gradient of one, in memory order like the outputs of ops."""
         step = self._step
         if not holds_data(tensor) or self._captures.is_captured():
             return
@@ -175,7 +168,6 @@ class NamedSites:
         )
 
     def _row(self, phase: str, owner: str | None, role: Role, name: str) -> SiteRow:
-        """Return the row of a name; many are in groups that have other names in each step."""
         key = (phase, owner, role, name)
         row = self._rows.get(key)
         if row is None:
@@ -198,19 +190,17 @@ def _by_row(reads: Iterable[int | None]) -> list[list[int]]:
 
 
 class ModuleOutputs:
-    """Records what selected modules return, and the gradients of it: full backward hooks break in-place activations."""
+    """Records what selected modules return, and its gradients: full backward hooks break in-place activations."""
 
     def __init__(self, named: NamedSites, places: Places, lock: RLock) -> None:
         self._named, self._places, self._lock = named, places, lock
         self._step: object = None
 
     def open(self) -> None:
-        """Listen from here on."""
         self._step = object()
         self._places.modules.on_output = self._record
 
     def close(self) -> None:
-        """Stop listening; gradients of graphs that outlive the step are not recorded."""
         self._step = None
         self._places.modules.on_output = None
 
@@ -231,7 +221,7 @@ class ModuleOutputs:
                 tensor.register_hook(partial(self._record_gradient, self._step, module, f"grad of {name}"))
 
     def _record_gradient(self, step: object, module: str, name: str, gradient: Tensor | None) -> None:
-        # undefined: autograd runs the hooks of a node with zeros that it does not make
+        # None: autograd runs the hooks of a node with zeros that it does not make
         if gradient is not None and step is self._step:
             with self._lock:
                 self._named.output("backward", module, name, gradient)
@@ -240,7 +230,7 @@ class ModuleOutputs:
 class StateWalker:
     """Lists the parameters and buffers of a module by qualified name, shared ones once.
 
-    ``nn.Module.named_parameters`` builds every name at every call; here only when a module got or lost a child.
+    It builds the names only when the tree of modules changed, unlike ``nn.Module.named_parameters``.
     """
 
     def __init__(self, root: nn.Module) -> None:

@@ -1,7 +1,7 @@
-"""Where an optimizer's own update begins and ends, and the gradients that go into it, by torch's global hooks.
+"""Where an optimizer's own update begins and ends, and its gradients, by torch's global hooks.
 
-A closure runs before the update proper: forward and backward inside it keep their phases, and the gradients are handed
-over when it returns, after unscaling and clipping.
+A closure runs before the update: what it runs keeps its phases, and its gradients are handed over when
+it returns.
 """
 
 from collections.abc import Callable
@@ -20,8 +20,8 @@ from det_callbacks.trace.dispatch import runs_uncompiled
 class OptimizerPhases:
     """Sets the ``phase`` of its owner around optimizer updates while open, and remembers the optimizers seen.
 
-    What a closure runs outside training step and backward pass has the ``closure_phase``. ``on_new`` is called when an
-    optimizer is first seen, ``on_update`` before an update proper, with the gradients as they go into it.
+    ``on_new`` is called when an optimizer is first seen, ``on_update`` before an update, with its
+    gradients.
     """
 
     owner: Any
@@ -33,13 +33,11 @@ class OptimizerPhases:
     _handles: list[RemovableHandle] = field(default_factory=list)
 
     def open(self) -> None:
-        """Register the hooks."""
         self._outer.clear()
         before, after = register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)
         self._handles = [before, after]
 
     def close(self) -> None:
-        """Remove the hooks; may be called more than once."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -76,8 +74,6 @@ class OptimizerPhases:
 
 
 def in_phase(owner: Any, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function with the owner in that phase while it runs."""
-
     def marked(*args: Any, **kwargs: Any) -> Any:
         outer = owner.phase
         owner.phase = phase
@@ -90,5 +86,4 @@ def in_phase(owner: Any, phase: str, function: Callable[..., Any]) -> Callable[.
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return the tensors that an optimizer updates."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,7 +1,7 @@
-"""Ops without a deterministic implementation: who called them, and which of them are let through.
+"""Ops without a deterministic implementation: who called them, and which are let through.
 
-Under "error" such an op raises before it computes anything, and one that is allowed is made again. Under "warn" torch's
-warning comes only when the outermost call from Python returns: so the ops that may warn are called under "error" first.
+Under "error" such an op raises before it computes anything. Under "warn" torch warns only when the
+outermost call from Python returns, so suspects are called under "error" first.
 """
 
 import re
@@ -35,12 +35,12 @@ from det_callbacks.trace.tables.overloads import OpPlan, comes_apart, make_plan
 # aten/src/ATen/Context.cpp, Context::alertNotDeterministic
 _MARK = "does not have a deterministic implementation, but you set 'torch.use_deterministic_algorithms(True"
 
-# raises on CUDA (aten/src/ATen/native/cuda/Sorting.cpp), which no docstring of torch 2.11 to 2.15 says
+# raises on CUDA (ATen/native/cuda/Sorting.cpp), undocumented in torch 2.11 to 2.15
 _UNDOCUMENTED = frozenset({"aten.kthvalue"})
 
 
 class NondeterministicOps:
-    """Catches what torch raises for these ops, lets allowed ones through, and keeps a list of all."""
+    """Catches what torch raises for these ops, lets allowed ones through, and lists all."""
 
     def __init__(self, allow: Sequence[str] = ()) -> None:
         self.on_new: Callable[[tuple[NondeterministicOp, ...]], None] | None = None  # called where ``found`` grows
@@ -49,19 +49,17 @@ class NondeterministicOps:
         self._silenced: dict[str, Any] = {}
 
     def close(self) -> None:
-        """Let torch's own warnings be heard again."""
         kept = [one for one in warnings.filters if one not in self._silenced.values()]
         warnings.filters[:] = kept  # type: ignore[index]  # a list, declared as a sequence
         with warnings.catch_warnings():
-            pass  # leaving it has Python forget which filter it found for a line
+            pass  # leaving it clears Python's cache of filters
 
     @property
     def found(self) -> tuple[NondeterministicOp, ...]:
-        """The ops found so far, in the order of their first calls."""
         return tuple(self._found.values())
 
     def guard(self, plan: OpPlan, place: Callable[[], tuple[str, OpScope]]) -> Callable[..., Any]:
-        """Return how an op is called: again where it raised as nondeterministic, and is allowed."""
+        """Return how an op is called: again where it raised as nondeterministic and is allowed."""
         call, may_warn = plan.call, plan.base in self._suspects
 
         def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -85,7 +83,6 @@ class NondeterministicOps:
 
     @cached_property
     def _suspects(self) -> frozenset[str]:
-        """The ops ("aten.put_") of which it is known that they may have no deterministic implementation."""
         return _UNDOCUMENTED.union(op for fact in read_op_facts() if fact.behaviour == "error" for op in fact.ops)
 
     def _require_allowed(self, error: RuntimeError, op: str, mode: str, phase: str, scope: OpScope) -> None:
@@ -102,8 +99,7 @@ class NondeterministicOps:
             warnings.warn(words, NondeterministicOpWarning, stacklevel=2)
         if known is None and self.on_new is not None:
             self.on_new(self.found)
-        # torch's own warning about a known op names no module and no line, and comes at any time: ours stands for it. A
-        # filter that is added within a catch_warnings of the user's goes with its end.
+        # ours replaces torch's warning, which names no module; a catch_warnings of the user's may drop the filter
         if self._silenced.get(message) not in warnings.filters:
             warnings.filterwarnings("ignore", message=re.escape(message), category=UserWarning)
             self._silenced[message] = warnings.filters[0]
@@ -118,9 +114,9 @@ class NondeterministicOps:
 
 
 class NondeterministicOpWatch:
-    """Finds these ops where no step is traced: in validation and test, and at levels below op; 5 microseconds an op.
+    """Finds these ops where no step is traced (validation, test, levels below op).
 
-    Backward ops carry the module whose op was the first after their autograd node was made; "?" where none was seen.
+    Backward ops carry the module whose op was the first after their autograd node was made.
     """
 
     def __init__(self, ops: NondeterministicOps, model: nn.Module) -> None:
@@ -131,14 +127,12 @@ class NondeterministicOpWatch:
         self._mode: DispatchMode | None = None
 
     def open(self) -> None:
-        """Watch from here on; nothing is done when it is open."""
         if self._mode is None:
             self._modules.open()
             self._mode = DispatchMode(self._op)
             self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch's own
 
     def close(self) -> None:
-        """Stop watching; may be called more than once."""
         if self._mode is not None:
             mode, self._mode = self._mode, None
             self._modules.close()
@@ -152,8 +146,7 @@ class NondeterministicOpWatch:
             known = self._calls[id(func)] = (plan, self._ops.guard(plan, self._place))
         if comes_apart(known[0], args, kwargs):
             return TAKE_APART
-        # The forward of a custom autograd Function runs without gradients, after its node was made. A device's backward
-        # thread counts nodes of its own, which only a pass that makes a graph adds to.
+        # the forward of a custom Function runs without gradients, after its node was made
         if torch.is_grad_enabled() or graph_task_id() == -1:
             self._module_of_node.setdefault(next_sequence_number() - 1, self._modules.current.module)
         return known[1](*args, **kwargs)

@@ -1,8 +1,10 @@
-"""What the recorder has to know of an op, decided once per ``OpOverload``, and what one call of it wrote and read.
+"""What the recorder has to know of an op, decided once per ``OpOverload``, and what one call wrote and read.
 
-The tables hold what schemas do not say; ``tests/unit/test_overloads.py`` checks each entry against the running torch.
+The tables hold what schemas do not say; ``tests/unit/test_overloads.py`` checks each entry against the
+running torch.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -16,7 +18,6 @@ from torch.overrides import enable_reentrant_dispatch
 
 from det_callbacks.internals.torch import (
     DispatchKey,
-    HigherOrderOperator,
     OpOverload,
     exclude_key,
     has_kernel_for,
@@ -28,7 +29,7 @@ from det_callbacks.internals.torch import (
 from det_callbacks.trace.op.components import has_parts
 
 OPAQUE_OUTPUTS: Mapping[str, frozenset[int]] = {
-    # workspaces and reserved buffers: other bits at every call of the same kernel on the same inputs
+    # workspaces and reserved buffers
     "aten.mkldnn_rnn_layer": frozenset({3}),
     "aten._cudnn_rnn": frozenset({3, 4}),
     "aten.miopen_rnn": frozenset({3, 4}),
@@ -42,21 +43,19 @@ OPAQUE_OUTPUTS: Mapping[str, frozenset[int]] = {
     "aten._flash_attention_forward": frozenset({2, 3, 4}),
     "aten._scaled_dot_product_efficient_attention": frozenset({1, 2, 3}),
     "aten._efficient_attention_forward": frozenset({1, 2, 3}),
-    # the sum of the weights: not written on CUDA where nothing is reduced (cuda/NLLLoss2d.cu)
+    # total weight: not written on CUDA without a reduction (cuda/NLLLoss2d.cu)
     "aten.nll_loss2d_forward": frozenset({1}),
-    # log_alpha: only the part that the lengths reach is written
+    # log_alpha, written only as far as the lengths reach
     "aten._ctc_loss": frozenset({1}),
-    # FSDP2's buffer for what all ranks gather, of which only this rank's part (output 0) is written
+    # FSDP2's buffer, of which only this rank's part (output 0) is written
     "fsdp.all_gather_copy_in": frozenset({1}),
 }
-"""Op -> indices of returned tensors that are not digested (log-sum-exp of the memory-efficient kernels is padded with
-memory that nobody wrote; seeds and offsets of attention kernels are empty unless dropout is on)."""
+"""Op -> indices of returned tensors that are not digested: some bits of them are never written."""
 
 AUTOCASTS_INSIDE = frozenset({"aten._trilinear", "aten.linalg_pinv"})
-"""Ops whose kernels call ops that autocast has rules for, while they have none (torch 2.13, by running all ops)."""
+"""Ops without an autocast rule whose kernels call ops that have one (torch 2.13, by running all ops)."""
 
 HIDDEN_WRITES: Mapping[str, tuple[str, ...]] = {
-    # the running statistics
     "aten.native_batch_norm": ("running_mean", "running_var"),
     "aten.cudnn_batch_norm": ("running_mean", "running_var"),
     "aten.miopen_batch_norm": ("running_mean", "running_var"),
@@ -64,7 +63,7 @@ HIDDEN_WRITES: Mapping[str, tuple[str, ...]] = {
     "aten.batch_norm_gather_stats": ("running_mean", "running_var"),
     "aten.batch_norm_gather_stats_with_counts": ("running_mean", "running_var"),
 }
-"""Op -> arguments it writes although its schema does not say so; where it has an argument ``training``, if that is."""
+"""Op -> undeclared writes (running statistics); of an op with an argument ``training``, only where that is true."""
 
 WRITTEN_IF: Mapping[str, tuple[str, str]] = {
     "aten.rrelu_with_noise": ("noise", "training"),
@@ -74,7 +73,7 @@ WRITTEN_IF: Mapping[str, tuple[str, str]] = {
     "aten._fused_sgd_": ("grads", "grad_scale"),
     "aten._fused_adagrad_": ("grads", "grad_scale"),
 }
-"""Op -> argument that its schema declares as written, and the argument without which it does not write it."""
+"""Op -> a declared write, and the argument without which it does not happen."""
 
 OPAQUE_WRITES: Mapping[str, frozenset[str]] = {
     "aten.mkldnn_rnn_layer_backward": frozenset({"workspace"}),
@@ -84,10 +83,10 @@ OPAQUE_WRITES: Mapping[str, frozenset[str]] = {
     "aten.cudnn_batch_norm_backward": frozenset({"reserveSpace"}),
     "aten.batch_norm_backward": frozenset({"reserve"}),
 }
-"""Op -> arguments it uses as scratch memory: opaque outputs of another op, so nothing that is digested changes."""
+"""Op -> arguments it uses as scratch memory: opaque outputs of another op."""
 
 HIDDEN_STATES: Mapping[str, str] = {"aten._cudnn_rnn": "dropout_state", "aten.miopen_rnn": "dropout_state"}
-"""Op -> argument that holds the state of a random generator, which the kernel advances without saying so."""
+"""Op -> argument that holds the state of a random generator, which the kernel advances undeclared."""
 
 UNINITIALISED = frozenset(
     f"aten.{name}"
@@ -96,10 +95,10 @@ UNINITIALISED = frozenset(
         *("new_empty_strided", "_empty_affine_quantized", "_empty_per_channel_affine_quantized"),
     )
 )
-"""Ops whose outputs hold whatever the memory held."""
+"""Ops that return memory as it was."""
 
 UNDECLARED_VIEWS = frozenset({"aten._unsafe_view", "aten.unsafe_split", "aten.unsafe_split_with_sizes"})
-"""Ops that return their input's bytes without saying so in the schema."""
+"""Views that the schema does not declare."""
 
 OVERWRITES = frozenset(
     f"aten.{name}"
@@ -108,7 +107,7 @@ OVERWRITES = frozenset(
         *("bernoulli_", "exponential_", "geometric_", "cauchy_", "log_normal_"),
     )
 )
-"""Ops that write every element of their first argument without reading it; out variants are known by their schema."""
+"""Ops that write all of their first argument without reading it; out variants are known by their schema."""
 
 RELAYOUTS = frozenset(
     f"aten.{name}"
@@ -117,7 +116,7 @@ RELAYOUTS = frozenset(
         "shallow_copy_data_",  # since torch 2.14
     )
 )
-"""Ops that exchange a tensor's storage or its extent; what is known of the storage is dropped."""
+"""Ops that exchange a tensor's storage or its extent."""
 
 _OWN_KERNELS = ("CPU", "CUDA", "MPS", "XPU", "PrivateUse1", "CompositeExplicitAutograd")
 _IGNORED_NAMESPACES = frozenset({"prim", "prims_internal", "profiler", "debugprims", "inductor", "det_callbacks"})
@@ -125,8 +124,6 @@ _COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functiona
 
 
 class OpKind(Enum):
-    """What the tracer does with an op."""
-
     DIGEST = "digest"
     VIEW = "view"
     UNINITIALISED = "uninitialised"
@@ -139,8 +136,6 @@ class OpKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArgumentWrite:
-    """A tensor argument that the op writes: its position, or its name when it is keyword-only or given by name."""
-
     index: int
     name: str
 
@@ -151,19 +146,19 @@ class OpPlan:
 
     Attributes:
         base: ``namespace.op``.
-        call: runs the op; past ``OpOverload.__call__``, which only adds a frame (torch 2.13).
-        number_arguments: those that take any Python number, so that 1, 1.0 and True are not the same.
-        is_functional: it writes no argument and returns fresh tensors only; the common case, with the shortest path.
+        call: runs the op, past ``OpOverload.__call__``.
+        number_arguments: those that take any Python number, so that 1, 1.0 and True differ.
+        is_functional: it writes no argument and returns fresh tensors only.
         writes: arguments written, declared or hidden, in the order of the schema.
-        sole_write: position of the one tensor argument that the op writes, when that is all it does; else -1.
+        sole_write: position of the one tensor argument that it writes and nothing else, else -1.
         fresh_returns: indices of the returns that alias no argument.
-        returns_one: the op has one return, which may itself be a list of tensors.
-        written_if: names among ``writes`` of what is written only when another argument is given, and true.
+        written_if: argument among ``writes`` -> the argument without which it is not written.
         is_overwrite: the written arguments are not read.
         is_plain: a tensor that it returns is digested as it is.
-        may_be_in_flight: with ``non_blocking`` its output may be incomplete until the device is synchronised.
-        whole: of a composite op, the plan for a call that is not taken apart; else None.
-        is_reducing: DDP's reducer calls it for unused parameters, in no certain order (``REDUCING``).
+        may_be_in_flight: with ``non_blocking``, its output may be incomplete until the device is
+            synchronised.
+        whole: of a composite op, the plan for a call that is not taken apart.
+        is_reducing: see ``REDUCING``.
     """
 
     name: str  # ``namespace.op.overload``
@@ -188,74 +183,76 @@ class OpPlan:
     whole: "OpPlan | None" = None
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-        """Yield the arguments of a call by name, but for those that it overwrites without reading them."""
+        """Yield the arguments of a call by name, except those that it overwrites without reading."""
         overwritten = {write.name for write in self.writes} if self.is_overwrite else ()
         for name, value in (*zip(self.argument_names, args, strict=False), *kwargs.items()):
             if name not in overwritten:
                 yield name, value
 
     def argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return an argument of a call, None where it is left at its default."""
         index = self.argument_names.index(name)
         return args[index] if index < len(args) else kwargs.get(name)
 
 
 @cache
-def make_plan(func: OpOverload | HigherOrderOperator) -> OpPlan:
+def make_plan(func: Any) -> OpPlan:
     """Return the plan for an overload; the first time costs some 200 microseconds."""
     if not isinstance(func, OpOverload):
         name = f"higher_order.{func}"
         return OpPlan(name=name, base=name, kind=OpKind.OPAQUE, call=func)
     schema = schema_of(func)
+    arguments, returns = schema.arguments, schema.returns
+    names = tuple(argument.name for argument in arguments)
     base = f"{func.namespace}.{schema.name.partition('::')[2]}"
+    name = f"{base}.{overload_name(func)}"
     hidden = HIDDEN_WRITES.get(base, ())
     written = [
         ArgumentWrite(index=index, name=argument.name)
-        for index, argument in enumerate(schema.arguments)
+        for index, argument in enumerate(arguments)
         if argument.name in hidden or (argument.alias_info is not None and argument.alias_info.is_write)
     ]
-    has_training = any(argument.name == "training" for argument in schema.arguments)
-    conditions = dict.fromkeys(hidden, "training") if has_training else {}
+    conditions = dict.fromkeys(hidden, "training") if "training" in names else {}
     if base in WRITTEN_IF:
         conditions = dict([WRITTEN_IF[base]])
-    is_declared = schema.returns and all(one.alias_info and not one.alias_info.is_write for one in schema.returns)
+    is_declared = returns and all(one.alias_info and not one.alias_info.is_write for one in returns)
     is_view = not written and bool(is_declared or base in UNDECLARED_VIEWS)
     call = kernel_of(func)
-    may_be_in_flight = any(argument.name == "non_blocking" for argument in schema.arguments)
-    returns_fresh = all(returned.alias_info is None for returned in schema.returns)
+    may_be_in_flight = "non_blocking" in names
+    fresh_returns = tuple(index for index, returned in enumerate(returns) if returned.alias_info is None)
+    sole_write = -1
+    if len(written) == 1 and not hidden and not may_be_in_flight and not fresh_returns:
+        argument = arguments[written[0].index]
+        if str(argument.type) == "Tensor" and not argument.kwarg_only:
+            sole_write = written[0].index
     plan = OpPlan(
-        name=f"{base}.{overload_name(func)}",
+        name=name,
         base=base,
         kind=_kind_of(func, base, is_view=is_view),
         call=partial(_call_with_autocast, call) if base in AUTOCASTS_INSIDE else call,
-        argument_names=tuple(argument.name for argument in schema.arguments),
-        defaults={
-            argument.name: argument.default_value for argument in schema.arguments if argument.has_default_value()
-        },
+        argument_names=names,
+        defaults={argument.name: argument.default_value for argument in arguments if argument.has_default_value()},
         number_arguments=frozenset(
-            argument.name
-            for argument in schema.arguments
-            if any(kind in str(argument.type) for kind in ("number", "Tensor"))
+            argument.name for argument in arguments if re.search("number|Tensor", str(argument.type))
         ),
-        is_functional=not written and returns_fresh,
+        is_functional=not written and len(fresh_returns) == len(returns),
         writes=tuple(written),
-        sole_write=_sole_write(schema, written, returns_fresh=returns_fresh, is_hidden=bool(hidden)),
-        fresh_returns=tuple(index for index, returned in enumerate(schema.returns) if returned.alias_info is None),
-        returns_one=len(schema.returns) == 1,
+        sole_write=sole_write,
+        fresh_returns=fresh_returns,
+        returns_one=len(returns) == 1,
         written_if=conditions,
         is_overwrite=base in OVERWRITES or _is_out_variant(func, written),
         is_plain=base not in OPAQUE_OUTPUTS and not may_be_in_flight,
         opaque_outputs=OPAQUE_OUTPUTS.get(base, frozenset()),
         draws_random=torch.Tag.nondeterministic_seeded in func.tags,
         may_be_in_flight=may_be_in_flight,
-        is_reducing=f"{base}.{overload_name(func)}" in REDUCING,
+        is_reducing=name in REDUCING,
     )
     is_taken_apart = plan.kind in (OpKind.DIGEST, OpKind.VIEW) and _is_composite(func.name())
     return replace(plan, kind=OpKind.COMPOSITE, whole=plan) if is_taken_apart else plan
 
 
 def _call_with_autocast(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run an op with autocast as it was when the op was called: what handles a dispatched op runs without."""
+    """Run an op with autocast as it was when the op was called; handlers run without."""
     with ExitStack() as stack:
         for device in {tensor.device.type for tensor in tensors_in((*args, *kwargs.values()))}:
             with enable_reentrant_dispatch():
@@ -273,25 +270,13 @@ REDUCING: dict[str, str | None] = {
     "aten.div_.Scalar": "self",
     "aten.copy_.default": "src",
 }
-"""What DDP's reducer calls for parameters that a backward pass did not use (torch 2.13, ``mark_variable_ready_dense``).
-
-The argument that is the gradient, where one is left from an earlier pass.
-"""
-
-
-def _sole_write(schema: Any, written: list[ArgumentWrite], *, returns_fresh: bool, is_hidden: bool) -> int:
-    if len(written) != 1 or is_hidden or (returns_fresh and schema.returns):
-        return -1
-    argument = schema.arguments[written[0].index]
-    is_one_tensor = str(argument.type) == "Tensor" and not argument.kwarg_only
-    has_async = any(other.name == "non_blocking" for other in schema.arguments)
-    return written[0].index if is_one_tensor and not has_async else -1
+"""What DDP's reducer calls for unused parameters (``mark_variable_ready_dense``) -> its gradient argument."""
 
 
 def _is_out_variant(func: OpOverload, written: Sequence[ArgumentWrite]) -> bool:
-    """Return whether an op writes its results into arguments that are given for nothing else.
+    """Return whether an op only writes its results into arguments.
 
-    ``torch.Tag.out`` says the same of most of them since torch 2.13, but not of those in other namespaces.
+    ``torch.Tag.out`` says so since torch 2.13, but not in all namespaces.
     """
     arguments = schema_of(func).arguments
     has_only_results = bool(written) and all(arguments[write.index].kwarg_only for write in written)
@@ -301,7 +286,7 @@ def _is_out_variant(func: OpOverload, written: Sequence[ArgumentWrite]) -> bool:
 def _is_composite(name: str) -> bool:
     """Return whether an op has no kernels but one that calls other ops.
 
-    Autograd takes such an op apart before a mode sees it; in inference mode, and of inference tensors, nobody does.
+    Autograd takes it apart before a mode sees it, except in inference mode and for inference tensors.
     """
     if not has_kernels(name):
         return False  # TorchScript's own, on numbers
@@ -310,7 +295,6 @@ def _is_composite(name: str) -> bool:
 
 
 def _kind_of(func: OpOverload, base: str, *, is_view: bool) -> OpKind:
-    """Return what is done with an op; a view, for instance, makes no site (``UndigestedOps.run``)."""
     if func.namespace in _IGNORED_NAMESPACES:
         return OpKind.IGNORED
     if func.namespace in _COLLECTIVE_NAMESPACES:
@@ -360,7 +344,7 @@ def written_by_call(plan: OpPlan, out: Any, args: tuple[Any, ...], kwargs: dict[
 
 
 def tensors_read(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors among the arguments of a call that it reads, and does not write."""
+    """Return the tensors among the arguments that a call reads, and does not write."""
     written = {id(tensor) for tensor in written_arguments(plan, args, kwargs)}
     if kwargs.get("beta") == 0:  # baddbmm and its like ignore what they would add to
         args = args[1:]
@@ -374,7 +358,7 @@ def tensors_read(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def in_flight(
     plan: OpPlan, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[Tensor], set[torch.device]]:
-    """Return the tensors that a call copies to the host without anybody having waited for it, and where from."""
+    """Return the tensors that a call copies to the host without waiting, and from which devices."""
     is_non_blocking = plan.argument("non_blocking", args, kwargs)
     written = written_arguments(plan, args, kwargs) if plan.writes else [out] if isinstance(out, Tensor) else []
     on_host = [tensor for tensor in written if tensor.is_cpu] if is_non_blocking else []
@@ -384,7 +368,7 @@ def in_flight(
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors among values and in the lists among them."""
+    """Yield the tensors among values and in nested lists."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -393,10 +377,10 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def comes_apart(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a mode has to take an op apart, because it is composite and nobody did so before.
+    """Return whether a mode has to take an op apart, because autograd did not.
 
-    Otherwise autograd does, and what still comes is called inside some kernel. Nested tensors, for instance, have
-    kernels of their own for it.
+    What autograd leaves whole is called inside a kernel; nested tensors, for instance, have kernels of
+    their own.
     """
     if plan.whole is None:
         return False

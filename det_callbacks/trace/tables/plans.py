@@ -10,15 +10,12 @@ from det_callbacks.trace.tables.overloads import OpPlan, make_plan
 
 
 class Plans:
-    """The plans of the ops that were called so far; ``place`` tells where the one that is running belongs."""
-
     def __init__(self, place: Callable[[], tuple[str, OpScope]]) -> None:
         self.nondeterministic_ops: NondeterministicOps | None = None  # set before the first step
         self.known: dict[int, OpPlan] = {}  # by id: hashing an OpOverload runs Python code; a plan keeps it alive
         self._place = place
 
     def of(self, func: Any) -> OpPlan:
-        """Return how calls of an op are recorded."""
         if (known := self.known.get(id(func))) is not None:
             return known
         plan = make_plan(func)

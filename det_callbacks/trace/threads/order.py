@@ -1,16 +1,14 @@
 """The order of a step's sites when modules ran in several threads: it must not follow the clock.
 
-* Sites of the step's own thread keep their order.
-* Sites of a strand keep their order, too. They come before the first site that reads one of them. A strand without a
-  reader comes before the module that the model lists next.
-* In a backward pass, the autograd engine follows numbers that each thread counts separately. Here, sites of the module
-  that the forward pass called last come first. Sites of one module that are ready at the same time are sorted by their
-  content.
+* Sites of the step's own thread, and of each strand, keep their order. A strand comes before the first
+  site that reads it; one without a reader comes before the module that the model lists next.
+* In a backward pass, sites of the module that the forward pass called last come first. Sites of one
+  module that are ready at the same time are sorted by their content.
 * An input that no site of the step wrote comes before its first reader.
 """
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -21,12 +19,12 @@ from det_callbacks.runs.program import Site, to_json
 from det_callbacks.trace.op.call_graph import CallNode
 from det_callbacks.trace.threads.strands import Strand
 
-_READ_FIRST = frozenset({"input", "delivered", "graph_output"})  # roles of what has its site at its first read
+_READ_FIRST = frozenset({"input", "delivered", "graph_output"})  # roles of sites made at a first read
 
 _SUMS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
 
 _Key = tuple[int, int, int]
-"""Orders what could come in any order: what it is, what it is with all bits that it follows from, when it came."""
+"""Digest of what a site is, digest of that with all bits it follows from, and when it came."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,20 +37,18 @@ class Group:
     strand: Strand | None
     reads: list[int]  # positions of sites, in the order of the arguments
     key: _Key
-    previous: "Group | None" = None  # of its strand
     is_read_first: bool = False
     is_placed: bool = False
 
     @property
     def is_of_backward(self) -> bool:
-        """Whether the step's own thread ran it in a backward pass."""
         return self.strand is None and not self.is_read_first and self.call.phase == "backward"
 
     @property
     def is_sum(self) -> bool:
-        """Whether it is a sum of gradients, which the autograd engine makes in the order in which they come.
+        """Whether it is a sum of gradients, made in the order in which they come, wherever the engine ran last.
 
-        It does so where it ran last, so the call has the module and lines of whichever thread's op that was.
+        So its module and lines are those of an arbitrary thread.
         """
         call = self.call
         is_anywhere = call.scope.name is None and not call.scope.recomputed
@@ -61,8 +57,6 @@ class Group:
 
 @dataclass(slots=True, eq=False)
 class _Line:
-    """A strand: its groups, and how many of them have their place."""
-
     strand: Strand
     groups: list[Group] = field(default_factory=list)
     num_placed: int = 0
@@ -76,52 +70,35 @@ def canonical_order(
     modules: Sequence[str],
     digests: Sequence[int],
 ) -> tuple[list[int], list[Site]]:
-    """Return the positions of a step's sites, as they came, in their order, and the sites in it.
+    """Return the positions of a step's sites in canonical order, and the sites in it.
 
-    Args:
-        calls: those of the step.
-        reads: of each call, the positions of what it reads.
-        sites: as they came.
-        strands: those of the step.
-        modules: the names of the model's modules as it lists them.
-        digests: by position.
+    ``reads`` has what each call reads, ``modules`` the names in the model's order, ``digests`` those of
+    the sites.
     """
-    ordering = _Ordering(calls, reads, sites, strands, modules, digests)
+    ordering = _Ordering(sites, strands, modules)
+    ordering.split(calls, reads, digests)
     ordering.place_all()
     return ordering.order, ordering.sites()
 
 
 class _Ordering:
-    def __init__(
-        self,
-        calls: Sequence[CallNode],
-        reads: Sequence[Sequence[int]],
-        sites: Sequence[Site],
-        strands: Sequence[Strand],
-        modules: Sequence[str],
-        digests: Sequence[int],
-    ) -> None:
+    def __init__(self, sites: Sequence[Site], strands: Sequence[Strand], modules: Sequence[str]) -> None:
         self._rows = sites
+        self._strand_of: list[Strand | None] = [None] * len(sites)
+        for strand in strands:
+            for first, end in strand.spans:
+                self._strand_of[first:end] = [strand] * (end - first)
         self._listed = {name: index for index, name in enumerate(modules)}
         self._lines = {id(strand): _Line(strand) for strand in strands}
-        self._begun: list[_Line] = []
+        self._sorted_lines: list[_Line] = []  # those with groups
         self._own: list[Group] = []
         self._group_of: list[Group] = []
-        self._readers: dict[int, CallNode] = {}  # of a site that was made at a first read: who has it now
+        self._readers: dict[int, CallNode] = {}  # of sites made at a first read
         self._last_of_module: dict[str, int] = {}  # where the forward pass was in a module last
         self.order: list[int] = []
         self._place_of: dict[int, int] = {}
-        self._split(calls, reads, self._strand_by_position(strands), self._keys(digests))
-
-    def _strand_by_position(self, strands: Iterable[Strand]) -> list[Strand | None]:
-        found: list[Strand | None] = [None] * len(self._rows)
-        for strand in strands:
-            for first, end in strand.spans:
-                found[first:end] = [strand] * (end - first)
-        return found
 
     def _keys(self, digests: Sequence[int]) -> list[_Key]:
-        """Return a key for each site; what is read from outside is what it is by its name, or by its bits."""
         keys: list[_Key] = []
         for position, (row, bits) in enumerate(zip(self._rows, digests, strict=True)):
             is_anonymous = row.role in _READ_FIRST and row.name is None
@@ -133,13 +110,8 @@ class _Ordering:
             keys.append((kind, content, position))
         return keys
 
-    def _split(
-        self,
-        calls: Sequence[CallNode],
-        reads_of_calls: Sequence[Sequence[int]],
-        strand_of: Sequence[Strand | None],
-        keys: Sequence[_Key],
-    ) -> None:
+    def split(self, calls: Sequence[CallNode], reads_of_calls: Sequence[Sequence[int]], digests: Sequence[int]) -> None:
+        keys = self._keys(digests)
         position = 0
         for call, given in zip(calls, reads_of_calls, strict=True):
             positions = [*range(position, position + len(call.made.rows))]
@@ -147,32 +119,27 @@ class _Ordering:
             rest = [at for at in positions if self._rows[at].role not in _READ_FIRST or not call.reads]
             for at in positions:
                 if at not in rest:
-                    self._add(
-                        Group(call, len(given), [at], None, [*self._rows[at].inputs], keys[at], is_read_first=True)
-                    )
+                    inputs = [*self._rows[at].inputs]
+                    self._add(Group(call, len(given), [at], None, inputs, keys[at], is_read_first=True))
             if not rest:
                 continue
-            reads = [*given, *(read for at in rest for read in self._rows[at].inputs)]
-            group = Group(
-                call, len(given), rest, strand_of[rest[-1]], [at for at in reads if at not in rest], keys[rest[-1]]
-            )
+            every = [*given, *(read for at in rest for read in self._rows[at].inputs)]
+            reads = [at for at in every if at not in rest]
+            group = Group(call, len(given), rest, self._strand_of[rest[-1]], reads, keys[rest[-1]])
             if group.is_sum:
                 group.reads.sort(key=lambda at: keys[at])
             self._add(group)
             if group.strand is None:
                 self._own.append(group)
                 continue
-            line = self._lines[id(group.strand)]
-            group.previous = line.groups[-1] if line.groups else None
-            line.groups.append(group)
-        by_position = sorted(self._group_of, key=lambda group: group.positions[0])
-        self._group_of = by_position
+            self._lines[id(group.strand)].groups.append(group)
+        self._group_of.sort(key=lambda group: group.positions[0])
+        self._sorted_lines = sorted((line for line in self._lines.values() if line.groups), key=self._key_of_line)
 
     def _add(self, group: Group) -> None:
         self._group_of.extend([group] * len(group.positions))
 
     def place_all(self) -> None:
-        """Give every site its place."""
         unread = self._unread()
         at = 0
         while at < len(self._own):
@@ -180,37 +147,33 @@ class _Ordering:
                 self._place(line.groups[-1])
             if not self._own[at].is_of_backward:
                 self._place(self._own[at])
+                self._go_on()
                 at += 1
                 continue
             end = next((end for end in range(at, len(self._own)) if not self._own[end].is_of_backward), len(self._own))
             self._place_backward(self._own[at:end])
             at = end
-        for line in sorted(self._lines.values(), key=self._key_of_line):
-            if line.groups:
-                self._place(line.groups[-1])
-        for group in self._group_of:
+        for group in (*(line.groups[-1] for line in self._sorted_lines), *self._group_of):
             self._place(group)
 
     def _unread(self) -> Mapping[int, list[_Line]]:
         """Return the strands that no other thread reads, by the group that they come before."""
-        read = {
-            id(reader_of.strand): True
-            for group in self._group_of
-            for reader_of in (self._group_of[at] for at in group.reads)
-            if reader_of.strand is not None and reader_of.strand is not group.strand and not group.is_of_backward
-        }
+        read_strands: set[int] = set()
+        for group in self._group_of:
+            if not group.is_of_backward:
+                strands = (self._group_of[at].strand for at in group.reads)
+                read_strands.update(id(strand) for strand in strands if strand is not group.strand)
         found: dict[int, list[_Line]] = {}
-        lines = (line for line in self._lines.values() if line.groups and id(line.strand) not in read)
-        for line in sorted(lines, key=self._key_of_line):
-            if (successor := self._successor_of(line)) is not None:
+        for line in self._sorted_lines:
+            if id(line.strand) not in read_strands and (successor := self._successor_of(line)) is not None:
                 found.setdefault(id(successor), []).append(line)
         return found
 
     def _successor_of(self, line: _Line) -> Group | None:
         """Return what comes right after a strand that no other thread reads.
 
-        The call of a module around it returns after it, and that began before it; between the two, the order in which
-        the model lists its modules stands in for what is not known.
+        The call of a module around it returns after it, and began before it; between the two, the
+        model's listing decides.
         """
         begin, end = line.groups[0].positions[0], line.groups[-1].positions[-1]
         later = [group for group in self._own if group.positions[0] > end]
@@ -226,7 +189,6 @@ class _Ordering:
         return end_of_pass
 
     def _begin_of(self, module: str, position: int) -> int:
-        """Return how many groups of the step's own thread came before the call of a module that runs at a position."""
         first = 0
         for index, group in enumerate(self._own):
             if group.positions[0] > position:
@@ -237,30 +199,27 @@ class _Ordering:
 
     def _key_of_line(self, line: _Line) -> tuple[int, list[tuple[int, int]], int]:
         what = [group.key[:2] for group in line.groups]
-        first = line.groups[0].positions[0] if line.groups else 0
-        return self._listed.get(line.strand.module, len(self._listed)), what, first
+        return self._listed.get(line.strand.module, len(self._listed)), what, line.groups[0].positions[0]
 
     def _place(self, group: Group) -> None:
-        """Place a group, after all that it reads and that comes before it in its strand."""
-        waiting = [group]
-        while waiting:
-            group = waiting[-1]
-            if group.is_placed:
-                waiting.pop()
-                continue
-            before = None if group.previous is None or group.previous.is_placed else group.previous
-            if before is None:
-                read = (self._group_of[at] for at in group.reads)
-                before = next((one for one in read if not one.is_placed), None)
-            if before is not None:
-                if before.is_read_first:
-                    self._readers[before.positions[0]] = self._readers.get(group.positions[0], group.call)
-                waiting.append(before)
-                continue
-            self._append(waiting.pop())
-            self._go_on()
+        """Place a group, after all that comes before it in its strand."""
+        if group.is_placed:
+            return
+        if group.strand is None:
+            self._append(group)
+            return
+        line = self._lines[id(group.strand)]
+        while not group.is_placed:
+            self._append(line.groups[line.num_placed])
+        self._go_on()
 
     def _append(self, group: Group) -> None:
+        for read in (self._group_of[at] for at in group.reads):
+            if read.is_read_first and not read.is_placed:
+                self._readers[read.positions[0]] = self._readers.get(group.positions[0], group.call)
+            self._place(read)
+        if group.is_placed:  # by ``_go_on``, after the last read
+            return
         group.is_placed = True
         for position in group.positions:
             self._place_of[position] = len(self.order)
@@ -268,34 +227,19 @@ class _Ordering:
         if group.call.phase == "forward" and not group.is_read_first:
             self._last_of_module[group.call.module] = len(self.order)
         if group.strand is not None:
-            line = self._lines[id(group.strand)]
-            line.num_placed += 1
-            if line.num_placed == 1:
-                self._begun.append(line)
+            self._lines[id(group.strand)].num_placed += 1
 
     def _go_on(self) -> None:
         """Place what follows in strands that have begun, up to where one waits for something else."""
-        has_gone_on = bool(self._begun)
-        while has_gone_on:
-            has_gone_on = False
-            for line in self._begun:
-                while line.num_placed < len(line.groups) and self._place_if_ready(line.groups[line.num_placed]):
-                    has_gone_on = True
-            self._begun = [line for line in self._begun if line.num_placed < len(line.groups)]
+        before = -1
+        while before != len(self.order):
+            before = len(self.order)
+            for line in self._sorted_lines:
+                while 0 < line.num_placed < len(line.groups) and self._is_ready(line.groups[line.num_placed]):
+                    self._append(line.groups[line.num_placed])
 
-    def _place_if_ready(self, group: Group) -> bool:
-        missing = [one for one in (self._group_of[at] for at in group.reads) if not one.is_placed]
-        if not all(one.is_read_first and self._are_placed(one.reads) for one in missing):
-            return False
-        for one in missing:
-            if not one.is_placed:  # it may read one twice
-                self._readers[one.positions[0]] = group.call
-                self._append(one)
-        self._append(group)
-        return True
-
-    def _are_placed(self, positions: Iterable[int]) -> bool:
-        return all(self._group_of[at].is_placed for at in positions)
+    def _is_ready(self, group: Group) -> bool:
+        return all(read.is_placed for read in self._awaited(group))
 
     def _place_backward(self, groups: Sequence[Group]) -> None:
         """Place what ran in a backward pass: of what is ready, first what the forward pass called last."""
@@ -325,17 +269,15 @@ class _Ordering:
             yield from self._awaited(read) if read.is_read_first else (read,)
 
     def _rank(self, group: Group) -> tuple[int, bool, _Key]:
-        is_of_op = group.call.func != "output"  # not what comes back to a module as a whole
+        is_of_op = group.call.func != "output"  # not a module's output
         return -self._last_of_module.get(self._call_at(group).module, -1), is_of_op, group.key
 
     def _call_at(self, group: Group) -> CallNode:
-        """Return the call that tells where a group ran, all that it reads being placed."""
         while group.is_sum:
             group = self._group_of[max(group.reads, key=self._place_of.__getitem__)]
         return group.call
 
     def sites(self) -> list[Site]:
-        """Return the sites in their order, with the positions that they now read."""
         found = []
         for position in self.order:
             row = self._rows[position]
@@ -350,11 +292,9 @@ class _Ordering:
 
 
 def _is_output(group: Group) -> bool:
-    """Return whether a group is what a module returned."""
     return group.call.func == "output" and group.call.phase != "backward"
 
 
 def _is_output_around(group: Group, module: str) -> bool:
-    """Return whether a group is what a module returned that this one is a part of."""
     around = group.call.module
     return _is_output(group) and around != module and (around == "" or module.startswith(f"{around}."))

@@ -1,7 +1,6 @@
-"""Strands: the modules that a step runs in other threads than its own, such as branches in a pool of threads.
+"""Strands: modules that a step runs in other threads than its own, such as branches in a thread pool.
 
-torch opens a dispatch mode for one thread only. So what a module does in another thread is seen by a mode that is open
-there from the module's call to its return: that is one strand, whichever thread of a pool it runs in.
+Each has a dispatch mode of its own, since a mode is open for one thread only.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -25,31 +24,25 @@ from det_callbacks.trace.step import Step
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Strand:
-    """One call of a module in another thread, and all that runs inside it."""
-
     module: str
     made: ThreadNodes
     inputs: list[Any]  # the autograd nodes of what the module was given
     mode: "_StrandMode | None" = None
     calls: ModuleCalls = field(default_factory=ModuleCalls)
-    # of its sites, as they came: the first, and one past the last
-    spans: list[tuple[int, int]] = field(default_factory=list)
+    spans: list[tuple[int, int]] = field(default_factory=list)  # its sites as they came: first, one past the last
 
 
 class Strands:
-    """The strands of the step under way, in the order in which they began."""
-
     def __init__(self, step: Step, places: Places, on_first: Callable[[], None]) -> None:
         self._step, self._places = step, places
-        self._on_first = on_first  # called before the first strand of a step is recorded
+        self._on_first = on_first  # called before the first strand of a step
         places.modules.others = self
-        self.mode: DispatchMode | None = None  # of the step's own thread; while it is open, ops of strands are seen
+        self.mode: DispatchMode | None = None  # of the step's own thread; None where no ops are seen
         self.all: list[Strand] = []
         self._running: dict[int, Strand] = {}  # by thread
         self._is_open = False
 
     def begin(self) -> None:
-        """Start a step."""
         self.all = []
         self._is_open = True
 
@@ -64,11 +57,9 @@ class Strands:
             self._running.clear()
 
     def is_followed(self) -> bool:
-        """Return whether a module is running in this thread."""
         return get_ident() in self._running
 
     def here(self) -> Strand | None:
-        """Return the strand that runs in this thread."""
         return self._running.get(get_ident()) if self._running else None
 
     def enter(self, module: nn.Module, scope: OpScope | None, args: tuple[Any, ...]) -> None:
@@ -85,7 +76,6 @@ class Strands:
             strand.calls.enter(module, scope or caller)
 
     def leave(self, module: nn.Module, output: Any, *, is_of_model: bool) -> None:
-        """Note that a module returns in this thread, None where it raises."""
         with self._step.lock:
             strand = self.here()
             if strand is None or not (depth := strand.calls.find(module)):
@@ -102,7 +92,7 @@ class Strands:
 
     @contextmanager
     def recording(self, strand: Strand | None) -> Iterator[None]:
-        """Have what is recorded meanwhile count as a strand's, None for the step's own thread; hold the lock."""
+        """Count what is recorded meanwhile as a strand's, None for the step's own thread; hold the lock."""
         if strand is None:
             yield
             return
@@ -123,7 +113,7 @@ class Strands:
         self._running[get_ident()] = strand
         if self.mode is not None:
             while isinstance(left := current_mode(), _StrandMode) and not left.is_on:
-                pop_mode()  # of a module that was still running here when its step ended
+                pop_mode()  # of a module that outlived its step
             strand.mode = _StrandMode(partial(self._op, strand))
             push_mode(strand.mode)
         return strand
@@ -147,10 +137,8 @@ class Strands:
         return func(*args, **kwargs)
 
 
-class _StrandMode(DispatchMode):
-    """Sees the ops of a strand, in the thread that it runs in."""
+class _StrandMode(DispatchMode): ...
 
 
 def _nodes_of(tree: Any) -> list[Any]:
-    """Return the autograd nodes that made the tensors in what a module was given, or returned."""
     return [leaf.grad_fn for _, leaf in flatten(tree, "") if isinstance(leaf, Tensor)]
