@@ -1,4 +1,4 @@
-"""What the commands do that look into runs and this machine; each returns its exit status."""
+"""The commands that look at runs and this machine; each returns its exit status."""
 
 import argparse
 

@@ -38,10 +38,11 @@ from det_callbacks import (
     cli,
 )
 from det_callbacks.environment.variables import NUM_WORKERS
-from det_callbacks.integrations.lightning.replaced import PLACES, ReplacedInLightning
+from det_callbacks.integrations.lightning.replaced import PLACES
 from det_callbacks.runs.evidence import evidence_path, read_evidence
 from det_callbacks.runs.store import Run
 from det_callbacks.training.evidence import set_workers
+from det_callbacks.training.replaced import ReplacedMethods
 
 pytestmark = LIGHTNING_ADVICE
 
@@ -166,17 +167,15 @@ def test_what_is_given_may_be_the_references(tmp_path: Path) -> None:
 
 
 def test_what_is_replaced_in_lightning_stands_in_the_registry() -> None:
-    """Nothing else sets attributes of objects that are not ours, but for the class of a loader with many
-    followers, and what any script is followed by (docs/explanation/replaced.md).
-    """
+    """Nothing else sets attributes of foreign objects, but for the class of a loader with many followers."""
     package = Path(cli.__file__).parents[1]
     sets = re.compile(r"\bsetattr\(|\bvars\([^)]*\)\[[^]]*\] =|\.__class__ = |__dict__\[[^]]*\] =")
     rooms = ("training", "integrations", "checkpoint")
     files = [path for room in rooms for path in package.glob(f"{room}/**/*.py")]
     found = {path.name: number for path in files if (number := len(sets.findall(path.read_text())))}
-    assert (found, len(PLACES) < 15) == ({"loaders.py": 2, "replaced.py": 1, "torch_steps.py": 1}, True)
+    assert (found, len(PLACES) < 15) == ({"loaders.py": 2, "replaced.py": 1}, True)
     with pytest.raises(AssertionError, match="stands in the registry"):
-        ReplacedInLightning().put(nn.Linear(1, 1), "forward", lambda one: one)
+        ReplacedMethods(PLACES).put(nn.Linear(1, 1), "forward", lambda one: one)
 
 
 def test_no_run_is_written_over(reference: Path, damageable: Path, tmp_path: Path, monkeypatch: Any) -> None:
