@@ -29,7 +29,6 @@ def _in_the_projects(run_command: RunCommand) -> None:
 
 
 def start(command: str, *, status: int = 0, **variables: str) -> str:
-    """Run a program in a fork, which has to end with a status; return what it printed."""
     with Path("printed").open("w+b") as printed:
         words = [sys.executable, *command.split()]
         variables = {**os.environ, "TQDM_DISABLE": "1", **variables}
@@ -177,7 +176,7 @@ def test_an_untouched_template_records_verifies_and_finds(seed: str) -> None:
     "command",
     ["cli.py fit --config cli.yaml", "transformer.py gpt2", "transformer.py vit", "resnet.py", "two_optimizers.py"],
 )
-def test_without_a_changed_line(command: str, run_command: RunCommand, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_changed_line(command: str, run_command: RunCommand, monkeypatch: Any) -> None:
     script, *arguments = command.split()
     assert ADDED not in Path(script).read_text()
     if script == "transformer.py":

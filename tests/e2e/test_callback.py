@@ -48,7 +48,6 @@ pytestmark = LIGHTNING_ADVICE
 
 
 def refused_before_training(callback: DeterminismCallback, data: Any = None) -> DetCallbacksError:
-    """Return what a fit is refused with, before its first training or validation step."""
     too_late = RaiseAt("on_sanity_check_start", StopError("too late"), call=1)
     fit = Fit(callback, too_late, model=Classifier if data else Validated)
     with pytest.raises(DetCallbacksError) as caught:
@@ -121,7 +120,7 @@ REFUSED: list[Any] = [  # modules, workers that the environment asks for, and wh
 
 @pytest.mark.parametrize(("modules", "workers", "message"), REFUSED)
 def test_what_cannot_be_had_of_a_training_is_refused(
-    modules: list[str], workers: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    modules: list[str], workers: str, message: str, monkeypatch: Any, tmp_path: Path
 ) -> None:
     monkeypatch.setenv(NUM_WORKERS, workers)
     callback = DeterminismCallback(tmp_path / "run", mode="record", modules=modules)
@@ -253,7 +252,7 @@ HOOKS: list[Any] = [
 
 @pytest.mark.parametrize(("hook", "call", "is_before", "steps"), HOOKS)
 def test_an_exception_in_another_callback(
-    hook: str, call: int, is_before: bool, steps: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    hook: str, call: int, is_before: bool, steps: list[int], tmp_path: Path, capsys: Any
 ) -> None:
     """After the backward pass somebody presses Ctrl-C, which Lightning makes an exit of."""
     is_ctrl_c = hook == "on_after_backward"
@@ -370,7 +369,7 @@ def test_what_a_divergence_leads_to(
 
 
 def test_a_callback_that_is_disabled_one_too_many_or_without_processes(
-    reference: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    reference: Path, monkeypatch: Any, tmp_path: Path
 ) -> None:
     disabled = DeterminismCallback(tmp_path / "disabled", mode="disabled")
     Fit(disabled, DeterminismCallback(tmp_path / "run", mode="record", level="state")).run()

@@ -120,7 +120,6 @@ DISK_CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir")  # as Python's
 
 
 def save_killed(trainer: pl.Trainer, path: Path, at: int) -> bool:
-    """Save in a child that ends without a word before its n-th change of the disk; return whether it did."""
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 99

@@ -32,7 +32,7 @@ Command = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory: Any) -> Path:
     """A reference, others of which each differs in one way, one with ops that torch speaks of, and a checkpoint."""
     folder, threads = tmp_path_factory.mktemp("runs"), torch.get_num_threads()
     record(folder / "reference")
@@ -52,8 +52,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def command(runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
-    """Run a command in this process, beside the runs; return its exit status and what it printed."""
+def command(runs: Path, capsys: Any, monkeypatch: Any) -> Command:
     monkeypatch.chdir(runs)
 
     def run(words: str) -> tuple[int, str, str]:

@@ -51,7 +51,6 @@ def fit(
     beside: Sequence[pl.Callback] = (),
     **options: Any,
 ) -> tuple[Verdict | None, list[Tensor]]:
-    """Train in a fresh Dynamo, or where the same model was trained before; return the verdict, and the weights."""
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(0)
@@ -78,7 +77,7 @@ def fit(
 
 @pytest.mark.parametrize(("compile_it", "backend"), [(whole, "inductor"), (network, opaque_backend())])
 def test_a_compiled_training_is_verified_and_a_fault_inside_is_found(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], backend: Any, compile_it: Callable[..., Any]
+    tmp_path: Path, capsys: Any, backend: Any, compile_it: Callable[..., Any]
 ) -> None:
     def run(mode: str, *, is_nudged: bool = False) -> Any:
         return fit(tmp_path, mode, compile_it, backend, is_nudged=is_nudged)[0]
@@ -114,7 +113,7 @@ def test_a_model_that_was_compiled_before_its_fit_has_the_graphs_of_one_that_was
 
 
 def test_eager_steps_have_the_bits_of_such_steps_and_are_not_compared_with_compiled_ones(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: Any
 ) -> None:
     def force(trainer: pl.Trainer, *_: Any) -> None:
         """Eager steps without us; the last one compiles the network."""

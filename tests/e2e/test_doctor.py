@@ -2,6 +2,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,11 +16,10 @@ from det_callbacks.environment.installation import look_at_installation
 from det_callbacks.runs.writer import RunWriter
 from det_callbacks.settings import DeterminismSettings, enforce_determinism, settings_in_force
 
-Capture = pytest.CaptureFixture[str]
+Capture = Any
 
 
 def recorded(path: Path, change: Callable[[dict], None] = lambda manifest: None) -> str:
-    """A run whose manifest is that of this process, changed."""
     manifest = {"selection": SELECTION, "settings": settings_in_force()}
     manifest["environment"] = msgspec.to_builtins(capture_environment())
     change(manifest)
@@ -60,7 +60,7 @@ def test_what_filling_memory_costs_is_told_where_it_is_done(algorithms, fills, i
 
 
 def test_what_only_cuda_reads_is_no_fault_without_it_and_how_an_accelerator_digests_is_said(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    capsys: Capture, monkeypatch: Any
 ):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("hpu"))

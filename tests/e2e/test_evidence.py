@@ -73,7 +73,7 @@ def test_the_indices_are_those_of_the_batch_that_is_trained_on(tmp_path: Path, w
     assert [*indices.values()] == OfNumbered.trained
 
 
-def test_the_first_other_sample_is_named_by_its_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_other_sample_is_named_by_its_index(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(evidence, "MAX_INDICES", 3)  # of a batch, the first ones are kept
     other = [*ORDER[:6], 20, *ORDER[7:]]
     reference = record(tmp_path / "run", DataLoader(NUMBERED, 4, sampler=ORDER))

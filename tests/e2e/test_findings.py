@@ -35,7 +35,6 @@ pytestmark = [
 
 
 def record(folder: Path, model: Callable[[], Any], loader: Any, *callbacks: pl.Callback, **options: Any) -> Path:
-    """Record a training; ``level`` and ``only_steps`` are the callback's, other options the Trainer's."""
     chosen = {name: options.pop(name) for name in ("level", "only_steps", "every_n_steps") if name in options}
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(11)
@@ -384,14 +383,13 @@ def test_every_finding_has_a_training_and_the_page_is_made_of_their_files() -> N
 
 
 @pytest.fixture(scope="module")
-def repeating(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with two findings."""
+def repeating(tmp_path_factory: Any) -> Path:
     folder = tmp_path_factory.mktemp("repeating") / "run"
     return record(folder, WithoutHead, shuffled, SeedsEpochs(), max_epochs=3, level="op")
 
 
 def test_the_command_says_what_was_found_and_show_and_the_verdict_too(
-    repeating: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    repeating: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["repeated_order", "not_in_optimizer"]
@@ -417,7 +415,7 @@ def test_the_command_says_what_was_found_and_show_and_the_verdict_too(
 
 
 def test_a_finding_is_ignored_by_its_word_and_an_unknown_word_is_refused(
-    repeating: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    repeating: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     table = "[tool.det_callbacks]\nignore_findings = "

@@ -6,7 +6,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pytest
 from checking import Ended
@@ -25,8 +25,6 @@ Command = Callable[..., Ended]
 
 
 def fork(words: Sequence[str], *, variables: Mapping[str, str], output: IO[bytes] | None = None) -> int:
-    """Run a script as in a process that has just imported torch."""
-
     def body() -> None:
         os.environ.update(variables)
         sys.argv = [*words[1:]]
@@ -45,8 +43,7 @@ def fork(words: Sequence[str], *, variables: Mapping[str, str], output: IO[bytes
 
 
 @pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
-    """Run a command on a loop: ``command("record", "run", "plain", "seed")``."""
+def command(tmp_path: Path, monkeypatch: Any, capfd: Any) -> Command:
     monkeypatch.chdir(tmp_path)
     shutil.copy(APP, "train.py")
     monkeypatch.setattr(checks, "run_process", fork)

@@ -103,7 +103,6 @@ def test_a_resume_that_restores_it_all_matches(level: str, tmp_path: Path) -> No
 
 
 def recorded(folder: Path, step: int) -> set[str | None]:
-    """Return the names of the sites of a step."""
     return {site.name for site in Run.open(folder / "reference").view(0, 0, step).program.sites}
 
 
@@ -149,8 +148,6 @@ def test_a_callback_whose_state_changes_between_steps_is_named(tmp_path: Path) -
     assert "what ran there: on_train_batch_end of Ema" in verdict.explanation
 
 
-def test_a_large_state_is_left_to_the_checkpoint_and_reported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_large_state_is_left_to_the_checkpoint_and_reported(tmp_path: Path, capsys: Any) -> None:
     fit("record", tmp_path, Ema(size=1 << 17), level="state")
     assert "the state of Ema has 2 MiB, so it is not compared at each step" in capsys.readouterr().out

@@ -40,7 +40,7 @@ def verify(runs: Path, current: Path, fault: Any, **options: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory: Any) -> Path:
     """A reference, a verification that stopped at one wrong op, and one that went on after it had spread."""
     folder = tmp_path_factory.mktemp("runs")
     for seed in (random.seed, np.random.seed, torch.manual_seed):
@@ -52,7 +52,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def written(folder: Path, current: str = "current") -> Page:
-    """Return the report on a folder's reference and another run in it, written anew."""
     paths = folder / "reference", folder / current
     return Page(write_report(folder / "report.html", compare_runs(*paths), reference=paths[0], current=paths[1]))
 

@@ -111,7 +111,6 @@ def record(folder: Path, *, callback: dict[str, Any] | None = None, **arguments:
 
 
 def verify(folder: Path, *others: TrainerCallback, resume: str | None = None, **arguments: Any) -> Any:
-    """Verify a training against the run in a folder; return the verdict of what differs, too."""
     given = {"on_divergence": "collect", **arguments.pop("callback", {})}
     callback = DeterminismCallback(folder / "run", **given)
     with suppress(DivergenceError, NotComparableError):
@@ -336,7 +335,7 @@ class Fails(TrainerCallback):
 
 
 @pytest.mark.parametrize("hook", ["on_step_begin", "on_pre_optimizer_step", "on_step_end", "on_log", "on_evaluate"])
-def test_an_error_leaves_nothing_behind(tmp_path: Path, hook: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_leaves_nothing_behind(tmp_path: Path, hook: str, capsys: Any) -> None:
     callback = DeterminismCallback(tmp_path / "run", mode="record")
     fit = Fit(tmp_path, callback, Fails(hook), eval_strategy="steps", eval_steps=3)
     with pytest.raises(RuntimeError, match="planted"):
@@ -371,14 +370,12 @@ def test_each_train_is_a_fit_of_the_run(tmp_path: Path) -> None:
         fit.train()
         assert callback.verdict is None  # the reference holds another
         fit.train()
-    assert callback.verdict is not None
     assert callback.verdict.counts.steps_compared == 2 * STEPS
 
 
 def test_an_audit_runs_each_op_twice(tmp_path: Path) -> None:
     callback = DeterminismCallback(None, mode="audit")
     Fit(tmp_path, callback).train()
-    assert callback.audit_report is not None
     assert callback.audit_report.steps == (0, 1, 2)
     assert not callback.audit_report.findings
 
@@ -422,7 +419,7 @@ def test_ranks_agree_and_a_fault_on_one_is_named(tmp_path: Path) -> None:
     assert "first.weight" in ended[0].output
 
 
-def test_the_example_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_of_the_docs_runs(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     page = (Path(__file__).parents[2] / "docs" / "how-to" / "huggingface.md").read_text()
     names: dict[str, Any] = {"model": Net(), "train_dataset": samples()}
@@ -474,7 +471,6 @@ def test_trl_with_lora_matches_and_names_the_adapter_that_changed(tmp_path: Path
     for resume in (None, str(tmp_path / "out" / "checkpoint-2")):
         callback = DeterminismCallback(tmp_path / "run")
         train(callback, resume=resume)
-        assert callback.verdict is not None
         assert callback.verdict.verdict == "match"
         assert callback.verdict.counts.steps_compared == (4 if resume is None else 2)
 
@@ -487,6 +483,5 @@ def test_trl_with_lora_matches_and_names_the_adapter_that_changed(tmp_path: Path
     with pytest.raises(DivergenceError) as caught:
         train(DeterminismCallback(tmp_path / "run"), Scales())
     first = caught.value.verdict.first_divergence
-    assert first is not None
     assert first.step == 1
     assert "layers.1.self_attn.q_proj.lora_B" in str(first.name)

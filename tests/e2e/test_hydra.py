@@ -42,7 +42,7 @@ MULTIRUN = ("--multirun", "seed=1,2")
 
 
 @pytest.fixture
-def run_app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[RunApp]:
+def run_app(tmp_path: Path, monkeypatch: Any, capsys: Any) -> Iterator[RunApp]:
     """Run a task function as ``hydra.main`` does; return the exit status it would have ended with, and what it said.
 
     Whatever the task does, the process is afterwards what it was, unless it is a fork, which ends.
@@ -96,7 +96,7 @@ ENDS: list[tuple[Any, str, int, str]] = [  # what the job of seed 1 raises, if H
 
 @pytest.mark.parametrize(("end", "is_full", "status", "words"), ENDS)
 def test_how_a_job_ended_is_the_status_and_every_job_starts_where_the_first_did(
-    end: Any, is_full: str, status: int, words: str, run_app: RunApp, monkeypatch: pytest.MonkeyPatch
+    end: Any, is_full: str, status: int, words: str, run_app: RunApp, monkeypatch: Any
 ) -> None:
     """Our errors have no traceback unless Hydra is asked for it, others are left to Hydra."""
     starts: list[dict[str, Any]] = []
@@ -144,7 +144,7 @@ def test_a_refused_argument_of_the_callback_is_ours(run_app: RunApp) -> None:
     ],
 )
 def test_what_cannot_be_applied_starts_no_job(
-    arguments: tuple[str, ...], words: str, run_app: RunApp, monkeypatch: pytest.MonkeyPatch
+    arguments: tuple[str, ...], words: str, run_app: RunApp, monkeypatch: Any
 ) -> None:
     jobs: list[Any] = []
     if "a defect" in words:
@@ -154,7 +154,7 @@ def test_what_cannot_be_applied_starts_no_job(
 
 
 @pytest.mark.parametrize("module", ["det_callbacks.integrations.hydra.job", "det_callbacks.integrations.lightning"])
-def test_an_import_that_fails_is_shown_as_it_is(module: str, run_app: RunApp, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_import_that_fails_is_shown_as_it_is(module: str, run_app: RunApp, monkeypatch: Any) -> None:
     """Hydra says of it that it cannot locate det_callbacks.integrations.hydra.DeterminismJobCallback."""
     for name in [name for name in sys.modules if name.startswith("det_callbacks.integrations.hydra")]:
         monkeypatch.delitem(sys.modules, name)

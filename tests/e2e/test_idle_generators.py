@@ -61,7 +61,6 @@ def unused_from_numpy(step: int) -> float:
 
 
 def fit(callback: Any, *others: Any, seed: int, draw: Any = nothing, torch_seed: int = 0, **options: Any) -> None:
-    """Train as a process does that seeds torch; Python's and NumPy's generators are wherever it began."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(torch_seed)
@@ -71,12 +70,10 @@ def fit(callback: Any, *others: Any, seed: int, draw: Any = nothing, torch_seed:
 
 
 def verify(run: Path, current: Path, **options: Any) -> Verdict:
-    """Return the verdict of a verification, which is that of comparing the folders later."""
     callback = DeterminismCallback(run, current=current)
     with suppress(DivergenceError):
         fit(callback, **options)
     verdict = callback.verdict
-    assert verdict is not None
     assert compare_runs(run, current).to_dict() == verdict.to_dict()
     return verdict
 
@@ -102,7 +99,6 @@ def test_it_is_the_cause_from_the_first_draw_on(level: Any, draw: Any, name: str
     fit(DeterminismCallback(tmp_path / "run", mode="record", level=level), seed=1, draw=draw)
     verdict = verify(tmp_path / "run", tmp_path / "current", seed=2, draw=draw)
     first = verdict.first_divergence
-    assert first is not None
     assert (verdict.verdict, verdict.cause, first.step) == ("diverged", "rng", 3)
     use = "the fit had not drawn from it at the batch start of step 3, and had after forward of step 3"
     (line,) = (line for line in verdict.evidence if line.startswith(name))
@@ -122,7 +118,6 @@ def test_a_draw_in_one_run_only_is_a_difference_of_its_step(draws: Any, tmp_path
     for seed in (1, 2):
         verdict = verify(tmp_path / "run", tmp_path / f"current-{seed}", seed=seed, draw=draws[1])
         first = verdict.first_divergence
-        assert first is not None
         assert (verdict.cause, first.step, first.name) == ("rng", 3, "numpy after the step")
         assert "Keep the forward pass from drawing from numpy" in verdict.explanation
 
@@ -157,12 +152,10 @@ def test_a_resumed_training_is_the_same_training(resume: Any, draw: Any, tmp_pat
     resumed = DeterminismCallback(run, current=tmp_path / "current", resume=resume)
     if resume == "exact":
         go_on(resumed)
-        assert resumed.verdict is not None
         assert (resumed.verdict.verdict, resumed.verdict.coverage.steps) == ("match", (8, 11))
     else:
         with pytest.raises(DivergenceError) as caught:  # the shuffle
             go_on(resumed)
-        assert caught.value.verdict is not None
         assert not any("numpy" in line for line in caught.value.verdict.evidence)
     go_on_recording = DeterminismCallback(tmp_path / "elsewhere", mode="record", **options)
     if resume == "exact":
@@ -201,7 +194,6 @@ def test_check_of_a_script_that_seeds_torch_only(run_command: Run) -> None:
 
 
 def loop_of_one_s_own(reference: Path, *, seed: int, draw: Any = nothing, **options: Any) -> TrainingRun:
-    """Train two epochs without Lightning, where Python's and NumPy's generators are wherever the process began."""
     loop = Loop()
     loop.plant = draw
     random.seed(seed)
@@ -215,7 +207,6 @@ def loop_of_one_s_own(reference: Path, *, seed: int, draw: Any = nothing, **opti
 def test_a_loop_of_one_s_own_has_idle_generators_too(tmp_path: Path) -> None:
     loop_of_one_s_own(tmp_path / "run", mode="record", seed=1)
     verdict = loop_of_one_s_own(tmp_path / "run", seed=2, current=tmp_path / "current").verdict
-    assert verdict is not None
     assert (verdict.verdict, f"{NOTE}numpy, python." in verdict.explanation) == ("match", True)
     found = {one.name: (one.is_machine, one.changes_bits) for one in verdict.environment}
     assert found == dict.fromkeys(("generators.numpy", "generators.python"), (True, False))
@@ -224,7 +215,6 @@ def test_a_loop_of_one_s_own_has_idle_generators_too(tmp_path: Path) -> None:
 def test_a_loop_of_one_s_own_is_told_of_the_first_draw(tmp_path: Path) -> None:
     loop_of_one_s_own(tmp_path / "run", mode="record", seed=1, draw=from_numpy)
     verdict = loop_of_one_s_own(tmp_path / "run", seed=2, draw=from_numpy, current=tmp_path / "current").verdict
-    assert verdict is not None
     assert (verdict.verdict, verdict.cause) == ("diverged", "rng")
     assert "numpy had a different state from the start of the fit; the fit had not drawn" in verdict.explanation
 
@@ -244,7 +234,6 @@ def test_a_loop_that_goes_on_has_the_generators_idle_that_were_so(
         draw(3)
         loop.run(run)
     verdict = run.verdict
-    assert verdict is not None
     assert (verdict.verdict, verdict.cause) == (word, None if word == "match" else "rng")
     if word == "match":
         assert verdict.coverage.steps == (6, 11)

@@ -9,6 +9,7 @@ import tomllib
 import venv
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ main()
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory: Any) -> Path:
     """A copy of what an install is made from; building leaves folders beside the sources."""
     folder = tmp_path_factory.mktemp("source") / "det_callbacks"
     for name in ("det_callbacks", "conf", "tests", "recipes"):
@@ -37,7 +38,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(source: Path, tmp_path_factory: Any) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     pip("wheel", "--wheel-dir", str(folder), str(source))
     (found,) = folder.iterdir()

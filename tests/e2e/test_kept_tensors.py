@@ -52,7 +52,7 @@ def unwrapped(text: str) -> str:
 
 
 def test_one_ulp_is_said_alike_live_by_diff_and_in_the_report(
-    references: References, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    references: References, tmp_path: Path, capsys: Any
 ) -> None:
     reference, current = references(keep_tensors=(FIRST,)), tmp_path / "current"
     verdict = verify(reference, ONE_ULP, current)

@@ -37,7 +37,6 @@ pytestmark = LIGHTNING_ADVICE
 
 
 def disturb(gradient: Tensor) -> Tensor:
-    """Return another gradient at each call, where no mode sees it."""
     with _disable_current_modes():
         return gradient + gradient.detach() * planted.entropy()  # its own gradient is what it would be without
 
@@ -114,7 +113,6 @@ def test_a_fault_is_named_as_on_the_host_and_nobody_disturbs_the_training(tmp_pa
 
 
 def files(folder: Path, kind: str) -> list[tuple[dict[str, Any], dict[str, list[int]]]]:
-    """Return the entries of the saved steps, and the bytes of their tensors."""
     found = []
     for file in sorted((folder / "run" / "rank-00000" / kind).rglob("*.safetensors")):
         with safe_open(file, framework="pt") as held:

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checking import Run, write_app
@@ -128,7 +129,7 @@ def test_a_locale_without_utf_8_changes_nothing_of_a_run(tmp_path: Path) -> None
     assert start("verify", "rün", "--current", "same", *words, folder=script.parent).returncode == 0
 
 
-def test_the_entry_point_gives_nothing_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_entry_point_gives_nothing_unless_asked(monkeypatch: Any) -> None:
     assert LAUNCH not in os.environ
     assert callbacks() == []
     script = "import sys; from det_callbacks.integrations.launch import callbacks as c; c(); print(sorted(sys.modules))"
@@ -175,7 +176,6 @@ assert not any("startup" in path for path in sys.path)
 
 
 def start(*words: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run det-callbacks in a process of its own."""
     command, environment = (sys.executable, "-m", "det_callbacks", *words), {**os.environ, **variables}
     return subprocess.run(command, cwd=folder, env=environment, timeout=280, capture_output=True, text=True)
 

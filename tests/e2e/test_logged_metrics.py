@@ -74,7 +74,6 @@ class Logged(Classifier):
 
 
 def loader(num_samples: int = 12, *, other: int | None = None) -> DataLoader[Any]:
-    """Return batches of four samples, of which one may be another."""
     samples = Samples()
     if other is not None:
         samples.tensors[0][other] += 1
@@ -120,13 +119,11 @@ def record(folder: Path, **options: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A fit of two epochs with their validations; nobody writes to it."""
+def whole(tmp_path_factory: Any) -> Path:
     return record(tmp_path_factory.mktemp("whole") / "run")
 
 
 def diverges(session: Session, words: str, *callbacks: pl.Callback, **options: Any) -> Verdict:
-    """Return the verdict on a session whose fit has to be found to differ."""
     with pytest.raises(DivergenceError, match=words) as caught:
         session.fit(*callbacks, **options)
     verdict = session.verdict
@@ -253,7 +250,7 @@ def test_a_run_with_steps_outlives_metrics_alone_and_a_test_that_breaks_off(tmp_
     assert not (run / ".replacement").exists()
 
 
-def test_the_parts_of_a_session_are_one_run_and_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_parts_of_a_session_are_one_run_and_told_apart(tmp_path: Path, capsys: Any) -> None:
     run = tmp_path / "run"
 
     def whole_session(mode: str, *, first: Any = None, last: Any = None, **options: Any) -> Session:

@@ -69,7 +69,7 @@ def fit(*callbacks: pl.Callback, factor_at: int | None = None, **options: Any) -
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reference(tmp_path_factory: Any) -> Path:
     path = tmp_path_factory.mktemp("reference") / "run"
     logger = FloatsOnly()
     trainer = fit(DeterminismCallback(path, mode="record", level="state"), logger=logger).trainer
@@ -169,7 +169,6 @@ def test_our_line_is_whole_and_the_bar_says_how_far_it_is(bar, tmp_path, monkeyp
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
 
     def see(*callbacks: pl.Callback, factor_at: int | None = None) -> tuple[str, str]:
-        """Return our line, which stands on a line of its own, and the bar as it was last drawn."""
         with suppress(DivergenceError):
             fit(*callbacks, factor_at=factor_at, enable_progress_bar=True)
         written = capsys.readouterr().out

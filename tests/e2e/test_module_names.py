@@ -68,7 +68,6 @@ def test_a_verdict_names_the_module(name: str, tmp_path: Path) -> None:
         fit(callback, lambda changed=changed: Named(changed=changed))
     verdict = compare_runs(tmp_path / "run", tmp_path / "current")
     first = verdict.first_divergence
-    assert first is not None
     place = (first.step, first.phase, first.module, first.name, first.kind)
     assert place == (0, "gradient", f"net.{name}.0", f"grad of net.{name}.0.bias", "missing")
     assert f"net.{name}.0.bias" in verdict.explanation

@@ -29,7 +29,6 @@ def put(values: Tensor) -> Tensor:
 
 
 def harmless(outputs: Tensor) -> Tensor:
-    """Calls an op that has a deterministic implementation on the CPU, and none on CUDA."""
     return outputs + outputs.kthvalue(2, dim=1, keepdim=True).values
 
 
@@ -47,7 +46,6 @@ def in_hook(outputs: Tensor) -> Tensor:
 
 
 def wrong(outputs: Tensor) -> Tensor:
-    """Makes another error than that of an op without a deterministic implementation."""
     torch.ones(4).put_(torch.tensor([99]), torch.ones(1), accumulate=True)
     return outputs
 
@@ -79,14 +77,12 @@ def settings(algorithms: str = "error", *allow: str) -> DeterminismSettings:
 
 
 def train(function: Any, *callbacks: pl.Callback, stage: str = "fit") -> Model:
-    """Fit or test for two steps; the settings must be in force already."""
     model = Model(function)
     getattr(quiet_trainer(*callbacks), stage)(model, DataLoader(Samples(), batch_size=16))
     return model
 
 
 def watched(folder: Path, function: Any, wanted: Any, *, level: str = "op", stage: str = "fit") -> Model:
-    """Record a training; flags and filters must be what they were, whatever comes of it."""
     with enforce_determinism(wanted):
         flags, filters = torch.get_deterministic_debug_mode(), list(warnings.filters)
         try:

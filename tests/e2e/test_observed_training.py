@@ -55,7 +55,6 @@ def fit(callback: DeterminismCallback, function: Any, validated: Any = id) -> De
 
 
 def recorded(folder: Path, function: Any, validated: Any = id, **options: Any) -> Program:
-    """Record a run, and return the program of its third step."""
     fit(DeterminismCallback(folder / "run", mode="record", **options), function, validated)
     run = Run.open(folder / "run")
     assert (run.is_complete, run.rank(0).num_steps) == (True, 4)
@@ -63,7 +62,6 @@ def recorded(folder: Path, function: Any, validated: Any = id, **options: Any) -
 
 
 def matching(folder: Path, function: Any) -> dict[str, Any]:
-    """Verify the run; return what was replayed."""
     verdict = fit(DeterminismCallback(folder / "run", current=folder / "current"), function).verdict
     assert verdict.verdict == "match"
     return verdict.coverage.replayed

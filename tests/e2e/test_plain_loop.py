@@ -39,15 +39,13 @@ STEPS = 6
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One epoch of the plain loop."""
+def reference(tmp_path_factory: Any) -> Path:
     torch.manual_seed(0)
     train(Loop, folder := tmp_path_factory.mktemp("loop") / "run", mode="record")
     return folder
 
 
 def wrong_weight(loop: Loop, step: int, *, at: int = 2) -> None:
-    """Change one weight, as a bug would, between two steps."""
     if step == at:
         with torch.no_grad():
             loop.model.get_parameter("last.bias").view(-1)[0] += 1e-3
@@ -67,12 +65,10 @@ def test_a_loop_matches_itself_and_a_fault_is_located(level: str, tmp_path: Path
     with pytest.raises(DivergenceError) as caught:
         train(Loop, tmp_path / "run", current=tmp_path / "other", plant=other_factor)
     verdict = caught.value.verdict
-    assert verdict is not None
     require_one_verdict(verdict.to_dict(), tmp_path / "run", tmp_path / "other")
     first = verdict.first_divergence
     # at level op the number is an argument; the weights of the step are those that the step leaves
     wanted = {"op": ("forward", "argument"), "module": ("forward", "content"), "state": ("forward", "content")}[level]
-    assert first is not None
     assert (first.step, first.phase, first.kind) == (2, *wanted)
     assert first.name == ("loss" if level == "state" else first.name)
 
@@ -93,7 +89,6 @@ def test_each_style_trains_as_without_a_run_and_repeats(style: str, tmp_path: Pa
 
 
 def phases(folder: Path, step: int = 1) -> dict[str, Counter[str]]:
-    """Return how often which op ran in which phase of a step."""
     found: dict[str, Counter[str]] = {}
     for site in Run.open(folder).view(0, 0, step).program.sites:
         if site.role == "output" and not site.output:
@@ -125,9 +120,7 @@ def test_a_weight_that_something_else_wrote_and_another_order_of_the_data_are_na
 ) -> None:
     with pytest.raises(DivergenceError) as caught:
         train(Loop, reference, current=tmp_path / "weight", plant=wrong_weight)
-    assert caught.value.verdict is not None
     first = caught.value.verdict.first_divergence
-    assert first is not None
     assert (first.step, first.name) == (2, "last.bias")
 
     class Reordered(Loop):
@@ -137,7 +130,6 @@ def test_a_weight_that_something_else_wrote_and_another_order_of_the_data_are_na
 
     with pytest.raises(DivergenceError) as caught:
         train(Reordered, reference, current=tmp_path / "order")
-    assert caught.value.verdict is not None
     assert caught.value.verdict.cause == "data_order"
 
 
@@ -193,7 +185,6 @@ def test_a_loop_without_batches_or_a_batch_is_recorded_too(tmp_path: Path) -> No
 
     run_it(mode="record")
     verdict = run_it(current=tmp_path / "current").verdict
-    assert verdict is not None
     assert verdict.verdict == "match"
 
 
@@ -209,11 +200,9 @@ def test_blocks_in_a_row_are_parts_of_one_run(tmp_path: Path, capsys: Any) -> No
     run_it(mode="record")
     assert [len(Run.open(tmp_path / "run").rank(0).steps(segment)) for segment in range(2)] == [STEPS] * 2
     verdict = run_it(current=tmp_path / "current").verdict
-    assert verdict is not None
     assert (verdict.verdict, verdict.counts.steps_compared) == ("match", 2 * STEPS)
     capsys.readouterr()
     first = run_it(num_blocks=1, current=tmp_path / "first", steps="common")
-    assert first.verdict is not None
     assert first.verdict.verdict == "match"
 
 
@@ -235,11 +224,9 @@ def test_what_is_logged_is_compared_by_name(tmp_path: Path) -> None:
         ["loss", "val_loss"] if step in (2, STEPS - 1) else ["loss"] for step in range(STEPS)
     ]
     verdict = run_it(0.5, current=tmp_path / "same").verdict
-    assert verdict is not None
     assert (verdict.verdict, verdict.coverage.metrics) == ("match", STEPS + 2)
     with pytest.raises(DivergenceError, match=r"Metric val_loss logged after step 2 differs: 0\.5") as caught:
         run_it(0.25, current=tmp_path / "other")
-    assert caught.value.verdict is not None
     require_one_verdict(caught.value.verdict.to_dict(), tmp_path / "run", tmp_path / "other")
     assert caught.value.verdict.coverage.steps == (0, 3), "it stops after the next step"
     with pytest.raises(DivergenceError, match=r"val_loss"):  # at another step
@@ -282,13 +269,10 @@ def test_a_loop_that_goes_on_from_its_own_checkpoint_is_compared_from_there_on(r
         return run
 
     verdict = go_on(with_optimizer=True, current=tmp_path / "same").verdict
-    assert verdict is not None
     assert (verdict.verdict, verdict.coverage.steps) == ("match", (3, STEPS - 1))
     with pytest.raises(DivergenceError) as caught:
         go_on(with_optimizer=False, current=tmp_path / "other")
-    assert caught.value.verdict is not None
     first = caught.value.verdict.first_divergence
-    assert first is not None
     assert (first.step, first.phase) == (3, "optimizer"), first  # which makes its state anew
 
 
@@ -451,7 +435,6 @@ def test_leaving_batches_in_the_middle_is_fine_and_a_shorter_loop_is_not(referen
 
 
 def train_ranks(mode: str, folder: Path, kind: str, fault: bool, rank: int) -> None:
-    """Train on two processes, each with batches of its own."""
     torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
     try:
         loop = Loop()
@@ -496,5 +479,4 @@ def test_ranks_have_one_run_and_one_verdict(kind: str, tmp_path: Path) -> None:
     error = ReplicaError if kind == "ddp" else DivergenceError
     assert all(error.__name__ in one.output or "DivergenceError" in one.output for one in ended)
     verdict = compare_runs(tmp_path / "run", tmp_path / "current")
-    assert verdict.first_divergence is not None
     assert verdict.first_divergence.step == 1

@@ -155,7 +155,6 @@ def after(write: Callable[[Tensor], object]) -> Callable[[Tensor], Tensor]:
 
 
 def in_empty(values: Tensor) -> Tensor:
-    """Read memory of which one part has no writer but NumPy."""
     memory = torch.empty(4, 4)
     memory[:2] = 0
     memory.numpy()[2:] = values.detach().numpy()[0, 0]

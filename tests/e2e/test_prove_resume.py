@@ -21,7 +21,7 @@ def prove(root: Path, model: Any = Noisy, data: Any = loader, **options: Any) ->
     return prove_resume(lambda: quiet_trainer(**trainer), model, data, **{**defaults, **options})
 
 
-def test_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_holds(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     before = GeneratorStates.capture()
     verdict = prove(tmp_path, folder=None)

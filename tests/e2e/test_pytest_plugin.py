@@ -7,7 +7,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from forks import fork_process, outside_ci
@@ -66,7 +66,6 @@ class Ended(NamedTuple):
     text: str
 
     def counts(self, **outcomes: int) -> bool:
-        """Whether so many tests passed, failed and so on."""
         last = self.text.rstrip().splitlines()[-1].partition(" in ")[0]
         return {word: int(number) for number, word in re.findall(r"(\d+) ([a-z]+)", last)} == outcomes
 
@@ -75,7 +74,6 @@ LEFT_OUT = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "no:tim
 
 
 def run_in(folder: Path, *arguments: str, **variables: str) -> Ended:
-    """Run pytest on the project in a folder, in a fork of this process."""
     (folder / "runner.py").write_text("import sys, pytest\nsys.exit(pytest.main(sys.argv[1:]))\n")
     words = [sys.executable, "runner.py", *LEFT_OUT, "-p", "no:xdist", "--basetemp", "temporary", *arguments]
     with (folder / "printed").open("w+b") as printed:
@@ -84,14 +82,13 @@ def run_in(folder: Path, *arguments: str, **variables: str) -> Ended:
 
 
 def run_fresh(folder: Path, *arguments: str) -> Ended:
-    """Run it in a process of its own."""
     words = [sys.executable, "-m", "pytest", *LEFT_OUT, *arguments]
     done = subprocess.run(words, cwd=folder, env=outside_ci(), capture_output=True, text=True, check=False, timeout=280)
     return Ended(done.returncode, done.stdout)
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def recorded(tmp_path_factory: Any) -> Path:
     """A project whose tests have their references."""
     folder = tmp_path_factory.mktemp("recorded") / "project"
     (folder / "tests").mkdir(parents=True)
@@ -279,7 +276,7 @@ def test_a_function_with_a_loop_is_recorded_and_compared(tmp_path: Path) -> None
 
 
 def test_references_that_no_test_uses_or_that_are_large_are_listed_where_all_tests_ran(
-    project: Path, monkeypatch: pytest.MonkeyPatch
+    project: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr("det_callbacks.integrations.pytest_plugin.LARGE_BYTES", 1000)
     home = project / "tests" / "__determinism__"

@@ -34,8 +34,6 @@ pytestmark = [
 
 
 def model_of(package: Any) -> Any:
-    """Return a small model with dropout, and a metric that it logs, as a module of a package."""
-
     class Model(package.LightningModule):
         def __init__(self) -> None:
             super().__init__()
@@ -96,7 +94,6 @@ def test_what_one_package_recorded_the_other_repeats(tmp_path: Path) -> None:
         fit(package, DeterminismCallback(run, mode="record"))
         callback = DeterminismCallback(run, current=tmp_path / f"{run.name}-verified")
         fit(second, callback)
-        assert callback.verdict is not None
         assert (callback.verdict.verdict, callback.verdict.counts.steps_compared) == ("match", 4)
     verdict = compare_runs(*runs)
     names = {one.name for one in verdict.environment}
@@ -132,7 +129,6 @@ def test_max_steps_and_what_cannot_be_resumed_are_seen_in_its_loops(tmp_path: Pa
     trainer.save_checkpoint(checkpoint)
     callback = DeterminismCallback(tmp_path / "run", current=tmp_path / "current")
     fit(twin, callback, max_epochs=2, ckpt_path=checkpoint)
-    assert callback.verdict is not None
     assert (callback.verdict.verdict, callback.verdict.coverage.steps) == ("match", (4, 7))
 
     schedule = twin.callbacks.GradientAccumulationScheduler({0: 2})
@@ -142,7 +138,7 @@ def test_max_steps_and_what_cannot_be_resumed_are_seen_in_its_loops(tmp_path: Pa
         fit(twin, DeterminismCallback(tmp_path / "other"), max_epochs=2, ckpt_path=tmp_path / "no.ckpt")
 
 
-def test_its_callbacks_bars_and_loggers_are_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_its_callbacks_bars_and_loggers_are_known(tmp_path: Path, capsys: Any) -> None:
     """Only hooks that a callback has of its own are listed; bars, which draw nothing, are left out."""
 
     class Drawing(twin.Callback):
@@ -161,7 +157,6 @@ def test_its_callbacks_bars_and_loggers_are_known(tmp_path: Path, capsys: pytest
     fit(twin, callback, Drawing(), Bar(), **options)
     assert any(words)
     window = read_window(StoredRun.open(tmp_path / "run"), 0, 0, 0)
-    assert window is not None
     assert {hook: text.rpartition(".")[2] for hook, text in window.hooks.items()} == {"after on_train_start": "Drawing"}
 
 
@@ -175,7 +170,7 @@ def test_ours_are_callbacks_of_both_packages_whichever_came_first() -> None:
 @pytest.mark.filterwarnings(
     "ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"
 )  # what Lightning 2.6.6 calls
-def test_lightning_cli_of_the_twin_takes_the_callback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lightning_cli_of_the_twin_takes_the_callback(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(sys, "argv", ["main.py"])
     cli = import_module("pytorch_lightning.cli")
     demos = import_module("pytorch_lightning.demos.boring_classes")
@@ -195,7 +190,6 @@ def test_ranks_start_alike_and_their_replicas_are_compared(tmp_path: Path) -> No
         callback = DeterminismCallback(tmp_path / "run", mode="record", audit_replicas_every_n_steps=1)
         trainer = trainer_of(twin, callback, strategy="ddp", devices=2)
         trainer.fit(model_of(twin), DataLoader(data().dataset, batch_size=4))
-        assert callback.replica_report is not None
         assert callback.replica_report.equal
 
     ended = run_ranks(body, tmp_path, status=0)
@@ -217,7 +211,7 @@ def test_the_twin_of_a_class() -> None:
 
 
 def test_versions_and_what_is_missing_are_those_of_the_package_that_trains(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: Any, tmp_path: Path, capsys: Any
 ) -> None:
     monkeypatch.setitem(versions.TESTED, "lightning", ("2.5", "2.4"))
     fit(twin, DeterminismCallback(tmp_path / "run", mode="record", level="state"))

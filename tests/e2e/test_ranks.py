@@ -25,7 +25,7 @@ SLOW = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def at_op(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def at_op(tmp_path_factory: Any) -> Path:
     run_training("record", folder := tmp_path_factory.mktemp("op"))
     return folder
 

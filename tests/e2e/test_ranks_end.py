@@ -62,7 +62,7 @@ def test_the_others_end(how: str, rank: int, exit_code: int, workers: int, tmp_p
     assert (run.is_complete, [run.rank(rank).steps(0).tolist() for rank in run.ranks]) == (False, [[0, 1]] * 2)
 
 
-def test_a_slow_rank_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_rank_is_waited_for(tmp_path: Path, monkeypatch: Any) -> None:
     """One takes longer alone than the others wait for a rank that is in a step, as a large save does."""
     monkeypatch.setattr(group.RankGroup, "end_seconds", 1.0)  # for the forked processes
 
@@ -97,7 +97,7 @@ def test_a_rank_with_fewer_batches_ends_all_and_nothing_matches(tmp_path: Path, 
     assert not Run.open(tmp_path / "current").is_complete
 
 
-def test_a_judge_that_fails_is_no_match(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_judge_that_fails_is_no_match(tmp_path: Path, monkeypatch: Any) -> None:
     run_training("record", tmp_path)
     error = ReferenceFormatError("a file was damaged meanwhile", str(tmp_path))
     monkeypatch.setattr("det_callbacks.verify.verification.compare_runs", Mock(side_effect=error))
@@ -132,8 +132,7 @@ def test_two_fits_are_verified_together_and_both_have_to_come(tmp_path: Path) ->
 
 
 @pytest.fixture(scope="module")
-def one_fit(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of eight steps."""
+def one_fit(tmp_path_factory: Any) -> Path:
     run_training("record", folder := tmp_path_factory.mktemp("one"), batches=8)
     return folder
 

@@ -47,7 +47,6 @@ def data(num_ranks: int = 2, **options: Any) -> DataLoader[Any]:
 
 
 def on_ranks(options: dict[str, Any], num_ranks: int = 2) -> dict[str, Any]:
-    """Return options of a fit; a strategy serves one Trainer, so options have one that makes it."""
     options = {"strategy": lambda: "ddp", "model": Wide, "data": lambda: data(num_ranks), **options}
     return {**options, "devices": num_ranks, "strategy": options["strategy"]()}
 
@@ -61,7 +60,6 @@ def resume(folder: Path, name: str, *others: pl.Callback, num_ranks: int = 2, **
 
 
 def round_trip(folder: Path, after: Sequence[int], *, level: Any = "op", **options: Any) -> None:
-    """Record a training that saves checkpoints, and resume from each of them."""
     at = options.pop("at", "train_batch_end")
     record(folder, SaveAfter(folder, *after, at=at), level=level, **options)
     for number in after:
@@ -162,7 +160,7 @@ def test_a_kill_between_two_ranks_leaves_a_checkpoint_without_digests(killed, tm
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tmp_path_factory: Any) -> Path:
     """A folder with a run of two epochs, and the checkpoints after its third step and, damaged, its fourth."""
     folder = tmp_path_factory.mktemp("saved")
     run_ranks(lambda rank: record(folder, SaveAfter(folder, 3, 4), level="state"), folder / "output", status=0)

@@ -30,7 +30,7 @@ def verify(folder: Path, current: Path, model: type[Classifier] = Noisy, **optio
     return callback, train(model, callback, epochs=1)
 
 
-def test_steps_match_with_replay_and_diverge_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_match_with_replay_and_diverge_without(tmp_path: Path, capsys: Any) -> None:
     recorded = record(tmp_path / "with", replay=ALL)
     assert "4 ops saved for replay" in capsys.readouterr().out
     assert main(["show", str(tmp_path / "with")]) == 0
@@ -93,7 +93,7 @@ def test_a_pattern_that_means_nothing_is_said_at_the_end(tmp_path: Path) -> None
     assert callback.verdict.coverage.replayed["planted.noisy.default"]["differing"] == 8
 
 
-def test_the_disk_is_asked_before_anything_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_disk_is_asked_before_anything_is_recorded(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=80 * 2**20))
     with pytest.raises(ReplayError, match=r"Nothing was recorded: .* may save 17 MiB, .* has 80 MiB free") as caught:
         record(tmp_path / "new" / "run", replay=ALL, tensor_budget_mib=17)

@@ -129,7 +129,7 @@ def test_what_has_no_replicas_is_refused(strategy: Any, model: Any, text: str, t
 
 @LIGHTNING_ADVICE
 @pytest.mark.usefixtures("environment_again")
-def test_one_process_has_no_replicas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_process_has_no_replicas(tmp_path: Path, capsys: Any) -> None:
     with pytest.raises(SettingsError, match="One process has no replicas"):
         train(None, ReplicaAuditCallback(1), world_size=1, strategy="auto")
     callback = DeterminismCallback(tmp_path / "run", mode="record", level="state", audit_replicas_every_n_steps=1)

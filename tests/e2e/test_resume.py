@@ -184,7 +184,7 @@ def test_a_save_that_cannot_be_resumed_says_what_to_change(name: str, tmp_path: 
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tmp_path_factory: Any) -> Path:
     folder = tmp_path_factory.mktemp("saved")
     record(folder, SaveAfter(folder, 4, 7), data=lambda: loader("none"))
     return folder
@@ -210,7 +210,7 @@ def test_another_training_is_refused(options: dict[str, Any], reason: str, saved
     assert reason in refused(saved, "4.ckpt", **{"data": lambda: loader("none"), **options})
 
 
-def test_missing_state_is_refused_or_said(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_state_is_refused_or_said(saved: Path, capsys: Any) -> None:
     (saved / "7.ckpt.resume").rename(saved / "resume")
     assert refused(saved, "7.ckpt").startswith("the state of rank 0 of 1, which was saved beside it, is missing")
     (saved / "resume").rename(saved / "7.ckpt.resume")

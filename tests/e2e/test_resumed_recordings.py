@@ -22,7 +22,6 @@ BATCHES = 4
 
 
 def fit(*callbacks: pl.Callback, ckpt_path: Any = None, model: Any = Steady, **options: Any) -> None:
-    """Train, for two epochs unless the options say otherwise, from the start or from a checkpoint."""
     Fit(*callbacks, model=model, **{"max_epochs": 2, **options}).run(ckpt_path=ckpt_path and str(ckpt_path))
 
 
@@ -31,8 +30,7 @@ def recording(run: Path, **options: Any) -> DeterminismCallback:
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two epochs, with checkpoints."""
+def recorded(tmp_path_factory: Any) -> Path:
     folder = tmp_path_factory.mktemp("recorded")
     fit(recording(folder / "run"), SaveAfter(folder, 2, 4, 6))
     return folder
@@ -175,7 +173,7 @@ def test_where_steps_are_left_out_the_checkpoint_is_not_accused(tmp_path: Path) 
 
 
 def test_an_exception_in_a_resumed_attempt_keeps_what_was_there(
-    recorded: Path, run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+    recorded: Path, run: Path, capsys: Any, monkeypatch: Any
 ) -> None:
     before = files_of(run)
     at_step_6, at_step_9 = (RaiseAt("on_train_batch_start", StopError("stop"), call=call) for call in (3, 4))

@@ -32,7 +32,6 @@ def fit(folder: Path, model: Any, settings: Any = SETTINGS) -> None:
 
 
 def refused(folder: Path, model: Classifier) -> str:
-    """Return what a fit is refused with: no step is trained, and nothing written."""
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(SettingsError) as caught:
         fit(folder, model)

@@ -1,6 +1,7 @@
 """A run of several fits: one reference, one verdict, and a process that may not end before the last of them."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fits import Fit, RaiseAt, StopError
@@ -16,8 +17,7 @@ pytestmark = LIGHTNING_ADVICE
 
 
 @pytest.fixture(scope="module")
-def two_fits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A fit of one epoch and a fit that goes on with it."""
+def two_fits(tmp_path_factory: Any) -> Path:
     path = tmp_path_factory.mktemp("two") / "run"
     Fit(DeterminismCallback(path, mode="record")).run().again(epochs=2)
     return path
@@ -28,9 +28,7 @@ def current(tmp_path: Path) -> Path:
     return tmp_path / "current"
 
 
-def test_two_fits_are_two_segments_and_verified_together(
-    two_fits: Path, current: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_fits_are_two_segments_and_verified_together(two_fits: Path, current: Path, capsys: Any) -> None:
     run = Run.open(two_fits)
     assert run.is_complete
     assert [run.rank(0).steps(segment).tolist() for segment in run.rank(0).segments] == [[0, 1, 2, 3], [4, 5, 6, 7]]

@@ -3,6 +3,7 @@
 from functools import partial
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -47,7 +48,6 @@ def test_threads_in_another_order_match(tmp_path: Path, num_branches: int, level
     for number, training in enumerate(trainings):
         callback = DeterminismCallback(reference, current=tmp_path / str(number))
         training.fit(callback)
-        assert callback.verdict is not None
         assert callback.verdict.verdict == "match"
 
 
@@ -59,13 +59,12 @@ def test_threads_in_another_order_match(tmp_path: Path, num_branches: int, level
     ],
 )
 def test_a_fault_in_one_thread_is_named_whatever_the_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str, place: tuple[str, str, str, bool | None]
+    tmp_path: Path, monkeypatch: Any, level: str, place: tuple[str, str, str, bool | None]
 ) -> None:
     trainings = [Training(model=partial(Threaded, 3, first)) for first in range(3)]
     reference = trainings[0].record(tmp_path / "reference", level=level)
     monkeypatch.setattr(Branch, "wrong", 1)
     for number, training in enumerate(trainings):
         first = verify(reference, training, tmp_path / str(number)).first_divergence
-        assert first is not None
         assert (first.step, first.phase) == (0, "forward")
         assert (first.module, first.op, first.kind, first.is_origin) == place

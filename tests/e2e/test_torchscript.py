@@ -17,8 +17,6 @@ pytestmark = [LIGHTNING_ADVICE, pytest.mark.filterwarnings("ignore:.torch.jit.sc
 
 
 def scaled() -> nn.Module:
-    """Return a module of a new class: TorchScript keeps what it compiled by class, and with it what has run."""
-
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -67,7 +65,6 @@ def test_what_ran_before_is_named_where_the_executor_runs_other_ops(is_scripted:
     with pytest.raises(DivergenceError) as caught:
         again(is_scripted=True, num_before=3)
     verdict = caught.value.verdict
-    assert verdict is not None
     assert verdict.cause == "structure"
     said = "TorchScript runs in net, and what ran earlier in a process also decides which ops its executor runs"
     assert said in verdict.explanation
@@ -81,8 +78,6 @@ def test_an_op_that_another_module_has_is_not_laid_to_it(tmp_path: Path) -> None
     with pytest.raises(DivergenceError) as caught:
         fit(current, is_scripted=True, num_before=3, has_more=True)
     verdict = caught.value.verdict
-    assert verdict is not None
-    assert verdict.first_divergence is not None
     assert (verdict.first_divergence.op, verdict.first_divergence.module) == ("aten.mul.Tensor", "")
     assert "TorchScript" not in verdict.explanation
 

@@ -22,9 +22,7 @@ pytestmark = LIGHTNING_ADVICE
 
 
 @pytest.fixture
-def fill_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Let the n-th write from now on, and all after it, find the disk full."""
-
+def fill_disk(monkeypatch: Any) -> Callable[[int], None]:
     def fill(after: int) -> None:
         left = iter(range(after))
 
@@ -67,7 +65,7 @@ def test_a_file_in_the_way_is_named_with_the_argument(mode: str, reference: Path
 
 @pytest.mark.parametrize("after", [0, 1, 5, 9, 14])
 def test_a_recording_whose_disk_fills_is_one_sentence_and_incomplete(
-    after: int, fill_disk: Callable[[int], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    after: int, fill_disk: Callable[[int], None], tmp_path: Path, capsys: Any
 ) -> None:
     """Wherever it fills: at the start, in a step, in what explains it, or at the end."""
     fit = Fit(callback := DeterminismCallback(tmp_path / "run", mode="record"))
@@ -98,7 +96,7 @@ def test_a_verification_whose_disk_fills_has_no_verdict(
 
 
 def test_a_full_disk_takes_no_other_exception_s_place(
-    fill_disk: Callable[[int], None], reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fill_disk: Callable[[int], None], reference: Path, tmp_path: Path, capsys: Any
 ) -> None:
     callback = DeterminismCallback(reference, current=tmp_path / "current")
 
@@ -139,7 +137,7 @@ def test_commands_that_start_a_script_have_a_status_and_name_the_option(run_comm
 
 @pytest.mark.parametrize("after", [0, 1, 5, 9, 14])
 def test_a_loop_whose_disk_fills_is_one_sentence_and_incomplete(
-    after: int, fill_disk: Callable[[int], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    after: int, fill_disk: Callable[[int], None], tmp_path: Path, capsys: Any
 ) -> None:
     fill_disk(after)
     with pytest.raises(WriteError, match=r"No space left on device; free some space, or ") as caught:
@@ -152,7 +150,7 @@ def test_a_loop_whose_disk_fills_is_one_sentence_and_incomplete(
 
 @pytest.mark.parametrize("mode", ["record", "verify"])
 def test_a_full_disk_takes_no_exception_s_place_in_a_loop(
-    mode: str, fill_disk: Callable[[int], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    mode: str, fill_disk: Callable[[int], None], tmp_path: Path, capsys: Any
 ) -> None:
     if mode == "verify":
         train(Loop, tmp_path / "run", mode="record")

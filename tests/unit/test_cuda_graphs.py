@@ -36,7 +36,7 @@ def _graphs(compiles_anew: None) -> Iterator[None]:
 
 @pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="needs a build of torch with CUDA")
 @pytest.mark.parametrize("method", ["capture_begin", "replay"])
-def test_graphs_of_torch_call_the_methods_that_are_replaced(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_of_torch_call_the_methods_that_are_replaced(method: str, monkeypatch: Any) -> None:
     graph = torch.cuda.CUDAGraph.__new__(torch.cuda.CUDAGraph)  # without the initialisation, which needs a device
     assert method in vars(OF_TORCH)
     monkeypatch.setattr(OF_TORCH, method, Mock(side_effect=KeyError("called")))
@@ -136,7 +136,7 @@ def test_what_is_observed_in_a_capture_is_said_to_be_left_out() -> None:
 # compiled regions that run as CUDA graphs
 
 
-def test_a_region_that_runs_as_a_cuda_graph_has_the_same_rows_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_region_that_runs_as_a_cuda_graph_has_the_same_rows_in_each_step(monkeypatch: Any) -> None:
     monkeypatch.setattr(compiled_graphs, "_runs_as_cuda_graph", lambda *_: True)
     kept, out = torch.ones(3), torch.zeros(3)
     graph = HostGraph(lambda: out.copy_(kept.mul_(3)))

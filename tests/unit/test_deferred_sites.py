@@ -188,7 +188,6 @@ has_started, other_has_run = threading.Event(), threading.Event()
 
 @library.custom_op("det_tests::meets", mutates_args=())
 def meets(x: torch.Tensor) -> torch.Tensor:
-    """Run until another thread's op has been recorded, or half a second long."""
     has_started.set()
     other_has_run.wait(0.5)
     return x + 1
@@ -215,7 +214,7 @@ def test_ops_of_two_threads_keep_their_own_digests() -> None:
     assert [digests[place] for place in site_of(mode.trace, "exp.default").inputs] == [digest_tensor(y)]
 
 
-def test_memory_of_the_host_that_a_device_may_still_copy_into_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_the_host_that_a_device_may_still_copy_into_is_not_read(monkeypatch: Any) -> None:
     waited: list[torch.device] = []
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
     monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
@@ -238,9 +237,7 @@ def test_memory_of_the_host_that_a_device_may_still_copy_into_is_not_read(monkey
         assert (trace.layout.entries[place].detail, trace.digests[place]) == (IN_FLIGHT, 0)
 
 
-def test_a_step_that_goes_on_after_recording_an_op_failed_is_refused(
-    device: LateDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_goes_on_after_recording_an_op_failed_is_refused(device: LateDevice, monkeypatch: Any) -> None:
     digest = DeferredSites.digest
 
     def running_out(sites: DeferredSites, position: int, tensor: torch.Tensor, slot: Any) -> int:

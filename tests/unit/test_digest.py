@@ -6,6 +6,7 @@ import random
 import struct
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,7 +41,6 @@ def refuse_every_way(tensor: object, error: type[Exception], message: str) -> No
 
 
 def stored_bytes(tensor: Tensor) -> bytes:
-    """Return the bytes in row-major order, element by element, without any code of the package."""
     elements = [tensor[index].reshape(1).view(torch.uint8) for index in np.ndindex(*tensor.shape)]
     return b"".join(element.numpy().tobytes() for element in elements)
 
@@ -100,7 +100,7 @@ def test_outputs_are_read_in_memory_order_where_they_are_dense_and_else_in_row_m
         assert digest_output(view) == digest_tensor(view.contiguous())
 
 
-def test_what_lies_in_order_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_lies_in_order_is_not_copied(monkeypatch: Any) -> None:
     monkeypatch.setattr(components, "_digest", lambda tensor, memory_order: pytest.fail("took the way of copies"))
     tensor = torch.randn(2, 3, 4, 5)
     for plain in (tensor, tensor[1], nn.Parameter(tensor), torch.tensor(1.0), torch.empty(0, 3)):
@@ -130,7 +130,6 @@ def test_a_storage_that_is_freed_or_too_short_is_an_error_and_no_crash() -> None
 
 
 def combined(*components: Tensor | int) -> int:
-    """Return the digest of a tensor that is made of these, or of what has these digests."""
     digests = [part if isinstance(part, int) else digest_tensor(part.contiguous()) for part in components]
     return digest_bytes(struct.pack(f"<{len(digests) + 1}Q", len(digests), *digests))
 
@@ -271,7 +270,6 @@ def tensors_of_every_kind() -> dict[str, Tensor]:
 
 
 def next_sequence_number() -> int:
-    """Return the number that autograd gives to the next node, which every node that is made increases."""
     return (torch.ones(1, requires_grad=True) * 1).grad_fn._sequence_nr()
 
 
@@ -324,7 +322,7 @@ def test_every_contiguous_buffer_is_taken_and_nothing_else() -> None:
             digest_bytes(value)
 
 
-def test_many_spans_are_hashed_by_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_spans_are_hashed_by_two_threads(monkeypatch: Any) -> None:
     seen: set[int] = set()
     both_started = threading.Barrier(2, timeout=60)
     leaf_hashes = host._leaf_hashes
@@ -343,7 +341,7 @@ def test_many_spans_are_hashed_by_two_threads(monkeypatch: pytest.MonkeyPatch) -
     assert (len(seen), threading.enumerate()) == (2, before), "they have ended"
 
 
-def test_where_no_thread_can_be_started_the_digest_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_thread_can_be_started_the_digest_is_the_same(monkeypatch: Any) -> None:
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 

@@ -114,7 +114,7 @@ def test_lost_digests_are_an_error_until_the_queue_is_emptied() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_programs_give_the_digests_of_their_moment(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_programs_give_the_digests_of_their_moment(seed: int, monkeypatch: Any) -> None:
     """Of two queues of one device, with room for so few sums that they are hashed now and then."""
     monkeypatch.setattr(triton_digest, "MAX_SUM_BYTES", 80 * 1024)
     draw, method = random.Random(seed), StreamedDigest()
@@ -265,7 +265,7 @@ def test_a_thread_that_comes_into_another_one_s_launch_waits_for_it() -> None:
     ],
 )
 def test_without_triton_or_with_an_odd_one_each_tensor_is_copied_and_it_says_why(
-    is_interpreted: bool | None, error: Exception | None, reason: str, monkeypatch: pytest.MonkeyPatch
+    is_interpreted: bool | None, error: Exception | None, reason: str, monkeypatch: Any
 ) -> None:
     name = "det_callbacks.digest.device.triton_kernels"
     if is_interpreted is None:
@@ -281,7 +281,7 @@ def test_without_triton_or_with_an_odd_one_each_tensor_is_copied_and_it_says_why
     assert str(device_choice(torch.device("mps", 0))) == "a copy to the host"
 
 
-def test_what_is_tried_on_a_device_is_none_of_the_program_s_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_tried_on_a_device_is_none_of_the_program_s_ops(monkeypatch: Any) -> None:
     def choice(_device: torch.device) -> Choice:
         torch.ones(2)
         return Choice(method=LateDevice())
@@ -293,7 +293,7 @@ def test_what_is_tried_on_a_device_is_none_of_the_program_s_ops(monkeypatch: pyt
     assert mode.seen == []
 
 
-def test_a_device_is_given_no_dtype_to_copy_that_it_has_no_op_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_is_given_no_dtype_to_copy_that_it_has_no_op_for(monkeypatch: Any) -> None:
     """CUDA copies a tensor of whole memory as bytes, and others by an op of the dtype (torch 2.13)."""
     value = torch.arange(24, dtype=torch.uint8).view(torch.uint3).view(4, 6)
     parts = [value, value.t(), value[:, ::2], value[:1].expand(3, 6)]

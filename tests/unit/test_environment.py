@@ -32,7 +32,6 @@ def entry(value: Any, *, is_machine: bool = True, changes_bits: bool = True) -> 
 
 
 def chosen(reference: dict[str, Any], current: dict[str, Any]) -> dict[str, tuple[Any, Any, bool]]:
-    """Return the differences of two environments with these choices: name -> values, and whether it changes bits."""
     found = compare_environments(capture_environment(choices=reference), capture_environment(choices=current))
     assert not any(one.is_machine for one in found)
     return {one.name: (one.reference, one.current, one.changes_bits) for one in found}
@@ -94,7 +93,7 @@ def test_two_captures_in_one_process_are_equal_and_survive_json() -> None:
     ],
 )
 def test_one_change_is_one_difference_of_its_kind(
-    name: str, value: Any, expected: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+    name: str, value: Any, expected: tuple[Any, ...], monkeypatch: Any
 ) -> None:
     monkeypatch.setenv("MKL_NUM_THREADS", "2")
     others: dict[str, Any] = {"deterministic_algorithms": "disabled"}
@@ -186,7 +185,7 @@ def test_values_differ_by_type_and_what_one_side_lacks_differs_even_from_none(
     assert [found.reference, found.current, found.is_machine, found.changes_bits] == [*values, is_machine, changes_bits]
 
 
-def test_the_script_goes_by_its_name_in_the_project(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_script_goes_by_its_name_in_the_project(monkeypatch: Any, tmp_path: Path) -> None:
     main = ModuleType("__main__")  # whatever runs the tests
     monkeypatch.setitem(sys.modules, "__main__", main)
     scripts = {"src/train.py": "src/train.py", f"{tmp_path}/src/a.py": "src/a.py", "/home/somebody/a.py": "a.py"}
@@ -198,7 +197,7 @@ def test_the_script_goes_by_its_name_in_the_project(monkeypatch: pytest.MonkeyPa
     assert script_words() == ["-m", "project"]
 
 
-def test_words_are_kept_as_the_process_was_started_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_are_kept_as_the_process_was_started_without_secrets(monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
     monkeypatch.setattr(sys, "argv", ["train.py"])  # a script took its own words out
     monkeypatch.setattr(sys, "orig_argv", ["python", "-u", "train.py", *COMMAND_LINE])
@@ -250,7 +249,7 @@ def git(folder: Path, *arguments: str) -> str:
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
-def test_the_commit_of_the_program_and_the_files_that_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commit_of_the_program_and_the_files_that_differ(tmp_path: Path, monkeypatch: Any) -> None:
     folder, nothing = tmp_path / "repository", {"code.git_commit": None, "code.is_dirty": None}
     program, other = folder / "tools" / "train.py", folder / "größe.py"
     monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__file__=str(program)))

@@ -56,7 +56,6 @@ def watch(folder: Path, name: str, reference: Path | None = None, /, **values: A
 
 
 def kinds(observer: ObserverContext) -> list[tuple[str | None, str]]:
-    """Return name and kind of what differs."""
     return [(found.name, found.kind) for found in observer.mismatches]
 
 

@@ -128,8 +128,6 @@ def test_random_ops_are_those_that_torch_tags() -> None:
 
 
 def applying(call: Call) -> set[tuple[str, str]]:
-    """Return name and condition of the documented facts that may be about what a call and its derivative run."""
-
     def body() -> None:
         output = call()
         if output.requires_grad:

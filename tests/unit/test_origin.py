@@ -211,7 +211,6 @@ NUMBER = TensorLayout(dtype="float", shape=())
 
 
 def noisy(name, read, **fields):
-    """Return what adds a call that gives other bits in the current step."""
     return lambda step, now: step.op(name, read, noise=now, **fields)
 
 
@@ -257,7 +256,6 @@ OTHER_BITS = noisy("aten.exp.default", "?y", module="last")
 
 
 def judged(*parts):
-    """Return what is said of the last part, where it differs."""
     pair = both(lambda step, now: [part(step, now) for part in parts])
     return [item.is_origin for item in compare(*pair).divergences if item.module == "last"]
 

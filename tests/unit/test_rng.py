@@ -72,7 +72,7 @@ class StandInDevices:
         self.is_capturing = False  # a CUDA graph: states can neither be read nor set
         self.queued: list[tuple[Any, ...]] = []  # what torch was asked to do once CUDA is initialised
 
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> "StandInDevices":
+    def install(self, monkeypatch: Any) -> "StandInDevices":
         """Put them in torch's place until the test ends; initialising and synchronising are errors."""
         put = monkeypatch.setattr
         put(torch.cuda, "is_initialized", lambda: self.is_initialized)
@@ -105,7 +105,7 @@ class StandInDevices:
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> StandInDevices:
+def cuda(monkeypatch: Any) -> StandInDevices:
     """Four devices, the current one with the index 1, and a context on 1 and 3."""
     torch.backends.cudnn.version()  # a build with CUDA asks the devices at the first call of a process
     return StandInDevices(4, contexts=(1, 3), current=1).install(monkeypatch)
@@ -152,7 +152,7 @@ def test_the_current_device_has_no_index_unused_ones_no_name_and_an_op_reads_tha
     assert names() == ["torch.cuda"]
 
 
-def test_those_of_xpu_and_of_a_mac_are_named_saved_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_those_of_xpu_and_of_a_mac_are_named_saved_and_put_back(monkeypatch: Any) -> None:
     *of_xpu, of_mac = (torch.Generator().manual_seed(index) for index in range(3))
     monkeypatch.setattr(torch.xpu, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.xpu, "default_generators", of_xpu)
@@ -167,9 +167,7 @@ def test_those_of_xpu_and_of_a_mac_are_named_saved_and_put_back(monkeypatch: pyt
     assert [torch.rand((), generator=one).item() for one in (*of_xpu, of_mac)] == first
 
 
-def test_what_an_op_draws_follows_from_the_state_of_its_own_device(
-    cuda: StandInDevices, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_an_op_draws_follows_from_the_state_of_its_own_device(cuda: StandInDevices, monkeypatch: Any) -> None:
     mode, indices = HashMode(), itertools.cycle((3, 1, 3))
     monkeypatch.setattr(traced, "generator_on", lambda _: ("cuda", index := next(indices), cuda.generators[index]))
     for current, own, other in ((1, "torch.cuda", "torch.cuda:3"), (3, "torch.cuda:1", "torch.cuda")):
@@ -205,7 +203,7 @@ def test_seeds_are_noted_and_in_a_capture_nothing_is_read_nor_put_back(cuda: Sta
 
 
 def test_each_device_gets_its_own_state_and_one_that_is_not_there_or_not_used_is_named(
-    cuda: StandInDevices, monkeypatch: pytest.MonkeyPatch
+    cuda: StandInDevices, monkeypatch: Any
 ) -> None:
     cuda.generators[1].offset, cuda.generators[3].offset = 8, 12
     states = stored(GeneratorStates.capture())
@@ -293,7 +291,7 @@ class OfItsOwn(random.Random):
         return 3, (self.number,), None
 
 
-def test_the_state_of_a_python_generator_is_what_getstate_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_state_of_a_python_generator_is_what_getstate_tells(monkeypatch: Any) -> None:
     for _ in range(700):  # past the end of its 624 words
         random.random()
     one, other = random.Random(3), OfItsOwn(3)

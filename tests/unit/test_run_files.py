@@ -140,7 +140,6 @@ def test_the_text_of_source_lines_is_kept_once_and_only_where_it_is_certain(tmp_
 
 
 def whole(**changes: object) -> bytes:
-    """Return a run.json whose digest is right."""
     content = {**as_json(manifest_with()), **changes}
     return json.dumps({**content, "digest": _digest(content)}).encode()
 

@@ -90,7 +90,7 @@ def test_a_second_restore_does_nothing() -> None:
         assert settings_in_force()["seed"] == 4
 
 
-def test_nothing_stays_half_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_stays_half_applied(monkeypatch: Any) -> None:
     def refuse(value: str) -> None:
         monkeypatch.undo()  # the way back uses the same function
         raise KeyError(value)
@@ -151,7 +151,7 @@ def test_a_wrong_value_is_refused_by_name_with_the_allowed_ones() -> None:
         DeterminismSettings(allow=("aten.put_.default", "kthvalue"))
 
 
-def test_what_comes_too_late_is_refused_and_nothing_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_comes_too_late_is_refused_and_nothing_applied(monkeypatch: Any) -> None:
     wanted = {"nccl_algo": "Ring", "nccl_proto": "LL", "nccl_min_nchannels": 2, "nccl_max_nchannels": 4}
     backend = "gloo"
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)

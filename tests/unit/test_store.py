@@ -27,7 +27,6 @@ from det_callbacks.runs.writer import RunWriter
 
 
 def seeds_of(path: Path, segment: int = 0) -> dict[int, int]:
-    """Return the steps of a fit, and with which seed each was written."""
     return {
         record.step: next(seed for seed in range(9) if (record.digests == digests_of(record.step, seed=seed)).all())
         for record in Run.open(path).rank(0).iterate()

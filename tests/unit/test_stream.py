@@ -95,7 +95,6 @@ def test_no_flipped_bit_gives_other_content(path):
 
 
 def resized(message: bytes, more: int, *, at: int) -> bytes:
-    """Return a message with another length at one of the three places that tell it."""
     (length,) = struct.unpack_from("<q", message, at)
     return message[:at] + struct.pack("<q", length + more) + message[at + 8 :]
 

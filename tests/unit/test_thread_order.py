@@ -1,6 +1,7 @@
 """Modules that run in several threads of one step: what is recorded does not depend on which came first."""
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,6 @@ INPUTS = torch.linspace(-1, 1, 12).view(3, 4)
 
 
 def step(mode: HashMode, net: Branches, schedule: str, **beginning: object) -> StepTrace:
-    """Return the trace of a forward and a backward pass whose branches run in this order."""
     net.schedule = schedule
     net.zero_grad()
     return step_of(mode, lambda: net(INPUTS).square().sum().backward(), **beginning)
@@ -55,7 +55,6 @@ def test_a_site_comes_after_all_that_it_reads_and_in_the_order_of_its_thread(lev
 
 
 def differing(net: Branches, schedule: str, expected: StepTrace) -> tuple[list[str], list[bool]]:
-    """Return the modules whose kernel gave other bits than expected, and which of that is no origin."""
     trace = step(HashMode(net), net, schedule, expected=Expectation.of(expected.digests))
     at = [at for at, site in enumerate(trace.program.sites) if "half" in site.op or "addmm" in site.op]
     other = [position for position in at if trace.digests[position] != expected.digests[position]]
@@ -63,7 +62,7 @@ def differing(net: Branches, schedule: str, expected: StepTrace) -> tuple[list[s
 
 
 def test_a_difference_in_a_thread_is_an_origin_unless_its_input_was_written_unseen(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Any,
 ) -> None:
     net = Branches(3)
     expected = step(HashMode(net), net, "001122")

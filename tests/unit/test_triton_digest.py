@@ -61,7 +61,6 @@ class LateLaunchers:
 
 
 def late_kernels(**others: Any) -> SimpleNamespace:
-    """Return what stands for the module of the kernels."""
     names = {"VERSION": "0", "TILE_BYTES": TILE_BYTES, "SPANS_PER_LAUNCH": SPANS_PER_LAUNCH, "CONSTANTS": (17,)}
     return SimpleNamespace(**{**names, "Launchers": LateLaunchers, **others})
 
@@ -77,7 +76,6 @@ class StreamedDigest(TritonDigest):
             super().__init__(late_kernels(), torch.device("cpu"))
 
     def names(self) -> list[str]:
-        """Return the kernels that were launched since the last time."""
         found, self._launchers.launched = self._launchers.launched, []
         return found
 
@@ -143,7 +141,7 @@ def test_the_allocator_is_told_of_every_storage_that_is_read(method: StreamedDig
     assert [memory.expired() for memory in memories] == [True, True], "and the memory is let go"
 
 
-def test_nothing_is_done_in_a_capture(method: StreamedDigest, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_done_in_a_capture(method: StreamedDigest, monkeypatch: Any) -> None:
     (value,) = random_bytes(100)
     saved = method.start([value])
     plain = TritonDigest(late_kernels(), torch.device("cpu"))  # its streams are not the test's
@@ -162,7 +160,7 @@ def test_nothing_is_done_in_a_capture(method: StreamedDigest, monkeypatch: pytes
 
 @pytest.mark.parametrize("kernel", ["sum_blocks", "hash_leaves"])
 def test_what_raises_loses_the_digests_of_its_stream_at_most(
-    kernel: str, method: StreamedDigest, monkeypatch: pytest.MonkeyPatch
+    kernel: str, method: StreamedDigest, monkeypatch: Any
 ) -> None:
     """Ctrl-C too; never with wrong bits."""
     values, earlier = random_bytes(100, 2 * LEAF_BYTES), random_bytes(70)

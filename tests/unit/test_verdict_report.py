@@ -18,7 +18,6 @@ def differing(name: str, reference: object, current: object, *, changes_bits: bo
 
 
 def updated(step: StepBuilder, now: bool) -> None:
-    """Update forty parameters, with another learning rate now."""
     for number in range(40):
         step.op("aten.add_.Tensor", f"w{number}", phase="optimizer", name=f"w{number}", varying={"alpha": -0.1 - now})
 
