@@ -45,35 +45,31 @@ else:
 
 # Of the Trainer and its strategy.
 
-checkpoint_connector: Callable[[Any], Any] = LIGHTNING.of_instance(
+checkpoint_connector = LIGHTNING.of_instance(
     "lightning.pytorch.Trainer._checkpoint_connector", "restores strategies that shard after the fit has begun"
 )
 RESTORE = LIGHTNING.name_of(
     "lightning.pytorch.trainer.connectors.checkpoint_connector._CheckpointConnector._restore_modules_and_callbacks",
     "the method that does so",
 )
-results: Callable[[Any], Any] = LIGHTNING.of_instance(
-    "lightning.pytorch.Trainer._results", "what was logged in a validation or a test"
-)
-logger_connector: Callable[[Any], Any] = LIGHTNING.of_instance(
+results = LIGHTNING.of_instance("lightning.pytorch.Trainer._results", "what was logged in a validation or a test")
+logger_connector = LIGHTNING.of_instance(
     "lightning.pytorch.Trainer._logger_connector", "has the values of what was logged"
 )
-callback_metrics: Callable[[Any], Any] = LIGHTNING.of_instance(
+callback_metrics = LIGHTNING.of_instance(
     "_LoggerConnector._callback_metrics", "the values; Trainer.callback_metrics may compute them, by a collective"
 )
-progress_bar_metrics: Callable[[Any], Any] = LIGHTNING.of_instance(
-    "_LoggerConnector._progress_bar_metrics", "the same of the progress bar"
-)
+progress_bar_metrics = LIGHTNING.of_instance("_LoggerConnector._progress_bar_metrics", "the same of the progress bar")
 name_of_result: Callable[..., Any] = LIGHTNING.needed(
     "lightning.pytorch.trainer.connectors.logger_connector.result._ResultCollection._forked_name",
     "the names under which a result is logged",
 )
-ddp_hook_state: Callable[[Any], Any] = LIGHTNING.of_instance(
+ddp_hook_state = LIGHTNING.of_instance(
     "lightning.pytorch.strategies.DDPStrategy._ddp_comm_state",
     "whether a communication hook keeps something that nobody saves",
     for_="exact resume under DDP",
 )
-model_averager: Callable[[Any], Any] = LIGHTNING.of_instance(
+model_averager = LIGHTNING.of_instance(
     "lightning.pytorch.strategies.DDPStrategy._model_averager",
     "whether replicas differ by design between two averagings",
     for_="ReplicaAuditCallback",
@@ -81,46 +77,36 @@ model_averager: Callable[[Any], Any] = LIGHTNING.of_instance(
 
 # Of the loops of a fit.
 
-combined_loader: Callable[[Any], Any] = LIGHTNING.of_instance(
-    "_FitLoop._combined_loader", "the loaders of a loop, None before they are made"
-)
+combined_loader = LIGHTNING.of_instance("_FitLoop._combined_loader", "the loaders of a loop, None before they are made")
 LOAD_LOADER_STATES = LIGHTNING.name_of(
     "lightning.pytorch.loops.fit_loop._FitLoop._load_combined_loader_states",
     "the method that runs just before the loaders are first iterated over",
 )
-loader_mode: Callable[[Any], Any] = LIGHTNING.of_instance(
+loader_mode = LIGHTNING.of_instance(
     "lightning.pytorch.utilities.CombinedLoader._mode",
     "in which order several loaders are drawn from",
     for_="a fit with several training loaders",
 )
-is_restarting: Callable[[Any], Any] = LIGHTNING.of_instance(
+is_restarting = LIGHTNING.of_instance(
     "_FitLoop._restarting",
     "whether a loop goes on from a checkpoint; its public setter also sets it on the loops inside",
 )
-data_fetcher: Callable[[Any], Any] = LIGHTNING.of_instance(
-    "_FitLoop._data_fetcher", "what draws batches of the loaders"
-)
-should_accumulate: Callable[[Any], Any] = LIGHTNING.of_instance(
+data_fetcher = LIGHTNING.of_instance("_FitLoop._data_fetcher", "what draws batches of the loaders")
+should_accumulate = LIGHTNING.of_instance(
     "_FitLoop._should_accumulate", "whether a batch ends no optimizer step, when its metrics are not logged"
 )
-num_optimizer_steps: Callable[[Any], Any] = LIGHTNING.of_instance(
+num_optimizer_steps = LIGHTNING.of_instance(
     "_TrainingEpochLoop._batches_that_stepped", "the number that metrics are logged under"
 )
-is_out_of_batches: Callable[[Any], Any] = LIGHTNING.of_instance(
+is_out_of_batches = LIGHTNING.of_instance(
     "_TrainingEpochLoop._num_ready_batches_reached", "whether the data of the epoch is used up"
 )
-is_training_done: Callable[[Any], Any] = LIGHTNING.of_instance(
-    "_TrainingEpochLoop._is_training_done", "whether a batch was the last one"
-)
-epoch_results: Callable[[Any], Any] = LIGHTNING.of_instance(
-    "_TrainingEpochLoop._results", "what was logged in a training epoch"
-)
-should_validate: Callable[[Any], Any] = LIGHTNING.of_instance(
+is_training_done = LIGHTNING.of_instance("_TrainingEpochLoop._is_training_done", "whether a batch was the last one")
+epoch_results = LIGHTNING.of_instance("_TrainingEpochLoop._results", "what was logged in a training epoch")
+should_validate = LIGHTNING.of_instance(
     "_TrainingEpochLoop._should_check_val_fx", "whether a validation follows a batch"
 )
-validation_data: Callable[[Any], Any] = LIGHTNING.of_instance(
-    "_EvaluationLoop._data_source", "whether there is data to validate with"
-)
+validation_data = LIGHTNING.of_instance("_EvaluationLoop._data_source", "whether there is data to validate with")
 
 
 def end_restart(loop: Any) -> None:
