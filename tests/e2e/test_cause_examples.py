@@ -139,17 +139,17 @@ def message(verdict: Verdict) -> str:
     return "\n".join(lines)
 
 
-def test_every_rule_has_an_example() -> None:
+def test_every_rule_has_an_example():
     assert [*EXAMPLES] == [rule.NAME for rule in RULES]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.NAME)
-def test_the_example_of_a_rule_is_what_a_verdict_says(rule: Any, tmp_path: Path) -> None:
+def test_the_example_of_a_rule_is_what_a_verdict_says(rule, tmp_path):
     verdict = EXAMPLES[rule.NAME](tmp_path)
     assert message(verdict) == example(rule)
     assert verdict.cause in causes(rule)
 
 
-def test_the_page_of_the_causes_is_made_of_their_files() -> None:
+def test_the_page_of_the_causes_is_made_of_their_files():
     assert PAGE.read_text() == page(), "run make causes"
     assert all(map(when, RULES))

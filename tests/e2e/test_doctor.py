@@ -27,7 +27,7 @@ def recorded(path: Path, change: Callable[[dict], None] = lambda manifest: None)
     return str(path)
 
 
-def test_what_the_defaults_ask_for_is_missing_until_it_is_enforced(capsys: Capture):
+def test_what_the_defaults_ask_for_is_missing_until_it_is_enforced(capsys):
     with enforce_determinism({"deterministic_algorithms": "disabled", "cublas_workspace_config": None}):
         assert main(["doctor"]) == 1
         text = capsys.readouterr().out
@@ -48,7 +48,7 @@ def test_what_the_defaults_ask_for_is_missing_until_it_is_enforced(capsys: Captu
 @pytest.mark.parametrize(
     ("algorithms", "fills", "is_told"), [("error", True, True), ("warn", True, True), ("error", False, False)]
 )
-def test_what_filling_memory_costs_is_told_where_it_is_done(algorithms, fills, is_told, capsys: Capture):
+def test_what_filling_memory_costs_is_told_where_it_is_done(algorithms, fills, is_told, capsys):
     settings = {"deterministic_algorithms": algorithms, "fill_uninitialized_memory": fills}
     with enforce_determinism({**settings, "cublas_workspace_config": None}):
         main(["doctor"])
@@ -59,9 +59,7 @@ def test_what_filling_memory_costs_is_told_where_it_is_done(algorithms, fills, i
         assert "Filling memory" not in capsys.readouterr().out
 
 
-def test_what_only_cuda_reads_is_no_fault_without_it_and_how_an_accelerator_digests_is_said(
-    capsys: Capture, monkeypatch: Any
-):
+def test_what_only_cuda_reads_is_no_fault_without_it_and_how_an_accelerator_digests_is_said(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("hpu"))
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
@@ -73,7 +71,7 @@ def test_what_only_cuda_reads_is_no_fault_without_it_and_how_an_accelerator_dige
     assert "Digests of tensors on hpu:3: a copy to the host\n" in capsys.readouterr().out
 
 
-def test_another_thread_count_and_version_than_in_the_reference(tmp_path: Path, capsys: Capture):
+def test_another_thread_count_and_version_than_in_the_reference(tmp_path, capsys):
     threads = torch.get_num_threads() + 1
 
     def change(manifest):

@@ -119,14 +119,14 @@ def run(folder: Path, *arguments: object, status: int = 0) -> str:
     return done.stdout
 
 
-def test_nothing_waits_for_the_device_inside_a_step_unnoticed(tmp_path: Path) -> None:
+def test_nothing_waits_for_the_device_inside_a_step_unnoticed(tmp_path):
     fit_without_waits(ImageModel())
     fit_without_waits(ImageModel(), DeterminismCallback(tmp_path / "run", mode="record", level="op"))
     with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"):
         fit_without_waits(ImageModel(), LambdaCallback(on_before_backward=lambda trainer, module, loss: loss.item()))
 
 
-def test_recording_takes_little_of_the_devices_memory(tmp_path: Path) -> None:
+def test_recording_takes_little_of_the_devices_memory(tmp_path):
     sizes = {"width": 256, "batch_size": 512}  # 16 MiB for each activation in bfloat16, hundreds of MiB in all
     peak_of_fit(**sizes)  # workspaces that the libraries keep
     plain = peak_of_fit(**sizes)
@@ -136,7 +136,7 @@ def test_recording_takes_little_of_the_devices_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("strategy", "namespace"), [("auto", "aten"), ("ddp", "c10d"), ("fsdp2", "fsdp")])
-def test_a_recording_under_the_default_settings_matches(tmp_path: Path, strategy: str, namespace: str) -> None:
+def test_a_recording_under_the_default_settings_matches(tmp_path, strategy, namespace):
     """With DDP and FSDP2 also collectives and gathered weights on streams of their own."""
     for mode, said in (("record", "record"), ("verify", "match")):
         assert run(tmp_path, mode, tmp_path / "run", strategy).splitlines()[-1] == said
@@ -183,7 +183,7 @@ def fit_scattered(*callbacks: Callback) -> Scattered:
     return model
 
 
-def test_what_the_audit_names_is_replayed_without_a_wait(tmp_path: Path) -> None:
+def test_what_the_audit_names_is_replayed_without_a_wait(tmp_path):
     audit = DeterminismCallback(None, current=tmp_path / "audit", mode="audit", on_divergence="warn")
     with pytest.warns(DivergenceWarning):
         fit_scattered(audit)

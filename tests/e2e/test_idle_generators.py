@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checking import Run
 from loops import Loop
 from resumes import SaveAfter
 from torch import Tensor, nn
@@ -79,7 +78,7 @@ def verify(run: Path, current: Path, **options: Any) -> Verdict:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_generator_that_nothing_draws_from_may_be_anywhere(level: Any, tmp_path: Path) -> None:
+def test_a_generator_that_nothing_draws_from_may_be_anywhere(level, tmp_path):
     fit(DeterminismCallback(tmp_path / "run", mode="record", level=level), seed=1)
     verdict = verify(tmp_path / "run", tmp_path / "current", seed=2)
     assert (verdict.verdict, verdict.counts.steps_compared) == ("match", 12)
@@ -95,7 +94,7 @@ def test_a_generator_that_nothing_draws_from_may_be_anywhere(level: Any, tmp_pat
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(("draw", "name"), [(from_numpy, "numpy"), (from_python, "python")])
-def test_it_is_the_cause_from_the_first_draw_on(level: Any, draw: Any, name: str, tmp_path: Path) -> None:
+def test_it_is_the_cause_from_the_first_draw_on(level, draw, name, tmp_path):
     fit(DeterminismCallback(tmp_path / "run", mode="record", level=level), seed=1, draw=draw)
     verdict = verify(tmp_path / "run", tmp_path / "current", seed=2, draw=draw)
     first = verdict.first_divergence
@@ -112,7 +111,7 @@ def test_it_is_the_cause_from_the_first_draw_on(level: Any, draw: Any, name: str
 
 
 @pytest.mark.parametrize("draws", [(nothing, unused_from_numpy), (unused_from_numpy, nothing)])
-def test_a_draw_in_one_run_only_is_a_difference_of_its_step(draws: Any, tmp_path: Path) -> None:
+def test_a_draw_in_one_run_only_is_a_difference_of_its_step(draws, tmp_path):
     """Also where nothing was made of it yet, and where both began in the same state."""
     fit(DeterminismCallback(tmp_path / "run", mode="record", level="state"), seed=1, draw=draws[0])
     for seed in (1, 2):
@@ -122,7 +121,7 @@ def test_a_draw_in_one_run_only_is_a_difference_of_its_step(draws: Any, tmp_path
         assert "Keep the forward pass from drawing from numpy" in verdict.explanation
 
 
-def test_another_seed_of_torch_is_still_the_first_thing_that_is_told(tmp_path: Path) -> None:
+def test_another_seed_of_torch_is_still_the_first_thing_that_is_told(tmp_path):
     fit(DeterminismCallback(tmp_path / "run", mode="record", level="state"), seed=1)
     verdict = verify(tmp_path / "run", tmp_path / "current", seed=2, torch_seed=5)
     assert verdict.cause == "initial_weights"
@@ -134,7 +133,7 @@ def test_another_seed_of_torch_is_still_the_first_thing_that_is_told(tmp_path: P
 
 @pytest.mark.parametrize("resume", ["exact", "plain"])
 @pytest.mark.parametrize("draw", [nothing, from_numpy])
-def test_a_resumed_training_is_the_same_training(resume: Any, draw: Any, tmp_path: Path) -> None:
+def test_a_resumed_training_is_the_same_training(resume, draw, tmp_path):
     """NumPy is idle, or was drawn from before the checkpoint and not since."""
     options: dict[str, Any] = {"level": "state", "resume": resume}
     checkpoint, run = tmp_path / "8.ckpt", tmp_path / "run"
@@ -182,7 +181,7 @@ pl.Trainer(max_steps=5, accelerator="cpu", limit_val_batches=0, **quiet).fit(Mod
 """
 
 
-def test_check_of_a_script_that_seeds_torch_only(run_command: Run) -> None:
+def test_check_of_a_script_that_seeds_torch_only(run_command):
     Path("torch_only.py").write_text(SCRIPT)
     done = run_command("check", "--level", "state", script="torch_only.py")
     assert (done.status, done.errors) == (0, ""), done.text
@@ -204,7 +203,7 @@ def loop_of_one_s_own(reference: Path, *, seed: int, draw: Any = nothing, **opti
     return run
 
 
-def test_a_loop_of_one_s_own_has_idle_generators_too(tmp_path: Path) -> None:
+def test_a_loop_of_one_s_own_has_idle_generators_too(tmp_path):
     loop_of_one_s_own(tmp_path / "run", mode="record", seed=1)
     verdict = loop_of_one_s_own(tmp_path / "run", seed=2, current=tmp_path / "current").verdict
     assert (verdict.verdict, f"{NOTE}numpy, python." in verdict.explanation) == ("match", True)
@@ -212,7 +211,7 @@ def test_a_loop_of_one_s_own_has_idle_generators_too(tmp_path: Path) -> None:
     assert found == dict.fromkeys(("generators.numpy", "generators.python"), (True, False))
 
 
-def test_a_loop_of_one_s_own_is_told_of_the_first_draw(tmp_path: Path) -> None:
+def test_a_loop_of_one_s_own_is_told_of_the_first_draw(tmp_path):
     loop_of_one_s_own(tmp_path / "run", mode="record", seed=1, draw=from_numpy)
     verdict = loop_of_one_s_own(tmp_path / "run", seed=2, draw=from_numpy, current=tmp_path / "current").verdict
     assert (verdict.verdict, verdict.cause) == ("diverged", "rng")
@@ -222,9 +221,7 @@ def test_a_loop_of_one_s_own_is_told_of_the_first_draw(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("draw", "seed", "word"), [(nothing, 2, "match"), (from_numpy, 1, "match"), (from_numpy, 2, "diverged")]
 )
-def test_a_loop_that_goes_on_has_the_generators_idle_that_were_so(
-    draw: Any, seed: int, word: str, tmp_path: Path
-) -> None:
+def test_a_loop_that_goes_on_has_the_generators_idle_that_were_so(draw, seed, word, tmp_path):
     """One that was drawn from before is compared from where the loop has restored it."""
     loop_of_one_s_own(tmp_path / "run", mode="record", seed=1, draw=draw)
     loop = Loop().run()

@@ -50,7 +50,7 @@ def pip(command: str, *arguments: str, python: str = sys.executable) -> None:
     subprocess.run([*begin, "--no-index", "--no-deps", "--no-build-isolation", *arguments], check=True, timeout=200)
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path, source: Path) -> None:
+def test_the_wheel_holds_the_package_and_nothing_else(wheel, source):
     places = ("det_callbacks", ("py", "j2", "css", "typed")), ("conf", ("py", "yaml"))
     files = [path for folder, ends in places for end in ends for path in (source / folder).rglob(f"*.{end}")]
     wanted = {path.relative_to(source).as_posix() for path in files}
@@ -71,7 +71,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path, source: Path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["wheel", "editable"])
-def test_an_install_works_from_another_directory(tmp_path: Path, wheel: Path, source: Path, kind: str) -> None:
+def test_an_install_works_from_another_directory(tmp_path, wheel, source, kind):
     """In an environment that finds the dependencies where this one has them, and not the package."""
     environment, elsewhere = tmp_path / "environment", tmp_path / "elsewhere"
     venv.create(environment, symlinks=True)

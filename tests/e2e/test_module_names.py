@@ -1,6 +1,5 @@
 """Names of modules are data: torch forbids the dot only."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,7 +43,7 @@ def fit(callback: Any, model: Any) -> None:
 
 
 @pytest.mark.parametrize("level", ["op", "state"])
-def test_every_tensor_has_its_own_module(level: Any, tmp_path: Path) -> None:
+def test_every_tensor_has_its_own_module(level, tmp_path):
     fit(DeterminismCallback(tmp_path / "run", mode="record", level=level), Named)
     run = Run.open(tmp_path / "run")
     with torch.device("meta"):
@@ -61,7 +60,7 @@ def test_every_tensor_has_its_own_module(level: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_verdict_names_the_module(name: str, tmp_path: Path) -> None:
+def test_a_verdict_names_the_module(name, tmp_path):
     """A parameter that is frozen in one run has no gradient there."""
     for folder, changed in (("run", ""), ("current", name)):
         callback = DeterminismCallback(tmp_path / folder, mode="record", level="state")
@@ -74,7 +73,7 @@ def test_a_verdict_names_the_module(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_pattern_that_means_one_place_finds_its_module(name: str) -> None:
+def test_a_pattern_that_means_one_place_finds_its_module(name):
     text = OpPattern.exactly("backward", f"net.{name}", "aten.mm.default")
     pattern = OpPattern.parse(text)
     assert pattern.matches("backward", f"net.{name}", "aten.mm.default")

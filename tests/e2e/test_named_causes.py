@@ -342,7 +342,7 @@ def record(tmp_path_factory: Any) -> Callable[[Training], Path]:
 
 @pytest.mark.parametrize("name", [*EVERYDAY, *(pytest.param(name, marks=pytest.mark.slow) for name in SELDOM)])
 @pytest.mark.parametrize("level", ["op", pytest.param("state", marks=pytest.mark.slow)])
-def test_the_cause_of_a_planted_fault_is_named(name: str, level: str, record: Any, tmp_path: Path) -> None:
+def test_the_cause_of_a_planted_fault_is_named(name, level, record, tmp_path):
     cause, says, base, change = FAULTS[name]
     training = Training(level=level, **base)
     verdict = replace(training, **change).verify(record(training), current=tmp_path / "current")
@@ -405,7 +405,7 @@ WRITES = {
 
 
 @pytest.mark.parametrize("name", WRITES)
-def test_a_write_from_outside_is_named(name: str, record: Any, tmp_path: Path) -> None:
+def test_a_write_from_outside_is_named(name, record, tmp_path):
     cause, says, base, change = WRITES[name]
     verdict = replace(Training(**base), **change).verify(record(Training(**base)), current=tmp_path / "current")
     assert (verdict.verdict, verdict.cause) == ("diverged", cause), verdict.explanation

@@ -56,7 +56,7 @@ def other_factor(loop: Loop, step: int, *, at: int = 2) -> None:
 
 
 @pytest.mark.parametrize("level", ["op", "module", "state"])
-def test_a_loop_matches_itself_and_a_fault_is_located(level: str, tmp_path: Path, capsys: Any) -> None:
+def test_a_loop_matches_itself_and_a_fault_is_located(level, tmp_path, capsys):
     train(Loop, tmp_path / "run", mode="record", level=level)
     assert f"det_callbacks: recorded {STEPS} steps" in capsys.readouterr().out
     _, run = train(Loop, tmp_path / "run", current=tmp_path / "same")
@@ -74,7 +74,7 @@ def test_a_loop_matches_itself_and_a_fault_is_located(level: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_each_style_trains_as_without_a_run_and_repeats(style: str, tmp_path: Path) -> None:
+def test_each_style_trains_as_without_a_run_and_repeats(style, tmp_path):
     """No bit changes: weights, losses and the states of all generators."""
     make = STYLES[style]
     plain = make().run(epochs=2)
@@ -96,7 +96,7 @@ def phases(folder: Path, step: int = 1) -> dict[str, Counter[str]]:
     return found
 
 
-def test_phases_are_told_by_torch_and_the_loss_is_what_backward_is_called_on(tmp_path: Path) -> None:
+def test_phases_are_told_by_torch_and_the_loss_is_what_backward_is_called_on(tmp_path):
     for style in ("clipped", "adversarial", "closure", "scaled"):
         train(STYLES[style], tmp_path / style, mode="record")
     clipped = phases(tmp_path / "clipped")
@@ -115,9 +115,7 @@ def test_phases_are_told_by_torch_and_the_loss_is_what_backward_is_called_on(tmp
     assert (names.count("loss"), "grad of last.bias" in names, "exp_avg of last.bias" in names) == (1, True, True)
 
 
-def test_a_weight_that_something_else_wrote_and_another_order_of_the_data_are_named(
-    reference: Path, tmp_path: Path
-) -> None:
+def test_a_weight_that_something_else_wrote_and_another_order_of_the_data_are_named(reference, tmp_path):
     with pytest.raises(DivergenceError) as caught:
         train(Loop, reference, current=tmp_path / "weight", plant=wrong_weight)
     first = caught.value.verdict.first_divergence
@@ -167,14 +165,14 @@ assert not [name for name, module in sys.modules.items() if name.startswith("lig
 """
 
 
-def test_it_needs_no_lightning(tmp_path: Path) -> None:
+def test_it_needs_no_lightning(tmp_path):
     command = [sys.executable, "-c", WITHOUT_LIGHTNING]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "det_callbacks: match: verified 3 steps" in done.stdout
 
 
-def test_a_loop_without_batches_or_a_batch_is_recorded_too(tmp_path: Path) -> None:
+def test_a_loop_without_batches_or_a_batch_is_recorded_too(tmp_path):
     def run_it(**options: Any) -> TrainingRun:
         loop = Loop()
         with TrainingRun(tmp_path / "run", model=loop.model, optimizers=loop.optimizers[0], **options) as run:
@@ -188,7 +186,7 @@ def test_a_loop_without_batches_or_a_batch_is_recorded_too(tmp_path: Path) -> No
     assert verdict.verdict == "match"
 
 
-def test_blocks_in_a_row_are_parts_of_one_run(tmp_path: Path, capsys: Any) -> None:
+def test_blocks_in_a_row_are_parts_of_one_run(tmp_path, capsys):
     def run_it(num_blocks: int = 2, **options: Any) -> TrainingRun:
         loop = Loop()
         run = TrainingRun(tmp_path / "run", model=loop.model, optimizers=loop.optimizers, **options)
@@ -206,7 +204,7 @@ def test_blocks_in_a_row_are_parts_of_one_run(tmp_path: Path, capsys: Any) -> No
     assert first.verdict.verdict == "match"
 
 
-def test_what_is_logged_is_compared_by_name(tmp_path: Path) -> None:
+def test_what_is_logged_is_compared_by_name(tmp_path):
     def run_it(value: float, at: int = 2, **options: Any) -> TrainingRun:
         loop = Loop()
         with TrainingRun(tmp_path / "run", model=loop.model, optimizers=loop.optimizers, **options) as run:
@@ -247,7 +245,7 @@ def log_after(run: TrainingRun, loop: Loop, *pairs: tuple[str, Any]) -> None:
             run.log(name, value)
 
 
-def test_a_loop_that_goes_on_from_its_own_checkpoint_is_compared_from_there_on(reference: Path, tmp_path: Path) -> None:
+def test_a_loop_that_goes_on_from_its_own_checkpoint_is_compared_from_there_on(reference, tmp_path):
     loop = Loop().run(until=3)
     saved = {"model": loop.model.state_dict(), "optimizer": loop.optimizers[0].state_dict()}
     states = GeneratorStates.capture()
@@ -276,7 +274,7 @@ def test_a_loop_that_goes_on_from_its_own_checkpoint_is_compared_from_there_on(r
     assert (first.step, first.phase) == (3, "optimizer"), first  # which makes its state anew
 
 
-def test_a_recording_goes_on_from_a_step(tmp_path: Path) -> None:
+def test_a_recording_goes_on_from_a_step(tmp_path):
     loop = Loop()
     run = TrainingRun(tmp_path / "run", mode="record", model=loop.model, optimizers=loop.optimizers)
 
@@ -294,7 +292,7 @@ def test_a_recording_goes_on_from_a_step(tmp_path: Path) -> None:
     assert Run.open(tmp_path / "run").rank(0).steps(0).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_replay_keep_only_steps_and_audit_work_as_with_the_callback(tmp_path: Path, capsys: Any) -> None:
+def test_replay_keep_only_steps_and_audit_work_as_with_the_callback(tmp_path, capsys):
     arguments: dict[str, Any] = {"replay": ["forward/drop:*"], "keep_tensors": ["forward/last:*"]}
     train(Loop, tmp_path / "run", mode="record", **arguments)
     out = capsys.readouterr().out
@@ -315,7 +313,7 @@ def in_step(run: TrainingRun, loop: Loop, function: Callable[[Any], Any]) -> Non
                 function(batch)
 
 
-def test_misuse_says_what_to_do(reference: Path, tmp_path: Path) -> None:
+def test_misuse_says_what_to_do(reference, tmp_path):
     loop, folders = Loop(), (tmp_path / str(number) for number in range(100))
 
     def new(**options: Any) -> TrainingRun:
@@ -363,7 +361,7 @@ def test_misuse_says_what_to_do(reference: Path, tmp_path: Path) -> None:
     Loop().run()  # nothing is left that would refuse it
 
 
-def test_within_a_fit_with_the_callback_it_is_refused(tmp_path: Path) -> None:
+def test_within_a_fit_with_the_callback_it_is_refused(tmp_path):
     class Inner(pl.Callback):
         def on_train_batch_end(self, *_: Any, **__: Any) -> None:
             loop = Loop()
@@ -374,9 +372,7 @@ def test_within_a_fit_with_the_callback_it_is_refused(tmp_path: Path) -> None:
         Fit(DeterminismCallback(tmp_path / "a", mode="record"), Inner()).run()
 
 
-def test_an_exception_in_a_step_makes_the_run_incomplete_also_where_the_program_goes_on(
-    reference: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_an_exception_in_a_step_makes_the_run_incomplete_also_where_the_program_goes_on(reference, tmp_path, capsys):
     def fail_at(number: int, loop: Loop, step: int) -> None:
         if step == number:
             raise ZeroDivisionError("a bug of the user's")
@@ -415,12 +411,12 @@ def test_an_exception_in_a_step_makes_the_run_incomplete_also_where_the_program_
             catch(goes_on=goes_on, reference=reference, current=tmp_path / f"current {goes_on}")
 
 
-def test_disabled_does_nothing_and_a_run_is_used_again(tmp_path: Path) -> None:
+def test_disabled_does_nothing_and_a_run_is_used_again(tmp_path):
     loop, run = train(Loop, tmp_path / "run", mode="disabled")
     assert (len(loop.losses), run.verdict, [*tmp_path.iterdir()]) == (STEPS, None, [])
 
 
-def test_leaving_batches_in_the_middle_is_fine_and_a_shorter_loop_is_not(reference: Path, tmp_path: Path) -> None:
+def test_leaving_batches_in_the_middle_is_fine_and_a_shorter_loop_is_not(reference, tmp_path):
     def short(**options: Any) -> TrainingRun:
         loop = Loop()
         run = TrainingRun(model=loop.model, optimizers=loop.optimizers, **options)
@@ -467,7 +463,7 @@ def train_ranks(mode: str, folder: Path, kind: str, fault: bool, rank: int) -> N
 
 @pytest.mark.ddp
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_ranks_have_one_run_and_one_verdict(kind: str, tmp_path: Path) -> None:
+def test_ranks_have_one_run_and_one_verdict(kind, tmp_path):
     body = partial(partial, train_ranks)
     run_ranks(body("record", tmp_path, kind, False), tmp_path / "record", status=0)
     assert Run.open(tmp_path / "run").ranks == [0, 1]

@@ -89,7 +89,7 @@ def kill_at_6(trainer: pl.Trainer, *_: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_recording_that_was_killed_goes_on_and_is_the_uninterrupted_one(tmp_path: Path) -> None:
+def test_a_recording_that_was_killed_goes_on_and_is_the_uninterrupted_one(tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     options = {"accumulate_grad_batches": 2, "validates": True, "val_check_interval": 3}
     run_ranks(lambda rank: record(whole, **options), whole, status=0)
@@ -126,7 +126,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRAININGS)
-def test_from_wherever_it_was_saved(name: str, tmp_path: Path) -> None:
+def test_from_wherever_it_was_saved(name, tmp_path):
     options = TRAININGS[name]
     world = options.get("num_ranks", 2)
     run_ranks(lambda rank: round_trip(tmp_path, **options), tmp_path / "output", world_size=world, status=0)
@@ -172,7 +172,7 @@ def add_on_rank_1(trainer: pl.Trainer, *_: Any) -> None:
     trainer.fit_loop._data_source.instance.dataset.rows[:] += trainer.global_rank
 
 
-def test_what_cannot_be_resumed_is_refused_on_all_ranks(saved: Path) -> None:
+def test_what_cannot_be_resumed_is_refused_on_all_ranks(saved):
     def trip(name: str, after: int, **options: Any) -> Any:
         round_trip(saved / name, [after], level="state", max_epochs=1, **options)
 
@@ -193,7 +193,7 @@ def test_what_cannot_be_resumed_is_refused_on_all_ranks(saved: Path) -> None:
     run_ranks(body, saved / "output", status=0)
 
 
-def test_another_number_of_processes_is_refused_and_lightning_goes_on_alone(saved: Path) -> None:
+def test_another_number_of_processes_is_refused_and_lightning_goes_on_alone(saved):
     options = {"model": Wide, "data": data, "max_epochs": 1, "ckpt_path": saved / "3.ckpt"}
     with pytest.raises(NotResumableError, match="it was saved by 2 processes, and there are 1 now"):
         resumes.record(saved / "exact", **options)

@@ -2,8 +2,6 @@
 
 from functools import partial
 from itertools import cycle
-from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -42,7 +40,7 @@ class Threaded(pl.LightningModule):
 
 @pytest.mark.parametrize("level", ["op", "module", "state"])
 @pytest.mark.parametrize("num_branches", [2, 3])
-def test_threads_in_another_order_match(tmp_path: Path, num_branches: int, level: str) -> None:
+def test_threads_in_another_order_match(tmp_path, num_branches, level):
     trainings = [Training(model=partial(Threaded, num_branches, first)) for first in range(3)]
     reference = trainings[0].record(tmp_path / "reference", level=level)
     for number, training in enumerate(trainings):
@@ -58,9 +56,7 @@ def test_threads_in_another_order_match(tmp_path: Path, num_branches: int, level
         ("module", ("net.branches.1.down", "", "content", None)),
     ],
 )
-def test_a_fault_in_one_thread_is_named_whatever_the_order(
-    tmp_path: Path, monkeypatch: Any, level: str, place: tuple[str, str, str, bool | None]
-) -> None:
+def test_a_fault_in_one_thread_is_named_whatever_the_order(tmp_path, monkeypatch, level, place):
     trainings = [Training(model=partial(Threaded, 3, first)) for first in range(3)]
     reference = trainings[0].record(tmp_path / "reference", level=level)
     monkeypatch.setattr(Branch, "wrong", 1)

@@ -1,7 +1,6 @@
 """Modules that TorchScript runs: what ran before in the process decides which ops its executor runs."""
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -56,7 +55,7 @@ def fit(callback: DeterminismCallback, *, is_scripted: bool, num_before: int = 0
 
 
 @pytest.mark.parametrize("is_scripted", [True, False])
-def test_what_ran_before_is_named_where_the_executor_runs_other_ops(is_scripted: bool, tmp_path: Path) -> None:
+def test_what_ran_before_is_named_where_the_executor_runs_other_ops(is_scripted, tmp_path):
     fit(DeterminismCallback(tmp_path / "run", mode="record"), is_scripted=is_scripted)
     again: Any = partial(fit, DeterminismCallback(tmp_path / "run", current=tmp_path / "current"))
     if not is_scripted:
@@ -70,7 +69,7 @@ def test_what_ran_before_is_named_where_the_executor_runs_other_ops(is_scripted:
     assert said in verdict.explanation
 
 
-def test_an_op_that_another_module_has_is_not_laid_to_it(tmp_path: Path) -> None:
+def test_an_op_that_another_module_has_is_not_laid_to_it(tmp_path):
     """The executor has settled by then: both runs have its ops of a process in which it ran before."""
     fit(DeterminismCallback(tmp_path / "first", mode="record"), is_scripted=True, num_before=3)
     fit(DeterminismCallback(tmp_path / "run", mode="record"), is_scripted=True, num_before=3)
@@ -82,7 +81,7 @@ def test_an_op_that_another_module_has_is_not_laid_to_it(tmp_path: Path) -> None
     assert "TorchScript" not in verdict.explanation
 
 
-def test_a_loop_of_one_s_own_is_told_of_it_too(tmp_path: Path) -> None:
+def test_a_loop_of_one_s_own_is_told_of_it_too(tmp_path):
     own_class = type(scaled())  # both runs are of one class, whose executor has not run before
 
     def loop(num_before: int, **options: Any) -> None:

@@ -177,7 +177,7 @@ def table(lines: Sequence[str]) -> list[list[str]]:
     return [[row[0], row[2]] for row in rows if len(row) == 5]
 
 
-def test_what_cannot_be_started_or_has_no_new_folder_is_refused(check: Check, tmp_path: Path, capsys: Any) -> None:
+def test_what_cannot_be_started_or_has_no_new_folder_is_refused(check, tmp_path, capsys):
     assert main(["check"]) == 2
     assert "No command was given" in capsys.readouterr().err
     for words, says in (
@@ -208,7 +208,7 @@ def test_what_cannot_be_started_or_has_no_new_folder_is_refused(check: Check, tm
 # real processes
 
 
-def test_no_shell_reads_the_words_and_the_variables_are_all_there_are(capfd: Any) -> None:
+def test_no_shell_reads_the_words_and_the_variables_are_all_there_are(capfd):
     source = "import os, sys; print(sys.argv[1:], {*os.environ} - {'LC_CTYPE'}, sys.stdin.read() == ''); sys.exit(7)"
     assert run_process([sys.executable, "-I", "-c", source, "a b", "$HOME"], variables={"X": "1"}) == 7
     assert capfd.readouterr().out == "['a b', '$HOME'] {'X'} True\n"
@@ -238,7 +238,7 @@ TRAINING = """if True:
         (signal.SIGTERM, "SIG_IGN"),
     ],
 )
-def test_no_training_outlives_the_check(number: int, handler: str, tmp_path: Path) -> None:
+def test_no_training_outlives_the_check(number, handler, tmp_path):
     words, pid = [sys.executable, "-c", LAUNCHER, TRAINING.format(handler=handler)], tmp_path / "pid"
     with subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.DEVNULL, start_new_session=True) as launcher:
         while not pid.exists():
