@@ -47,11 +47,13 @@ class TensorNumbers:
     num_nan: int = 0  # elements that differ and of which one or both are NaN; in no bin of ``ulps``
     num_inf: int = 0  # likewise, of which one or both are infinite and none is NaN
     max_ulps: int | None = None
-    max_absolute: float | None = None  # of finite elements; None without one, or where it is beyond float64
+    # of finite elements; None without one, or where it is beyond float64
+    max_absolute: float | None = None
     max_relative: float | None = None  # likewise, by the reference's element, where that is not zero
     first: tuple[int, ...] | None = None  # index of the first element that differs, row-major
     first_values: tuple[str, str] | None = None  # its values in the reference and now, as text
-    worst: tuple[int, ...] | None = None  # of the element with NaN, else an infinity, else the largest distance
+    # of the element with NaN, else an infinity, else the largest distance
+    worst: tuple[int, ...] | None = None
     worst_values: tuple[str, str] | None = None
     problem: str = ""  # why there are no numbers; "" where there are
     num_elements: int = field(init=False, default=0)

@@ -45,7 +45,8 @@ class Sidecar:
     id: str  # random identity of the save
     file: FileDigest  # of the file, or of all files of a folder
     entries: Entries  # by section and path; the files of a folder are in section "files"
-    parameters: Mapping[str, str] = field(default_factory=dict)  # "0/state/3" in the optimizers' states -> name
+    # "0/state/3" in the optimizers' states -> name
+    parameters: Mapping[str, str] = field(default_factory=dict)
     run: Mapping[str, str | None] | None = None  # id, mode and reference of the run, if any
     step: int | None = None  # the last training batch that ended, from 0
     epoch: int | None = None  # from 0

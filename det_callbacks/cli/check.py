@@ -178,7 +178,8 @@ def _varied(script: Script, name: str, run: Run, seed: str) -> Script:
     elif name == "memory":
         entry = f"env.{_FILL}"
         given = os.environ.get(_FILL, "")
-        variables[_FILL] = now = "90" if given != "90" else "195"  # glibc fills with the complement: 0xa5 or 0x3c
+        # glibc fills with the complement: 0xa5 or 0x3c
+        variables[_FILL] = now = "90" if given != "90" else "195"
         variables["GLIBC_TUNABLES"] = ":".join(filter(None, (os.environ.get("GLIBC_TUNABLES"), _WITHOUT_CACHE)))
         variables[FILL_MEMORY] = str(255 - int(now))
         change = f"filled with {255 - int(now):#x} when allocated"

@@ -6,7 +6,6 @@ the configuration acts through the option that it became.
 
 import enum
 import functools
-import importlib.metadata
 import json
 import math
 import os
@@ -25,6 +24,7 @@ import torch
 from det_callbacks.digest.device.triton_digest import device_choice
 from det_callbacks.digest.host import digest_bytes, format_digest
 from det_callbacks.internals.torch import TORCH
+from det_callbacks.internals.versions import installed_version
 from det_callbacks.runs.environment import (
     ARGUMENTS,
     CHANGED_FILE,
@@ -69,6 +69,9 @@ _SECRET = re.compile(
 )
 # absolute paths and addresses, which say who and where
 _PLACE = re.compile(r"(?<![\w.])(?:[A-Za-z][\w+.-]*://|~?/(?=\w)|[A-Za-z]:[\\/])[^\s'\",;)\]}]*")
+
+
+_version = functools.cache(installed_version)  # takes 4 ms
 
 
 def capture_environment(*, choices: Mapping[str, Any] | None = None, lightning: str = "lightning") -> Environment:
@@ -203,14 +206,6 @@ def _plain(name: str, value: Any) -> Any:
         return [_plain(name, inner) for inner in value]
     # repr(value) may hold addresses or whole tensors
     return f"<{type(value).__module__}.{type(value).__qualname__}>"
-
-
-@functools.cache  # takes 11 ms
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _first(pattern: str, text: str | Path) -> str | None:

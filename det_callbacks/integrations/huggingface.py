@@ -86,7 +86,8 @@ class _TrainerRun(TrainingRun):
         self._trainer = trainer
         self._model = trainer.model_wrapped
         optimizer: Any = trainer.optimizer
-        while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):  # accelerate wraps it
+        # accelerate wraps it
+        while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
             optimizer = inner
         self._optimizers = [optimizer]
         self._iterator, self._drawn = None, []
@@ -143,7 +144,8 @@ class _TrainerRun(TrainingRun):
 
     def save(self, folder: Path, state: TrainerState) -> None:
         """Write the digests of a checkpoint beside its folder, and remove those of deleted folders."""
-        self._group.run_on_all(lambda: None, task=f"saving {folder}")  # all ranks have written their parts
+        # all ranks have written their parts
+        self._group.run_on_all(lambda: None, task=f"saving {folder}")
         if self._training.rank:
             return
         place: dict[str, Any] = {"step": state.global_step - 1, "epoch": self._training.epoch}

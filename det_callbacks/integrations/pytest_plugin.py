@@ -96,7 +96,8 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     except DetCallbacksError as error:
         failure = error
     if failure is not None:
-        _end(failure, item.config, command=runs.command)  # outside of the handler: pytest would show both texts
+        # outside of the handler: pytest would show both texts
+        _end(failure, item.config, command=runs.command)
     others = [it for it in item.user_properties if it[0] != _PROPERTY]  # of a test that runs again
     item.user_properties[:] = [*others, (_PROPERTY, json.dumps(done))]
     return result

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from det_callbacks.integrations.loop import unwrapped
 from det_callbacks.internals.torch import CHILDREN
+from det_callbacks.trace.state.optimizers import parameters_of
 
 
 class SeveralModels(nn.Module):
@@ -19,7 +20,7 @@ def models_of(module: nn.Module, optimizers: Sequence[Optimizer]) -> nn.Module:
     """Return the module that was called, or one that holds every parameter of the optimizers."""
     parameters: dict[int, torch.Tensor] = {}
     for optimizer in optimizers:
-        parameters |= {id(tensor): tensor for group in optimizer.param_groups for tensor in group["params"]}
+        parameters |= {id(tensor): tensor for tensor in parameters_of(optimizer)}
     if parameters.keys() <= _owned(module):
         return module
     roots: list[nn.Module] = []

@@ -155,7 +155,8 @@ def _seed_in_force() -> int | None:
 
 def _reduction_in_force(kind: str) -> bool:
     value = getattr(torch.backends.cuda.matmul, f"allow_{kind}_reduced_precision_reduction")
-    return bool(value[0] if isinstance(value, tuple) else value)  # torch may add whether split-K is allowed
+    # torch may add whether split-K is allowed
+    return bool(value[0] if isinstance(value, tuple) else value)
 
 
 def _inductor_in_force(name: str) -> bool:

@@ -134,7 +134,8 @@ def _seed_all(seed: int) -> None:
     """Seed as Lightning's ``seed_everything(seed, workers=True)``, and note which parameters exist."""
     is_parameter: Callable[[type], bool] = cache(lambda kind: issubclass(kind, nn.Parameter))
     found = (one for one in gc.get_objects() if is_parameter(type(one)) and not is_lazy(one))
-    _seeded_after["parameters"] = {id(one): weakref.ref(one) for one in found}  # takes 30 milliseconds; weak references
+    # takes 30 milliseconds; weak references
+    _seeded_after["parameters"] = {id(one): weakref.ref(one) for one in found}
     os.environ.update(_seed_variables(seed))
     random.seed(seed)
     np.random.seed(seed)

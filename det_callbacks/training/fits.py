@@ -7,7 +7,8 @@ from multiprocessing.util import Finalize
 from det_callbacks.errors import DetCallbacksError, NothingComparedError
 from det_callbacks.report.console import end_process, print_error
 
-_waiting: dict[object, Callable[[], DetCallbacksError | None]] = {}  # by owner: returns the error if no more fits come
+# by owner: returns the error if no more fits come
+_waiting: dict[object, Callable[[], DetCallbacksError | None]] = {}
 
 num_fits = 0
 """Fits that have begun in this process."""

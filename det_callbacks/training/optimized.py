@@ -18,6 +18,7 @@ from det_callbacks.runs.evidence import (
 )
 from det_callbacks.trace.op.components import PLAIN
 from det_callbacks.trace.state.generators import Ledger
+from det_callbacks.trace.state.optimizers import parameters_of
 
 MAX_UPDATES = 8  # measured: each takes a pass over the gradients
 # A smaller share of the largest gradient may be rounding, as for a bias before a BatchNorm.
@@ -40,7 +41,8 @@ class OptimizedParameters:
         self._names: dict[int, str] = {}
         self._measured: dict[str, None] = {}
         self._num_updates = 0
-        self._fetched: list[tuple[dict[str, float], Tensor]] = []  # machine epsilon by name, largest elements
+        # machine epsilon by name, largest elements
+        self._fetched: list[tuple[dict[str, float], Tensor]] = []
 
     def begin_step(self, epoch: int) -> None:
         if epoch == self._epoch:
@@ -50,7 +52,7 @@ class OptimizedParameters:
         self._names = {identity: name for identity, (name, _) in trainable.items()}
         others, found = dict(trainable), dict[str, list[str]]()
         for number, optimizer in enumerate(self._optimizers):
-            held = [id(one) for group in optimizer.param_groups for one in group["params"]]
+            held = [id(one) for one in parameters_of(optimizer)]
             found[f"{IN_OPTIMIZER}{number}"] = [trainable[one][0] for one in held if one in trainable]
             for one in held:
                 others.pop(one, None)
@@ -66,7 +68,7 @@ class OptimizedParameters:
         self._num_updates += 1
         if self._num_updates > MAX_UPDATES:
             return
-        held = [one for optimizer in self._optimizers for group in optimizer.param_groups for one in group["params"]]
+        held = [one for optimizer in self._optimizers for one in parameters_of(optimizer)]
         by_device: dict[torch.device, dict[str, Tensor]] = {}
         for parameter in held:
             name, gradient = self._names.get(id(parameter)), parameter.grad

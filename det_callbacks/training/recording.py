@@ -100,7 +100,8 @@ class Recording(TracedSession):
     @override
     def put_metrics(self, reading: Reading) -> bool:
         earlier = self.detector if self.call is None else None
-        if earlier is None or not earlier.goes_beyond(reading.step):  # else an attempt that was cut off there
+        # else an attempt that was cut off there
+        if earlier is None or not earlier.goes_beyond(reading.step):
             self._num_metrics += len(reading.metrics)
             self.run.put_reading(reading)
         differs = earlier is not None and earlier.add_metrics(reading)

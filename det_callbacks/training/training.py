@@ -58,9 +58,11 @@ class Training:
     num_batches = 1  # of the loaders in this step, as with accumulation
     num_drawn_ahead = 0  # batches drawn already that come after those of this step
     framework = "lightning"  # the distribution whose version is recorded
-    choices: Mapping[str, Any]  # what changes bits, by name: precision, accumulation, clipping, hyperparameters
+    # what changes bits, by name: precision, accumulation, clipping, hyperparameters
+    choices: Mapping[str, Any]
     hooks: Mapping[str, str]  # by point of a step: what else is called there, and may move a generator
-    schedulers: Sequence[tuple[object, str]] | None = None  # each with when it steps ("epoch"); None if unknown
+    # each with when it steps ("epoch"); None if unknown
+    schedulers: Sequence[tuple[object, str]] | None = None
     loaders: Mapping[str, Any] | None  # by name; None before they are known
     module: nn.Module
     optimizers: Sequence[Optimizer]

@@ -23,7 +23,8 @@ _ARGUMENTS = inspect.signature(DeterminismCallback).parameters
 
 
 def callback_of_job(reference: str | None, current: str | None, arguments: dict[str, Any]) -> DeterminismCallback:
-    config = HydraConfig.get() if HydraConfig.initialized() else None  # None if composed outside hydra.main
+    # None if composed outside hydra.main
+    config = HydraConfig.get() if HydraConfig.initialized() else None
 
     def folder(path: str | None) -> Path | None:
         if path is None or config is None:

@@ -260,7 +260,8 @@ class DeterminismCallback(FollowedRun, pl.Callback):
 
     on_test_start, on_test_batch_start = on_validation_start, on_validation_batch_start
     on_test_end = on_validation_end
-    on_predict_start, on_predict_end = on_validation_start, on_validation_end  # predictions log no metrics
+    # predictions log no metrics
+    on_predict_start, on_predict_end = on_validation_start, on_validation_end
 
     @property
     def _is_fitting(self) -> bool:

@@ -24,7 +24,8 @@ from det_callbacks.trace.state.leaves import flatten
 from det_callbacks.training.metrics import generator_states, metric_of
 from det_callbacks.training.session import Session
 
-CALLS = {TrainerFn.VALIDATING: "trainer.validate", TrainerFn.TESTING: "trainer.test"}  # stages that log without a fit
+# stages that log without a fit
+CALLS = {TrainerFn.VALIDATING: "trainer.validate", TrainerFn.TESTING: "trainer.test"}
 
 
 class LoggedMetrics:
@@ -36,7 +37,8 @@ class LoggedMetrics:
 
     step = -1  # the last batch that began
     is_resuming = False  # no batch has begun since a checkpoint was loaded
-    whole_epoch: dict[str, str] | None = None  # evidence of the open epoch; None if it began in another process
+    # evidence of the open epoch; None if it began in another process
+    whole_epoch: dict[str, str] | None = None
     ended_epoch: int | None = None  # the epoch whose last hooks run
     _session: Session | None = None
 

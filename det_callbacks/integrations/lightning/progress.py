@@ -85,7 +85,8 @@ class ProgressReporter:
             "replayed_mib": progress.num_bytes / 2**20,
         }
         if progress.chain is not None:
-            metrics["chain"] = progress.chain >> 40  # TensorBoard keeps float32, whose whole numbers have 24 bits
+            # TensorBoard keeps float32, whose whole numbers have 24 bits
+            metrics["chain"] = progress.chain >> 40
         states = RewindPoint()
         for logger in trainer.loggers:
             logger.log_metrics({f"{KEY}/{name}": float(value) for name, value in metrics.items()}, step=self._step)

@@ -108,7 +108,8 @@ class LightningTraining(Training):
                 users = [one for one in others if getattr(type(one), hook, None) not in inherited]
                 names = [type(one).__qualname__ for one in users]
                 if order == AFTER and is_overridden(hook, module, own_class(module, pl.LightningModule)):
-                    names.insert(0, type(module).__qualname__)  # its hooks run after those of all callbacks
+                    # its hooks run after those of all callbacks
+                    names.insert(0, type(module).__qualname__)
                 if names:
                     found[f"{order} {hook}"] = ", ".join(names)
         return found

@@ -188,7 +188,8 @@ class Resuming:
 
     def begin_epoch(self) -> None:
         """Restore what must be in place before the hooks of a new epoch."""
-        if (state := self._pending) is not None:  # on all ranks: a killed save may have left parts of two moments
+        # on all ranks: a killed save may have left parts of two moments
+        if (state := self._pending) is not None:
             restore = partial(self._restore, state, self._tensors) if state.position is None else lambda: None
             self._peers.run_on_all(restore, task="beginning an epoch")
 

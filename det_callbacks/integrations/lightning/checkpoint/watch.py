@@ -34,6 +34,7 @@ from det_callbacks.report.console import print_closing_line
 from det_callbacks.report.tensors import uncovered_save_line
 from det_callbacks.runs.disk import writing
 from det_callbacks.runs.peers import Peers
+from det_callbacks.trace.state.optimizers import parameters_of
 from det_callbacks.training.arguments import Resume
 from det_callbacks.training.replaced import ReplacedMethods
 
@@ -147,6 +148,6 @@ def _parameter_names(trainer: pl.Trainer) -> dict[str, str]:
     names = {id(parameter): name for name, parameter in trainer.lightning_module.named_parameters()}
     found: dict[str, str] = {}
     for number, optimizer in enumerate(trainer.optimizers):
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        found |= {f"{number}/state/{place}": names.get(id(one), "") for place, one in enumerate(parameters)}
+        for place, parameter in enumerate(parameters_of(optimizer)):
+            found[f"{number}/state/{place}"] = names.get(id(parameter), "")
     return found
