@@ -11,9 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import loops
 import numpy as np
 import pytest
 import torch
+from loops import CLASSES, FEATURES
 from processes import run_ranks
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -34,7 +36,6 @@ from det_callbacks.environment.rng import GeneratorStates
 from det_callbacks.huggingface import DeterminismCallback
 from det_callbacks.runs.store import Run
 
-FEATURES, CLASSES = 8, 3
 STEPS = 6
 
 pytestmark = [
@@ -49,19 +50,13 @@ pytestmark = [
 ]
 
 
-class Net(nn.Module):
-    """With dropout, whose draws are recorded, and running statistics."""
-
+class Net(loops.Net):
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(FEATURES, 16)
-        self.norm = nn.BatchNorm1d(16)
-        self.drop = nn.Dropout(0.2)
-        self.last = nn.Linear(16, CLASSES)
         self.losses: list[float] = []
 
     def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        logits = self.last(self.drop(torch.relu(self.norm(self.first(inputs)))))
+        logits = super().forward(inputs)
         loss = cross_entropy(logits, labels)
         self.losses.append(loss.item())
         return {"loss": loss, "logits": logits}
