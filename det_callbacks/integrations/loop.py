@@ -349,8 +349,7 @@ class TrainingRun(FollowedRun):
     def _begin(self, **options: Any) -> None:
         super()._begin(**options)
         if self._is_resumed and not self._training.rank:
-            place: dict[str, Any] = {"number": self._step, "step": self._step, "epoch": max(0, self._training.epoch)}
-            self._session.resume_metrics(Reading(where=RESUMED, **place, metrics={}), is_first=True)
+            self._session.resume_metrics(self._reading(RESUMED, {}), is_first=True)
 
     def _enter_step(self, batch: Any) -> None:
         if self.mode == "disabled":
@@ -375,10 +374,9 @@ class TrainingRun(FollowedRun):
         if error is not None:
             self._failed = error
             self._hooks.drop_step()
-            if self._watch is not None:
-                self._watch.close()
+            self._watch_ops(is_on=False)
             return
-        self._end_step(max(0, self._training.epoch), None)
+        self._end_step(self._epoch, None)
 
     @override
     def _after_step(self) -> bool:
@@ -428,9 +426,16 @@ class TrainingRun(FollowedRun):
         """Hand over what was logged since the last step; ranks stop for it together after their next step."""
         if self._logged:
             metrics, self._logged = self._logged, {}
-            place: dict[str, Any] = {"number": self._step, "step": self._step, "epoch": max(0, self._training.epoch)}
-            reading = Reading(where=LOG, **place, metrics=metrics, evidence=generator_states(self._session.reader))
+            reading = self._reading(LOG, metrics, generator_states(self._session.reader))
             self._has_differed |= bool(self._session.put_metrics(reading))
+
+    def _reading(self, where: str, metrics: dict[str, Metric], evidence: Mapping[str, str] | None = None) -> Reading:
+        step, evidence = self._step, dict(evidence or {})
+        return Reading(where=where, number=step, step=step, epoch=self._epoch, metrics=metrics, evidence=evidence)
+
+    @property
+    def _epoch(self) -> int:
+        return max(0, self._training.epoch)  # -1 without ``batches``
 
     def _require_open(self, what: str) -> None:
         if not self._is_open:

@@ -12,11 +12,10 @@ from typing import Any
 from det_callbacks.compare.record import VERDICT_FILE
 from det_callbacks.errors import (
     DetCallbacksError,
-    DivergenceError,
-    NotComparableError,
     NothingComparedError,
     ReferenceNotFoundError,
     SelectionError,
+    divergence_error,
 )
 from det_callbacks.integrations.lightning import DeterminismCallback
 from det_callbacks.integrations.loop import TrainingRun
@@ -132,8 +131,7 @@ def _check(training: _Training) -> None:
         return
     verdict = Verdict.from_dict(json.loads((training.folder / VERDICT_FILE).read_bytes()))
     if verdict.verdict != "match":
-        kind = NotComparableError if verdict.verdict == "not_comparable" else DivergenceError
-        raise kind(verdict_lines(verdict), verdict)
+        raise divergence_error(verdict_lines(verdict), verdict)
 
 
 def _keep(training: _Training) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from det_callbacks.errors import CoverageWarning, DivergenceError, NotComparableError, NothingComparedError, WriteError
+from det_callbacks.errors import CoverageWarning, NothingComparedError, WriteError, divergence_error
 from det_callbacks.report import fits as closing
 from det_callbacks.report.console import count
 from det_callbacks.report.findings import findings_line
@@ -186,7 +186,7 @@ class Recording(TracedSession):
         first = next(end for end in ended if end["has_diverged"])
         counts = {"num_agreed": first["num_agreed"], "num_dropped": first["num_steps"]}
         text = disagreement_text(verdict, path=self.path, **counts, rank=self.peers.rank)
-        raise (NotComparableError if verdict.verdict == "not_comparable" else DivergenceError)(text, verdict)
+        raise divergence_error(text, verdict)
 
     def _end_comparison(self) -> None:
         if self.detector is not None:

@@ -10,7 +10,13 @@ from typing import Any
 from typing_extensions import override
 
 from det_callbacks.compare.record import REPORT_FILE
-from det_callbacks.errors import DivergenceError, DivergenceWarning, NotComparableError, NothingComparedError
+from det_callbacks.errors import (
+    DivergenceError,
+    DivergenceWarning,
+    NotComparableError,
+    NothingComparedError,
+    divergence_error,
+)
 from det_callbacks.report import fits as closing
 from det_callbacks.report.console import count, print_closing_line
 from det_callbacks.report.page import write_report
@@ -117,7 +123,7 @@ class Verifying(TracedSession):
             return
         text = verdict_of_rank(verdict, rank=self.peers.rank, world_size=self.peers.world_size)
         if self.arguments.on_divergence != "warn":
-            raise (NotComparableError if verdict.verdict == "not_comparable" else DivergenceError)(text, verdict)
+            raise divergence_error(text, verdict)
         self._warn_once(text, DivergenceWarning)
 
     def _wait(self, verdict: Verdict, missing: Sequence[str], level: str) -> None:

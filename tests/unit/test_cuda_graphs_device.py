@@ -38,7 +38,7 @@ def traces(fault_at: int = -1) -> list[StepTrace]:
 
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # inductor's, on GPUs that have them
-def test_reduce_overhead() -> None:
+def test_reduce_overhead():
     reference = traces()
     assert len({trace.program.id for trace in reference[1:]}) == 1
     for one, other in zip(reference, traces(), strict=True):

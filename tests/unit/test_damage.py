@@ -76,9 +76,7 @@ def verdict_in(output: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("first", "num"), [(0, 40), pytest.param(40, 960, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
 )
-def test_no_damage_ends_in_a_match_that_skipped_something(
-    runs: Path, tmp_path: Path, capsys: Any, first: int, num: int
-) -> None:
+def test_no_damage_ends_in_a_match_that_skipped_something(runs, tmp_path, capsys, first, num):
     outcomes: Counter[int] = Counter()
     known: dict[str, tuple[int, str, str]] = {}
     for seed in range(first, first + num):

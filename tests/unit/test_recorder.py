@@ -200,6 +200,6 @@ def test_an_efficient_zero_tensor_has_no_memory_to_look_at():
 
 
 @pytest.mark.parametrize("argument", ["modules", "phases"])
-def test_a_lone_name_is_no_list_of_them(argument: str) -> None:
+def test_a_lone_name_is_no_list_of_them(argument):
     with pytest.raises(SelectionError, match=rf"{argument} must be a list of strings; got the string 'forward'"):
         HashMode(nn.Linear(2, 2), **{argument: "forward"})  # type: ignore[arg-type]

@@ -246,7 +246,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     assert [(one.name, one.read_bytes()) for one in tmp_path.iterdir()] == [("file", b"before")]
 
 
-def test_only_the_named_steps_are_selected() -> None:
+def test_only_the_named_steps_are_selected():
     selection = Selection(only_steps=(7, 3, 7))
     assert [step for step in range(10) if selection.selects_step(step)] == [3, 7]
     assert (selection.is_every_step, selection.shown_steps) == (False, "only_steps=[3, 7]")

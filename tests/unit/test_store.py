@@ -170,7 +170,7 @@ def test_an_attempt_of_another_selection_is_refused_and_any_other_can_be_taken_b
     assert Run.open(path).rank(0).steps(0).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_the_old_run_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
+def test_the_old_run_stays_until_the_new_one_is_whole(tmp_path):
     path = record(tmp_path / "run", range(4))
     before = everything_in(path)
     for complete in (False, None):  # None: a kill

@@ -149,7 +149,7 @@ def test_a_file_of_another_place_version_or_kind_or_that_changes_after_it_was_op
             read()
 
 
-def test_what_was_written_is_read_in_order_and_a_kill_loses_the_last_steps_only(path: Path) -> None:
+def test_what_was_written_is_read_in_order_and_a_kill_loses_the_last_steps_only(path):
     def read(run_id: str = "this run") -> list[Row]:
         return list(read_evidence(path, run_id=run_id))
 

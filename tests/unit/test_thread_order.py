@@ -1,7 +1,6 @@
 """Modules that run in several threads of one step: what is recorded does not depend on which came first."""
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ def step(mode: HashMode, net: Branches, schedule: str, **beginning: object) -> S
 
 @pytest.mark.parametrize("level", ["op", "module"])
 @pytest.mark.parametrize(("num_branches", "has_stem"), [(2, True), (3, False)])
-def test_the_order_of_threads_is_not_recorded(num_branches: int, has_stem: bool, level: str) -> None:
+def test_the_order_of_threads_is_not_recorded(num_branches, has_stem, level):
     torch.manual_seed(0)
     net = Branches(num_branches, has_stem=has_stem)
     mode = HashMode(net, level=level)
@@ -41,7 +40,7 @@ def test_the_order_of_threads_is_not_recorded(num_branches: int, has_stem: bool,
 
 
 @pytest.mark.parametrize("level", ["op", "module"])
-def test_a_site_comes_after_all_that_it_reads_and_in_the_order_of_its_thread(level: str) -> None:
+def test_a_site_comes_after_all_that_it_reads_and_in_the_order_of_its_thread(level):
     net = Branches(3)
     for schedule in SCHEDULES[3]:
         program = step(HashMode(net, level=level), net, schedule).program
@@ -62,8 +61,8 @@ def differing(net: Branches, schedule: str, expected: StepTrace) -> tuple[list[s
 
 
 def test_a_difference_in_a_thread_is_an_origin_unless_its_input_was_written_unseen(
-    monkeypatch: Any,
-) -> None:
+    monkeypatch,
+):
     net = Branches(3)
     expected = step(HashMode(net), net, "001122")
     unchanged = Expectation.of(expected.digests)
@@ -77,7 +76,7 @@ def test_a_difference_in_a_thread_is_an_origin_unless_its_input_was_written_unse
     assert differing(net, "212100", expected) == (["branches.1.down", "head"], [True, False])
 
 
-def test_one_module_in_two_threads() -> None:
+def test_one_module_in_two_threads():
     shared = nn.Linear(4, 4)
 
     def run(first: int) -> None:
@@ -90,7 +89,7 @@ def test_one_module_in_two_threads() -> None:
     assert_same(traced(lambda: run(0), shared), traced(lambda: run(1), shared))
 
 
-def test_a_result_without_a_reader_has_its_place() -> None:
+def test_a_result_without_a_reader_has_its_place():
     net = nn.ModuleDict({"left": nn.Linear(4, 4), "right": nn.Linear(4, 4), "last": nn.Linear(4, 4)})
 
     def run(order: tuple[str, str]) -> None:
@@ -105,7 +104,7 @@ def test_a_result_without_a_reader_has_its_place() -> None:
     assert outputs == ["left", "right", "last"]
 
 
-def test_what_raises_in_a_thread_leaves_no_mode_there() -> None:
+def test_what_raises_in_a_thread_leaves_no_mode_there():
     class Raising(nn.Module):
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
             raise ValueError(inputs.tanh())

@@ -133,7 +133,7 @@ class DeterminismCallback(FollowedRun, pl.Callback):
         super()._prepare()
 
     @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         if self.mode == "disabled":
             return
 
@@ -165,21 +165,21 @@ class DeterminismCallback(FollowedRun, pl.Callback):
         self._logged.begin(self._session)
 
     @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, *_: Any, **__: Any) -> None:
         if self._is_open:
             self._hooks.attach(self._training)
             self._replicas.begin(self._training)
 
     @override
-    def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_sanity_check_start(self, *_: Any, **__: Any) -> None:
         self._hooks.mark("before the sanity check")
 
     @override
-    def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_sanity_check_end(self, *_: Any, **__: Any) -> None:
         self._hooks.mark("after the sanity check")
 
     @override
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         if self._is_fitting:
             self._stop_together(differs=self._logged.read_epoch(trainer))
             self._logged.whole_epoch = {}
@@ -221,7 +221,7 @@ class DeterminismCallback(FollowedRun, pl.Callback):
         return False
 
     @override
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         self._group.set_place("between")
         self._hooks.drop_step()
         self._watch_ops(is_on=False)
@@ -229,7 +229,7 @@ class DeterminismCallback(FollowedRun, pl.Callback):
         self._logged.ended_epoch = trainer.current_epoch
 
     @override
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_start(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         self._group.set_place("between")
         if not trainer.sanity_checking:
             self._hooks.mark("before validation")
@@ -243,7 +243,7 @@ class DeterminismCallback(FollowedRun, pl.Callback):
             self._logged.note_batch(trainer, batch, *place)
 
     @override
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         self._watch_ops(is_on=False)
         if not trainer.sanity_checking:
             self._hooks.mark("after validation")
@@ -268,7 +268,7 @@ class DeterminismCallback(FollowedRun, pl.Callback):
         return self._is_open and self._call is None
 
     @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         if self._checkpoints is not None:
             self._checkpoints.resuming.end_training()
         self._end_training()

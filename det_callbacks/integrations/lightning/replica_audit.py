@@ -68,7 +68,7 @@ class ReplicaAuditCallback(Replicas, Callback):
         self._num_audits = 0
 
     @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         note_fit()
         self.begin(LightningTraining(trainer, self))
 
@@ -78,7 +78,7 @@ class ReplicaAuditCallback(Replicas, Callback):
             raise error
 
     @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         if (error := self.end()) is not None:
             raise error
 
