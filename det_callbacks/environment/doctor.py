@@ -61,12 +61,9 @@ class Diagnosis:
         return {"schema": 1, "is_well": self.is_well, **asdict(self), "differences": differences}
 
 
-def diagnose(
-    installation: Installation, settings: DeterminismSettings | None = None, *, against: Run | None = None
-) -> Diagnosis:
-    """Check ``settings`` (None: those of a run, or the defaults) in this process."""
-    if settings is None:
-        settings = DeterminismSettings() if against is None else _settings_of(against)
+def diagnose(installation: Installation, *, against: Run | None = None) -> Diagnosis:
+    """Check the settings of a run, or the defaults, in this process."""
+    settings = DeterminismSettings() if against is None else _settings_of(against)
     findings = tuple(_find(name, getattr(settings, name), found) for name, found in settings_in_force().items())
     if against is not None and torch.cuda.is_available():
         torch.cuda.init()  # facts of a GPU need a context

@@ -10,6 +10,7 @@ import torch
 from stored_runs import SELECTION
 
 from det_callbacks.cli import main
+from det_callbacks.environment import doctor
 from det_callbacks.environment.capture import capture_environment
 from det_callbacks.environment.doctor import diagnose
 from det_callbacks.environment.installation import look_at_installation
@@ -27,7 +28,7 @@ def recorded(path: Path, change: Callable[[dict], None] = lambda manifest: None)
     return str(path)
 
 
-def test_what_the_defaults_ask_for_is_missing_until_it_is_enforced(capsys):
+def test_what_the_defaults_ask_for_is_missing_until_it_is_enforced(capsys, monkeypatch):
     with enforce_determinism({"deterministic_algorithms": "disabled", "cublas_workspace_config": None}):
         assert main(["doctor"]) == 1
         text = capsys.readouterr().out
@@ -37,9 +38,9 @@ def test_what_the_defaults_ask_for_is_missing_until_it_is_enforced(capsys):
     with enforce_determinism(DeterminismSettings()):
         assert main(["doctor"]) == 0
         assert "all in force" in capsys.readouterr().out
-    diagnosis = diagnose(
-        look_at_installation(), DeterminismSettings(python_hash_seed=11, deterministic_algorithms=None)
-    )
+    asked = DeterminismSettings(python_hash_seed=11, deterministic_algorithms=None)
+    monkeypatch.setattr(doctor, "DeterminismSettings", lambda: asked)
+    diagnosis = diagnose(look_at_installation())
     (finding,) = (finding for finding in diagnosis.settings if finding.name in diagnosis.missing)
     assert (finding.name, finding.state) == ("python_hash_seed", "too late")
     assert finding.to_do.startswith("restart with PYTHONHASHSEED=11 (PYTHONHASHSEED is read when the process starts")
