@@ -141,7 +141,6 @@ def _report(
 
 
 def _load(place: Path, problem: str = "") -> dict[Any, Any]:
-    """Load a file to the host; ``problem`` completes the error's text."""
     try:
         with place.open("rb") as file:
             checkpoint: dict[Any, Any] = torch.load(file, map_location="cpu", weights_only=True)
@@ -179,7 +178,6 @@ def _existing(path: str | Path) -> Path:
 
 
 def _differences(reference: Entries, current: Entries, parameters: Mapping[str, str]) -> Iterator[EntryDifference]:
-    """Yield the differences in the order of the reference, then what only ``current`` has."""
     before, after = (
         {(section, path): entry for section, inner in entries.items() for path, entry in inner.items()}
         for entries in (reference, current)

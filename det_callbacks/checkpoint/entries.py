@@ -19,8 +19,6 @@ Entries = Mapping[str, Mapping[str, "Entry"]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One entry of a checkpoint."""
-
     kind: str  # "tensor", "value" (plain), "file" (of a folder) or "opaque"
     type: str  # dtype ("float32") or type
     digest: str | None = None  # of a row-major tensor or an encoded value; None if opaque

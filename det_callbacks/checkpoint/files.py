@@ -32,8 +32,6 @@ Content = TypeVar("Content")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileDigest:
-    """Size in bytes and hexadecimal digest of a file."""
-
     size: int
     digest: str
 
@@ -83,8 +81,6 @@ def measure(path: Path) -> tuple[FileDigest, Entries | None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataPosition:
-    """How the batches of an epoch were drawn so far."""
-
     before_iteration: GeneratorStates
     before_first: GeneratorStates | None = None  # None before the first batch
     num_drawn: int = 0
@@ -139,7 +135,6 @@ def _digest_of(content: bytes) -> str:
 
 
 def seal(content: Any) -> bytes:
-    """Return a dataclass as one line of JSON, with a digest of itself."""
     plain = msgspec.to_builtins(content)
     return _encode({**plain, "digest": _digest_of(_encode(plain))})
 

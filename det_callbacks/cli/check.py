@@ -49,8 +49,6 @@ _OF_SCRIPT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedRun:
-    """One process and its outcome."""
-
     name: str  # or the varied factor
     change: str = "nothing"  # "2 instead of 0"
     outcome: Literal["recorded", "match", "diverged", "not_comparable", "failed", "not_run"]
@@ -61,8 +59,6 @@ class CheckedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """A program that trains, started as it is."""
-
     words: Sequence[str]
     arguments: Mapping[str, Any] = field(default_factory=dict)  # of DeterminismCallback
     settings: Mapping[str, Any] = field(default_factory=dict)  # "seed", "deterministic"
@@ -72,7 +68,6 @@ class Script:
     entry: str = ""  # of the environment, that must differ if varied
 
     def record(self, run: Path, *, overwrite: bool = False, output: Path | None = None) -> CheckedRun:
-        """Run the script, and record it into a folder; ``output`` takes what it prints."""
         before = _manifest(run)
         reason, nothing = self._start("record", output, mode="record", reference=str(run), overwrite=overwrite)
         if not reason and _manifest(run) == before:
@@ -82,7 +77,6 @@ class Script:
         return CheckedRun(name=RECORDING, outcome="failed" if reason else "recorded", reason=reason, output=output)
 
     def verify(self, reference: Path, current: Path, output: Path | None = None) -> CheckedRun:
-        """Run the script, and verify it against a run, into an empty or new folder."""
         title = "verify" if self.name == PLAIN else f"verify, {self.name}, {self.change}"
         reason, nothing = self._start(title, output, mode="verify", reference=str(reference), current=str(current))
         done = CheckedRun(name=self.name, change=self.change, outcome="failed", reason=reason, output=output)
@@ -140,7 +134,6 @@ def _manifest(run: Path) -> bytes:
 
 
 def check_script(script: Script, home: Path, vary: Sequence[str]) -> list[CheckedRun]:
-    """Run a script twice, the second verified against the first; if it matches, once more per factor."""
     seed = os.environ.get(_HASH_SEED, "")
     if "hash-seed" in vary and seed in ("", "random"):
         seed = "0"  # else each process has its own
@@ -199,7 +192,6 @@ def record(options: argparse.Namespace) -> int:
 
 
 def _require_no_whole_run(run: Path) -> None:
-    """Refuse to replace a whole run before the script loads anything."""
     if not _manifest(run):
         return
     try:
@@ -264,7 +256,6 @@ def _row(run: CheckedRun) -> tuple[str, ...]:
 
 
 def _end(command: str, runs: Sequence[CheckedRun], facts: str) -> int:
-    """Print the failures and the closing line; return the worst status."""
     console, status = make_console(), {**EXIT_CODES, "recorded": 0, "not_run": 0, "failed": 2}
     worst = max(reversed(runs), key=lambda run: [0, 3, 2, 1].index(status[run.outcome]))
     for run in runs:
@@ -278,7 +269,6 @@ def _end(command: str, runs: Sequence[CheckedRun], facts: str) -> int:
 
 
 def _script(options: argparse.Namespace) -> Script:
-    """Return the script with its arguments, checked before it runs."""
     if not options.words:
         raise CheckError("No command was given. Name the script after --: det-callbacks check -- python train.py")
     names = [option.removeprefix("--").replace("-", "_") for option in SCRIPT_OPTIONS]

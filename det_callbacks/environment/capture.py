@@ -172,7 +172,6 @@ def _own_choices() -> Iterator[tuple[str, Any]]:
 
 
 def _is_idle(name: str) -> bool:
-    """Return whether a choice is for CUDA, which is not there."""
     setting = SETTINGS.get(name.removeprefix("settings."))
     is_of_cuda = name.startswith("torch.backends.cud") if setting is None else setting.is_cuda_only
     return is_of_cuda and not torch.cuda.is_available()
@@ -187,7 +186,6 @@ def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """Return a value without objects, places and secrets."""
     if isinstance(value, enum.Enum | np.generic):
         return _plain(name, value.value if isinstance(value, enum.Enum) else value.item())
     if value is None or isinstance(value, int | float):
@@ -209,7 +207,6 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def _first(pattern: str, text: str | Path) -> str | None:
-    """Return the first group of a pattern in a text, or in a file if it exists."""
     if isinstance(text, Path):
         text = text.read_text(encoding="utf-8", errors="replace") if text.is_file() else ""
     found = re.search(pattern, text, re.MULTILINE)
@@ -217,7 +214,6 @@ def _first(pattern: str, text: str | Path) -> str | None:
 
 
 def code_state() -> dict[str, Any]:
-    """Return the commit of the main script's git repository, and what is changed."""
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     folder = Path.cwd() if script is None else Path(script).absolute().parent
     where = _ask_git(folder, "rev-parse", "HEAD", "--show-toplevel")

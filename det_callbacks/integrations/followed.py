@@ -54,15 +54,12 @@ class FollowedLoop(TrainingRun):
         return self._optimizers
 
     def take(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Take these for the next fit."""
         self._model, self._optimizers = models_of(module, optimizers), [*optimizers]
 
     def holds(self, module: nn.Module) -> bool:
-        """Return whether the open fit trains this module."""
         return self._is_open and any(id(parameter) in self._owned for parameter in module.parameters())
 
     def begin_fit(self) -> None:
-        """Begin a fit, and print what it follows."""
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         if not rank and not self._has_claimed:
             claim_run()
@@ -83,7 +80,6 @@ class FollowedLoop(TrainingRun):
             )
 
     def begin_step(self, args: Sequence[Any], keywords: Mapping[str, Any], drawn: DrawnLoader | None) -> None:
-        """Begin a step with the arguments of its first module, after a draw from a loader."""
         given = [*args, dict(keywords)] if keywords else [*args]
         self._enter_step(given if drawn is None else self._drawn_for(given, drawn))
 
@@ -118,7 +114,6 @@ class FollowedLoop(TrainingRun):
         self._leave_step(None)
 
     def end(self) -> None:
-        """End the open fit, if any, without a step that no optimizer has ended."""
         if not self._is_open:
             return
         if self._is_in_step:
@@ -143,7 +138,6 @@ class FollowedLoop(TrainingRun):
         self.__exit__(type(error), error, error.__traceback__)
 
     def end_process(self, unfollowed: Mapping[str, int]) -> None:
-        """End the process with the status of the run."""
         if unfollowed and not self._training.rank:
             steps = listed([f"{count(number, 'step')} of {name}" for name, number in unfollowed.items()])
             print_closing_line(f"det_callbacks: not followed: {steps}, before which no module of theirs was called")

@@ -57,8 +57,6 @@ class _TrainerTraining(LoopTraining):
 
 
 class _TrainerRun(TrainingRun):
-    """The run of the Trainers of one callback."""
-
     called = "DeterminismCallback"
     _training: _TrainerTraining
 
@@ -82,7 +80,6 @@ class _TrainerRun(TrainingRun):
         return _TrainerTraining(self._trainer, self._model, self._optimizers[0])
 
     def begin(self, trainer: Trainer, state: TrainerState, *, is_resumed: bool) -> None:
-        """Begin to follow a training that is prepared."""
         self._trainer = trainer
         self._model = trainer.model_wrapped
         optimizer: Any = trainer.optimizer
@@ -122,13 +119,11 @@ class _TrainerRun(TrainingRun):
         self._hooks.mark("epoch end")
 
     def begin_step(self) -> None:
-        """Begin the step of the batches drawn last."""
         batches, self._drawn = self._drawn, []
         self._training.num_batches = max(1, len(batches))
         self._enter_step(batches[0] if len(batches) == 1 else batches)
 
     def begin_update(self) -> None:
-        """Record ops again."""
         self._hooks.go_on()
 
     def end_step(self) -> None:
@@ -164,7 +159,6 @@ class _TrainerRun(TrainingRun):
         self.__exit__(type(error), error, error.__traceback__)
 
     def _draw(self, draw: Callable[..., Any], iterator: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
-        """Draw the batches of a step, and follow them."""
         if iterator is not self._iterator:
             self._training.begin_iteration()
         self._iterator = iterator
@@ -329,7 +323,6 @@ def _trainer_being_made(callback: TrainerCallback) -> Trainer | None:
 
 
 def _require_supported(trainer: Trainer) -> None:
-    """Refuse ways to train that would be followed wrongly."""
     instead = None
     if isinstance(trainer.model_wrapped, nn.DataParallel):
         instead = "nn.DataParallel (several GPUs in one process): start one process a GPU with torchrun"
@@ -342,7 +335,6 @@ def _require_supported(trainer: Trainer) -> None:
 
 
 def _check_loaded(place: Path, *, is_first_rank: bool) -> None:
-    """Raise if a checkpoint is not what was saved, before it is loaded."""
     place = place.resolve()
     if not place.exists():
         return  # the Trainer reports it

@@ -51,8 +51,6 @@ def _inside(module: nn.Module) -> nn.Module:
 
 
 class LoopTraining(Training):
-    """The training of a loop, which gives module and optimizers; the run counts steps and epochs."""
-
     base_phase = "forward"
     choices: Mapping[str, Any] = {}
     hooks: Mapping[str, str] = {}
@@ -94,7 +92,6 @@ class LoopTraining(Training):
         self._follower.begin_draw()
 
     def drawn(self, iterator: Iterator[_Batch]) -> Iterator[_Batch]:
-        """Yield what an iterator over the loader draws, and follow that."""
         while True:
             self._follower.begin_draw()
             try:
@@ -385,8 +382,6 @@ class TrainingRun(FollowedRun):
         return self._has_differed
 
     def _around_backward(self, backward: Any) -> Any:
-        """Return ``torch.autograd.backward`` with the session told of it in a step."""
-
         @wraps(backward)
         @runs_uncompiled
         def followed(tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -459,7 +454,6 @@ class TrainingRun(FollowedRun):
         )
 
     def _leave(self, error: BaseException) -> None:
-        """End the block with an exception."""
         try:
             self._stop(error)
         finally:

@@ -33,8 +33,6 @@ from det_callbacks.verify.judge import compare_runs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Training:
-    """One training of a test."""
-
     reference: Path
     folder: Path
     is_recording: bool

@@ -47,8 +47,6 @@ _PLACES = {
 
 
 class TorchSteps:
-    """Follows optimizers, modules and loaders of this process, and drives a run."""
-
     def __init__(self, asked: str) -> None:
         self._asked = asked
         self._run: FollowedLoop | None = None
@@ -211,7 +209,6 @@ class TorchSteps:
             self._run.begin_step(args, keywords_of_call(), self._drawn)
 
     def _optimizers_with(self, module: nn.Module) -> list[Optimizer]:
-        """Return the optimizers of the training that begins with this module."""
         import gc  # noqa: PLC0415  # only where a training begins
 
         gc.collect()  # schedulers keep unused optimizers in reference cycles
@@ -243,7 +240,6 @@ class TorchSteps:
                 self._run.end()
 
     def fail(self, error: BaseException) -> None:
-        """End the run with an exception, once."""
         is_off, self._is_off = self._is_off, True
         if self._run is not None and not is_off:
             self._run.fail(error)
@@ -257,7 +253,6 @@ class TorchSteps:
             raise
 
     def end_process(self) -> None:
-        """End the run, and the process with its status."""
         if self._run is None or self._pid != os.getpid():
             return
         try:

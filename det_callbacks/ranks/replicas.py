@@ -112,7 +112,6 @@ def replicated_state(
     tensors, left_out = state = ReplicatedState({}, Counter())
 
     def add(name: str, value: Tensor | bool | int | float, holders: Ranks | str) -> str | None:
-        """Add a tensor, unless there is a reason not to, which is returned."""
         if any(fnmatchcase(name, pattern) for pattern in ignore):
             holders = "ignored"
         elif not holds_data(value):

@@ -108,7 +108,6 @@ def variable_back(name: str) -> Callable[[], object]:
 
 
 def _owner_of(path: str) -> tuple[Any, str]:
-    """Return the owner and the name of the attribute at a path below torch."""
     owner, _, name = path.rpartition(".")
     if owner == INDUCTOR_CONFIG:  # takes a second to import
         return importlib.import_module(owner), name

@@ -160,7 +160,6 @@ def _settings_of(loader: Any) -> Iterator[tuple[str, str]]:
 
 
 def _whole_numbers(index: Any) -> list[int] | None:
-    """Return what a sampler drew as numbers; None for names, slices or pairs."""
     try:
         return [int(value) for value in (index if isinstance(index, list | tuple) else [index])]
     except (TypeError, ValueError):

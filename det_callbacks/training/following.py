@@ -127,7 +127,6 @@ class FollowedRun(RunArguments):
             raise error
 
     def _after_step(self) -> bool:
-        """Do what else follows a step; return whether something differs."""
         return False
 
     def _stop_together(self, *, differs: bool, asks_now: bool = True) -> None:

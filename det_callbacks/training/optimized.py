@@ -81,7 +81,6 @@ class OptimizedParameters:
                 self._fetched.append((epsilons, self._ledger.fetch(largest)))
 
     def note_measured(self) -> None:
-        """Note which gradients of the step before are larger than rounding."""
         if not self._fetched:
             return
         fetched, self._fetched = self._fetched, []

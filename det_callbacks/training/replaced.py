@@ -26,8 +26,6 @@ class ReplacedMethods:
         self._undo.append(undo)
 
     def around(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
-        """Replace a method by one that calls ``call(method, ...)``."""
-
         def make(before: Callable[..., Any]) -> Callable[..., Any]:
             @wraps(before)
             def ours(*args: Any, **kwargs: Any) -> Any:
@@ -38,7 +36,6 @@ class ReplacedMethods:
         self.put(owner, name, make)
 
     def restore(self) -> None:
-        """Put everything back, the last first; may be called more than once."""
         undo, self._undo = self._undo, []
         for function in reversed(undo):
             function()

@@ -74,7 +74,6 @@ class Session:
         return self.arguments.selection
 
     def begin(self, *, is_resumed: bool = False, call: str | None = None) -> None:
-        """Begin a fit, or another stage whose metrics are compared."""
         self.is_resumed, self.call = is_resumed, call
         self.reader = GeneratorReader()
         if call is None:
@@ -87,7 +86,7 @@ class Session:
         return self.stages[last_fit + 1 :].count(call)
 
     def _nothing(self, *_: Any, **__: Any) -> Any:
-        """Do nothing; sessions override these hooks."""
+        pass
 
     # ``end_step`` and ``put_metrics`` return whether to stop, ``begin_gradients`` sets the phase,
     # ``flush`` hands evidence over
@@ -109,8 +108,6 @@ class Session:
 
 
 class TracedSession(Session):
-    """Traces the selected steps of its fits."""
-
     def __init__(self, arguments: RunArguments, peers: Peers) -> None:
         super().__init__(arguments, peers)
         assert arguments.reference is not None, "checked where the callback was made"

@@ -153,7 +153,6 @@ class Verifying(TracedSession):
         self.print_line(f"det_callbacks: verification{self._of_rank} stopped by {reason} after {num_steps}: {found}")
 
     def _report(self, verdict: Verdict) -> Path | None:
-        """Write ``report.html`` on rank 0; return None where that failed."""
         if self.peers.rank:
             return None
         try:

@@ -41,8 +41,6 @@ def callback_of_job(reference: str | None, current: str | None, arguments: dict[
 
 
 class Job:
-    """The settings of one job, until it ends."""
-
     def __init__(self) -> None:
         self._undo = ExitStack()
 

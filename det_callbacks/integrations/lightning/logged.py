@@ -66,7 +66,6 @@ class LoggedMetrics:
                         self.first_batches[name] = format_digest(digest_tensor(value))
 
     def read_epoch(self, trainer: pl.Trainer) -> bool:
-        """Read the metrics of the last epoch, if one has ended; return whether they differ."""
         epoch, self.ended_epoch = self.ended_epoch, None
         whole, self.whole_epoch = self.whole_epoch, None
         if epoch is not None and whole is not None:
@@ -78,7 +77,6 @@ class LoggedMetrics:
         return False
 
     def read(self, trainer: pl.Trainer, where: str, number: int, *, epoch: int, **evidence: str) -> bool:
-        """Read what was computed since the last reading; return whether it differs."""
         session = self._session
         if session is None or not trainer.is_global_zero:
             return False
@@ -115,7 +113,6 @@ class LoggedMetrics:
 
 
 def _lengths(trainer: pl.Trainer, where: str) -> dict[str, str]:
-    """Return the number of samples in each loader's data set."""
     loop: Any = trainer.test_loop if where == "trainer.test" else trainer.validate_loop
     loop = trainer.fit_loop.epoch_loop.val_loop if where == "validation" else loop
     sets: list[Any] = [getattr(loader, "dataset", None) for loader in combined_loader(loop).flattened]

@@ -45,7 +45,6 @@ class ProgressReporter:
         self._trainer = trainer if trainer.is_global_zero else None
 
     def after_step(self, progress: Progress) -> None:
-        """Take the progress after a batch, and log it together with the Trainer's own metrics."""
         if self._trainer is None:
             return
         # Lightning logs right after the callbacks, by the number of optimizer steps
@@ -60,7 +59,6 @@ class ProgressReporter:
             self._log(trainer, progress)
 
     def end_fit(self, verdict: Verdict | None) -> None:
-        """Log the last progress, and the verdict."""
         trainer = self._trainer
         self.close()
         if trainer is not None and self._unlogged is not None:

@@ -40,8 +40,6 @@ from det_callbacks.training.training import LoaderFollower, Training, Wrap
 
 
 class LightningTraining(Training):
-    """The training of a Trainer to which the callback ``own`` belongs."""
-
     def __init__(self, trainer: pl.Trainer, own: pl.Callback) -> None:
         self.trainer, self._own = trainer, own
         self._replaced = ReplacedMethods(PLACES)

@@ -97,6 +97,5 @@ def _has_hook_state(strategy: Any) -> bool:
 
 
 def _names(ddp: Any) -> list[str]:
-    """Return the names of the reduced parameters by DDP's index."""
     names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
     return [names[id(parameter)] for parameter in ddp_parameters(ddp)[0]]

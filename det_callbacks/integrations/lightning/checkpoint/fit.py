@@ -116,7 +116,6 @@ def generators(trainer: pl.Trainer) -> dict[str, Held]:
 
 
 def problems(trainer: pl.Trainer) -> Iterator[str]:
-    """Yield why a checkpoint saved now cannot be resumed exactly."""
     loop, loaders = trainer.fit_loop, _loaders(trainer)
     batches: Any = loop.epoch_loop.batch_progress  # wider than its declaration
     epochs: Any = loop.epoch_progress.current

@@ -63,7 +63,6 @@ class CheckpointWatch:
             self._replaced.put(trainer.strategy, f"{name}_checkpoint", partial(lambda ours, _: ours, ours))
 
     def begin_fit(self, run: Mapping[str, str | None]) -> None:
-        """Take id, mode and reference of the run; the strategy is set up."""
         self._run = run
         self.resuming.begin_fit()
 
