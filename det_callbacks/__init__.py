@@ -3,39 +3,40 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from det_callbacks.errors import (
+    CheckpointFormatError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    CoverageWarning,
+    DetCallbacksError,
+    DetCallbacksWarning,
+    DivergenceError,
+    DivergenceWarning,
+    ExportError,
+    ModuleRunError,
+    NondeterministicOpError,
+    NondeterministicOpWarning,
+    NotComparableError,
+    NothingComparedError,
+    NotResumableError,
+    ReferenceFormatError,
+    ReferenceNotFoundError,
+    ReplayError,
+    RunExistsError,
+    RunInUseError,
+    SelectionError,
+    SettingsError,
+    TraceError,
+    UnsupportedVersionError,
+    WriteError,
+)
+
 if TYPE_CHECKING:
     from det_callbacks.audit.equivalence import BitwiseEquivalenceMode
     from det_callbacks.audit.result import AuditError, AuditFinding, AuditReport, EquivalenceError, OpMismatch
     from det_callbacks.checkpoint.check import CheckpointReport, EntryDifference, check_checkpoint
     from det_callbacks.digest.components import digest_tensor
     from det_callbacks.digest.state import StateDigest, digest_state
-    from det_callbacks.errors import (
-        CheckpointFormatError,
-        CheckpointMismatchError,
-        CheckpointNotFoundError,
-        CoverageWarning,
-        DetCallbacksError,
-        DetCallbacksWarning,
-        DivergenceError,
-        DivergenceWarning,
-        ExportError,
-        ModuleRunError,
-        NondeterministicOpError,
-        NondeterministicOpWarning,
-        NotComparableError,
-        NothingComparedError,
-        NotResumableError,
-        ReferenceFormatError,
-        ReferenceNotFoundError,
-        ReplayError,
-        RunExistsError,
-        RunInUseError,
-        SelectionError,
-        SettingsError,
-        TraceError,
-        UnsupportedVersionError,
-        WriteError,
-    )
     from det_callbacks.integrations.lightning import DeterminismCallback, ReplicaAuditCallback, prove_resume
     from det_callbacks.integrations.loop import TrainingRun
     from det_callbacks.numerics.modules import compare_compiled, compare_modules
@@ -132,33 +133,6 @@ _HOMES = {
     "det_callbacks.digest.components": ("digest_tensor",),
     "det_callbacks.digest.state": ("StateDigest", "digest_state"),
     "det_callbacks.audit.equivalence": ("BitwiseEquivalenceMode",),
-    "det_callbacks.errors": (
-        "CheckpointFormatError",
-        "CheckpointMismatchError",
-        "CheckpointNotFoundError",
-        "CoverageWarning",
-        "DetCallbacksError",
-        "DetCallbacksWarning",
-        "DivergenceError",
-        "DivergenceWarning",
-        "ExportError",
-        "ModuleRunError",
-        "NondeterministicOpError",
-        "NondeterministicOpWarning",
-        "NotComparableError",
-        "NothingComparedError",
-        "NotResumableError",
-        "ReferenceFormatError",
-        "ReferenceNotFoundError",
-        "ReplayError",
-        "RunExistsError",
-        "RunInUseError",
-        "SelectionError",
-        "SettingsError",
-        "TraceError",
-        "UnsupportedVersionError",
-        "WriteError",
-    ),
     "det_callbacks.verify.judge": ("compare_runs",),
     "det_callbacks.numerics.modules": ("compare_compiled", "compare_modules"),
     "det_callbacks.numerics.result": ("NumericsError", "NumericsReport", "TensorComparison"),

@@ -71,6 +71,12 @@ class NotComparableError(DivergenceError):
     exit_code = 3
 
 
+def divergence_error(message: str, verdict: "Verdict") -> DivergenceError:
+    """Return the error of a verdict that is no match."""
+    kind = NotComparableError if verdict.verdict == "not_comparable" else DivergenceError
+    return kind(message, verdict)
+
+
 class RankError(DetCallbacksError):
     """Process ``rank`` failed with an exit code, or is not there any more; -1 when it cannot be told which."""
 

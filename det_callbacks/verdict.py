@@ -47,11 +47,13 @@ class TensorNumbers:
     num_nan: int = 0  # elements that differ and of which one or both are NaN; in no bin of ``ulps``
     num_inf: int = 0  # likewise, of which one or both are infinite and none is NaN
     max_ulps: int | None = None
-    max_absolute: float | None = None  # of finite elements; None without one, or where it is beyond float64
+    # of finite elements; None without one, or where it is beyond float64
+    max_absolute: float | None = None
     max_relative: float | None = None  # likewise, by the reference's element, where that is not zero
     first: tuple[int, ...] | None = None  # index of the first element that differs, row-major
     first_values: tuple[str, str] | None = None  # its values in the reference and now, as text
-    worst: tuple[int, ...] | None = None  # of the element with NaN, else an infinity, else the largest distance
+    # of the element with NaN, else an infinity, else the largest distance
+    worst: tuple[int, ...] | None = None
     worst_values: tuple[str, str] | None = None
     problem: str = ""  # why there are no numbers; "" where there are
     num_elements: int = field(init=False, default=0)
@@ -76,19 +78,19 @@ class Divergence:
         step: training batch, counted from 0 over the whole run.
         phase: forward, backward, gradient, optimizer, input, state, data, rng, metric or other.
         module: qualified name in the LightningModule; "" outside any module, "?" when unknown.
-        op: ``namespace.op.overload``; "" for sites that are no op (a batch, a parameter, a generator).
-        occurrence: how many sites of the same phase, module, op and output came before it in the step.
-        name: parameter, buffer, gradient, optimizer state ("exp_avg of net.head.weight"), path in the batch
-            ("batch[0]"), generator, metric or observation; None for an ordinary activation.
-        kind: content (other bits), argument (another scalar or option), structure (another shape, dtype or layout),
-            missing (only in the reference), extra (only in the current run).
+        op: ``namespace.op.overload``; "" for a batch, a parameter or a generator.
+        occurrence: number of earlier sites of the step with the same phase, module, op and output.
+        name: parameter, buffer, gradient, optimizer state ("exp_avg of net.head.weight"), path in
+            the batch ("batch[0]"), generator, metric or observation; None for an activation.
+        kind: content (other bits), argument (another scalar or option), structure (another shape,
+            dtype or layout), missing (only in the reference), extra (only in the current run).
         source: lines of the user's code, innermost first, as "train.py:41 in forward".
-        shape: in elements; it and ``dtype`` are None where the site is no tensor.
-        reference_digest: 16 hexadecimal digits, None when there is none on that side; likewise ``current_digest``.
-        is_origin: True when nothing it read differs, False when it passed a difference on or is itself a source
-            (an input, a batch, a weight), None where neither can be proven.
-        numbers: by how much it differs; None where ``keep_tensors`` did not ask for its op.
-        segment: fit of the run that the step is in, from 0.
+        shape: in elements; None, like ``dtype``, if the site is no tensor.
+        reference_digest: 16 hexadecimal digits, or None; likewise ``current_digest``.
+        is_origin: True if nothing it read differs; False if it passed a difference on or is itself
+            a source (an input, a batch, a weight); None if neither can be proven.
+        numbers: by how much it differs; None unless ``keep_tensors`` has its op.
+        segment: fit of the run, counted from 0.
     """
 
     rank: int
@@ -121,18 +123,19 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coverage:
-    """What the verdict speaks of.
+    """What the verdict covers.
 
     Attributes:
-        steps: first and last step compared, None when none was.
+        steps: first and last step compared, or None.
         ops_seen: ops that ran under the trace, over all compared steps.
-        ops_digested: those of them whose outputs were digested.
-        opaque_regions: names of regions of which only the boundary was seen.
-        replayed: op (or name of an observation) whose saved bits were put back -> tensors ("count"), those of them
-            whose live bits differed ("differing"), and "mib_per_step".
-        metrics: how many values that the module logged were compared.
-        lost: what the installed torch did not let be seen in one of the runs, a sentence each.
-        followed: the models and optimizers that torch's own hooks told of, "" where the training told of its steps.
+        ops_digested: those whose outputs were digested.
+        opaque_regions: regions of which only the boundary was seen.
+        replayed: op or observation whose saved bits were restored -> number of tensors ("count"),
+            of those whose live bits differed ("differing"), and "mib_per_step".
+        metrics: number of logged values compared.
+        lost: what the installed torch hid in one of the runs, a sentence each.
+        followed: models and optimizers that torch's hooks found, "" if the training named its
+            steps.
     """
 
     ranks: int
@@ -149,12 +152,13 @@ class Coverage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentDifference:
-    """One entry, such as "torch.num_threads", in which two environments differ, with its JSON-able values.
+    """One entry, such as "torch.num_threads", in which two environments differ, with JSON values.
 
     Attributes:
-        changes_bits: whether such a difference can change the bits of a computation.
-        is_machine: True for a machine fact (versions, hardware, threads, flags that choose kernels), False for a
-            choice (seed, precision, hyperparameter), which never excuses a divergence.
+        changes_bits: whether such a difference can change bits.
+        is_machine: True for a machine fact (versions, hardware, threads, flags that choose
+            kernels), False for a choice (seed, precision, hyperparameter), which never excuses a
+            divergence.
     """
 
     name: str
@@ -166,13 +170,14 @@ class EnvironmentDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What one run tells by itself, reproducible and wrong, such as an epoch that repeats the order of the last one.
+    """Something reproducible and wrong in one run, such as an epoch that repeats the last one's order.
 
     Attributes:
-        finding: its word; ``ignore_findings`` in ``[tool.det_callbacks]`` of pyproject.toml silences it.
+        finding: its word; ``ignore_findings`` in ``[tool.det_callbacks]`` of pyproject.toml
+            silences it.
         explanation: what is wrong, and what to do about it.
         ranks: the processes that show it.
-        steps: the first and the last step that show it; () where it holds for the run as a whole.
+        steps: the first and the last step that show it; () for the run as a whole.
         names: parameters, loaders, generators, modules or parts of the batch.
     """
 
@@ -187,10 +192,10 @@ class Finding:
 class Verdict:
     """Match, diverged or not comparable, with the evidence.
 
-    ``first_divergence`` is the least in the order (step, position in the step, rank). ``evidence`` is what led to the
-    cause, one line a finding, in the order of time. ``record_next`` are the arguments of
-    ``DeterminismCallback`` that record what is missing to learn more; None where nothing is missing. ``findings`` are
-    what the current run tells by itself; they change neither the verdict nor the exit status.
+    ``first_divergence`` is the least by step, position and rank. ``evidence`` led to the cause, a
+    line each, in the order of time. ``record_next`` has the arguments of ``DeterminismCallback``
+    that record what is missing to learn more, if anything. ``findings`` of the current run change
+    neither the verdict nor the exit status.
     """
 
     verdict: VerdictName

@@ -1,4 +1,4 @@
-"""One checkpoint against the digests beside it, or two against each other."""
+"""Compares a checkpoint with the digests beside it, or two with each other."""
 
 import reprlib
 from collections.abc import Iterator, Mapping
@@ -21,19 +21,19 @@ from det_callbacks.verdict import TensorNumbers
 class EntryDifference:
     """One entry that is not the same in both.
 
-    ``kind`` is "content" (other bits or another value), "structure" (another shape, dtype or type), "missing" (only the
-    reference has it) or "extra".
+    ``kind`` is "content" (other bits or another value), "structure" (another shape, dtype or type),
+    "missing" (only the reference has it) or "extra".
     """
 
     section: str  # key of the checkpoint, or "files" of a folder
-    path: str  # in the section; "" where the section is one value
+    path: str  # "" where the section is one value
     kind: str
-    reference: str | None = None  # digest, or shape and dtype, or type; a value shortened, where both were read
-    current: str | None = None  # likewise, of the checkpoint that is compared with it
-    parameter: str | None = None  # that an optimizer's state belongs to, where it is known
-    num_elements: int | None = None  # of the tensor, where both were read
+    reference: str | None = None  # digest, layout, type, or a shortened value
+    current: str | None = None  # likewise
+    parameter: str | None = None  # owner of an optimizer's state, if known
+    num_elements: int | None = None  # None if not loaded
     num_differing: int | None = None
-    max_ulps: int | None = None  # the largest distance of two elements that are finite
+    max_ulps: int | None = None  # largest distance of two finite elements
 
     @property
     def name(self) -> str:
@@ -46,15 +46,15 @@ class EntryDifference:
 class CheckpointReport:
     """What a checkpoint was compared with, and what differs."""
 
-    path: str  # the checkpoint; of two, the reference
-    other: str | None = None  # of two, the one compared with it
-    has_same_bytes: bool  # as the file that the sidecar is of, or as the other one
-    entries: tuple[EntryDifference, ...]  # those that differ
-    missing_files: tuple[str, ...] = ()  # what ranks kept beside the checkpoint, and is not there any more
+    path: str  # the reference, of two
+    other: str | None = None  # the one compared with it
+    has_same_bytes: bool  # as the other, or as saved
+    entries: tuple[EntryDifference, ...]  # differing ones
+    missing_files: tuple[str, ...] = ()  # parts of ranks that are gone
     sections: Mapping[str, int]  # section -> number of entries compared
-    num_tensors: int  # among them
+    num_tensors: int
     num_bytes: int  # of the file or files
-    sidecar: Sidecar | None = None  # what it was compared with; None where two were
+    sidecar: Sidecar | None = None  # None for two checkpoints
 
     @property
     def equal(self) -> bool:
@@ -77,21 +77,22 @@ class CheckpointReport:
 
 
 def check_checkpoint(path: str | Path, other: str | Path | None = None) -> CheckpointReport:
-    """Compare a checkpoint with the digests that stand beside it, or with another checkpoint.
+    """Compare a checkpoint with the digests beside it, or with another checkpoint.
 
-    Reads the file once. Where its bytes are not those that were saved, and of two, it is loaded to name what differs,
-    with ``weights_only=True``, so that nothing in it is executed; that holds one checkpoint in memory, or two.
+    Reads the file once. If its bytes differ, and for two checkpoints, it is loaded with
+    ``weights_only=True`` to name what differs; that holds one checkpoint in memory, or two.
 
     Args:
-        path: a checkpoint on a disk; a folder, where it is compared with its digests.
-        other: another one, compared with the first, which is the reference. Neither needs digests.
+        path: a checkpoint on a disk; a folder, if compared with its digests.
+        other: another checkpoint, compared with the first, which is the reference. Neither needs
+            digests.
 
     Returns:
         What differs; ``.equal`` says whether nothing does.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint, or nothing to compare it with.
-        CheckpointFormatError: a checkpoint, or what stands beside it, cannot be read.
+        CheckpointFormatError: a checkpoint, or what lies beside it, cannot be read.
 
     Example:
         >>> check_checkpoint("checkpoints/last.ckpt").equal  # doctest: +SKIP
@@ -113,7 +114,7 @@ def check_checkpoint(path: str | Path, other: str | Path | None = None) -> Check
 
 
 def compare_saved(place: Path, sidecar: Sidecar) -> CheckpointReport:
-    """Compare a checkpoint with its sidecar; a file is opened where its bytes are not those that were saved."""
+    """Compare a checkpoint with its sidecar; a file is loaded only if its bytes differ."""
     content, found = measure(place)
     has_same_bytes = sidecar.file == content
     if found is None and not has_same_bytes:
@@ -140,13 +141,12 @@ def _report(
 
 
 def _load(place: Path, problem: str = "") -> dict[Any, Any]:
-    """Load the dictionary of a file to the host; ``problem`` is what is known of the file."""
     try:
         with place.open("rb") as file:
             checkpoint: dict[Any, Any] = torch.load(file, map_location="cpu", weights_only=True)
         if not isinstance(checkpoint, dict):
             raise TypeError(f"it holds a {type(checkpoint).__qualname__} and not a checkpoint's dictionary")
-    except Exception as error:  # a damaged file makes torch's readers raise anything
+    except Exception as error:  # torch raises anything for a damaged file
         raise CheckpointFormatError(
             f"{place} cannot be read{problem} ({type(error).__name__}: {str(error).partition(chr(10))[0]}). Nothing "
             "was loaded; use another checkpoint, or restore this one from a copy.",
@@ -167,7 +167,7 @@ def _check_two(*places: Path) -> CheckpointReport:
 
 
 def _existing(path: str | Path) -> Path:
-    place = Path(path).resolve()  # last.ckpt may be a link: the digests stand beside the file
+    place = Path(path).resolve()  # the sidecar is beside the file that a link points to
     if not place.exists():
         raise CheckpointNotFoundError(
             f"There is no checkpoint {path} on this disk. Nothing was compared; look at the name, or copy it here with "
@@ -178,7 +178,6 @@ def _existing(path: str | Path) -> Path:
 
 
 def _differences(reference: Entries, current: Entries, parameters: Mapping[str, str]) -> Iterator[EntryDifference]:
-    """Yield what is not the same, in the order of the reference, then what only ``current`` has."""
     before, after = (
         {(section, path): entry for section, inner in entries.items() for path, entry in inner.items()}
         for entries in (reference, current)
@@ -201,14 +200,14 @@ def _layout(entry: Entry) -> str:
 
 
 def _counted(entry: EntryDifference, reference: Any, current: Any) -> EntryDifference:
-    """Return a difference with numbers of elements and ULPs, or with the values where they are no tensors."""
+    """Add numbers of elements and ULPs, or the values where they are no tensors."""
     if entry.kind != "content":
         return entry
     if not (isinstance(reference, Tensor) and isinstance(current, Tensor)):
         return replace(entry, reference=reprlib.repr(reference), current=reprlib.repr(current))
     try:
         numbers = tensor_numbers(TensorNumbers(tensor=entry.path), reference, current)
-    except ValueError:  # not ordinary strided tensors: that they differ is known
+    except ValueError:  # not strided: known to differ
         return entry
     figures = {name: getattr(numbers, name) for name in ("num_elements", "num_differing", "max_ulps")}
     return replace(entry, **figures)

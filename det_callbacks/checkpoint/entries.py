@@ -1,7 +1,4 @@
-"""A checkpoint's dictionary -> digests by name.
-
-Of what is neither a tensor nor made of plain values only the type is kept: the digest of the file covers its content.
-"""
+"""Digests of a checkpoint's entries, by name; of other objects only the type is kept."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,23 +12,21 @@ from det_callbacks.digest.host import digest_bytes, format_digest
 from det_callbacks.errors import DetCallbacksError
 
 MAX_FLAT = 1000
-"""A container of more plain values than this is one entry: a table in a checkpoint is not to swell its digests."""
+"""Longer containers of plain values are one entry."""
 
 Entries = Mapping[str, Mapping[str, "Entry"]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One thing in a checkpoint."""
-
-    kind: str  # "tensor", "value" (a plain one, or a list of them), "file" (of a folder) or "opaque"
-    type: str  # dtype of a tensor ("float32"), otherwise the type's name
-    digest: str | None = None  # of the tensor in row-major order, or of the value's encoding; None for what is opaque
-    shape: tuple[int, ...] | None = None  # of a tensor
+    kind: str  # "tensor", "value" (plain), "file" (of a folder) or "opaque"
+    type: str  # dtype ("float32") or type
+    digest: str | None = None  # of a row-major tensor or an encoded value; None if opaque
+    shape: tuple[int, ...] | None = None
 
 
 def entries_of(checkpoint: Mapping[Any, Any]) -> dict[str, dict[str, Entry]]:
-    """Return the entries of a checkpoint, by section (its top-level key) and path; reads every tensor once."""
+    """Return the entries of a checkpoint by section (its top-level key) and path; reads every tensor once."""
     leaves = list(walk(checkpoint))
     digests = iter(_digests([value for _, _, value in leaves if isinstance(value, Tensor)]))
     found: dict[str, dict[str, Entry]] = {}
@@ -41,7 +36,7 @@ def entries_of(checkpoint: Mapping[Any, Any]) -> dict[str, dict[str, Entry]]:
 
 
 def walk(checkpoint: Mapping[Any, Any]) -> Iterator[tuple[str, str, Any]]:
-    """Yield section, path and value of everything in a checkpoint; the path of a section that is a value is ""."""
+    """Yield section, path and value of each entry; the path is "" if a section is a value."""
     for key, value in checkpoint.items():
         for path, leaf in _leaves(value, (id(checkpoint),)):
             yield _key(key), path, leaf
@@ -49,7 +44,7 @@ def walk(checkpoint: Mapping[Any, Any]) -> Iterator[tuple[str, str, Any]]:
 
 def _leaves(value: Any, above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
     if id(value) in above:
-        yield "", object()  # a container that holds itself: opaque
+        yield "", object()  # a container that holds itself is opaque
         return
     is_walked = False
     if isinstance(value, dict | list | tuple) and value:
@@ -64,7 +59,7 @@ def _leaves(value: Any, above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
 
 
 def _key(key: Any) -> str:
-    """Return a key as a path has it: text that could be taken for a number in quotes, others as Python writes them."""
+    """Return a key as part of a path; text that looks like a number is quoted."""
     if not isinstance(key, str):
         return repr(key) if encode_plain(key) is not None else f"<{type(key).__qualname__}>"
     name = key.replace("~", "~0").replace("/", "~1")
@@ -72,14 +67,13 @@ def _key(key: Any) -> str:
 
 
 def _entry(value: Any, digests: Iterator[str | None]) -> Entry:
-    """Return the entry of a value; of a tensor the next one of ``digests``."""
     if isinstance(value, Tensor):
         digest, name = next(digests), str(value.dtype).removeprefix("torch.")
         if digest is None:
             return Entry(kind="opaque", type=f"{type(value).__qualname__} {name} without data")
         shape = (value.size(0),) if value.is_nested else tuple(value.shape)
         return Entry(kind="tensor", type=name, digest=digest, shape=shape)
-    # an OrderedDict without anything in it is a dictionary without anything in it
+    # an empty OrderedDict equals an empty dictionary
     kind, encoded = "dict" if isinstance(value, dict) else type(value).__qualname__, encode_plain(value)
     if encoded is None:
         return Entry(kind="opaque", type=kind)
@@ -87,7 +81,7 @@ def _entry(value: Any, digests: Iterator[str | None]) -> Entry:
 
 
 def _digests(tensors: list[Tensor]) -> list[str | None]:
-    """Return the digest of each; None for those that have no data."""
+    """Return the digests; None for tensors without data."""
     try:
         return [format_digest(digest) for digest in digest_tensors(tensors)]
     except (TypeError, DetCallbacksError):
@@ -98,13 +92,10 @@ _ATOMS = (bool, int, float, complex, str, bytes, bytearray, type(None), torch.dt
 
 
 def encode_plain(value: Any) -> bytes | None:
-    """Return the canonical bytes of a plain value, as Python would write it; None where it is not one.
-
-    Different values have different bytes, whatever they are made of: 1, 1.0 and True, "" and b"", 0.0 and -0.0 differ.
-    """
+    """Return the bytes of a plain value, different for different values and types; None for other objects."""
     try:
         return _text(value).encode("utf-8", "surrogatepass")
-    except (TypeError, ValueError, RecursionError):  # also a number of thousands of digits, and what holds itself
+    except (TypeError, ValueError, RecursionError):  # also for huge numbers
         return None
 
 

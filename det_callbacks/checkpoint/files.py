@@ -1,7 +1,7 @@
-"""The files beside a checkpoint: its sidecar ``X.ckpt.digests.json``, and its parts ``X.ckpt.resume/rank-00001.state``.
+"""The files beside a checkpoint: a sidecar ``X.ckpt.digests.json``, and parts ``X.ckpt.resume/rank-00001.state``.
 
-Every file holds a digest of itself, so that a flipped bit is damage and never another content. What is appended to a
-checkpoint's name holds no digit, since Lightning takes every digit after ``hpc_ckpt_`` in a listing as a version.
+Each holds a digest of itself. Suffixes have no digit: Lightning reads digits after ``hpc_ckpt_`` as
+a version.
 """
 
 import json
@@ -32,8 +32,6 @@ Content = TypeVar("Content")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileDigest:
-    """Size in bytes and digest of a file, in hexadecimal."""
-
     size: int
     digest: str
 
@@ -42,33 +40,33 @@ class FileDigest:
 class Sidecar:
     """Digests of one save of a checkpoint."""
 
-    id: str  # random identity of the save, hexadecimal
-    file: FileDigest  # of the checkpoint's bytes; of a folder those of all its files
-    entries: Entries  # by section, a key of the checkpoint, and path in it; of a folder its files, in section "files"
-    parameters: Mapping[str, str] = field(default_factory=dict)  # of "0/state/3" in the optimizers' states: its name
-    run: Mapping[str, str | None] | None = None  # id, mode and reference of the run it belongs to; None outside one
-    step: int | None = None  # the last training batch that was done, counted from 0; None before the first
-    epoch: int | None = None  # under way, counted from 0
-    num_ranks: int = 0  # processes that saved a part for an exact resume; 0 where none did
+    id: str  # random identity of the save
+    file: FileDigest  # of the file, or of all files of a folder
+    entries: Entries  # by section and path; the files of a folder are in section "files"
+    # "0/state/3" in the optimizers' states -> name
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    run: Mapping[str, str | None] | None = None  # id, mode and reference of the run, if any
+    step: int | None = None  # the last training batch that ended, from 0
+    epoch: int | None = None  # from 0
+    num_ranks: int = 0  # processes that saved a part for an exact resume
     det_callbacks_version: str = field(default_factory=lambda: version("det_callbacks"))
     schema: int = SCHEMA
     digest_version: int = DIGEST_VERSION
 
 
 def read_sidecar(path: Path) -> Sidecar | None:
-    """Return the sidecar of a checkpoint; None where none stands beside it."""
     place = beside(path, SIDECAR)
     return unseal(place.read_bytes(), place, Sidecar) if place.exists() else None
 
 
 def write_sidecar(path: Path, *, entries: Callable[[], Entries], **content: Any) -> None:
-    """Write the sidecar of a checkpoint that is whole, atomically; ``entries`` is called where it is a file."""
+    """Write the sidecar of a whole checkpoint, atomically; ``entries`` is called for a file."""
     file, files = measure(path)
     _write(beside(path, SIDECAR), seal(Sidecar(file=file, entries=files or entries(), **content)))
 
 
 def measure(path: Path) -> tuple[FileDigest, Entries | None]:
-    """Return size and digest of a file, and None; of a folder those of all its files, and each of them as an entry."""
+    """Return the digest of a file, or of a folder with an entry for each of its files."""
     if path.is_file():
         size, digest = digest_file(path)
         return FileDigest(size=size, digest=format_digest(digest)), None
@@ -83,49 +81,45 @@ def measure(path: Path) -> tuple[FileDigest, Entries | None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataPosition:
-    """How the batches of an epoch were drawn so far."""
-
-    before_iteration: GeneratorStates  # when the loader began to be iterated over
-    before_first: GeneratorStates | None = None  # before the first batch was drawn; None where none was
-    num_drawn: int = 0  # batches drawn from the loader
-    first_digest: str = ""  # of the first batch, in hexadecimal; empty before it
+    before_iteration: GeneratorStates
+    before_first: GeneratorStates | None = None  # None before the first batch
+    num_drawn: int = 0
+    first_digest: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """The state of one process that Lightning's checkpoint leaves out; the line of JSON before the tensors."""
+    """The state of one process that Lightning's checkpoint leaves out; a line of JSON before the tensors."""
 
     id: str  # of the save
     rank: int
-    is_epoch_over: bool  # the data of the epoch was used up
-    # just before the next batch is drawn; where there is no position, before the hooks of the next epoch
+    is_epoch_over: bool  # the epoch's data was used up
+    # before the next batch is drawn; without a position, before the hooks of the next epoch
     generators: GeneratorStates
-    idle: tuple[str, ...] | None = None  # those that nothing had drawn from; None where that is not known
-    position: DataPosition | None = None  # from which the next batch is drawn; None where the next epoch had not begun
-    values: Mapping[str, Any] = field(default_factory=dict)  # what loading has to bring back, by name
-    # number -> state of a ReduceLROnPlateau, and the learning rates of its optimizer
+    idle: tuple[str, ...] | None = None  # generators not used so far; None if unknown
+    position: DataPosition | None = None  # None if the next epoch had not begun
+    values: Mapping[str, Any] = field(default_factory=dict)  # what loading must bring back, by name
+    # number -> state of a ReduceLROnPlateau, and its optimizer's learning rates
     plateaus: Mapping[str, tuple[dict[str, Any], list[float]]] = field(default_factory=dict)
-    buckets: tuple[tuple[str, ...], ...] = ()  # of DDP; empty where a new DDP module makes the right ones
-    syncs_buffers: bool = True  # whether DDP's next forward pass sends rank 0's buffers to the others
-    problems: tuple[str, ...] = ()  # why a resumed run cannot be the same run, as sentences
-    tensors: str = ""  # digest of what follows: tensors in the safetensors format
+    buckets: tuple[tuple[str, ...], ...] = ()  # of DDP; empty for those of a new DDP
+    syncs_buffers: bool = True  # whether DDP's next forward pass sends buffers
+    problems: tuple[str, ...] = ()  # why an exact resume is impossible
+    tensors: str = ""  # digest of the safetensors that follow
     schema: int = SCHEMA
     digest_version: int = DIGEST_VERSION
 
 
 def part_path(path: Path, rank: int) -> Path:
-    """Return where a rank saves what belongs to a checkpoint."""
     return beside(path, RESUME) / f"rank-{rank:05d}.state"
 
 
 def write_part(path: Path, part: Part, tensors: Mapping[str, Tensor]) -> None:
-    """Write what a rank saves beside a checkpoint, atomically."""
     content = safetensors.torch.save(dict(tensors))
     _write(part_path(path, part.rank), seal(replace(part, tensors=_digest_of(content))) + content)
 
 
 def read_part(path: Path, sidecar: Sidecar, rank: int) -> tuple[Part, dict[str, Tensor]] | None:
-    """Return what a rank saved; None where it is missing, or belongs to another save."""
+    """Return what a rank saved; None if it is missing, or of another save."""
     place = part_path(path, rank)
     if not place.exists():
         return None
@@ -141,20 +135,19 @@ def _digest_of(content: bytes) -> str:
 
 
 def seal(content: Any) -> bytes:
-    """Return one line of JSON of a dataclass, with a digest of itself; equal content has equal bytes."""
     plain = msgspec.to_builtins(content)
     return _encode({**plain, "digest": _digest_of(_encode(plain))})
 
 
 def unseal(raw: bytes, path: Path, kind: type[Content]) -> Content:
-    """Return what was sealed; raises ``CheckpointFormatError`` where it is damaged, or of another version."""
+    """Return what was sealed; raises ``CheckpointFormatError`` if damaged, or of another version."""
     try:
         content = json.loads(raw)
     except (ValueError, RecursionError):
         content = None
     plain = {**content} if isinstance(content, dict) else {}
     plain.pop("digest", None)
-    # the digest first: a flipped bit in a version is damage and not a foreign version
+    # the digest first: a flipped bit in a version is damage
     if seal(plain) != raw:
         raise _damaged(path, "its content is not what its digest says")
     for name, known in (("schema", SCHEMA), ("digest_version", DIGEST_VERSION)):
@@ -171,7 +164,7 @@ def unseal(raw: bytes, path: Path, kind: type[Content]) -> Content:
 
 
 def _encode(content: Mapping[str, Any]) -> bytes:
-    """Return one line: indented, 10,000 entries would take 20 times as long. msgspec writes no ints of 128 bits."""
+    """Return one line; indentation takes 20 times as long, and msgspec writes no 128-bit ints."""
     return json.dumps(content).encode() + b"\n"
 
 
@@ -184,17 +177,16 @@ def _damaged(path: Path, what: str) -> CheckpointFormatError:
 
 
 def is_remote(path: str | Path) -> bool:
-    """Return whether a path is a URL: what lies behind it has no digests beside it."""
+    """Return whether a path is a URL, which gets no digests."""
     return "://" in str(path)
 
 
 def beside(path: Path, suffix: str) -> Path:
-    """Return the path whose name is this one's and the suffix."""
     return path.with_name(path.name + suffix)
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a file durably under another name, without a digit in it, and give it its own when it is whole."""
+    """Write a file atomically and durably; its temporary name has no digit."""
     make_folder(path.parent, instead=ANOTHER_PLACE)
     temporary = beside(path, ".tmp")
     with writing(path, instead=ANOTHER_PLACE):

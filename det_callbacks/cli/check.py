@@ -1,4 +1,4 @@
-"""``det-callbacks record``, ``verify`` and ``check``: a script recorded, verified, or both, in fresh processes."""
+"""``det-callbacks record``, ``verify`` and ``check``: run a script in fresh processes."""
 
 import argparse
 import contextlib
@@ -32,12 +32,12 @@ from det_callbacks.runs.store import Run
 from det_callbacks.verdict import EXIT_CODES, Verdict
 
 RECORDING, PLAIN = "recording", "plain"
-FACTORS = ("workers", "threads", "hash-seed", "memory")  # are varied in this order
-GRACE_SECONDS = 20.0  # for an interrupted script to end by itself
+FACTORS = ("workers", "threads", "hash-seed", "memory")  # in this order
+GRACE_SECONDS = 20.0  # for an interrupted script to end
 
 _HASH_SEED = "PYTHONHASHSEED"
 _FILL = "MALLOC_PERTURB_"
-_WITHOUT_CACHE = "glibc.malloc.tcache_count=0"  # of blocks below 1 KiB, which glibc hands out as they are
+_WITHOUT_CACHE = "glibc.malloc.tcache_count=0"  # glibc does not fill small cached blocks
 _STARTUP = Path(__file__).parents[1] / "integrations" / "startup"
 _OF_SCRIPT = {
     "match": "the script repeats itself, bit for bit",
@@ -49,30 +49,25 @@ _OF_SCRIPT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedRun:
-    """One process and what it came to."""
-
-    name: str  # "recording", "plain", or what was varied
-    change: str = "nothing"  # what it has different ("2 instead of 0")
+    name: str  # or the varied factor
+    change: str = "nothing"  # "2 instead of 0"
     outcome: Literal["recorded", "match", "diverged", "not_comparable", "failed", "not_run"]
-    reason: str = ""  # why it failed
+    reason: str = ""  # of a failure
     verdict: Verdict | None = None
-    output: Path | None = None  # with what it printed, where that did not go to the terminal
+    output: Path | None = None  # file of its output, if not the terminal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """A program that trains, started as it is; Lightning gives its Trainers a DeterminismCallback."""
-
     words: Sequence[str]
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # of DeterminismCallback, but for mode and folders
-    settings: Mapping[str, Any] = field(default_factory=dict)  # set before the first line: "seed", "deterministic"
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of DeterminismCallback
+    settings: Mapping[str, Any] = field(default_factory=dict)  # "seed", "deterministic"
     variables: Mapping[str, str] = field(default_factory=dict)
-    name: str = PLAIN  # or what is varied
-    change: str = "nothing"  # what that is now ("2 instead of 0")
-    entry: str = ""  # of run.json, which is another one where it has been varied
+    name: str = PLAIN
+    change: str = "nothing"
+    entry: str = ""  # of the environment, that must differ if varied
 
     def record(self, run: Path, *, overwrite: bool = False, output: Path | None = None) -> CheckedRun:
-        """Run the script, and record it into a folder; what it prints goes to ``output``, or is printed."""
         before = _manifest(run)
         reason, nothing = self._start("record", output, mode="record", reference=str(run), overwrite=overwrite)
         if not reason and _manifest(run) == before:
@@ -82,7 +77,6 @@ class Script:
         return CheckedRun(name=RECORDING, outcome="failed" if reason else "recorded", reason=reason, output=output)
 
     def verify(self, reference: Path, current: Path, output: Path | None = None) -> CheckedRun:
-        """Run the script, and verify it against a run, into a folder that is empty or not there."""
         title = "verify" if self.name == PLAIN else f"verify, {self.name}, {self.change}"
         reason, nothing = self._start(title, output, mode="verify", reference=str(reference), current=str(current))
         done = CheckedRun(name=self.name, change=self.change, outcome="failed", reason=reason, output=output)
@@ -90,7 +84,7 @@ class Script:
             verdict = Verdict.from_dict(json.loads((current / VERDICT_FILE).read_text(encoding="utf-8")))
         except FileNotFoundError:
             return replace(done, reason=reason or nothing)
-        except ValueError as error:  # no JSON, no text, or no verdict
+        except ValueError as error:  # not JSON, or not a verdict
             return replace(done, reason=f"{current / VERDICT_FILE} cannot be read: {error}")
         done = replace(done, verdict=verdict)
         if verdict.verdict == "match" and reason:
@@ -100,9 +94,9 @@ class Script:
         return replace(done, outcome=verdict.verdict, reason="")
 
     def _start(self, title: str, output: Path | None, **arguments: Any) -> tuple[str, str]:
-        """Run a process to its end; return what was wrong, "" for nothing, and what it means if it left no files."""
+        """Run a process; return its failure, or "", and what it means if it left no files."""
         print_line(make_console(), f"det-callbacks: {title}: {shlex.join(self.words)}", "bold")
-        sys.stdout.flush()  # before the process writes to the same place
+        sys.stdout.flush()  # before the process writes there
         variables = {**os.environ, **self.variables}
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_STARTUP), variables.get("PYTHONPATH"))))
         with contextlib.ExitStack() as files:
@@ -131,7 +125,6 @@ class Script:
 
 
 def _how_to_start(words: Sequence[str]) -> str:
-    """Return a hint where a file of Python is not executable, "" elsewhere."""
     return f". Start it with Python: -- python {shlex.join(words)}" if words[0].endswith(".py") else ""
 
 
@@ -141,10 +134,9 @@ def _manifest(run: Path) -> bytes:
 
 
 def check_script(script: Script, home: Path, vary: Sequence[str]) -> list[CheckedRun]:
-    """Run a script twice, the second run verified against the first, and where it matches once more for each factor."""
     seed = os.environ.get(_HASH_SEED, "")
     if "hash-seed" in vary and seed in ("", "random"):
-        seed = "0"  # else each process has another one, also two that are to be the same
+        seed = "0"  # else each process has its own
         script = replace(script, variables={_HASH_SEED: seed})
     reference = home / "reference"
     runs = [script.record(reference, output=home / f"{RECORDING}.txt")]
@@ -166,7 +158,7 @@ def _varied(script: Script, name: str, run: Run, seed: str) -> Script:
         window = read_window(run, 0, 0, int(steps[0])) if len(steps) else None
         noted = {} if window is None else window.settings
         before = sorted({text for name, text in noted.items() if name.startswith("num_workers of ")})
-        # a training without a torch DataLoader refuses it
+        # without a torch DataLoader it is refused
         variables[NUM_WORKERS] = now = "0" if before and before != ["0"] else "2"
         change = f"{now} instead of {' and '.join(before) or 'none'}"
     elif name == "threads":
@@ -174,12 +166,13 @@ def _varied(script: Script, name: str, run: Run, seed: str) -> Script:
         threads = run.manifest.environment.get(entry)
         had = None if threads is None else threads.value
         settings["num_threads"] = number = 2 if had == 1 else 1
-        variables["OMP_NUM_THREADS"] = str(number)  # what NumPy's libraries ask
+        variables["OMP_NUM_THREADS"] = str(number)  # for NumPy's libraries
         change = f"{number} instead of {had}"
     elif name == "memory":
         entry = f"env.{_FILL}"
         given = os.environ.get(_FILL, "")
-        variables[_FILL] = now = "90" if given != "90" else "195"  # glibc fills with the complement: 0xa5, or 0x3c
+        # glibc fills with the complement: 0xa5 or 0x3c
+        variables[_FILL] = now = "90" if given != "90" else "195"
         variables["GLIBC_TUNABLES"] = ":".join(filter(None, (os.environ.get("GLIBC_TUNABLES"), _WITHOUT_CACHE)))
         variables[FILL_MEMORY] = str(255 - int(now))
         change = f"filled with {255 - int(now):#x} when allocated"
@@ -191,7 +184,6 @@ def _varied(script: Script, name: str, run: Run, seed: str) -> Script:
 
 
 def record(options: argparse.Namespace) -> int:
-    """Run a script and record it."""
     script, run = _script(options), Path(options.run_folder).absolute()
     if not options.overwrite:
         _require_no_whole_run(run)
@@ -200,13 +192,12 @@ def record(options: argparse.Namespace) -> int:
 
 
 def _require_no_whole_run(run: Path) -> None:
-    """Refuse to record where a run is whole, before the script loads anything; one that was cut off may be resumed."""
     if not _manifest(run):
         return
     try:
         is_whole = Run.open(run, check_steps=False).is_complete
     except ReferenceFormatError:
-        is_whole = True  # there is nothing to go on with
+        is_whole = True  # nothing to go on with
     if is_whole:
         raise RunExistsError(
             f"{run} holds a run already. Nothing was run or changed. Record to another folder, replace the run with "
@@ -217,9 +208,8 @@ def _require_no_whole_run(run: Path) -> None:
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Run a script and verify it against a run."""
     script, reference = _script(options), Path(options.run_folder).absolute()
-    Run.open(reference)  # before a training is started for nothing
+    Run.open(reference)  # fail before training
     current = new_folder(options.current, "determinism-verify", option="--current")
     done = script.verify(reference, current / "run")
     if done.verdict is not None:
@@ -229,7 +219,7 @@ def verify(options: argparse.Namespace) -> int:
 
 
 def check(options: argparse.Namespace) -> int:
-    """Run a script twice and say what differs: verdicts that are no match, and a table of what was varied."""
+    """Run a script twice, and print the verdicts that are no match and a table of what was varied."""
     script, vary = _script(options), options.vary.split(",") if options.vary else []
     if unknown := [factor for factor in vary if factor not in FACTORS]:
         raise CheckError(f"There is no {unknown[0]!r} to vary; there are {', '.join(FACTORS)}.")
@@ -266,7 +256,6 @@ def _row(run: CheckedRun) -> tuple[str, ...]:
 
 
 def _end(command: str, runs: Sequence[CheckedRun], facts: str) -> int:
-    """Print why runs failed, and the closing line; return the status: diverged before failed before not comparable."""
     console, status = make_console(), {**EXIT_CODES, "recorded": 0, "not_run": 0, "failed": 2}
     worst = max(reversed(runs), key=lambda run: [0, 3, 2, 1].index(status[run.outcome]))
     for run in runs:
@@ -280,7 +269,6 @@ def _end(command: str, runs: Sequence[CheckedRun], facts: str) -> int:
 
 
 def _script(options: argparse.Namespace) -> Script:
-    """Return the script with its arguments; a wrong one is an error now, and not only when the script trains."""
     if not options.words:
         raise CheckError("No command was given. Name the script after --: det-callbacks check -- python train.py")
     names = [option.removeprefix("--").replace("-", "_") for option in SCRIPT_OPTIONS]
@@ -297,7 +285,7 @@ def _script(options: argparse.Namespace) -> Script:
 
 
 def new_folder(to: str | Path | None, kind: str, *, option: str) -> Path:
-    """Make a folder for runs that git does not see: ``to``, or one named by the time below ``kind``."""
+    """Make a folder for runs that git ignores: ``to``, or one named by the time."""
     home = Path.cwd() / (to or f"{kind}/{datetime.now():%Y-%m-%d_%H-%M-%S-%f}")
     instead = f"nothing was run; name another folder ({option})"
     if os.path.isdir(home) and any(home.iterdir()):
@@ -309,10 +297,9 @@ def new_folder(to: str | Path | None, kind: str, *, option: str) -> Path:
 
 
 def run_process(words: Sequence[str], *, variables: Mapping[str, str], output: IO[bytes] | None = None) -> int:
-    """Run a program to its end and return its status, negative for the signal that ended it.
+    """Run a program and return its status, negative for the signal that ended it.
 
-    What it prints, errors included, goes to ``output``, and to where this process prints where that is None. Ctrl-C
-    reaches both, as a terminal sends it to the whole group; SIGTERM is passed on, so that no training is left behind.
+    Ctrl-C reaches both processes; SIGTERM is passed on, so that no training is left running.
     """
     both: dict[str, Any] = {} if output is None else {"stdout": output, "stderr": subprocess.STDOUT}
     process = subprocess.Popen(words, env=dict(variables), stdin=subprocess.DEVNULL, **both)

@@ -1,4 +1,4 @@
-"""What the commands do that look into runs and this machine; each returns its exit status."""
+"""The commands that look at runs and this machine; each returns its exit status."""
 
 import argparse
 
@@ -17,7 +17,6 @@ from det_callbacks.runs.store import Run
 
 
 def show(options: argparse.Namespace) -> int:
-    """Show a run, or a step of it."""
     run = Run.open(options.run_folder)
     rank = run.rank(options.rank)
     if options.step is None and options.segment in (0, *run.segments):
@@ -36,7 +35,6 @@ def show(options: argparse.Namespace) -> int:
 
 
 def diff(options: argparse.Namespace) -> int:
-    """Compare two runs."""
     from det_callbacks.verify.judge import compare_runs  # noqa: PLC0415  # takes longer to load than a run to show
 
     console = make_console(stderr=True)
@@ -52,7 +50,6 @@ def diff(options: argparse.Namespace) -> int:
 
 
 def findings(options: argparse.Namespace) -> int:
-    """Say what is equal in a run that should differ, and what never changes that should."""
     run = Run.open(options.run_folder, check_steps=False)
     found = find_findings(run)
     nothing = Section(lines=[f"{run.path}: nothing was found"])
@@ -61,7 +58,6 @@ def findings(options: argparse.Namespace) -> int:
 
 
 def export(options: argparse.Namespace) -> int:
-    """Write a run as a Parquet data set."""
     done = export_run(options.run_folder, options.to)
     note = f"\nThe run is incomplete: {done.incomplete_reason}" if done.incomplete_reason else ""
     print_line(make_console(), f"{done.path}: {count(done.num_rows, 'row')}, {size(done.num_bytes)}{note}")
@@ -69,14 +65,12 @@ def export(options: argparse.Namespace) -> int:
 
 
 def ops(options: argparse.Namespace) -> int:
-    """Show what torch says of its ops, or of those that a run uses."""
     run = None if options.used_by is None else Run.open(options.used_by)
     content = ops_to_dict(read_op_facts(), run)
     return print_found(options, lambda: content, lambda: op_report(content, run))
 
 
 def check_checkpoint(options: argparse.Namespace) -> int:
-    """Compare a checkpoint with its digests or with another one."""
     from det_callbacks.checkpoint.check import check_checkpoint  # noqa: PLC0415  # loads torch
 
     found = check_checkpoint(options.checkpoint, options.other)

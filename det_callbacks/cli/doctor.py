@@ -1,4 +1,4 @@
-"""The command that looks at this machine; it also starts where a package is missing that other commands load."""
+"""The command that looks at this machine; it works even if other packages are broken."""
 
 import argparse
 
@@ -8,7 +8,6 @@ from det_callbacks.report.installation import broken_report, broken_to_dict
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Show which settings are in force."""
     here = look_at_installation()
     if here.broken:
         return print_found(options, lambda: broken_to_dict(here), lambda: broken_report(here), status=2)

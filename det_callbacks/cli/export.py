@@ -1,4 +1,4 @@
-"""A recorded run as a Parquet data set: one row a site of each step, partitioned by rank."""
+"""Exports a run as a Parquet data set: one row per site and step, partitioned by rank."""
 
 import os
 import shutil
@@ -28,15 +28,13 @@ _OF_SITE = {
 }
 _OF_LAYOUT = {"dtype": _TEXT, "shape": pa.list_(pa.int64()), "stride": pa.list_(pa.int64())}
 
-# ``rank`` is in the path of a file (``rank=0/part-0.parquet``), as data sets have it
+# ``rank`` is in the path, ``rank=0/part-0.parquet``
 EXPORT_SCHEMA = pa.schema(_OF_STEP | {"position": pa.int32()} | _OF_SITE | _OF_LAYOUT | {"digest": pa.uint64()})
-GROUP_ROWS = 250_000  # of a row group: what is held in memory, some 25 MB
+GROUP_ROWS = 250_000  # per row group: some 25 MB in memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Export:
-    """What was exported, a file for each rank that has steps."""
-
     path: Path
     num_rows: int
     num_bytes: int
@@ -44,8 +42,8 @@ class Export:
 
 
 def export_run(run_folder: str | Path, to: str | Path) -> Export:
-    """Write a run into a new folder, or an empty one, where it appears when it is whole."""
-    to = Path(os.path.abspath(to))  # "." has no name to put a temporary folder beside
+    """Write a run into a new or empty folder, which appears when it is whole."""
+    to = Path(os.path.abspath(to))  # "." has no name
     if os.path.exists(to) and not (to.is_dir() and not any(to.iterdir())):
         what = "is no empty folder" if to.is_dir() else "is a file; a data set is a folder"
         raise ExportError(f"{to} {what}. Nothing was changed. Name a new folder, or an empty one.", str(to))
@@ -67,7 +65,7 @@ def export_run(run_folder: str | Path, to: str | Path) -> Export:
 
 
 def _write_rank(run: Run, rank: int, path: Path) -> int:
-    # pyarrow.dataset.write_dataset would do it by itself, with all rows in memory, and three times as slow
+    # pyarrow.dataset.write_dataset would hold all rows in memory, at a third of the speed
     num_rows, pending = 0, list[pa.RecordBatch]()
     with pq.ParquetWriter(path, EXPORT_SCHEMA, compression="zstd") as file:
 
@@ -86,7 +84,6 @@ def _write_rank(run: Run, rank: int, path: Path) -> int:
 
 
 def _batches(run: Run, rank: int) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of each step of a rank."""
     steps = run.rank(rank)
 
     @lru_cache(maxsize=16)

@@ -1,4 +1,4 @@
-"""How a command prints what it found."""
+"""Prints what a command found."""
 
 import argparse
 import json
@@ -16,7 +16,7 @@ def print_found(
     report: Callable[[], list[Section]],
     status: int = 0,
 ) -> int:
-    """Print what was found, in words or as JSON; return the status, which a reader who has gone does not change."""
+    """Print as text or JSON; a reader that has gone does not change the status."""
     try:
         if options.json:
             sys.stdout.write(json.dumps(data(), indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""What a script trained with, where nothing was recorded of it."""
+"""Names what a script trained with if nothing was recorded."""
 
 import json
 from pathlib import Path
@@ -8,11 +8,11 @@ from det_callbacks.report.console import listed
 _LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
 _OTHERS = {"keras": "Keras", "tensorflow": "TensorFlow", "jax": "JAX"}
 TRAINERS = (*_LIGHTNING, *_OTHERS, "torch")
-"""Modules that tell what trains in a process; ``integrations/launch.py`` notes those that a process loaded."""
+"""``integrations/launch.py`` notes which of these modules a process loaded."""
 
 
 def nothing_text(verb: str, notes: Path) -> str:
-    """Return why nothing was recorded or verified by a script that ended well, from what its processes noted there."""
+    """Return why a script that ended well left nothing, from the notes of its processes."""
     loaded = {name for file in notes.glob("loaded-*") for name in json.loads(file.read_text(encoding="utf-8"))}
     head = f"the script ended well, and nothing was {verb}"
     others = [title for name, title in _OTHERS.items() if name in loaded]

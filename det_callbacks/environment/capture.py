@@ -1,12 +1,11 @@
-"""What can change the bits of a run: the environment of this process, its code, and the command that started it.
+"""Captures what can change the bits of a run: machine, choices, code and command.
 
-An entry is a *choice* or a *machine* fact. It counts as able to change bits only when it acts by itself: a value of the
-configuration, say, acts through the hyperparameter or the option that it became.
+An entry is a *choice* or a *machine* fact, and changes bits only if it acts by itself: a value of
+the configuration acts through the option that it became.
 """
 
 import enum
 import functools
-import importlib.metadata
 import json
 import math
 import os
@@ -25,6 +24,7 @@ import torch
 from det_callbacks.digest.device.triton_digest import device_choice
 from det_callbacks.digest.host import digest_bytes, format_digest
 from det_callbacks.internals.torch import TORCH
+from det_callbacks.internals.versions import installed_version
 from det_callbacks.runs.environment import (
     ARGUMENTS,
     CHANGED_FILE,
@@ -53,30 +53,32 @@ _IDLE_FACTS = (  # change no bits by themselves
     *("gpu.count", f"{DIGEST}cuda", *(f"env.{name}" for name in _THREAD_VARIABLES)),
     "cpu.count",  # acts through the number of threads
     LOST,
-    "torch.num_interop_threads",  # runs whole ops side by side, splits none
-    "det_callbacks.version",  # a trace changes no bits (a test holds it to that)
+    "torch.num_interop_threads",  # runs whole ops side by side
+    "det_callbacks.version",  # tested: a trace changes no bits
 )
 _DETERMINISM_VARIABLES = (
     *("FLASH_ATTENTION_DETERMINISTIC", "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "PYTHONHASHSEED"),
-    "MALLOC_PERTURB_",  # what memory holds that was allocated and not written
+    "MALLOC_PERTURB_",  # content of fresh memory
 )
 
-# Names of secrets, as a whole: "num_tokens" and "pad_token" are hyperparameters.
+# whole words: "num_tokens" and "pad_token" are hyperparameters
 _SECRET = re.compile(
     r"(?:^|[_.-])(?:secret|password|passwd|passphrase|credentials?|(?:api|access|secret|private|auth)_?key)$"
     r"|^token$|(?:api|access|auth|bearer|hub|hf|github|gitlab|wandb|comet|neptune)_?token$",
     re.IGNORECASE,
 )
-# An absolute path or an address anywhere in a text: both say who and where, and differ where nothing else does.
+# absolute paths and addresses, which say who and where
 _PLACE = re.compile(r"(?<![\w.])(?:[A-Za-z][\w+.-]*://|~?/(?=\w)|[A-Za-z]:[\\/])[^\s'\",;)\]}]*")
 
 
-def capture_environment(*, choices: Mapping[str, Any] | None = None, lightning: str = "lightning") -> Environment:
-    """Return the environment of this process, and what the caller knows to have been decided, by name.
+_version = functools.cache(installed_version)  # takes 4 ms
 
-    The version of Lightning is that of the distribution ``lightning``: it may be ``pytorch_lightning`` that trains.
-    It asks no GPU that nothing used so far, which would create a CUDA context. Nested mappings of choices become dotted
-    names; paths, addresses and what looks like a secret by its name are withheld.
+
+def capture_environment(*, choices: Mapping[str, Any] | None = None, lightning: str = "lightning") -> Environment:
+    """Return the environment of this process, and ``choices`` by dotted name.
+
+    ``lightning`` is the distribution that trains. It creates no CUDA context. Paths, addresses and
+    names that look like secrets are withheld.
     """
     enforced = {f"torch.{name}" for name in enforced_names()}
     facts = [(name, value, name not in enforced, name not in _IDLE_FACTS) for name, value in _machine_facts(lightning)]
@@ -97,14 +99,13 @@ def capture_environment(*, choices: Mapping[str, Any] | None = None, lightning: 
 
 
 def _as_text(value: Any) -> Any:
-    """Return a value whose texts can be written as JSON."""
     if isinstance(value, list | tuple):
         return [_as_text(one) for one in value]
     return without_surrogates(value) if isinstance(value, str) else value
 
 
 def _last_part(name: str, value: Any) -> tuple[str, str]:
-    """Return what a value of the configuration and the option that it became have in common."""
+    """Return the key by which a value of the configuration equals the option that it became."""
     return name.rpartition(".")[2], json.dumps(value, sort_keys=True)
 
 
@@ -116,12 +117,12 @@ def _machine_facts(lightning: str) -> Iterator[tuple[str, Any]]:
     yield "platform.libc", " ".join(platform.libc_ver()).strip() or None
     yield "cpu.architecture", platform.machine()
     yield "cpu.count", os.cpu_count()
-    # platform.processor() is empty or only the architecture on Linux
+    # platform.processor() is empty on Linux
     yield "cpu.model", _first(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo")) or platform.processor() or None
     yield "numpy.version", np.__version__
     for name in ("det_callbacks", lightning, "triton"):
         yield f"{name}.version", _version(name)
-    yield "torch.version", str(torch.__version__)  # which is of a type of torch's own
+    yield "torch.version", str(torch.__version__)  # of a type of torch's own
     yield "torch.git_version", torch.version.git_version
     yield "torch.cuda", torch.version.cuda
     yield "torch.hip", torch.version.hip
@@ -139,7 +140,7 @@ def _machine_facts(lightning: str) -> Iterator[tuple[str, Any]]:
         yield f"torch.backends.cuda.{name}_sdp", getattr(backends.cuda, f"{name}_sdp_enabled")()
     for name in _KERNEL_VARIABLES + _THREAD_VARIABLES:
         yield f"env.{name}", os.environ.get(name)
-    # properties of GPUs can only be asked through a CUDA context
+    # only a CUDA context tells properties of GPUs
     initialized = bool(torch.cuda.is_initialized())
     count = torch.cuda.device_count() if initialized else 0
     devices = [torch.cuda.get_device_properties(index) for index in range(count)]
@@ -150,7 +151,7 @@ def _machine_facts(lightning: str) -> Iterator[tuple[str, Any]]:
     driver = Path("/proc/driver/nvidia/version")
     yield "gpu.driver", _first(r"Kernel Module\D*([\d.]+)", driver) if initialized else None
     yield "gpu.nccl", ".".join(map(str, torch.cuda.nccl.version())) if initialized else None
-    if initialized:  # how digests are computed there; the first time that is found out
+    if initialized:  # may be found out now
         yield f"{DIGEST}cuda", str(device_choice(torch.device("cuda", torch.cuda.current_device())))
 
 
@@ -158,8 +159,8 @@ def _own_choices() -> Iterator[tuple[str, Any]]:
     recorded = _KERNEL_VARIABLES + _DETERMINISM_VARIABLES
     for name, value in settings_in_force().items():
         if name == "inductor_deterministic" and value == torch.are_deterministic_algorithms_enabled():
-            value = None  # use_deterministic_algorithms sets it, so that it acts through that
-        # the others are recorded as facts, or as variables
+            value = None  # it follows use_deterministic_algorithms
+        # the others are facts or variables already
         if SETTINGS[name].variable not in recorded and name not in ("sdpa_backends", "num_threads"):
             yield f"settings.{name}", value
     yield "torch.default_dtype", str(torch.get_default_dtype()).removeprefix("torch.")
@@ -171,14 +172,12 @@ def _own_choices() -> Iterator[tuple[str, Any]]:
 
 
 def _is_idle(name: str) -> bool:
-    """Return whether a choice has no effect on this machine, since it is of CUDA and there is none."""
     setting = SETTINGS.get(name.removeprefix("settings."))
     is_of_cuda = name.startswith("torch.backends.cud") if setting is None else setting.is_cuda_only
     return is_of_cuda and not torch.cuda.is_available()
 
 
 def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield dotted names and JSON-able values of a nested choice."""
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
             yield from _flatten(f"{name}.{key}" if name else str(key), inner)
@@ -187,7 +186,6 @@ def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """Return a value as anyone may read it: no objects, no places, no secrets (told by the last part of its name)."""
     if isinstance(value, enum.Enum | np.generic):
         return _plain(name, value.value if isinstance(value, enum.Enum) else value.item())
     if value is None or isinstance(value, int | float):
@@ -196,7 +194,7 @@ def _plain(name: str, value: Any) -> Any:
         return WITHHELD
     if isinstance(value, str | os.PathLike):
         return _PLACE.sub("<place>", str(os.fspath(value)))
-    if isinstance(value, torch.dtype | torch.device):  # without the index, which says which of several alike
+    if isinstance(value, torch.dtype | torch.device):  # without the index
         return str(value).removeprefix("torch.").partition(":")[0]
     if isinstance(value, Mapping):
         return {str(key): _plain(str(key), inner) for key, inner in value.items()}
@@ -204,20 +202,11 @@ def _plain(name: str, value: Any) -> Any:
         return sorted((_plain(name, inner) for inner in value), key=str)
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
         return [_plain(name, inner) for inner in value]
-    # not repr(value): it holds addresses that differ from run to run, or whole tensors
+    # repr(value) may hold addresses or whole tensors
     return f"<{type(value).__module__}.{type(value).__qualname__}>"
 
 
-@functools.cache  # 11 ms for all of them
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _first(pattern: str, text: str | Path) -> str | None:
-    """Return the first group that a pattern finds in a text, or in a file that may be missing."""
     if isinstance(text, Path):
         text = text.read_text(encoding="utf-8", errors="replace") if text.is_file() else ""
     found = re.search(pattern, text, re.MULTILINE)
@@ -225,7 +214,6 @@ def _first(pattern: str, text: str | Path) -> str | None:
 
 
 def code_state() -> dict[str, Any]:
-    """Return the commit of the git repository of the main script, or of the working directory, and what differs."""
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     folder = Path.cwd() if script is None else Path(script).absolute().parent
     where = _ask_git(folder, "rev-parse", "HEAD", "--show-toplevel")
@@ -235,13 +223,13 @@ def code_state() -> dict[str, Any]:
     changed = _ask_git(Path(root), "status", "--porcelain", "-z", "--untracked-files=no", "--no-renames")
     state: dict[str, Any] = {COMMIT: commit, "code.is_dirty": None if changed is None else bool(changed)}
     for entry in filter(None, (changed or "").split("\0")):
-        path = Path(root, name := entry[3:])  # two letters that say what was done to it, and a space
+        path = Path(root, name := entry[3:])  # after two letters of status and a space
         state[f"{CHANGED_FILE}{name}"] = format_digest(digest_bytes(path.read_bytes())) if path.is_file() else None
     return state
 
 
 def _ask_git(folder: Path, *arguments: str) -> str | None:
-    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]  # a question does not write
+    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]  # writes nothing
     try:
         done = subprocess.run(command, capture_output=True, check=False, stdin=subprocess.DEVNULL, timeout=5)
     except (OSError, subprocess.TimeoutExpired):
@@ -249,14 +237,14 @@ def _ask_git(folder: Path, *arguments: str) -> str | None:
     return done.stdout.decode(errors="backslashreplace") if done.returncode == 0 else None
 
 
-# Our overrides, but for the settings, which are a part of what trains.
+# our overrides but for settings, which are part of the training
 _OURS = re.compile(r"[+~]*(callbacks[./])?determinism(?!\.settings\.)([.=]|$)")
 # names of values, also in {nested: {mappings: 1}}
 _NAME = re.compile(r"([\w.\-/@]+)[\"']?\s*[=:]")
 
 
 def script_words(start: str | Path | None = None) -> list[str]:
-    """Return the script as it would be written after ``python`` in ``start``, or its name; [] in an interpreter."""
+    """Return the script as written after ``python`` in ``start``; [] in an interpreter."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     if spec is not None:
         return ["-m", str(spec.name).removesuffix(".__main__")]
@@ -264,15 +252,14 @@ def script_words(start: str | Path | None = None) -> list[str]:
     if script in ("", "-", "-c"):
         return []
     start = Path.cwd() if start is None else Path(start)
-    path = start / script  # which is the script's own path where that is absolute
+    path = start / script  # ``script`` itself if absolute
     return [path.relative_to(start).as_posix() if path.is_relative_to(start) and ".." not in path.parts else path.name]
 
 
 def command_choice(overrides: Sequence[str] | None = None, *, start: str | Path | None = None) -> dict[str, Any]:
-    """Return what started this run, as a choice for ``capture_environment``: the script, and the words after it.
+    """Return script and arguments of this process as a choice; secrets are withheld.
 
-    Of a Hydra application these are the overrides without our own, which say nothing of the training. A word whose name
-    says that it is a secret is withheld.
+    Of a Hydra application these are the overrides, without our own.
     """
     script = script_words(start)
     words = _arguments(script) if overrides is None else [word for word in overrides if not _OURS.match(word)]
@@ -280,17 +267,17 @@ def command_choice(overrides: Sequence[str] | None = None, *, start: str | Path 
 
 
 def _arguments(script: Sequence[str]) -> list[str]:
-    """Return the words after the script as the process was started, also where the script has changed ``sys.argv``."""
+    """Return the original arguments, even if the script has changed ``sys.argv``."""
     if not script:
         return []
     name = script[1] if script[0] == "-m" else sys.argv[0]
     given = sys.orig_argv
-    # a launcher such as coverage may have the script run in a way that its own command line does not show
+    # coverage and other launchers hide the script's own command line
     return given[given.index(name) + 1 :] if name in given else sys.argv[1:]
 
 
 def _shown(words: Sequence[str]) -> Iterator[str]:
-    """Yield the words of a command line without secrets: ``name=secret``, and the word after ``--name``."""
+    """Yield the words without secrets: ``name=secret``, or the word after ``--name``."""
     is_secret = False
     for word in words:
         name, equals, _ = word.partition("=")

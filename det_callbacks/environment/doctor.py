@@ -1,4 +1,4 @@
-"""What is in force in this process, what is missing or too late, and what tells this machine from a reference's."""
+"""Which settings are in force here, missing or too late, and what differs from a reference's machine."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -22,7 +22,7 @@ _FACTS = ("cpu.model", "torch.cpu_capability", "torch.num_threads")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingFinding:
-    """One setting here and now: the value asked for and the one in force, and what to do, "" for nothing."""
+    """One setting: the value asked for, the one in force, and what to do, if anything."""
 
     name: str
     wanted: Any
@@ -33,10 +33,7 @@ class SettingFinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """What the doctor found: what is installed, facts on this place, every setting, and what a reference has otherwise.
-
-    Beside each difference stands what would make it equal, "" if that is unknown.
-    """
+    """What the doctor found; each difference with what would remove it, or ""."""
 
     installation: Installation
     facts: Mapping[str, Any]
@@ -46,35 +43,30 @@ class Diagnosis:
 
     @property
     def missing(self) -> list[str]:
-        """The settings that are asked for, not in force, and would have an effect here."""
+        """The settings that are not in force and would have an effect here."""
         return [finding.name for finding in self.settings if finding.state in ("not in force", "too late")]
 
     @property
     def is_well(self) -> bool:
-        """Whether nothing is missing: no setting, and no private name."""
         return not (self.missing or self.installation.missing)
 
     @property
     def fills_memory(self) -> bool:
-        """Whether deterministic algorithms are in force, and torch fills the memory that ops only allocate."""
+        """Whether deterministic algorithms fill memory that ops only allocate."""
         here = {finding.name: finding.in_force for finding in self.settings}
         return here["deterministic_algorithms"] != "disabled" and bool(here["fill_uninitialized_memory"])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form."""
         differences = [{**asdict(difference), "to_do": to_do} for difference, to_do in self.differences]
         return {"schema": 1, "is_well": self.is_well, **asdict(self), "differences": differences}
 
 
-def diagnose(
-    installation: Installation, settings: DeterminismSettings | None = None, *, against: Run | None = None
-) -> Diagnosis:
-    """Look for ``settings`` (None: what was in force in a run, or the defaults) in this process, as it is."""
-    if settings is None:
-        settings = DeterminismSettings() if against is None else _settings_of(against)
+def diagnose(installation: Installation, *, against: Run | None = None) -> Diagnosis:
+    """Check the settings of a run, or the defaults, in this process."""
+    settings = DeterminismSettings() if against is None else _settings_of(against)
     findings = tuple(_find(name, getattr(settings, name), found) for name, found in settings_in_force().items())
     if against is not None and torch.cuda.is_available():
-        torch.cuda.init()  # only now: what is said of a GPU can be asked through a context alone
+        torch.cuda.init()  # facts of a GPU need a context
     is_twin = against is not None and "pytorch_lightning.version" in against.manifest.environment
     lightning = "pytorch_lightning" if is_twin else "lightning"
     here = capture_environment(lightning=lightning)
@@ -86,7 +78,7 @@ def diagnose(
     if accelerator is not None:
         device = torch.device(accelerator.type, torch.accelerator.current_device_index())
         facts["digest"] = f"{device}: {device_choice(device)}"
-    # what a Trainer or a configuration chose is nothing that can be seen without it
+    # choices of a Trainer or configuration cannot be seen here
     found = () if against is None else compare_environments(against.manifest.environment, here)
     kept = [one for one in found if one.name in here and not one.name.startswith(("settings.", "code."))]
     kept.sort(key=lambda one: (not one.changes_bits, one.name))
@@ -128,7 +120,7 @@ def _settings_of(run: Run) -> DeterminismSettings:
     if values["float32_matmul_precision"] == "mixed":
         values["float32_matmul_precision"] = None
     if values["inductor_deterministic"] == (values["deterministic_algorithms"] in ("error", "warn")):
-        values["inductor_deterministic"] = None  # it follows from the other
+        values["inductor_deterministic"] = None  # follows from the other
     return DeterminismSettings.from_mapping(values)
 
 

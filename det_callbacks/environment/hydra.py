@@ -1,4 +1,4 @@
-"""What a Hydra application was configured with, and by which overrides, from Hydra's own state."""
+"""Configuration and overrides of a Hydra job, from Hydra's own state."""
 
 import re
 from collections.abc import Mapping
@@ -14,19 +14,18 @@ _OF_ONE_RUN = re.compile(r"\$\{(now:|hydra:(run|sweep|runtime\.output_dir|runtim
 
 
 def job_choices() -> dict[str, Any]:
-    """Return configuration and overrides of the job that runs, as choices; {} outside of ``hydra.main``."""
+    """Return configuration and overrides of the running job as choices; {} outside of ``hydra.main``."""
     if not HydraConfig.initialized():
         return {}
     own: Any = HydraConfig.get()
-    config: Any = OmegaConf.select(own, "..")  # the whole that Hydra's own part belongs to
+    config: Any = OmegaConf.select(own, "..")  # the whole configuration
     return {"config": configuration_of(config), **command_choice(own.overrides.task, start=own.runtime.cwd)}
 
 
 def configuration_of(config: DictConfig) -> Mapping[str, Any]:
-    """Return the resolved configuration of a job, without what two runs of one training have different.
+    """Return the resolved configuration without our part, Hydra's, times and folders.
 
-    That is our own part, Hydra's, and what is interpolated of the time or of the job's folders. Where an interpolation
-    does not resolve, which the program then does not need or will say, all values are as they are written.
+    If an interpolation does not resolve, all values stay as written.
     """
     text = _OF_ONE_RUN.sub("<run>", OmegaConf.to_yaml(config))
     written: Any = OmegaConf.to_container(OmegaConf.create(text))

@@ -1,4 +1,4 @@
-"""What is installed here: versions, what of the package cannot be imported, and private names that are missing."""
+"""What is installed: versions, broken imports, and missing private names."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from det_callbacks.internals.versions import TESTED, installed_version, newer_th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Installation:
-    """The versions of torch and Lightning, None where one is not installed, and what does not work with them.
+    """Versions of torch and Lightning, and what does not work with them.
 
     Attributes:
-        untested: a sentence for each package that is newer than any that was tested.
-        broken: a sentence for each error that the import of public names ends with.
-        missing: a sentence for each private name that is missing, with what is refused or lost without it.
+        untested: packages newer than any tested, a sentence each.
+        broken: errors of imports, a sentence each.
+        missing: private names, with what is lost without each.
     """
 
     versions: dict[str, str | None]
@@ -24,7 +24,7 @@ class Installation:
 
 
 def look_at_installation() -> Installation:
-    """Import all that is public, and look up each private name; takes some seconds, since it loads Dynamo."""
+    """Import everything public, and look up each private name; takes some seconds."""
     broken = _broken()
     return Installation(
         versions={package: installed_version(package) for package in TESTED},
@@ -40,13 +40,13 @@ def _broken() -> tuple[str, ...]:
     for name in package.__all__:
         try:
             getattr(package, name)
-        except Exception as error:  # noqa: BLE001  # whatever an import ends with is what is asked for here
+        except Exception as error:  # noqa: BLE001  # an import may raise anything
             names[f"{type(error).__name__}: {error}"].append(name)
     return tuple(f"{', '.join(several)}: {error}" for error, several in names.items())
 
 
 def _missing() -> tuple[str, ...]:
-    # these load torch, which may be broken; Dynamo's names are torch's, too
+    # torch may be broken; Dynamo's names are registered with torch's
     from det_callbacks.internals import dynamo, lightning, torch  # noqa: F401, PLC0415
 
     return (*torch.TORCH.all_missing(), *lightning.all_missing())

@@ -1,4 +1,4 @@
-"""Which ops torch calls nondeterministic, and which draw random numbers: read from the torch that is installed."""
+"""Which ops the installed torch calls nondeterministic, and which draw random numbers."""
 
 import ast
 import inspect
@@ -20,30 +20,30 @@ _INDEX_ADD = ("index_add", "index_add_")
 _CONVOLUTION = ("convolution", "convolution_backward")
 
 ALIASES: Mapping[str, tuple[str, ...]] = {
-    # one aten op tells these apart by its arguments; its backward chooses a kernel in the same way
+    # one aten op, told apart by its arguments
     **{f"torch.nn.Conv{kind}{dims}d": _CONVOLUTION for kind in ("", "Transpose") for dims in (1, 2, 3)},
-    # derivatives that are made of ops with other names
+    # derivatives made of other ops
     "torch.Tensor.__getitem__": ("index_put", "index_put_", "_index_put_impl_"),
     "torch.gather": ("scatter_add", "scatter_add_"),
     "torch.index_select": _INDEX_ADD,
     "torch.repeat_interleave": _INDEX_ADD,
-    # on MPS the first one, unless the indices are asked for
+    # the first on MPS without indices
     "torch.nn.MaxPool2d": ("max_pool2d_backward", "max_pool2d_with_indices_backward"),
     "torch.nn.MaxPool3d": ("max_pool3d_with_indices_backward",),
     "torch.nn.Embedding": ("embedding_dense_backward",),
     "torch.nn.EmbeddingBag": ("_embedding_bag_backward", "_embedding_bag_dense_backward"),
-    # functions that choose an op by their arguments; "aa" is antialias=True
+    # choose an op by their arguments; "aa" is antialias=True
     "torch.nn.functional.interpolate": (
         *(f"upsample_{mode}_backward" for mode in _UPSAMPLE),
         "_upsample_bilinear2d_aa_backward",
         "_upsample_bicubic2d_aa_backward",
     ),
     "torch.nn.functional.grid_sample": ("grid_sampler_2d_backward", "grid_sampler_3d_backward"),
-    "torch.nn.MaxUnpool1d": ("max_unpool2d",),  # there is no one-dimensional kernel
-    # only the loss over images raises (ATen/native/cuda/NLLLoss2d.cu); a classifier's sums in a fixed order (Loss.cu)
+    "torch.nn.MaxUnpool1d": ("max_unpool2d",),  # no one-dimensional kernel
+    # only the loss over images raises (NLLLoss2d.cu)
     "torch.nn.NLLLoss": ("nll_loss2d", "nll_loss2d_forward"),
 }
-"""Documented module or function -> aten ops, where the rule of ``_aten_names`` does not lead to them."""
+"""Documented name -> aten ops, where ``_aten_names`` does not find them."""
 
 _SECTIONS: Mapping[str, Behaviour] = {"act deterministically": "alternate algorithm", "RuntimeError": "error"}
 # torch 2.15 writes two values as reduce='prod'\'mean'
@@ -56,9 +56,9 @@ _NAMES = re.compile(rf"(?:(?:, )?(?:and )?{_ROLE.pattern}\s*)*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpFact:
-    """What torch says of a documented name, or of a tagged aten op.
+    """What torch says of a documented name, or of a tagged op.
 
-    ``condition`` says when, in torch's words; ``device`` is "any" where these name no device or several.
+    ``condition`` is in torch's words; ``device`` is "any" if they name none or several.
     """
 
     name: str
@@ -69,7 +69,7 @@ class OpFact:
 
 
 def read_op_facts() -> tuple[OpFact, ...]:
-    """Return what the installed torch says of its ops, by behaviour, name and condition; takes some 0.2 s."""
+    """Return all facts, by behaviour, name and condition; takes some 0.2 s."""
     import torch  # noqa: PLC0415  # for the command ops; facts are plain data
 
     from det_callbacks.internals.torch import OPS, TORCH, all_op_names  # noqa: PLC0415  # likewise
@@ -91,9 +91,9 @@ def read_op_facts() -> tuple[OpFact, ...]:
 
 
 def parse_docstring(docstring: str, registered: Collection[str]) -> list[OpFact]:
-    """Return what the two lists in ``torch.use_deterministic_algorithms.__doc__`` say of registered aten ops."""
+    """Return what the two lists in the docstring of ``torch.use_deterministic_algorithms`` say of ops."""
     facts = []
-    # a list stands indented below a paragraph that ends in "``mode=True``:", and a bullet may hold a list itself
+    # an indented list follows a paragraph that ends in "``mode=True``:"; a bullet may hold a list
     lists = re.findall(r"((?:^\S.*\n)+)\n((?:[ \t].*\n|\n)+)", f"{inspect.cleandoc(docstring)}\n", re.MULTILINE)
     for paragraph, block in lists:
         text = " ".join(paragraph.split())
@@ -110,7 +110,7 @@ def parse_docstring(docstring: str, registered: Collection[str]) -> list[OpFact]
 
 
 def may_apply(fact: OpFact, *, op: str, phase: str, arguments: Mapping[str, Any], unknown: Sequence[str] = ()) -> bool:
-    """Return whether a fact can be about a call; false only where name, phase or arguments exclude it."""
+    """Return whether a fact can be about a call; false only if name, phase or arguments exclude it."""
     base = op.rpartition(".")[0]
     if base not in fact.ops:
         return False
@@ -119,21 +119,21 @@ def may_apply(fact: OpFact, *, op: str, phase: str, arguments: Mapping[str, Any]
     found = _CONVOLUTION_NAME.fullmatch(fact.name)
     if found and {"stride", "transposed"} <= arguments.keys():
         return len(arguments["stride"]) == int(found[2]) and arguments["transposed"] == bool(found[1])
-    # "with accumulate=True"; two values of one argument are alternatives: "when reduce='sum' or reduce='mean'"
+    # several values are alternatives: "when reduce='sum' or reduce='mean'"
     documented = defaultdict[str, list[Any]](list)
     for name, values in _VALUES.findall(fact.condition):
         documented[name] += map(ast.literal_eval, _VALUE.findall(values))
     for name, values in documented.items():
-        # torch leaves arguments at their default out of the call; flags are off by default
+        # torch leaves defaults out of the call; flags default to False
         given = arguments.get(name, False if isinstance(values[0], bool) else None)
-        # another type is another spelling: mode='max' of EmbeddingBag is mode=2 in aten
+        # mode='max' of EmbeddingBag is mode=2 in aten, so other types exclude nothing
         if name not in unknown and isinstance(given, type(values[0])) and given not in values:
             return False
     return True
 
 
 def _facts(behaviour: Behaviour, bullet: str, registered: Collection[str]) -> list[OpFact]:
-    """Return what a bullet says of each name that it begins with."""
+    """Return the facts of a bullet, one per name at its beginning."""
     choices = re.compile(r"^\s*- (.*)$", re.MULTILINE)
     text = " ".join(choices.sub("", bullet).split())
     beginning = _NAMES.match(text)
@@ -168,7 +168,7 @@ def _is_of_backward(condition: str) -> bool:
 
 
 def _aten_names(name: str, condition: str) -> set[str]:
-    """Return which aten ops a documented name may mean: "torch.nn.LSTMCell" is lstm_cell, or its backward."""
+    """Return the aten ops of a documented name: "torch.nn.LSTMCell" is lstm_cell, or its backward."""
     if name in ALIASES:
         return {*ALIASES[name]}
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name.rpartition(".")[2])

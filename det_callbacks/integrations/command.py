@@ -31,8 +31,8 @@ def read_arguments(asked: str) -> dict[str, Any]:
 def claim_run() -> None:
     """Make the run this process's own; raises ``SelectionError`` in a second process that is no rank of it.
 
-    The first process makes the file of the claim. A second one, whose verdict would replace the first one's, writes its
-    error into it, and the command reads that.
+    The first process makes the file of the claim. A second one, whose verdict would replace the
+    first one's, writes its error into it, and the command reads that.
     """
     claim = Path(json.loads(os.environ[LAUNCH])["claim"])
     with writing(claim, instead=_ANOTHER_TMPDIR):

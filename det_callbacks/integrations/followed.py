@@ -1,4 +1,4 @@
-"""The run of a training that torch alone tells of: ``torch_steps.py`` says where its steps begin and end."""
+"""The run of a loop that knows nothing of it; ``torch_steps.py`` finds where its steps begin and end."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,16 +20,13 @@ from det_callbacks.trace.state.leaves import flatten
 from det_callbacks.trace.state.optimizers import parameters_of
 from det_callbacks.training.draws import DrawnLoader
 from det_callbacks.training.fits import take_unfinished
-from det_callbacks.training.held_generators import find_generators
-
-_LOADER = "train_dataloader"
 
 
 class FollowedLoop(TrainingRun):
-    """A TrainingRun whose loop knows nothing of it; ``TorchSteps`` begins and ends its fits and steps.
+    """A TrainingRun that ``TorchSteps`` drives.
 
-    The batch of a step is what was drawn from a ``DataLoader`` for it, where the model gets a tensor of that, and else
-    what the model gets.
+    The batch of a step is the one drawn from a ``DataLoader``, if the model gets a tensor of it,
+    else the model's arguments.
     """
 
     called = "run"
@@ -42,7 +39,7 @@ class FollowedLoop(TrainingRun):
 
     @staticmethod
     def is_replaced() -> bool:
-        """Return whether the script records itself, and say so."""
+        """Return whether the script has a run of its own, and print that."""
         if REGISTRY.sink is None:
             return False
         print_closing_line("det_callbacks: the script has a run of its own, which is used")
@@ -50,24 +47,19 @@ class FollowedLoop(TrainingRun):
 
     @property
     def is_in_step(self) -> bool:
-        """Whether a step is under way."""
         return self._is_in_step
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
-        """Those of the fit, as they were at its beginning."""
         return self._optimizers
 
     def take(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Let the next fit be of these."""
         self._model, self._optimizers = models_of(module, optimizers), [*optimizers]
 
     def holds(self, module: nn.Module) -> bool:
-        """Return whether the fit under way trains this module."""
         return self._is_open and any(id(parameter) in self._owned for parameter in module.parameters())
 
     def begin_fit(self) -> None:
-        """Begin a fit, and say what it follows."""
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         if not rank and not self._has_claimed:
             claim_run()
@@ -88,18 +80,11 @@ class FollowedLoop(TrainingRun):
             )
 
     def begin_step(self, args: Sequence[Any], keywords: Mapping[str, Any], drawn: DrawnLoader | None) -> None:
-        """Begin a step, whose first call of a module has these arguments, after a draw from a loader."""
         given = [*args, dict(keywords)] if keywords else [*args]
-        self._batch = given
-        if drawn is not None:
-            self._batch = self._drawn_for(given, drawn)
-        self._enter_step()
+        self._enter_step(given if drawn is None else self._drawn_for(given, drawn))
 
     def _drawn_for(self, given: Any, drawn: DrawnLoader) -> Any:
-        """Return the batch that was drawn for a step, the arguments where none of them is of it; note where it is from.
-
-        A loader may draw some batches ahead: those that come after it.
-        """
+        """Return the batch drawn for a step, else the arguments; a loader may have drawn some ahead."""
         training, waiting = self._training, drawn.draws.waiting
         tensors = {id(value) for _, value in flatten(given, "batch", is_whole=True) if isinstance(value, Tensor)}
         batch, num_ahead = given, training.num_drawn_ahead
@@ -111,11 +96,9 @@ class FollowedLoop(TrainingRun):
         while len(waiting) > num_ahead + 1:
             waiting.popleft()
         loader = drawn.loader
-        if drawn is not self._drawn and loader is not None and training.follower is not None:
+        if loader is not None and training.begin_loader(loader, drawn.draws):
             self._drawn = drawn
             self._num_loaders += 1
-            held = find_generators({_LOADER: loader})
-            training.follower.begin_loaders({_LOADER: loader}, held, is_in_turn=False, draws=drawn.draws)
         if self._iteration != (drawn, drawn.num_iterations):
             self._iteration = drawn, drawn.num_iterations
             training.epoch += 1
@@ -123,17 +106,14 @@ class FollowedLoop(TrainingRun):
         return batch
 
     def mark_draw(self, drawn: DrawnLoader) -> None:
-        """Note that a batch is about to be drawn."""
-        if self._is_open and drawn is self._drawn and self._training.follower is not None:
-            self._training.follower.begin_draw()
+        if self._is_open and drawn is self._drawn:
+            self._training.begin_draw()
 
     def end_step(self) -> None:
-        """End the step under way; may raise what ends the run."""
         self._num_steps += 1
         self._leave_step(None)
 
     def end(self) -> None:
-        """End the fit under way, if there is one, without a step that no optimizer has ended."""
         if not self._is_open:
             return
         if self._is_in_step:
@@ -153,13 +133,11 @@ class FollowedLoop(TrainingRun):
         self.__exit__(None, None, None)
 
     def fail(self, error: BaseException) -> None:
-        """End the run with an exception, which the script may catch."""
         self._ended_by = error
         tell_command(error)
         self.__exit__(type(error), error, error.__traceback__)
 
     def end_process(self, unfollowed: Mapping[str, int]) -> None:
-        """End the process with the status of what ended the run, or is not finished."""
         if unfollowed and not self._training.rank:
             steps = listed([f"{count(number, 'step')} of {name}" for name, number in unfollowed.items()])
             print_closing_line(f"det_callbacks: not followed: {steps}, before which no module of theirs was called")
@@ -186,5 +164,5 @@ class FollowedLoop(TrainingRun):
             "with gradients enabled: det-callbacks cannot tell where this step began. Put the loop into a TrainingRun "
             "(docs/how-to/plain-loop.md)."
         )
-        self.fail(error)  # now: the script may catch it
+        self.fail(error)  # before the script can catch it
         raise error

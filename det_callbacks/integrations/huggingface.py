@@ -1,4 +1,4 @@
-"""DeterminismCallback for Hugging Face's Trainer: its loop drives a TrainingRun (read at 4.57 and 5.24)."""
+"""DeterminismCallback for Hugging Face's Trainer, whose loop drives a TrainingRun (read at 4.57 and 5.24)."""
 
 import inspect
 import json
@@ -11,48 +11,41 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 from typing_extensions import override
 
 from det_callbacks.audit.result import AuditReport
-from det_callbacks.checkpoint.check import compare_saved
-from det_callbacks.checkpoint.files import ANOTHER_PLACE, SIDECAR, read_sidecar, write_sidecar
-from det_callbacks.errors import CheckpointMismatchError, SelectionError
+from det_callbacks.checkpoint.files import ANOTHER_PLACE, SIDECAR, write_sidecar
+from det_callbacks.checkpoint.loaded import require_saved, unchecked_line
+from det_callbacks.errors import SelectionError
 from det_callbacks.integrations.loop import LoopTraining, TrainingRun
 from det_callbacks.ranks.replicas import ReplicaReport
 from det_callbacks.report.console import print_closing_line
-from det_callbacks.report.tensors import mismatch_text
 from det_callbacks.runs.disk import writing
 from det_callbacks.training.following import FollowedRun
-from det_callbacks.training.held_generators import find_generators
 from det_callbacks.training.replaced import ReplacedMethods
 from det_callbacks.verdict import Verdict
 
-_LOADER = "train_dataloader"
-
-# Of the TrainingArguments what says where, how often and to whom something is written; the rest may change bits.
+# TrainingArguments of output; all others may change bits
 _CHANGES_NO_BITS = (
     *("*_dir", "run_name", "project", "report_to", "disable_tqdm", "log_*", "logging_*", "save_*", "hub_*"),
     *("push_to_*", "trackio_*", "resume_from_checkpoint", "do_*", "local_rank", "ddp_timeout", "debug"),
     "skip_memory_metrics",
 )
 _OF_A_CLOCK = ("epoch", "*_runtime", "*_per_second", "*_preparation_time", "*_mem_*", "*_memory*")
-"""Metrics of an evaluation that are no result of the training."""
+"""Metrics of an evaluation that measure time or memory."""
 
 
-class _ReplacedInTrainer(ReplacedMethods):
-    places = {  # noqa: RUF012  # read only
-        "train": "of the Trainer: no callback is told that a training ends with an exception, or resumes",
-        "training_step": "of the Trainer: no callback is told where forward and backward end",
-        "get_batch_samples": "of the Trainer: callbacks get no batch, and after a resume another loader",
-        "clip_grad_norm_": "of the Trainer's accelerator: no callback is told that clipping begins",
-    }
+_PLACES = {
+    "train": "of the Trainer: no callback is told that a training ends with an exception, or resumes",
+    "training_step": "of the Trainer: no callback is told where forward and backward end",
+    "get_batch_samples": "of the Trainer: callbacks get no batch, and after a resume another loader",
+    "clip_grad_norm_": "of the Trainer's accelerator: no callback is told that clipping begins",
+}
 
 
 class _TrainerTraining(LoopTraining):
-    """The training of a Trainer, prepared by accelerate."""
-
     framework = "transformers"
 
     def __init__(self, trainer: Trainer, model: nn.Module, optimizer: Optimizer) -> None:
@@ -64,8 +57,6 @@ class _TrainerTraining(LoopTraining):
 
 
 class _TrainerRun(TrainingRun):
-    """The run of one Trainer after the other; ``DeterminismCallback`` calls it."""
-
     called = "DeterminismCallback"
     _training: _TrainerTraining
 
@@ -77,9 +68,9 @@ class _TrainerRun(TrainingRun):
             )
         if "log_metrics" in arguments:
             raise SelectionError("log_metrics is for Lightning's Trainer: leave it out, and log the verdict yourself.")
-        # the Trainer has model and optimizer when it trains
+        # model and optimizer exist when the Trainer trains
         FollowedRun.__init__(self, reference, resume="plain", **arguments)
-        self._of_trainer = _ReplacedInTrainer()
+        self._of_trainer = ReplacedMethods(_PLACES)
         self._iterator: object = None
         self._drawn: list[Any] = []
         self._first_epoch_of_loader = 0
@@ -89,11 +80,11 @@ class _TrainerRun(TrainingRun):
         return _TrainerTraining(self._trainer, self._model, self._optimizers[0])
 
     def begin(self, trainer: Trainer, state: TrainerState, *, is_resumed: bool) -> None:
-        """Begin to follow a training whose model, optimizer and loader are prepared."""
         self._trainer = trainer
         self._model = trainer.model_wrapped
         optimizer: Any = trainer.optimizer
-        while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):  # accelerate wraps it
+        # accelerate wraps it
+        while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
             optimizer = inner
         self._optimizers = [optimizer]
         self._iterator, self._drawn = None, []
@@ -103,22 +94,21 @@ class _TrainerRun(TrainingRun):
             self.resume_from(state.global_step, epoch=epoch)
         self.__enter__()
         self._stage.callback(self._of_trainer.restore)
-        self._of_trainer.put(trainer, "get_batch_samples", lambda draw: partial(self._draw, draw))
-        self._of_trainer.put(trainer, "training_step", lambda train: partial(self._train_step, train))
-        self._of_trainer.put(trainer.accelerator, "clip_grad_norm_", lambda clip: partial(self._clip, clip))
+        self._of_trainer.around(trainer, "get_batch_samples", self._draw)
+        self._of_trainer.around(trainer, "training_step", self._train_step)
+        self._of_trainer.around(trainer.accelerator, "clip_grad_norm_", self._clip)
 
     def begin_epoch(self, state: TrainerState, loader: Any) -> None:
         """Note that an epoch begins, and follow the loader's sampler.
 
-        In the epoch that a checkpoint goes on with, the Trainer skips batches with another sampler: it is not followed.
+        Not in the epoch that a checkpoint resumes: there the Trainer skips batches with another
+        sampler.
         """
         training, hooks = self._training, self._hooks
         training.epoch = int(state.epoch or 0)
         hooks.mark("epoch start")
-        follower = training.follower
-        if follower is not None and loader is not self._loader and training.epoch >= self._first_epoch_of_loader:
-            self._loader = loader
-            follower.begin_loaders({_LOADER: loader}, find_generators({_LOADER: loader}), is_in_turn=False)
+        if training.epoch >= self._first_epoch_of_loader:
+            training.begin_loader(loader)
 
     def end_epoch(self) -> None:
         """Note that an epoch ended; a callback may have ended it within a step."""
@@ -129,77 +119,55 @@ class _TrainerRun(TrainingRun):
         self._hooks.mark("epoch end")
 
     def begin_step(self) -> None:
-        """Begin the step whose batches were drawn last."""
         batches, self._drawn = self._drawn, []
         self._training.num_batches = max(1, len(batches))
-        self.step(batches[0] if len(batches) == 1 else batches).__enter__()
+        self._enter_step(batches[0] if len(batches) == 1 else batches)
 
     def begin_update(self) -> None:
-        """Record ops again: what comes next belongs to the step."""
         self._hooks.go_on()
 
     def end_step(self) -> None:
-        """End the step; raise what it found."""
-        if (follower := self._training.follower) is not None:
-            follower.forget_drawn()  # accelerate has moved them to the device, where there may be little room
-        self._step_context.__exit__(None, None, None)
+        # accelerate has copied them to the device, where memory may be scarce
+        self._training.forget_drawn()
+        self._leave_step(None)
 
     def log_evaluation(self, metrics: Mapping[str, Any]) -> None:
-        """Record the metrics of an evaluation, or compare them."""
         for name, value in metrics.items():
             is_result = isinstance(value, float | int) and not any(fnmatchcase(name, one) for one in _OF_A_CLOCK)
             if is_result and name not in self._logged:
                 self.log(name, value)
 
     def save(self, folder: Path, state: TrainerState) -> None:
-        """Write the digests of a checkpoint beside its folder, and remove those of folders that are gone."""
-        self._group.run_on_all(lambda: None, task=f"saving {folder}")  # each rank has written its part of it
+        """Write the digests of a checkpoint beside its folder, and remove those of deleted folders."""
+        # all ranks have written their parts
+        self._group.run_on_all(lambda: None, task=f"saving {folder}")
         if self._training.rank:
             return
-        run_id = None if self._session.run is None else self._session.run.manifest.run_id
-        run = {"id": run_id, "mode": self.mode, "reference": None if self.reference is None else str(self.reference)}
         place: dict[str, Any] = {"step": state.global_step - 1, "epoch": self._training.epoch}
-        write_sidecar(folder, entries=dict, id=uuid.uuid4().hex, run=run, **place)
+        write_sidecar(folder, entries=dict, id=uuid.uuid4().hex, run=self._identity(), **place)
         for sidecar in folder.parent.glob(f"checkpoint-*{SIDECAR}"):
             if not sidecar.with_name(sidecar.name.removesuffix(SIDECAR)).exists():
                 with writing(sidecar, instead=ANOTHER_PLACE):
                     sidecar.unlink(missing_ok=True)
 
     def end(self) -> None:
-        """End the run of a training that came to its end; raise what it found."""
         self._drawn, self._iterator = [], None
         self.__exit__(None, None, None)
 
     def leave(self, error: BaseException) -> None:
-        """End the run of a training that an exception ended."""
         self._drawn, self._iterator = [], None
         self.__exit__(type(error), error, error.__traceback__)
 
     def _draw(self, draw: Callable[..., Any], iterator: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
-        """Draw the batches of a step, and follow them."""
-        follower = self._training.follower
-        if follower is not None and iterator is not self._iterator:
-            follower.begin_iteration()
+        if iterator is not self._iterator:
+            self._training.begin_iteration()
         self._iterator = iterator
-        batches, num_items = draw(self._followed(iterator), *args, **kwargs)
+        batches, num_items = draw(self._training.drawn(iterator), *args, **kwargs)
         self._drawn = list(batches)
         return batches, num_items
 
-    def _followed(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        while True:
-            follower = self._training.follower
-            if follower is not None:
-                follower.begin_draw()
-            try:
-                batch = next(iterator)
-            except StopIteration:
-                return
-            if follower is not None:
-                follower.end_draw(batch)
-            yield batch
-
     def _train_step(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run forward and backward; the sums of losses that the Trainer logs, and begins anew, are left out."""
+        """Run forward and backward, without the sums of losses that the Trainer logs and resets."""
         self._hooks.go_on()
         loss = train(*args, **kwargs)
         self._hooks.pause()
@@ -213,24 +181,25 @@ class _TrainerRun(TrainingRun):
 class DeterminismCallback(TrainerCallback):
     """Record a training with Hugging Face's Trainer, or verify it against a recorded one, bit for bit.
 
-    One step is one step of the optimizer, with all batches that it accumulates; it has the number that
-    ``state.global_step`` has before it. Evaluation belongs to no step; its metrics are compared by name. It changes no
-    bit of the training, and costs what Lightning's ``DeterminismCallback`` costs. Trainers that subclass it, such as
-    TRL's, are followed as it is.
+    A step is a step of the optimizer with all batches that it accumulates; its number is
+    ``state.global_step`` before it. Metrics of evaluations are compared by name. It changes no bit
+    of the training, and costs what Lightning's ``DeterminismCallback`` costs. Subclasses of the
+    Trainer, such as TRL's, work too.
 
     Args:
-        reference: as for Lightning's ``DeterminismCallback``, and so are ``mode`` and all arguments but ``resume``,
-            which can only be "plain", and ``log_metrics``. New folders are made below ``output_dir``.
+        reference: as for Lightning's ``DeterminismCallback``, and so are all arguments but
+            ``resume``, which can only be "plain", and ``log_metrics``. New folders are made below
+            ``output_dir``.
         arguments: see Lightning's ``DeterminismCallback``.
 
     Attributes:
         verdict: the Verdict of a verification; None before its end.
         audit_report: the AuditReport of an audit; None before its end.
-        replica_report: the ReplicaReport of the last audit of the replicas; None before the first.
+        replica_report: the ReplicaReport of the last audit of the replicas, or None.
 
     Raises:
-        SelectionError: an argument is not one of the allowed ones; the Trainer was not given the callback when it was
-            made, or trains in a way that is not supported.
+        SelectionError: an argument is not allowed; the callback was added to a Trainer later, or
+            the Trainer trains in a way that is not supported.
         CheckpointMismatchError: a checkpoint is not what was saved.
         Exception: what Lightning's ``DeterminismCallback`` raises, such as DivergenceError.
 
@@ -241,32 +210,28 @@ class DeterminismCallback(TrainerCallback):
 
     def __init__(self, reference: str | Path | None, **arguments: Any) -> None:
         self._run = _TrainerRun(reference, **arguments)
-        self._replaced = _ReplacedInTrainer()
+        self._replaced = ReplacedMethods(_PLACES)
         self._trainer: Trainer | None = None
         self._is_resumed = False
 
     @property
     def verdict(self) -> Verdict | None:
-        """The Verdict of a verification; None before its end."""
         return self._run.verdict
 
     @property
     def audit_report(self) -> AuditReport | None:
-        """The AuditReport of an audit; None before its end."""
         return self._run.audit_report
 
     @property
     def replica_report(self) -> ReplicaReport | None:
-        """The ReplicaReport of the last audit of the replicas; None before the first."""
         return self._run.replica_report
 
     @override
-    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Wrap the ``train`` of the Trainer, which is what is being made now."""
+    def on_init_end(self, *_: Any, **__: Any) -> None:
         if self._run.mode != "disabled" and (trainer := _trainer_being_made(self)) is not None:
             self._replaced.restore()
             self._trainer = trainer
-            self._replaced.put(trainer, "train", lambda train: partial(self._train, trainer, train))
+            self._replaced.around(trainer, "train", partial(self._train, trainer))
 
     def _train(
         self,
@@ -289,9 +254,7 @@ class DeterminismCallback(TrainerCallback):
             raise
 
     @override
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         if self._run.mode == "disabled":
             return
         if self._trainer is None or self._trainer.args is not args:
@@ -303,53 +266,43 @@ class DeterminismCallback(TrainerCallback):
         self._run.begin(self._trainer, state, is_resumed=self._is_resumed)
 
     @override
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_begin(self, args: object, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         if self._is_open:
-            self._run.begin_epoch(state, kwargs[_LOADER])
+            self._run.begin_epoch(state, kwargs["train_dataloader"])
 
     @override
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_end(self, *_: Any, **__: Any) -> None:
         if self._is_open:
             self._run.end_epoch()
 
     @override
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
         if self._is_open:
             self._run.begin_step()
 
     @override
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         if self._is_open:
             self._run.begin_update()
 
     @override
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, *_: Any, **__: Any) -> None:
         if self._is_open:
             self._run.end_step()
 
     @override
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_evaluate(self, *_: Any, **kwargs: Any) -> None:
         if self._is_open:
             self._run.log_evaluation(kwargs["metrics"])
 
     @override
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         folder = Path(str(args.output_dir), f"checkpoint-{state.global_step}")
-        if self._is_open and folder.is_dir():  # a search of hyperparameters saves elsewhere
+        if self._is_open and folder.is_dir():  # a hyperparameter search saves elsewhere
             self._run.save(folder, state)
 
     @override
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         if self._is_open:
             self._run.end()
 
@@ -359,7 +312,7 @@ class DeterminismCallback(TrainerCallback):
 
 
 def _trainer_being_made(callback: TrainerCallback) -> Trainer | None:
-    """Return the Trainer whose constructor calls ``on_init_end``: hooks do not get it, and it is on the stack."""
+    """Return the Trainer whose constructor calls ``on_init_end``, from the stack: hooks do not get it."""
     frame = inspect.currentframe()
     while frame is not None:
         found = frame.f_locals.get("self")
@@ -370,7 +323,6 @@ def _trainer_being_made(callback: TrainerCallback) -> Trainer | None:
 
 
 def _require_supported(trainer: Trainer) -> None:
-    """Refuse ways to train that would be followed wrongly."""
     instead = None
     if isinstance(trainer.model_wrapped, nn.DataParallel):
         instead = "nn.DataParallel (several GPUs in one process): start one process a GPU with torchrun"
@@ -383,20 +335,15 @@ def _require_supported(trainer: Trainer) -> None:
 
 
 def _check_loaded(place: Path, *, is_first_rank: bool) -> None:
-    """Raise where a checkpoint is not what was saved; nothing of it was loaded yet."""
     place = place.resolve()
     if not place.exists():
-        return  # the Trainer says so
-    sidecar = read_sidecar(place)
-    if sidecar is None:
-        if is_first_rank:
-            print_closing_line(f"det_callbacks: {place} was loaded unchecked: no digests stand beside it")
-    elif not (report := compare_saved(place, sidecar)).equal:
-        raise CheckpointMismatchError(mismatch_text(report), report.path, tuple(entry.name for entry in report.entries))
+        return  # the Trainer reports it
+    if require_saved(place) is None and is_first_rank:
+        print_closing_line(unchecked_line(place))
 
 
 def _choices(args: TrainingArguments, model: nn.Module) -> dict[str, Any]:
-    """Return the TrainingArguments and the model's configuration, but for what changes no bits."""
+    """Return the TrainingArguments and the model's configuration that may change bits."""
     chosen = {
         name: value
         for name, value in args.to_dict().items()

@@ -1,8 +1,9 @@
 """A script that ``det-callbacks record``, ``verify`` or ``check`` started: settings first, then a callback.
 
 Lightning calls the entry point ``callbacks`` for each Trainer. Before the script Python runs
-``startup/sitecustomize.py``, to which ``PYTHONPATH`` leads; it calls ``begin``. Both look at one environment variable:
-running the script by ``runpy`` would reach neither its ranks nor what a shell script starts.
+``startup/sitecustomize.py``, to which ``PYTHONPATH`` leads; it calls ``begin``. Both look at one
+environment variable: running the script by ``runpy`` would reach neither its ranks nor what a shell
+script starts.
 """
 
 import atexit
@@ -33,8 +34,9 @@ def callbacks() -> list[Any]:
 def begin() -> None:
     """Follow torch from its import on, with the settings in force, and note at the end what may have trained.
 
-    Nothing of torch or NumPy can be drawn before they are imported, so that is when each is set. To import torch here
-    would come before the script's own ``os.environ["OMP_NUM_THREADS"] = "1"``, which torch reads when it is imported.
+    Nothing of torch or NumPy can be drawn before they are imported, so that is when each is set. To
+    import torch here would come before the script's own ``os.environ["OMP_NUM_THREADS"] = "1"``,
+    which torch reads when it is imported.
     """
     if LAUNCH not in os.environ:
         return

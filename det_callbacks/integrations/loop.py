@@ -1,6 +1,7 @@
-"""TrainingRun: your own training loop, recorded, or verified against a recorded run."""
+"""TrainingRun: records or verifies a training loop of your own."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from types import TracebackType
@@ -19,13 +20,13 @@ from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import NothingComparedError, SelectionError, SettingsError
 from det_callbacks.internals.dynamo import ORIGINAL
 from det_callbacks.internals.names import RECORDING
-from det_callbacks.internals.torch import CHILDREN, DDP_IGNORED, TORCH, graph_task_id
+from det_callbacks.internals.torch import CHILDREN, TORCH, graph_task_id
 from det_callbacks.observers.observations import REGISTRY
-from det_callbacks.ranks.replicas import ReplicatedState, replicated_state
 from det_callbacks.runs.metrics import LOG, RESUMED, Metric, Reading
 from det_callbacks.trace.dispatch import runs_uncompiled
 from det_callbacks.trace.state.optimizers import parameters_of
 from det_callbacks.training.arguments import require_whole
+from det_callbacks.training.draws import Draws
 from det_callbacks.training.following import FollowedRun
 from det_callbacks.training.held_generators import find_generators
 from det_callbacks.training.metrics import generator_states, metric_of
@@ -36,7 +37,7 @@ _Batch = TypeVar("_Batch")
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module itself: a name is the same in it, in what compiles it and in what distributes it."""
+    """Return the module inside DDP and compilation wrappers: names are relative to it."""
     while (inside := _inside(module)) is not module:
         module = inside
     return module
@@ -50,20 +51,19 @@ def _inside(module: nn.Module) -> nn.Module:
 
 
 class LoopTraining(Training):
-    """The training of a loop: its module and optimizers are given, and the run counts steps and epochs."""
-
     base_phase = "forward"
     choices: Mapping[str, Any] = {}
     hooks: Mapping[str, str] = {}
     loaders = None
-    follower: LoaderFollower | None = None
+    _follower = LoaderFollower()
+    _followed_loader: object = None
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        self.ddp: DistributedDataParallel | None = None
+        self._ddp: DistributedDataParallel | None = None
         self.module, self.optimizers = unwrapped(model), optimizers
         while model is not self.module:
             if isinstance(model, DistributedDataParallel):
-                self.ddp = model
+                self._ddp = model
             model = _inside(model)
         if dist.is_available() and dist.is_initialized():
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -71,59 +71,75 @@ class LoopTraining(Training):
 
     @override
     def follow_loaders(self, follower: LoaderFollower) -> None:
-        self.follower = follower
+        self._follower = follower
 
     @override
     def leave(self) -> None:
-        self.follower = None
+        self._follower, self._followed_loader = LoaderFollower(), None
+
+    def begin_loader(self, loader: Any, draws: Draws | None = None) -> bool:
+        """Follow another loader than before; return whether it is another."""
+        is_other = loader is not self._followed_loader
+        if is_other:
+            self._followed_loader, loaders = loader, {_LOADER: loader}
+            self._follower.begin_loaders(loaders, find_generators(loaders), is_in_turn=False, draws=draws)
+        return is_other
+
+    def begin_iteration(self) -> None:
+        self._follower.begin_iteration()
+
+    def begin_draw(self) -> None:
+        self._follower.begin_draw()
+
+    def drawn(self, iterator: Iterator[_Batch]) -> Iterator[_Batch]:
+        while True:
+            self._follower.begin_draw()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            self._follower.end_draw(batch)
+            yield batch
+
+    def forget_drawn(self) -> None:
+        self._follower.forget_drawn()
+
+    @property
+    @override
+    def ddp(self) -> DistributedDataParallel | None:
+        return self._ddp
 
     @override
-    def replicated_weights(self) -> dict[str, Tensor] | None:
-        if self.ddp is None:
-            return None
-        ignored = set(getattr(self.ddp.module, DDP_IGNORED, ()))
-        tensors = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
-        return {name: tensor for name, tensor in tensors.items() if name not in ignored}
-
-    @override
-    def replicated_state(self, ignore: Sequence[str]) -> ReplicatedState:
-        options: dict[str, Any] = {"everybody": range(self.world_size), "ignore": ignore}
-        if self.ddp is not None:
-            options["everybody"] = dist.get_process_group_ranks(self.ddp.process_group)
-            options["ddp_ignores"] = self.ddp.parameters_to_ignore
-            options["has_own_buffers"] = not self.ddp.broadcast_buffers
-        elif not any(isinstance(parameter, DTensor) for parameter in self.module.parameters()):
+    def require_replicas(self) -> None:
+        if self.ddp is None and not any(isinstance(parameter, DTensor) for parameter in self.module.parameters()):
             raise SettingsError(
                 "Nothing says which ranks hold the same parameters, so replicas cannot be compared: the model is no "
                 "DistributedDataParallel, and has no DTensors. Give TrainingRun the wrapped model, or leave out "
                 "audit_replicas_every_n_steps."
             )
-        return replicated_state(self.module, self.optimizers, **options)
 
 
-class _ReplacedInAutograd(ReplacedMethods):
-    places = {  # noqa: RUF012  # read only
-        "backward": "of torch.autograd, which Tensor.backward calls: torch has no hook with the loss, and none for the "
-        "end of a backward pass"
-    }
+_PLACES = {"backward": "of torch.autograd: no hook of torch has the loss, or is called at the end of a backward pass"}
+_LOADER = "train_dataloader"
 
 
 class TrainingRun(FollowedRun):
-    """Record a training loop of your own, or verify it against a recorded run, bit for bit. Needs no Lightning.
+    """Record a training loop of your own, or verify it against a recorded run, bit for bit, without Lightning.
 
-    The run is a ``with`` block, and so is each step. Within a step the phase is ``forward`` until a backward pass
-    begins, ``gradient`` after it until a module is called again, and ``optimizer`` in an optimizer's step. The loss is
-    the tensor whose ``backward`` is called. It changes no bit of the training, and costs what
-    ``DeterminismCallback`` costs.
+    The run is a ``with`` block, and so is each step. In a step the phase is ``forward`` until a
+    backward pass begins, ``gradient`` after it until a module is called, and ``optimizer`` in an
+    optimizer's step. The loss is the tensor whose ``backward`` is called. It changes no bit of the
+    training, and costs what ``DeterminismCallback`` costs.
 
-    Each ``with`` block of one TrainingRun is a fit of its own, as with several ``Trainer.fit``. Under
-    ``torch.distributed`` each process has one, entered and left by all together.
+    Each ``with`` block is a fit, as with several ``Trainer.fit``. Under ``torch.distributed`` all
+    processes enter and leave the block together.
 
     Args:
-        reference: as for ``DeterminismCallback``, and so are ``mode`` and all arguments but ``resume`` and
-            ``log_metrics``, which need a Trainer.
-        model: holds every parameter that is trained; names are relative to it. Put several models into an
-            ``nn.ModuleDict``. It may be compiled, or wrapped by ``DistributedDataParallel``.
+        reference: as for ``DeterminismCallback``, and so are all arguments but ``resume`` and
+            ``log_metrics``.
+        model: holds every parameter that is trained; names are relative to it. Put several models
+            into an ``nn.ModuleDict``. It may be compiled, or wrapped by
+            ``DistributedDataParallel``.
         optimizers: one or several; all that step in the loop.
         arguments: see ``DeterminismCallback``.
 
@@ -132,9 +148,12 @@ class TrainingRun(FollowedRun):
         audit_report: the AuditReport of an audit; None before the end of the block.
 
     Raises:
-        SelectionError: an argument is not one of the allowed ones; a step in a step; an optimizer that was not given.
-        NothingComparedError: the block had no step, or one that failed and that the program went on after.
-        Exception: at the end of a step or of the block what ``DeterminismCallback`` raises, such as DivergenceError.
+        SelectionError: an argument is not allowed; a step in a step; an optimizer that was not
+            given.
+        NothingComparedError: the block had no step, or one that failed and that the program went on
+            after.
+        Exception: at the end of a step or of the block what ``DeterminismCallback`` raises, such as
+            DivergenceError.
 
     Example:
         >>> with TrainingRun("refs/run1", mode="record", model=model, optimizers=optimizer) as run:  # doctest: +SKIP
@@ -176,26 +195,24 @@ class TrainingRun(FollowedRun):
     @override
     def _begin_closed(self) -> None:
         super()._begin_closed()
-        self._replaced = _ReplacedInAutograd()
-        self._step_context = _Step(self._enter_step, self._leave_step)
-        self._batch: Any = None
+        self._replaced = ReplacedMethods(_PLACES)
         self._is_in_step = self._has_batches = self._is_resumed = False
-        self._has_differed = False  # what was logged
+        self._has_differed = False  # of what was logged
         self._first_step = self._first_epoch = 0
-        self._loader: Any = None
         self._failed: BaseException | None = None
         self._logged: dict[str, Metric] = {}
-        self._known: dict[int, Optimizer] = {}  # those that may step, by identity
+        self._known: dict[int, Optimizer] = {}  # optimizers that may step, by identity
 
     def resume_from(self, step: int, *, epoch: int = 0) -> Self:
-        """Let the next block begin at this step of the run, where the loop goes on from a checkpoint of its own.
+        """Let the next block begin at this step, where the loop continues from a checkpoint of its own.
 
-        A verification compares the steps from there on; a recording goes on with the run that is there. What the loop
-        has to restore (weights, optimizers, generators, the place in the data) is compared, and not restored.
+        A verification compares the steps from there on; a recording continues the run. What the
+        loop has to restore (weights, optimizers, generators, the position in the data) is compared,
+        not restored.
 
         Args:
-            step: the number of the first step to come, counted from 0.
-            epoch: the number of the epoch that the first ``batches`` is of.
+            step: number of the next step, counted from 0.
+            epoch: number of the epoch of the first ``batches``.
 
         Returns:
             The run itself: ``with run.resume_from(100):``.
@@ -215,7 +232,7 @@ class TrainingRun(FollowedRun):
         self._step, training.step = self._first_step - 1, self._first_step - 1
         training.epoch = self._first_epoch - 1
         self._is_in_step = self._has_batches = self._has_differed = False
-        self._loader = self._failed = None
+        self._failed = None
         self._logged = {}
         TrainingRun.open_run = self
         try:
@@ -246,25 +263,19 @@ class TrainingRun(FollowedRun):
             if self._failed is not None:
                 raise self._went_on(self._failed)
             self._put_logged()
-            differing = self._replicas.end()
-            if differing is not None and self.mode == "record":
-                raise differing  # before the run is complete: it is no reference
-            self._end()
-            if differing is not None:
-                raise differing
+            self._end_training()
         except BaseException as caught:
             self._leave(caught)
             raise
         self._close()
 
     def _make_training(self) -> LoopTraining:
-        """Return the training of a block that begins."""
         return LoopTraining(self._model, self._optimizers)
 
     def batches(self, loader: Iterable[_Batch]) -> Iterator[_Batch]:
-        """Yield the batches of a loader; the run notes which samples its sampler drew, and that an epoch began.
+        """Yield the batches of a loader, noting which samples were drawn; each call is an epoch.
 
-        It may be left in the middle. A loop that does not use it is recorded too; a verdict then says less of data.
+        It may be left in the middle. Without it, a verdict says less of data.
         """
         if self.mode == "disabled":
             yield from loader
@@ -274,44 +285,36 @@ class TrainingRun(FollowedRun):
         training.epoch += 1
         self._has_batches = True
         hooks.mark("epoch start")
-        follower = training.follower
-        if follower is not None and loader is not self._loader:
-            self._loader = loader
-            name = "train_dataloader"
-            follower.begin_loaders({name: loader}, find_generators({name: loader}), is_in_turn=False)
-        if follower is not None:
-            follower.begin_iteration()
-        iterator = iter(loader)
+        training.begin_loader(loader)
+        training.begin_iteration()
         try:
-            while True:
-                if follower is not None:
-                    follower.begin_draw()
-                try:
-                    batch = next(iterator)
-                except StopIteration:
-                    break
-                if follower is not None:
-                    follower.end_draw(batch)
-                yield batch
+            yield from training.drawn(iter(loader))
             hooks.mark("epoch end")
         finally:
-            self._group.set_place("between")  # a validation may follow, or a save
+            self._group.set_place("between")  # a validation or a save may follow
 
-    def step(self, batch: Any = None) -> "_Step":
-        """Return what a step runs in: ``with run.step(batch):``, forward, backward and the optimizers' steps.
+    @contextmanager
+    def step(self, batch: Any = None) -> Iterator[None]:
+        """Run a step in a block: ``with run.step(batch):``, forward, backward and the optimizers' steps.
 
         Args:
-            batch: what the step trains on, whose tensors are recorded; None where nothing is to be.
+            batch: its tensors are recorded; None records none.
         """
-        self._batch = batch
-        return self._step_context
+        self._enter_step(batch)
+        try:
+            yield
+        except BaseException as error:
+            self._leave_step(error)
+            raise
+        self._leave_step(None)
 
     def log(self, name: str, value: Tensor | float) -> None:
-        """Record a metric, such as a validation's loss, or compare it; it is of the last step that ended or began.
+        """Record or compare a metric, such as a validation's loss; it belongs to the last step.
 
         Args:
             name: each name once a step.
-            value: a number, or a tensor, which is read now (on a GPU the host waits for it). Rank 0's is compared.
+            value: a number or a tensor, which is read now (on a GPU the host waits for it). Rank
+                0's is compared.
         """
         if self.mode == "disabled":
             return
@@ -321,7 +324,7 @@ class TrainingRun(FollowedRun):
         if name in self._logged:
             raise SelectionError(f"{name!r} was logged twice after step {self._step}; give each value its own name.")
         if not self._training.rank and self.selection.selects_metric(name):
-            with unobserved():  # also in a step
+            with unobserved():  # may be called in a step
                 self._logged[name] = metric_of(value)
 
     @override
@@ -343,10 +346,9 @@ class TrainingRun(FollowedRun):
     def _begin(self, **options: Any) -> None:
         super()._begin(**options)
         if self._is_resumed and not self._training.rank:
-            place: dict[str, Any] = {"number": self._step, "step": self._step, "epoch": max(0, self._training.epoch)}
-            self._session.resume_metrics(Reading(where=RESUMED, **place, metrics={}), is_first=True)
+            self._session.resume_metrics(self._reading(RESUMED, {}), is_first=True)
 
-    def _enter_step(self) -> None:
+    def _enter_step(self, batch: Any) -> None:
         if self.mode == "disabled":
             return
         self._require_open("step")
@@ -358,7 +360,6 @@ class TrainingRun(FollowedRun):
         if self._failed is not None:
             raise self._went_on(self._failed)
         self._put_logged()
-        batch, self._batch = self._batch, None
         self._training.step = self._step + 1
         self._is_in_step = True
         self._begin_step(self._step + 1, batch)
@@ -370,26 +371,21 @@ class TrainingRun(FollowedRun):
         if error is not None:
             self._failed = error
             self._hooks.drop_step()
-            if self._watch is not None:
-                self._watch.close()
+            self._watch_ops(is_on=False)
             return
-        differs = self._hooks.end_step(self._step, max(0, self._training.epoch), None)
-        if self._watch is not None:
-            self._watch.close()
+        self._end_step(self._epoch, None)
+
+    @override
+    def _after_step(self) -> bool:
         if not self._has_batches:
             self._group.set_place("between")
-        differing = self._replicas.after_step()
-        self._stop_together(differs=differs or self._has_differed, asks_now=differing is not None)
-        if differing is not None:
-            raise differing
+        return self._has_differed
 
     def _around_backward(self, backward: Any) -> Any:
-        """Return a function that does what ``torch.autograd.backward`` does, and tells the session of it in a step."""
-
         @wraps(backward)
         @runs_uncompiled
         def followed(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            # within a backward pass it is activation checkpointing that calls it
+            # activation checkpointing calls it within a backward pass
             is_followed = self._is_in_step and graph_task_id() == -1
             if is_followed:
                 self._hooks.note_loss(tensors)
@@ -403,7 +399,7 @@ class TrainingRun(FollowedRun):
 
     @runs_uncompiled
     def _before_update(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        """Refuse an optimizer that was not given, unless it does the work of one that was."""
+        """Refuse an optimizer that was not given, unless a given one calls it."""
         kind = type(optimizer).__name__
         if id(optimizer) not in self._known:
             own = {id(parameter) for one in self._optimizers for parameter in parameters_of(one)}
@@ -422,12 +418,19 @@ class TrainingRun(FollowedRun):
             )
 
     def _put_logged(self) -> None:
-        """Hand over what was logged since the last step began; all ranks stop for it after their next step."""
+        """Hand over what was logged since the last step; ranks stop for it together after their next step."""
         if self._logged:
             metrics, self._logged = self._logged, {}
-            place: dict[str, Any] = {"number": self._step, "step": self._step, "epoch": max(0, self._training.epoch)}
-            reading = Reading(where=LOG, **place, metrics=metrics, evidence=generator_states(self._session.reader))
+            reading = self._reading(LOG, metrics, generator_states(self._session.reader))
             self._has_differed |= bool(self._session.put_metrics(reading))
+
+    def _reading(self, where: str, metrics: dict[str, Metric], evidence: Mapping[str, str] | None = None) -> Reading:
+        step, evidence = self._step, dict(evidence or {})
+        return Reading(where=where, number=step, step=step, epoch=self._epoch, metrics=metrics, evidence=evidence)
+
+    @property
+    def _epoch(self) -> int:
+        return max(0, self._training.epoch)  # -1 without ``batches``
 
     def _require_open(self, what: str) -> None:
         if not self._is_open:
@@ -451,7 +454,6 @@ class TrainingRun(FollowedRun):
         )
 
     def _leave(self, error: BaseException) -> None:
-        """End the block with an exception: the run is incomplete."""
         try:
             self._stop(error)
         finally:
@@ -461,20 +463,3 @@ class TrainingRun(FollowedRun):
         TrainingRun.open_run = None
         self._is_resumed, self._first_step, self._first_epoch = False, 0, 0
         self._stage.close()
-
-
-class _Step:
-    """The block of one step; a run has one of these."""
-
-    __slots__ = ("_begin", "_end")
-
-    def __init__(self, begin: Callable[[], None], end: Callable[[BaseException | None], None]) -> None:
-        self._begin, self._end = begin, end
-
-    def __enter__(self) -> None:
-        self._begin()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._end(error)

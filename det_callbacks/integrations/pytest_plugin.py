@@ -1,6 +1,6 @@
-"""pytest plugin: the fixture ``training_snapshot``; nothing heavy is imported before a test asks for it.
+"""pytest plugin: the fixture ``training_snapshot``. Heavy imports wait until a test asks for it.
 
-What each test did travels with its report, so that the summary is the same with pytest-xdist.
+Tests report through their properties, so that the summary is the same with pytest-xdist.
 """
 
 import hashlib
@@ -28,9 +28,8 @@ _OUTCOMES = ("fail", "skip", "xfail")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options."""
     group = parser.getgroup("determinism", "trainings that are compared bit for bit (det_callbacks)")
-    # flags whose names hold "=": an option with an optional value would take a path after it for that value
+    # an option with an optional value would take a path after it for the value
     for name, value, text in (
         (_RECORD, "all", "record trainings whose reference is missing, and again those that differ"),
         (f"{_RECORD}=missing", "missing", "record trainings whose reference is missing, and verify the others"),
@@ -44,7 +43,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Check the options, and collect what tests did."""
     is_ci = os.environ.get("CI", "").lower() in ("true", "1")
     if is_ci and config.getoption("determinism_record") in ("all", "missing"):
         raise pytest.UsageError(
@@ -62,9 +60,10 @@ def training_reference(
 ) -> "Iterator[TrainingRuns]":
     """Return a function that makes a DeterminismCallback; its run is compared with the one that was recorded.
 
-    It takes any argument of DeterminismCallback but reference, mode and current, and ``name`` where a test trains
-    several times. Call it before the model is built. All generators are seeded with 0, and put back after the test.
-    Given a function with a training loop of your own, it calls that with what makes the loop's TrainingRun.
+    It takes any argument of DeterminismCallback but reference, mode and current, and ``name`` where
+    a test trains several times. Call it before the model is built. All generators are seeded with
+    0, and put back after the test. Given a function with a training loop of your own, it calls that
+    with what makes the loop's TrainingRun.
     """
     from det_callbacks.integrations.pytest_runs import TrainingRuns  # noqa: PLC0415  # loads torch and Lightning
 
@@ -84,7 +83,7 @@ def training_reference(
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Make the comparison part of the test, and show its verdict instead of a traceback of ours."""
+    """Make the comparison part of the test, and show its verdict without our traceback."""
     runs = item.stash.get(_RUNS, None)
     if runs is None:
         return (yield)
@@ -97,14 +96,15 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     except DetCallbacksError as error:
         failure = error
     if failure is not None:
-        _end(failure, item.config, command=runs.command)  # not while it is handled: pytest would show the text of both
-    others = [it for it in item.user_properties if it[0] != _PROPERTY]  # of a test that was run before
+        # outside of the handler: pytest would show both texts
+        _end(failure, item.config, command=runs.command)
+    others = [it for it in item.user_properties if it[0] != _PROPERTY]  # of a test that runs again
     item.user_properties[:] = [*others, (_PROPERTY, json.dumps(done))]
     return result
 
 
 def _end(error: "DetCallbacksError", config: pytest.Config, *, command: str) -> NoReturn:
-    """End a test that differs, or that could not be compared; the first line is what pytest's short summary shows."""
+    """End a test that differs or could not be compared; pytest's short summary shows the first line."""
     from det_callbacks.report.verdict import headline, is_certain_change, verdict_lines  # noqa: PLC0415  # loads numpy
 
     verdict = getattr(error, "verdict", None)
@@ -127,14 +127,14 @@ def _end(error: "DetCallbacksError", config: pytest.Config, *, command: str) -> 
 
 
 def folder_name(nodeid: str) -> str:
-    """Return the name of a test's folder, "TestNet.test_training[bf16]", as far as a file system takes it."""
+    """Return the name of a test's folder, such as "TestNet.test_training[bf16]"."""
     test = nodeid.partition("::")[2].replace("::", ".")
     name = re.sub(r"[^\w.\[\]=,+-]", "_", test)[:100]
     return name if name == test else f"{name}-{hashlib.sha256(test.encode()).hexdigest()[:8]}"
 
 
 class _Summary:
-    """Gathers what the tests of a session did with their references, in all processes; owned by pytest's config."""
+    """Gathers what the tests of a session did with their references, in all processes."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config

@@ -1,4 +1,4 @@
-"""The trainings of one test: recorded into the test's folder, or verified against what is there."""
+"""The trainings of one test, recorded into its folder or verified against it."""
 
 import json
 import shutil
@@ -12,11 +12,10 @@ from typing import Any
 from det_callbacks.compare.record import VERDICT_FILE
 from det_callbacks.errors import (
     DetCallbacksError,
-    DivergenceError,
-    NotComparableError,
     NothingComparedError,
     ReferenceNotFoundError,
     SelectionError,
+    divergence_error,
 )
 from det_callbacks.integrations.lightning import DeterminismCallback
 from det_callbacks.integrations.loop import TrainingRun
@@ -34,19 +33,17 @@ from det_callbacks.verify.judge import compare_runs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Training:
-    """One training of a test: its reference, the folder it writes to meanwhile, and whether it records."""
-
     reference: Path
     folder: Path
     is_recording: bool
 
 
 class TrainingRuns:
-    """What the fixture ``training_snapshot`` gives a test, which calls it for each training.
+    """What the fixture ``training_snapshot`` returns; a test calls it for each training.
 
-    All generators are seeded with 0 now, and everything that settings change is put back by ``close``. With ``record``
-    None it verifies, with "missing" it records what is not there, and with "all" it replaces also what differs.
-    ``new_folder`` returns a folder that survives the test, and ``command`` records the references of the test.
+    All generators are seeded with 0 now; ``close`` restores everything. ``record``: None verifies,
+    "missing" records what is missing, "all" also replaces what differs. ``command`` records the
+    references of the test.
     """
 
     def __init__(self, *, folder: Path, record: str | None, new_folder: Callable[[], Path], command: str) -> None:
@@ -66,8 +63,9 @@ class TrainingRuns:
     ) -> Any:
         """Return a DeterminismCallback that records or verifies; its settings are in force from now on.
 
-        A function is called instead, with what makes the ``TrainingRun`` of its loop: ``follow(model=...,
-        optimizers=...)``; returned is what it returns. ``name`` tells several trainings of a test apart.
+        A function is called instead, with what makes the ``TrainingRun`` of its loop:
+        ``follow(model=..., optimizers=...)``; returned is what it returns. ``name`` tells several
+        trainings of a test apart.
         """
         if train is not None and not callable(train):
             raise SelectionError(
@@ -101,9 +99,9 @@ class TrainingRuns:
         return train(partial(TrainingRun, place, **arguments))
 
     def finish(self) -> dict[str, str]:
-        """Compare, or keep, the trainings of a test that passed; raise where one differs or did not come to its end.
+        """Compare or keep the trainings of a test that passed; raise where one differs or did not end.
 
-        Returned is for each reference "matched", "recorded", "re-recorded", or "unchanged": recorded again, and equal.
+        Returns "matched", "recorded", "re-recorded" or "unchanged" for each reference.
         """
         if (unfinished := take_unfinished()) is not None:
             raise unfinished
@@ -112,16 +110,12 @@ class TrainingRuns:
         return {str(it.reference): _keep(it) if it.is_recording else "matched" for it in self._trainings.values()}
 
     def close(self) -> None:
-        """Put generators and settings back."""
-        take_unfinished()  # of a test that failed by itself
+        take_unfinished()  # left by a test that failed
         self._undo.close()
 
 
 def _check(training: _Training) -> None:
-    """Raise where a training did not come to its end, or is not its reference, as the verdict's file has it.
-
-    Attributes of a callback do not come back from ``ddp_spawn``.
-    """
+    """Raise if a training did not end, or differs, by the verdict's file: ``ddp_spawn`` returns no attributes."""
     done, file = ("recorded", MANIFEST) if training.is_recording else ("compared", VERDICT_FILE)
     if not (training.folder / file).exists():
         raise NothingComparedError(
@@ -135,25 +129,24 @@ def _check(training: _Training) -> None:
         return
     verdict = Verdict.from_dict(json.loads((training.folder / VERDICT_FILE).read_bytes()))
     if verdict.verdict != "match":
-        kind = NotComparableError if verdict.verdict == "not_comparable" else DivergenceError
-        raise kind(verdict_lines(verdict), verdict)
+        raise divergence_error(verdict_lines(verdict), verdict)
 
 
 def _keep(training: _Training) -> str:
-    """Put a recording in its place, and return what that was; a reference that it equals stays as it is."""
+    """Move a recording to its place, unless an equal reference is there; return what was done."""
     target = training.reference
     is_there = (target / MANIFEST).exists()
     if is_there:
         try:
             if compare_runs(target, training.folder).verdict == "match":
                 return "unchanged"
-        except DetCallbacksError:  # another selection, or damaged: replacing it is what was asked for
+        except DetCallbacksError:  # damaged, or another selection: replace it
             pass
-    lock = FolderLock(target)  # of two sessions that record at once
+    lock = FolderLock(target)  # two sessions may record at once
     lock.acquire(instead="run one session at a time")
     try:
         with writing(target, instead="run the tests where the folder of the test file can be written"):
-            shutil.rmtree(target / REPLACEMENT, ignore_errors=True)  # of a session that was killed
+            shutil.rmtree(target / REPLACEMENT, ignore_errors=True)  # of a killed session
             shutil.copytree(training.folder, target / REPLACEMENT)
         put_in_place(target)
     finally:

@@ -1,4 +1,4 @@
-"""Which module holds all that some optimizers train, where nobody says so."""
+"""Finds the module that holds everything some optimizers train."""
 
 import gc
 from collections.abc import Sequence, Set
@@ -9,20 +9,18 @@ from torch.optim import Optimizer
 
 from det_callbacks.integrations.loop import unwrapped
 from det_callbacks.internals.torch import CHILDREN
+from det_callbacks.trace.state.optimizers import parameters_of
 
 
 class SeveralModels(nn.Module):
-    """Modules that are trained together, by the names of their classes, and tensors that are in none of them."""
+    """Modules trained together, named by their classes, and tensors of none of them."""
 
 
 def models_of(module: nn.Module, optimizers: Sequence[Optimizer]) -> nn.Module:
-    """Return the module that was called, or one that holds every parameter of the optimizers.
-
-    That is another one where a part of the model was called, and a ``SeveralModels`` where there are several.
-    """
+    """Return the module that was called, or one that holds every parameter of the optimizers."""
     parameters: dict[int, torch.Tensor] = {}
     for optimizer in optimizers:
-        parameters |= {id(tensor): tensor for group in optimizer.param_groups for tensor in group["params"]}
+        parameters |= {id(tensor): tensor for tensor in parameters_of(optimizer)}
     if parameters.keys() <= _owned(module):
         return module
     roots: list[nn.Module] = []
@@ -56,7 +54,7 @@ def _owned(module: nn.Module) -> set[int]:
 
 
 def _outermost(keys: Set[int]) -> dict[nn.Module, set[int]]:
-    """Return the modules of this process that hold some of the parameters and are in no other module."""
+    """Return the outermost modules of this process that hold some of the parameters."""
     modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
     modules = [one for one in modules if not isinstance(one, SeveralModels) and CHILDREN in vars(one)]
     inner = {id(child) for one in modules for child in one.children()}

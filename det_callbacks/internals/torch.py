@@ -203,9 +203,7 @@ JAGGED_CACHES = frozenset({"_min_seqlen_tensor", "_max_seqlen_tensor"})  # of a 
 
 # Dispatch.
 
-schema_of: Callable[[Any], Any] = TORCH.attribute(
-    "torch.ops.aten.abs.default._schema", "what an op declares of its arguments"
-)
+schema_of = TORCH.attribute("torch.ops.aten.abs.default._schema", "what an op declares of its arguments")
 current_mode: Callable[[], Any] = TORCH.needed(
     "torch.utils._python_dispatch._get_current_dispatch_mode", "the dispatch mode that was entered last"
 )

@@ -1,6 +1,7 @@
-"""A group of our own on gloo for the little that the processes of a run exchange, never in the training's own groups.
+"""A gloo group of our own for the little that the ranks exchange.
 
-A rank that fails within an exchange tells the others; one that fails elsewhere closes its group, so that they fail too.
+A rank that fails in an exchange tells the others; one that fails elsewhere closes its group, so
+that they fail, too.
 """
 
 import json
@@ -25,37 +26,35 @@ from det_callbacks.runs.files import MANIFEST
 from det_callbacks.runs.peers import END_OF_FIT, Peers
 
 SYNC_EVERY_N_STEPS = 10
-"""After how many steps the processes ask each other whether one differs, to stop together."""
+"""How often ranks ask each other whether a step differs, to stop together."""
 
 Place = Literal["step", "between", "end", "gone"]
-"""Where a rank is: in a training step; between two, as in a validation, a save or a hook; at the end; or it failed."""
+"""Where a rank is: in a step, between steps (validation, save, hook), at the end, or failed."""
 
-_MAX_NAMED = 5  # of the entries in which ranks start otherwise
+_MAX_NAMED = 5
 
 _ALIKE = (
     *("settings.", "python.", "numpy.", "lightning.", "pytorch_lightning.", "det_callbacks.", "triton."),
     *("trainer.", "torch.", "code.git_commit"),
 )
-"""What entries of the environment begin with that have to be the same on all ranks."""
+"""Prefixes of environment entries that must be equal on all ranks."""
 
 _BY_DESIGN = frozenset({"settings.seed", "torch.cpu_capability", "torch.num_interop_threads"})
-"""Those of them that may differ: seeds, and properties of each node's CPU."""
+"""Exceptions: seeds, and properties of a node's CPU."""
 
 Value = TypeVar("Value")
 
 
 class RankGroup(Peers):
-    """The processes of a run, as far as they talk to each other; one process alone talks to itself.
+    """The processes of a run; one alone talks to itself. It is opened and closed for each fit.
 
-    It is opened and closed for each fit of a Trainer. Every method raises ``RankError`` when a process does not take
-    part in time. Each exchange is two small collectives: some 0.3 milliseconds on one machine.
+    Every method raises ``RankError`` if a process does not take part in time. An exchange is two
+    small collectives: some 0.3 milliseconds on one machine.
     """
 
-    # How long ranks wait for each other: one may load, save or draw batches again for longer than another. A rank that
-    # ends is noticed at once, since its connections close.
+    # Ranks wait so long for each other; one may load, save or draw batches again.
     timeout_seconds = 1800.0
-    # How long a rank that has finished its training waits for one that is in a training step: that one may have got
-    # more batches, and wait in a collective of the training for the one that has finished.
+    # A rank at the end waits so long for one in a step, which may hang in a collective of the training.
     end_seconds = 30.0
 
     def __init__(self) -> None:
@@ -66,12 +65,13 @@ class RankGroup(Peers):
         self._has_differed = False
 
     def __reduce__(self) -> tuple[type["RankGroup"], tuple[()]]:
-        return RankGroup, ()  # a copy, or a process that is started, begins with a closed one
+        return RankGroup, ()  # copies start closed
 
     def open(self, world_size: int | None = None) -> "RankGroup":
-        """Make the group of so many processes (None: all that torch.distributed knows of), and return it.
+        """Open a group of so many processes (None: all of torch.distributed), and return it.
 
-        That is itself a collective of the default group, so it comes before anything that can fail on one rank.
+        This is a collective of the default group, so it comes before anything that can fail on one
+        rank.
         """
         self.close()
         known = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -91,34 +91,33 @@ class RankGroup(Peers):
         return self
 
     def close(self) -> None:
-        """Give the group back; may be called more than once."""
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
             try:
-                self.set_place("gone")  # tells those that wait for this rank not to
-            except RuntimeError:  # the rank that keeps the places has ended; who waits for this one notices it too
+                self.set_place("gone")  # so that others do not wait for this rank
+            except RuntimeError:  # the rank that keeps the store has ended
                 self._places = None
             dist.destroy_process_group(group)
         self._places = self._place = None
 
     def set_place(self, place: Place) -> None:
-        """Tell where this rank is, for those that wait for it at the end of a fit; costs a message where it changes."""
+        """Tell where this rank is; costs a message when it changes."""
         if self._places is not None and place != self._place:
             self._places.set(str(self.rank), place)
             self._place = place
 
     def gather(self, action: Callable[[], Any], *, task: str) -> list[Any]:
-        """Do something on every rank, and return what came out (plain data) by rank, or raise on every rank.
+        """Run an action on every rank, and return the results (plain data) by rank, or raise on every rank.
 
-        A rank whose own action failed raises that error; the others raise ``RankError`` with what it said and its exit
-        code, so that all end together. All ranks have to be at the same task ("opening the run"), or none goes on.
+        A rank whose action failed raises its error; the others raise ``RankError`` with its message
+        and exit code. All ranks must be at the same task.
         """
         if self.world_size == 1:
             return [action()]
         value, error, failure = None, None, ""
         try:
             value = action()
-        except Exception as caught:  # noqa: BLE001  # the others have to hear of it before it goes on its way
+        except Exception as caught:  # noqa: BLE001  # the others must hear of it first
             error, failure = caught, f"{type(caught).__name__}: {caught}"
         if self._group is None:
             raise RankError(f"The {self.world_size} processes have parted already, so nothing can be agreed in {task}.")
@@ -129,7 +128,7 @@ class RankGroup(Peers):
             with without_dispatch():
                 said = (task, value, failure, getattr(error, "exit_code", 1))
                 dist.all_gather_object(rows, said, group=self._group)
-        except RuntimeError as gone:  # what gloo raises: a timeout, or a connection that a process closed
+        except RuntimeError as gone:  # gloo: a timeout or a closed connection
             raise RankError(
                 f"Rank {self.rank} of {self.world_size} did not hear from all others within "
                 f"{self.timeout_seconds:.0f} seconds, or one of them ended, in {task}: {str(gone).splitlines()[0]}. "
@@ -151,10 +150,10 @@ class RankGroup(Peers):
         return [found for _, found, _, _ in rows]
 
     def require_shared(self, folder: Path) -> None:
-        """Raise ``RankError`` on all ranks where one of them does not see a folder that rank 0 sees."""
+        """Raise ``RankError`` on all ranks if one does not see a folder that rank 0 sees."""
         if self.world_size == 1:
             return
-        # of the form of a temporary file of run.json, which readers do not look at
+        # named like a temporary file of run.json, which readers ignore
         marker = folder / f".{MANIFEST}.{uuid.uuid4().int}.tmp"
         task = f"looking into {folder}"
 
@@ -166,7 +165,7 @@ class RankGroup(Peers):
         name = self.broadcast(lead, task=task)
         seen = self.gather(lambda: ((folder / name).exists(), socket.gethostname()), task=task)
         with writing(folder):
-            marker.unlink(missing_ok=True)  # on rank 0; other ranks have made none
+            marker.unlink(missing_ok=True)  # made by rank 0
         for rank, (sees_it, host) in enumerate(seen):
             if not sees_it:
                 raise RankError(
@@ -177,9 +176,9 @@ class RankGroup(Peers):
                 )
 
     def stops_after(self, step: int, *, differs: bool, may_stop: bool, asks_now: bool = False) -> bool:
-        """Return whether all ranks stop now, because of a step that differed on one of them.
+        """Return whether all ranks stop now, because a step differed on one of them.
 
-        ``may_stop`` and ``asks_now``, beside every ``SYNC_EVERY_N_STEPS``-th step, are the same on all ranks.
+        ``may_stop`` and ``asks_now`` are equal on all ranks.
         """
         if self.world_size == 1:
             return differs
@@ -189,10 +188,7 @@ class RankGroup(Peers):
         return any(self.gather(lambda: self._has_differed, task=f"the sync after step {step}"))
 
     def _meet(self) -> None:
-        """Wait until all ranks are at the end of a fit, without a collective that could not be left any more.
-
-        A rank that is between two steps is waited for: it may validate, or save, for longer than another.
-        """
+        """Wait until all ranks are at the end of a fit; one that is between steps may take long."""
         self.set_place("end")
         keys, pause = [str(rank) for rank in range(self.world_size)], 0.005
         begun = last_without_step = monotonic()
@@ -216,7 +212,7 @@ class RankGroup(Peers):
 
 
 def by_majority(values: Mapping[int, Value]) -> list[tuple[Value, tuple[int, ...]]]:
-    """Return which ranks have which value: that of most ranks first, of equally many that of the lowest rank."""
+    """Return each value with its ranks: the value of most ranks first, then by lowest rank."""
     ranks: dict[Value, list[int]] = {}
     for rank, value in values.items():
         ranks.setdefault(value, []).append(rank)
@@ -224,7 +220,7 @@ def by_majority(values: Mapping[int, Value]) -> list[tuple[Value, tuple[int, ...
 
 
 def require_same_start(group: Peers, manifest: Mapping[str, Any], weights: Mapping[str, Tensor] | None) -> None:
-    """Raise ``SettingsError`` on all ranks when they do not start alike, and name who is in the minority."""
+    """Raise ``SettingsError`` on all ranks if they start differently, naming the minority."""
     if group.world_size == 1:
         return
     digests = {} if weights is None else digest_state(weights).tensors
@@ -247,7 +243,7 @@ def require_same_start(group: Peers, manifest: Mapping[str, Any], weights: Mappi
 
 
 def start_facts(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what has to be the same in all processes; settings without an effect on this machine are left out."""
+    """Return what must be equal on all ranks."""
     facts = {
         name: entry["value"]
         for name, entry in manifest["environment"].items()

@@ -1,4 +1,4 @@
-"""Replicas: what several ranks have to hold alike, and whether they do."""
+"""Replicas: the state that several ranks must hold alike, and whether they do."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -23,7 +23,7 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaValue:
-    """What some of the ranks that should agree hold; digest and layout are None where they have no such tensor."""
+    """What some of the ranks hold; digest and layout are None if they have no such tensor."""
 
     digest: str | None
     layout: str | None
@@ -32,27 +32,27 @@ class ReplicaValue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaDifference:
-    """A tensor that is not the same on all ranks that should hold the same."""
+    """A tensor that differs between ranks that should hold the same."""
 
     name: str  # "net.head.weight", "exp_avg of net.head.weight"
-    values: tuple[ReplicaValue, ...]  # the one that most ranks hold first, then by lowest rank
+    values: tuple[ReplicaValue, ...]  # by number of ranks, then by lowest rank
 
     @property
     def is_tie(self) -> bool:
-        """Whether no value is held by more ranks than any other, so that nobody can tell which is right."""
+        """Whether no value has a majority, so that nothing tells which is right."""
         return len(self.values[0].ranks) == len(self.values[1].ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaReport:
-    """The outcome of comparing replicas once; the same on all ranks, but for the counts."""
+    """The outcome of one comparison of replicas; equal on all ranks, but for the counts."""
 
-    step: int  # after which they were compared; -1 before the first
-    last_agreement: int | None  # the last step after which everything compared was equal; None where there is none
+    step: int  # -1 before the first
+    last_agreement: int | None  # last step without a difference, if any
     world_size: int
-    num_compared: int  # tensors and numbers of this rank that another rank has to hold too
-    left_out: Mapping[str, int]  # reason -> number of tensors of this rank that were not compared
-    differences: tuple[ReplicaDifference, ...]  # of sharded tensors one for each shard
+    num_compared: int  # tensors and numbers that another rank holds, too
+    left_out: Mapping[str, int]  # reason -> number of tensors not compared
+    differences: tuple[ReplicaDifference, ...]  # sharded tensors have one for each shard
 
     @property
     def equal(self) -> bool:
@@ -61,7 +61,7 @@ class ReplicaReport:
 
 
 class ReplicaError(DetCallbacksError):
-    """Ranks that have to hold the same tensors do not; ``report`` says which differ, on which ranks, and since when."""
+    """Replicas differ; ``report`` says which tensors, on which ranks, and since when."""
 
     exit_code = 1
     _data = ("report",)
@@ -69,23 +69,23 @@ class ReplicaError(DetCallbacksError):
 
 
 class ReplicatedState(NamedTuple):
-    """What of this rank's state is to be equal on several ranks."""
+    """The state of this rank that several ranks must hold alike."""
 
-    tensors: dict[str, tuple[Tensor | bool | int | float, Ranks]]  # and who has to hold the same bits
-    left_out: Counter[str]  # reason, as it is printed -> number of tensors that are not compared
+    tensors: dict[str, tuple[Tensor | bool | int | float, Ranks]]  # with the ranks that hold it
+    left_out: Counter[str]  # reason -> number of tensors not compared
 
 
 def holders_of(tensor: object, everybody: Ranks) -> Ranks | str:
-    """Return the ranks that have to hold what this rank holds of a tensor, or why there are none.
+    """Return the ranks that hold the same part of a tensor, or why there are none.
 
-    Of a DTensor these are the ranks at the same place of each dimension of its mesh that does not replicate it.
+    A DTensor's part is shared along the dimensions of its mesh that replicate it.
     """
     if not isinstance(tensor, DTensor):
         return everybody if len(everybody) > 1 else "sharded"
     if any(placement.is_partial() for placement in tensor.placements):
         return "partial sum"
     coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None:  # this rank is not part of the mesh
+    if coordinate is None:  # not part of the mesh
         return "no data"
     places = zip(tensor.placements, coordinate, strict=True)
     index = tuple(slice(None) if placement.is_replicate() else place for placement, place in places)
@@ -103,16 +103,15 @@ def replicated_state(
     has_own_buffers: bool = False,
     ignore: Sequence[str] = (),
 ) -> ReplicatedState:
-    """Return the parameters, buffers and optimizer state that are to be equal on several ranks; reads no tensor.
+    """Return the parameters, buffers and optimizer state that must be equal; reads no tensor.
 
     Each rank of ``everybody`` has a replica of what is not sharded; ``has_own_buffers`` is DDP's
-    ``broadcast_buffers=False``. Running statistics are of each rank's own batches, but for ``SyncBatchNorm``'s.
+    ``broadcast_buffers=False``. Running statistics count only in ``SyncBatchNorm``.
     """
     everyone = tuple(sorted(everybody))
     tensors, left_out = state = ReplicatedState({}, Counter())
 
     def add(name: str, value: Tensor | bool | int | float, holders: Ranks | str) -> str | None:
-        """Compare a tensor, unless there is a reason not to, which is returned."""
         if any(fnmatchcase(name, pattern) for pattern in ignore):
             holders = "ignored"
         elif not holds_data(value):
@@ -140,7 +139,7 @@ def replicated_state(
             reason = "running statistic"
         add(name, buffer, reason or holders_of(buffer, everyone))
     for optimizer in optimizers:
-        is_divided = type(optimizer).__name__ == "ZeroRedundancyOptimizer"  # among the ranks
+        is_divided = type(optimizer).__name__ == "ZeroRedundancyOptimizer"
         for parameter, (name, value) in states_of_parameters([optimizer], names):
             holders = holders_of(value if isinstance(value, DTensor) else parameter, everyone)
             add(name, value, reasons.get(id(parameter)) or ("sharded" if is_divided else holders))
@@ -150,11 +149,11 @@ def replicated_state(
 def compare_replicas(
     group: RankGroup, find: Callable[[], ReplicatedState], *, step: int, last_agreement: int | None = None
 ) -> ReplicaReport:
-    """Compare what ``find`` returns on this rank with what it returns on the others, which are at the same step.
+    """Compare the state of all ranks, which are at the same step.
 
-    Exchanged is one digest for each set of ranks that hold the same, and only where one differs those of all tensors.
+    Exchanges one digest per set of ranks; only if one differs, those of all tensors.
     """
-    held: list[tuple[str, str, str, Ranks]] = []  # name, digest, layout and holders of each tensor
+    held: list[tuple[str, str, str, Ranks]] = []  # name, digest, layout, holders
     left_out: Counter[str] = Counter()
 
     def look() -> tuple[bool, dict[Ranks, int]]:

@@ -1,4 +1,4 @@
-"""The one list of settings, what is allowed, and how each is read and set; and a choice among them."""
+"""The settings: what is allowed, how each is read and set, and a choice of values."""
 
 import importlib
 import os
@@ -16,22 +16,22 @@ from det_callbacks.errors import SettingsError
 from det_callbacks.internals.dynamo import INDUCTOR_CONFIG
 from det_callbacks.runs.patterns import OpPattern, as_names
 
-Timing = Literal["any", "before_cuda", "before_nccl", "start"]  # when a setting can be made
+Timing = Literal["any", "before_cuda", "before_nccl", "start"]  # when it can be set
 
-MAX_SEED = 2**32 - 1  # the bound of NumPy's legacy generator, and so of Lightning's seed_everything
+MAX_SEED = 2**32 - 1  # bound of NumPy's legacy generator
 _POSITIVE = range(1, 2**31)
 _SEEDS = range(MAX_SEED + 1)
 _BOOLS = (True, False)
-# Intel oneMKL, developer guide, "Specifying Code Branches".
 _BRANCHES = ("AUTO", "COMPATIBLE", "SSE4_2", "AVX", "AVX2", "AVX512", "AVX512_E1")
 SDPA_BACKENDS = ("math", "flash", "mem_efficient", "cudnn")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A field of ``DeterminismSettings``, and the attribute of torch, variable, or getter and setter behind it.
+    """A field of ``DeterminismSettings``: an attribute of torch, a variable, or a getter and setter.
 
-    ``allowed`` is a range for integers, ``str`` for any text, and empty where ``DeterminismSettings`` checks.
+    ``allowed`` is a range for integers, ``str`` for any text, and empty if ``DeterminismSettings``
+    checks.
     """
 
     name: str
@@ -44,7 +44,6 @@ class Setting:
     is_cuda_only: bool = False
 
     def read(self) -> Any:
-        """Return what is in force, asked of torch or the process."""
         if self.getter is not None:
             return self.getter()
         if self.attribute:
@@ -59,7 +58,7 @@ class Setting:
         return text
 
     def apply(self, value: Any) -> None:
-        """Put a value in force; nothing is done where only a restart can, and for the seed."""
+        """Set a value; does nothing for the seed, and where only a restart can."""
         if self.setter is not None:
             self.setter(value)
         elif self.attribute:
@@ -68,13 +67,13 @@ class Setting:
             os.environ[self.variable] = self.as_text(value)
 
     def way_back(self) -> Callable[[], object]:
-        """Return what puts back what is in force now."""
+        """Return a function that restores the present value."""
         if self.variable:
             return variable_back(self.variable)
         return attribute_back(self.attribute) if self.attribute else partial(self.apply, self.read())
 
     def too_late(self, wanted: Any) -> str | None:
-        """Return why a value can no longer be set in this process; None when it can, or is in force."""
+        """Return why a value can no longer be set in this process; None if it can."""
         in_force = self.read()
         if wanted == in_force:
             return None
@@ -89,7 +88,6 @@ class Setting:
         return None
 
     def as_text(self, value: Any) -> str:
-        """Return a value as the variable has it."""
         return str(int(value)) if isinstance(value, bool) else str(value)
 
     def how(self, value: Any) -> str:
@@ -100,28 +98,25 @@ class Setting:
 
 
 def attribute_back(path: str) -> Callable[[], object]:
-    """Return what puts an attribute below torch back."""
     owner, name = _owner_of(path)
     return partial(setattr, owner, name, getattr(owner, name))
 
 
 def variable_back(name: str) -> Callable[[], object]:
-    """Return what puts an environment variable back."""
     value = os.environ.get(name)
     return partial(os.environ.pop, name, None) if value is None else partial(os.environ.__setitem__, name, value)
 
 
 def _owner_of(path: str) -> tuple[Any, str]:
-    """Return the object that has the attribute of a path below torch, and the attribute's name."""
     owner, _, name = path.rpartition(".")
-    if owner == INDUCTOR_CONFIG:  # imported only here, since that takes a second
+    if owner == INDUCTOR_CONFIG:  # takes a second to import
         return importlib.import_module(owner), name
     return attrgetter(owner.removeprefix("torch."))(torch), name
 
 
 @cache
 def start_environment() -> Mapping[str, str]:
-    """Return the environment variables with which this process started; without /proc those of the first call."""
+    """Return the variables this process started with; without /proc those of the first call."""
     try:
         entries = Path("/proc/self/environ").read_bytes().split(b"\0")
         variables = dict(os.fsdecode(entry).partition("=")[::2] for entry in entries if entry)
@@ -132,14 +127,13 @@ def start_environment() -> Mapping[str, str]:
 
 
 def algorithms_in_force() -> str:
-    """Return "error", "warn" or "disabled"."""
     return ("disabled", "warn", "error")[torch.get_deterministic_debug_mode()]
 
 
 def _precision_in_force() -> str:
     try:
         return torch.get_float32_matmul_precision()
-    except RuntimeError:  # torch refuses to answer when the newer fp32_precision attributes say something else
+    except RuntimeError:  # torch refuses to answer if fp32_precision says something else
         return "mixed"
 
 
@@ -155,16 +149,17 @@ def _set_sdpa(names: tuple[str, ...]) -> None:
 
 def _seed_in_force() -> int | None:
     seed = torch.initial_seed()
-    return seed if seed <= MAX_SEED else None  # an unseeded generator starts from 64 random bits
+    return seed if seed <= MAX_SEED else None  # an unseeded generator has 64 random bits
 
 
 def _reduction_in_force(kind: str) -> bool:
     value = getattr(torch.backends.cuda.matmul, f"allow_{kind}_reduced_precision_reduction")
-    return bool(value[0] if isinstance(value, tuple) else value)  # torch may add whether split-K is allowed
+    # torch may add whether split-K is allowed
+    return bool(value[0] if isinstance(value, tuple) else value)
 
 
 def _inductor_in_force(name: str) -> bool:
-    if INDUCTOR_CONFIG not in sys.modules:  # what it will start with (torch/_inductor/config.py, torch 2.13)
+    if INDUCTOR_CONFIG not in sys.modules:  # its default (torch/_inductor/config.py, torch 2.13)
         return os.environ.get(f"TORCHINDUCTOR_{name.upper()}") == "1"
     return bool(getattr(sys.modules[INDUCTOR_CONFIG], name))
 
@@ -180,7 +175,7 @@ def _variable(name: str, allowed: Any, **options: Any) -> Setting:
 _OF_CUDA: dict[str, Any] = {"is_cuda_only": True}
 _OF_NCCL = {"when": "before_nccl", **_OF_CUDA}
 _ALL = (
-    # enforce_determinism sets the seed itself, and notes which parameters were there before it
+    # enforce_determinism sets the seed itself
     Setting(name="seed", getter=_seed_in_force, allowed=_SEEDS),
     Setting(
         name="deterministic_algorithms",
@@ -189,7 +184,7 @@ _ALL = (
         allowed=("error", "warn", "disabled"),
     ),
     _flag("fill_uninitialized_memory", "utils.deterministic.fill_uninitialized_memory"),
-    # the two that torch.use_deterministic_algorithms names
+    # the two values that torch.use_deterministic_algorithms names
     _variable("cublas_workspace_config", (":4096:8", ":16:8"), when="before_cuda", **_OF_CUDA),
     *(_flag(f"cudnn_{name}", f"backends.cudnn.{name}", **_OF_CUDA) for name in ("benchmark", "deterministic")),
     _flag("cudnn_allow_tf32", "backends.cudnn.allow_tf32", **_OF_CUDA),
@@ -238,11 +233,11 @@ _ALL = (
 )
 
 SETTINGS: Mapping[str, Setting] = {setting.name: setting for setting in _ALL}
-"""Every setting but ``allow``, which says of ops what ``deterministic_algorithms`` does not hold for."""
+"""Every setting but ``allow``, which makes exceptions for ops."""
 
 
 def settings_in_force() -> dict[str, Any]:
-    """Return what is in force now, keyed like the fields of ``DeterminismSettings`` but ``allow``; None: not set."""
+    """Return what is in force, by the fields of ``DeterminismSettings`` but ``allow``; None means not set."""
     return {name: setting.read() for name, setting in SETTINGS.items()}
 
 
@@ -250,16 +245,17 @@ def settings_in_force() -> dict[str, Any]:
 class DeterminismSettings:
     """What is set so that the same program gives the same bits.
 
-    ``None`` leaves a setting as it is; it is recorded all the same. The defaults enforce what decides between a
-    deterministic and a nondeterministic kernel, and choose nothing else: no seed, no precision, no thread count. What
-    each one changes and costs is said in ``docs/reference/settings.md``.
+    ``None`` leaves a setting as it is; it is recorded all the same. The defaults select
+    deterministic kernels and choose nothing else: no seed, no precision, no thread count.
+    ``docs/reference/settings.md`` says what each changes and costs.
 
     Attributes:
-        allow: ops that may be nondeterministic under ``deterministic_algorithms="error"`` all the same, as patterns
-            ``[phase/][module:]op``: "aten.kthvalue.default", "decoder.*:aten.index_put_.default".
+        allow: ops that may be nondeterministic even with ``deterministic_algorithms="error"``, as
+            patterns ``[phase/][module:]op``: "aten.kthvalue.default",
+            "decoder.*:aten.index_put_.default".
 
     Raises:
-        SettingsError: for a value that is not allowed; the message names it and the allowed ones.
+        SettingsError: a value is not allowed; the message names it and the allowed ones.
 
     Example:
         >>> DeterminismSettings(seed=0).deterministic_algorithms
@@ -308,13 +304,13 @@ class DeterminismSettings:
 
     @classmethod
     def choose(cls, *, deterministic: bool = False, **chosen: Any) -> "DeterminismSettings":
-        """Return the chosen values with the defaults; unless ``deterministic``, leave all others as they are."""
+        """Return the chosen values; the others are left alone, or have their defaults if ``deterministic``."""
         others: dict[str, Any] = {} if deterministic else dict.fromkeys(field.name for field in fields(cls))
         return cls.from_mapping({**others, **chosen})
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> "DeterminismSettings":
-        """Return the settings a mapping names, such as a node of a Hydra configuration; the others have defaults."""
+        """Return the settings of a mapping, such as a node of a Hydra configuration, with defaults."""
         if not isinstance(mapping, Mapping):
             raise SettingsError(f"settings must be names with their values, such as seed: 0; got {mapping!r}.")
         known = tuple(field.name for field in fields(cls))
@@ -322,7 +318,7 @@ class DeterminismSettings:
             raise SettingsError(
                 f"Unknown determinism setting {', '.join(unknown)}; the settings are {', '.join(known)}."
             )
-        # null in a configuration leaves the list empty
+        # null in a configuration
         given = {name: value for name, value in mapping.items() if name != "allow" or value is not None}
         return cls(**given)
 
@@ -337,7 +333,7 @@ def _check(setting: Setting, value: Any) -> None:
     elif isinstance(allowed, type):
         is_allowed = isinstance(value, str) and bool(value.strip())
         told = "a text such as 'Ring'"
-    else:  # by type as well: 1 and True are equal, and a number here is a mistake
+    else:  # 1 and True are equal: compare types, too
         is_allowed = any(type(value) is type(other) and value == other for other in allowed)
         told = f"one of {', '.join(map(repr, allowed))}"
     if not is_allowed:

@@ -1,4 +1,4 @@
-"""Settings put in force as a call or as a context manager, the way back, and seeds."""
+"""Puts settings in force, as a call or a context manager, and restores them."""
 
 import gc
 import os
@@ -21,20 +21,20 @@ from det_callbacks.environment.rng import RewindPoint
 from det_callbacks.errors import SettingsError
 from det_callbacks.settings.catalogue import SETTINGS, DeterminismSettings, attribute_back, variable_back
 
-# set_float32_matmul_precision writes these as well, and knows no "none", which is where they start (torch 2.13)
+# written by set_float32_matmul_precision, which cannot restore "none" (torch 2.13)
 _WRITTEN_TOO = ("torch.backends.cuda.matmul.fp32_precision", "torch.backends.mkldnn.matmul.fp32_precision")
 
-# What is in force through us, the latest last: it was chosen, and did not come with the machine.
+# what was put in force through us, the latest last: it is a choice, not a machine fact
 _enforced: list[DeterminismSettings] = []
 
-# The parameters that existed when the seed was set, by identity; a process has one set of generators.
+# the parameters that existed when the seed was set, by identity
 _seeded_after: dict[str, Mapping[int, weakref.ref[nn.Parameter]]] = {"parameters": {}}
 
 
 class EnforcedDeterminism(ExitStack):
-    """Settings that are applied, and the way back; made by :func:`enforce_determinism`.
+    """Applied settings; made by :func:`enforce_determinism`.
 
-    As a context manager it restores on every exit path. Nested uses must end in the reverse order of their beginnings.
+    As a context manager it restores on every exit path. Nested uses must end in reverse order.
     """
 
     def __init__(self, settings: DeterminismSettings, *, with_generators: bool = True) -> None:
@@ -49,7 +49,7 @@ class EnforcedDeterminism(ExitStack):
         self.callback(torch.set_default_dtype, torch.get_default_dtype())
         for path in _WRITTEN_TOO:
             self.callback(attribute_back(path))
-        # the algorithms go back before Inductor's attribute, which they overwrite
+        # the algorithms before Inductor's attribute, which they overwrite
         for setting in reversed([*SETTINGS.values()]):
             if setting.when != "start":
                 self.callback(setting.way_back())
@@ -60,38 +60,37 @@ class EnforcedDeterminism(ExitStack):
                     setting.apply(wanted)
             if settings.seed is not None:
                 _seed_all(settings.seed)
-        except BaseException:  # Ctrl-C too: nobody has anything to restore by
+        except BaseException:  # also on Ctrl-C
             self.close()
             raise
 
     def restore(self) -> None:
-        """Put back generators, flags, threads and environment variables as they were; a second call does nothing.
+        """Restore generators, flags, threads and environment variables; a second call does nothing.
 
-        The generators go back too when no seed was set: what was drawn meanwhile is drawn again.
+        Generators are restored even if no seed was set.
         """
         self.close()
 
 
 def enforced_names() -> set[str]:
-    """Return the settings that were put in force here and not taken back."""
     return {name for settings in _enforced for name in SETTINGS if getattr(settings, name) is not None}
 
 
 def enforce_determinism(settings: DeterminismSettings | Mapping[str, Any]) -> EnforcedDeterminism:
-    """Apply settings at once; the result is also a context manager that puts everything back.
+    """Apply settings at once; the result is also a context manager that restores everything.
 
-    Call it before the model is built: weights that exist already were drawn without the seed, and the callback refuses
-    to train them. With a seed it costs some 30 milliseconds.
+    Call it before the model is built: the callback refuses to train weights that were drawn without
+    the seed. Setting the seed takes some 30 milliseconds.
 
     Args:
-        settings: what to set, as :class:`DeterminismSettings` or a mapping with its field names.
+        settings: a :class:`DeterminismSettings`, or a mapping with its field names.
 
     Returns:
         The applied settings; ``with`` it, or call its ``restore``, to undo them.
 
     Raises:
-        SettingsError: a value is not allowed, or a setting comes too late. Nothing is changed then. What only a restart
-            can set is refused with the command line that sets it, unless it is in force already.
+        SettingsError: a value is not allowed, or comes too late; nothing is changed then. If only a
+            restart can set it, the message has the command line.
 
     Example:
         >>> with enforce_determinism(DeterminismSettings(seed=0)):
@@ -105,9 +104,9 @@ def enforce_determinism(settings: DeterminismSettings | Mapping[str, Any]) -> En
 
 
 def enforce_around_training(settings: DeterminismSettings, model: nn.Module) -> EnforcedDeterminism:
-    """Apply what still has an effect when the model is there; raise a SettingsError where the seed came after it.
+    """Apply what still can be applied when the model exists; raise SettingsError if the seed came later.
 
-    The result's ``restore`` leaves the generators alone, which the training has moved.
+    ``restore`` leaves the generators alone.
     """
     if settings.mkl_cbwr is not None and not torch.backends.mkl.is_available():
         settings = replace(settings, mkl_cbwr=None)
@@ -132,10 +131,11 @@ def _refuse_late(settings: DeterminismSettings) -> None:
 
 
 def _seed_all(seed: int) -> None:
-    """Do what Lightning's ``seed_everything(seed, workers=True)`` does, and note which parameters there are."""
+    """Seed as Lightning's ``seed_everything(seed, workers=True)``, and note which parameters exist."""
     is_parameter: Callable[[type], bool] = cache(lambda kind: issubclass(kind, nn.Parameter))
     found = (one for one in gc.get_objects() if is_parameter(type(one)) and not is_lazy(one))
-    _seeded_after["parameters"] = {id(one): weakref.ref(one) for one in found}  # 30 milliseconds; not kept alive
+    # takes 30 milliseconds; weak references
+    _seeded_after["parameters"] = {id(one): weakref.ref(one) for one in found}
     os.environ.update(_seed_variables(seed))
     random.seed(seed)
     np.random.seed(seed)
@@ -164,5 +164,5 @@ def _require_seed(seed: int, model: nn.Module) -> None:
 
 
 def _seed_variables(seed: int) -> dict[str, str]:
-    """Return what seed_everything(workers=True) leaves behind (Lightning 2.6.6) for workers and other processes."""
+    """Return the variables that seed_everything(workers=True) sets (Lightning 2.6.6)."""
     return {"PL_GLOBAL_SEED": str(seed), "PL_SEED_WORKERS": "1"}

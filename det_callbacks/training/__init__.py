@@ -1,1 +1,1 @@
-"""What a run of a training is, whatever drives it: recording, verifying and auditing. Knows no framework."""
+"""A run of a training, whatever framework drives it: recorded, verified or audited."""

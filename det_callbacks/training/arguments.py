@@ -1,4 +1,4 @@
-"""What a run is given: its arguments, and what run.json says of them and of the training."""
+"""The arguments of a run, and what run.json says of them and of the training."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -28,9 +28,9 @@ Resume = Literal["exact", "plain"]
 
 
 class RunArguments:
-    """The arguments of ``DeterminismCallback``, which documents them, checked and as attributes; nothing is open."""
+    """The arguments of ``DeterminismCallback``, checked; it documents them."""
 
-    called = "DeterminismCallback"  # what messages call it
+    called = "DeterminismCallback"  # in messages
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class RunArguments:
         chosen: dict[str, Any] = {"level": level, "modules": modules, "phases": phases, "every_n_steps": every_n_steps}
         chosen |= {"only_steps": only_steps, "compiled": compiled}
         given = {name: value for name, value in chosen.items() if value is not None}
-        self.selection = Selection(**given)  # of a verification its reference's, once that is open
+        self.selection = Selection(**given)  # while verifying: the reference's
         self.asked = {name: getattr(self.selection, name) for name in given}
         self.replay: tuple[str, ...] = ()
         self.keep_tensors: tuple[str, ...] = ()
@@ -91,7 +91,7 @@ class RunArguments:
         self._begin_closed()
 
     def _begin_closed(self) -> None:
-        """Set what a callback has besides its arguments."""
+        """Set further attributes of a run that has not begun."""
 
     def _check_what_goes_together(self) -> None:
         selection = self.selection
@@ -103,7 +103,7 @@ class RunArguments:
             instead = "Record the steps that matter at level op: only_steps=[812]."
             raise SelectionError(f'keep_tensors needs level="op", at which ops are seen; {got} {instead}')
         is_whole = replace(selection, only_steps=None) == Selection() and not self.replay and not self.keep_tensors
-        if self.mode == "audit" and not is_whole:  # what it missed would look clean
+        if self.mode == "audit" and not is_whole:  # else what it leaves out would look clean
             raise SelectionError(
                 "An audit looks at every op of the steps in only_steps, and keeps nothing; leave out "
                 f"{', '.join(sorted(self.asked.keys() - {'only_steps'}))}."
@@ -112,7 +112,7 @@ class RunArguments:
             raise SelectionError(f"An audit compares with no reference: write None for {str(self.reference)!r}.")
 
     def check_world_size(self, world_size: int) -> None:
-        """Refuse several processes to do what one alone can do."""
+        """Refuse an audit of several processes."""
         if self.mode == "audit" and world_size > 1:
             raise SelectionError(
                 f"An audit runs ops again in one process, and this training has {world_size}: the others would wait in "
@@ -121,23 +121,19 @@ class RunArguments:
 
 
 def require_whole(name: str, value: object, least: int) -> None:
-    """Raise ``SelectionError`` for what is no whole number, or too small."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise SelectionError(f"{name} must be a whole number from {least} on; got {value!r}.")
 
 
 def require_one_of(name: str, value: object, kind: Any) -> None:
-    """Raise ``SelectionError`` for what is none of the values of a ``Literal``."""
     if value not in (allowed := get_args(kind)):
         raise SelectionError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.")
 
 
 def manifest_of(training: Training, arguments: RunArguments, *, is_resumed: bool = False) -> dict[str, Any]:
-    """Return selection, settings, environment and patterns of a fit."""
     allow = [] if arguments.settings is None else list(arguments.settings.allow)
     chosen: dict[str, Any] = {**training.choices, **optimizer_choices(training.optimizers)}
     if (schedulers := training.schedulers) is not None:
-        # the classes of the learning rate schedulers, and when each is stepped
         names = [f"{type(scheduler).__name__} each {interval}" for scheduler, interval in schedulers]
         chosen["optimizer.lr_scheduler"] = ", ".join(names) or "none"
     chosen |= {**_started_by(), **arguments.choices, "settings": {"allow": allow}}
@@ -153,7 +149,6 @@ def manifest_of(training: Training, arguments: RunArguments, *, is_resumed: bool
 
 
 def _generator_starts() -> dict[str, EnvironmentEntry]:
-    """Return where the generators of the process are; it changes no bits until something draws from them."""
     return {
         f"{GENERATOR}{name}": EnvironmentEntry(
             value=format_digest(digest_generator(generator)), is_machine=True, changes_bits=False
@@ -163,7 +158,6 @@ def _generator_starts() -> dict[str, EnvironmentEntry]:
 
 
 def _started_by() -> dict[str, Any]:
-    """Return what started this process as choices, with the configuration where Hydra runs a job in it."""
     if "hydra.core.hydra_config" in sys.modules:
         from det_callbacks.environment.hydra import job_choices  # noqa: PLC0415  # a script need not load Hydra
 
@@ -172,16 +166,12 @@ def _started_by() -> dict[str, Any]:
 
 
 def optimizer_choices(optimizers: Sequence[Any]) -> dict[str, Any]:
-    """Return the classes of the optimizers, and the options of each group as they are now.
-
-    Lightning's stand-in for an optimizer, where ``configure_optimizers`` returns None, has no groups: it is left out.
-    """
     optimizers = [optimizer for optimizer in optimizers if optimizer.param_groups]
     choices: dict[str, Any] = {OPTIMIZER: ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"}
     for index, optimizer in enumerate(optimizers):
         groups = [
             {name: value for name, value in group.items() if name not in ("params", "initial_lr")}
-            # what was chosen, where a scheduler, a choice of its own, has changed it and kept it there
+            # a scheduler is a choice of its own: show the rate that it started from
             | ({"lr": group["initial_lr"]} if "initial_lr" in group else {})
             for group in optimizer.param_groups
         ]

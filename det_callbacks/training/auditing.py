@@ -1,4 +1,4 @@
-"""A fit in which the ops of some steps are run again: ``mode="audit"``."""
+"""Fits in which the ops of some steps are run twice: ``mode="audit"``."""
 
 import json
 import math
@@ -22,11 +22,11 @@ from det_callbacks.verify.verification import free_folder
 
 AUDIT_FILE = "audit.json"
 REPLAY_FILE = "replay.yaml"
-NUM_STEPS = 3  # that are audited where none are chosen: the first ones that come
+NUM_STEPS = 3  # audited where none are chosen
 
 
 class Auditing(Session):
-    """The fits of one run, audited; files go to ``current``, or to a new folder below the training's."""
+    """Audits the fits of one run; files go to ``current``, or to a new folder of the training."""
 
     _folder: Path
     _mode: BitwiseEquivalenceMode
@@ -43,7 +43,7 @@ class Auditing(Session):
         if self.stages == [FIT]:
             self._folder = self.arguments.current or free_folder(self.root, kind="audit")
             self._mode = BitwiseEquivalenceMode(model=training.module, base_phase=training.base_phase)
-        for name in (AUDIT_FILE, REPLAY_FILE):  # of an earlier audit: not to be taken for this one's
+        for name in (AUDIT_FILE, REPLAY_FILE):  # an earlier audit's
             with writing(self._folder, instead=ANOTHER_FOLDER["audit"]):
                 (self._folder / name).unlink(missing_ok=True)
 
@@ -74,7 +74,7 @@ class Auditing(Session):
                 self._found.setdefault(place, []).append((self._step, mismatch))
         return False
 
-    drop_step = end_step  # what ran of a step that the module ended was audited, too
+    drop_step = end_step  # a step that the module cuts short was audited, too
 
     @override
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Batches that were drawn from loaders and wait to be trained on, with the indices that samplers drew for them."""
+"""Batches that were drawn from loaders and not trained on yet, with the indices that samplers drew for them."""
 
 from collections import deque
 from contextlib import suppress
@@ -9,12 +9,12 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from det_callbacks.training.replaced import ReplacedMethods
 
-MAX_WAITING = 64  # batches drawn and not trained on yet that are known; a fetcher holds one or two
-_MAX_WAITING_OF_LOADER = 16  # where nothing says when a batch is trained on
+MAX_WAITING = 64  # a fetcher holds one or two
+_MAX_WAITING_OF_LOADER = 16  # of a loop that does not say when it trains on a batch
 
 
 class Draws:
-    """What was drawn from the loaders of a training, oldest first; it follows their samplers until ``detach``."""
+    """The batches drawn, oldest first; it follows the samplers until ``detach``."""
 
     def __init__(self, max_waiting: int = MAX_WAITING) -> None:
         self.waiting: deque[tuple[Any, dict[str, Any]]] = deque(maxlen=max_waiting)
@@ -22,10 +22,7 @@ class Draws:
         self._indices: dict[str, deque[Any]] = {}
 
     def follow(self, name: str, loader: Any) -> None:
-        """Keep what the sampler of a loader draws, if batches come in that order.
-
-        Workers are sent the indices ahead, and return the batches in their order.
-        """
+        """Keep what the sampler of a loader draws, if batches come in that order."""
         is_map = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         if not is_map or (loader.num_workers and not getattr(loader, "in_order", True)):
             return
@@ -39,28 +36,26 @@ class Draws:
         def watched(base: Any) -> Any:
             def iterate(self: Any) -> Any:
                 indices.clear()
-                return map(keep, base.__iter__(self))  # called now: a sampler may draw before its first index
+                return map(keep, base.__iter__(self))
 
             names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__iter__": iterate}
             return type(base.__name__, (base,), names)
 
-        with suppress(TypeError):  # a list of indices, say: built-in objects keep their class
+        with suppress(TypeError):  # a list of indices, say: built-in types keep their class
             self._samplers.put(sampler, "__class__", watched)
             self._indices[name] = indices
 
     def add(self, batch: Any) -> None:
-        """Keep a batch that was drawn until it is trained on."""
         self.waiting.append((batch, {name: known.popleft() for name, known in self._indices.items() if known}))
 
     def detach(self) -> None:
-        """Leave the samplers as they were; may be called more than once."""
         self._samplers.restore()
         self.waiting.clear()
         self._indices.clear()
 
 
 class DrawnLoader:
-    """A loader that is iterated over, and what was drawn from it."""
+    """A loader that is iterated over, held weakly, and what was drawn from it."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = ref(loader)
@@ -70,5 +65,4 @@ class DrawnLoader:
 
     @property
     def loader(self) -> Any:
-        """The loader itself; None once nothing else holds it."""
         return self._loader()

@@ -1,4 +1,4 @@
-"""What is gathered during a fit to explain a difference: generators at fixed points, and how batches were drawn."""
+"""Evidence of a fit that explains a difference: generators at fixed points, and how batches were drawn."""
 
 import json
 import os
@@ -19,24 +19,21 @@ from det_callbacks.trace.op.components import has_parts, holds_data
 from det_callbacks.trace.state.generators import GeneratorReader, Ledger
 from det_callbacks.trace.state.leaves import flatten
 from det_callbacks.training.draws import Draws
-from det_callbacks.training.training import Training
+from det_callbacks.training.training import LoaderFollower, Training
 
 _FIT_START = "fit start"
-MAX_INDICES = 256  # of a batch that are kept as they are, beside the digest of all; zstd makes about 2 bytes of each
+MAX_INDICES = 256  # of a batch; a digest covers the others
 
 
-class Evidence(Ledger):
-    """The ledger of one fit: also what else is called when, and how batches are drawn; it costs 40 microseconds a step.
-
-    It follows the batches that wait to be trained on, and the indices that samplers drew for them, if in order.
-    """
+class Evidence(Ledger, LoaderFollower):
+    """The ledger of one fit, with hooks, options, loaders and batches; costs 40 microseconds a step."""
 
     def __init__(self, training: Training, reader: GeneratorReader, *, is_resumed: bool) -> None:
         super().__init__(reader)
         self._training = training
         self._draws = Draws()
         if NUM_WORKERS in os.environ and training.loaders is not None:
-            set_workers([], os.environ[NUM_WORKERS])  # too late, so it raises: the loader has been iterated over
+            set_workers([], os.environ[NUM_WORKERS])  # it raises: the loader has been iterated over
         if not is_resumed:
             self.begin(_FIT_START)
         self.mark(_FIT_START, with_seeds=True)
@@ -52,13 +49,13 @@ class Evidence(Ledger):
             self.note(_FIT_START, f"{CALLBACKS}{point}", text=who)
 
     def note_options(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Note the numbers among the optimizers' options that are not as in the update before."""
+        """Note the numbers among the optimizers' options that changed since the last update."""
         for number, optimizer in enumerate(optimizers):
             of_optimizer = f" of optimizer {number}" if len(optimizers) > 1 else ""
             for index, group in enumerate(optimizer.param_groups):
                 for option, value in group.items():
                     name = f"{option} of group {index}{of_optimizer}"
-                    # a tensor is left out: to read it would wait for its device
+                    # not tensors: reading one would wait for its device
                     if isinstance(value, int | float) and self._options.get(name) != value:
                         self._options[name] = value
                         self.note(OPTIONS, name, text=json.dumps(value))
@@ -66,7 +63,6 @@ class Evidence(Ledger):
     def begin_loaders(
         self, loaders: Mapping[str, Any], held: Mapping[str, Held], *, is_in_turn: bool, draws: Draws | None = None
     ) -> None:
-        """Follow the samplers of loaders, and note how they draw; the generators that they hold are marked, too."""
         if draws is None:
             self.detach()
         else:
@@ -77,33 +73,28 @@ class Evidence(Ledger):
         for name, one in loaders.items():
             for setting, text in _settings_of(one):
                 self.note(LOADER, f"{setting} of {name}", text=text)
-            # a draw of loaders that are used up in turn is of one of them, and nobody says of which
+            # where loaders are used up in turn, nothing says which one a draw is of
             if draws is None and (not is_in_turn or len(loaders) == 1):
                 self._draws.follow(name, one)
 
     def detach(self) -> None:
-        """Leave the samplers as they were; may be called more than once."""
         self._draws.detach()
 
     def begin_iteration(self) -> None:
-        """Note that the loader begins to be iterated over."""
         self._draws.waiting.clear()
         self.mark(LOADER)
 
     def begin_draw(self) -> None:
-        """Note that a batch is about to be drawn."""
         self.mark("before a batch is drawn")
 
     def end_draw(self, batch: Any) -> None:
-        """Keep what was drawn until it is trained on."""
         self._draws.add(batch)
 
     def forget_drawn(self) -> None:
-        """Let go of the batches that were drawn: none of them is trained on any more."""
         self._draws.waiting.clear()
 
     def begin_step(self, batch: Any) -> None:
-        """Note what the batch of a step is made of, as the training step gets it, when its trace has begun."""
+        """Note what the batch that the training step gets is made of; its trace has begun."""
         self.mark("batch start", with_seeds=True)
         waiting = self._draws.waiting
         last = len(waiting) - self._training.num_drawn_ahead
@@ -118,7 +109,7 @@ class Evidence(Ledger):
                 digest, of_sorted = (digest_bytes(repr(numbers).encode()) for numbers in (indices, sorted(indices)))
                 self.note(BATCH, f"{INDICES}{loader}", digest, json.dumps(indices[:MAX_INDICES]))
                 self.note(BATCH, f"sorted indices of {loader}", of_sorted)
-        # what left the loader, where the training step gets something else: moved to a device, or transformed
+        # the tensors that left the loader, where the training step gets others: moved, or transformed
         loaded = drawn[0][0] if len(drawn) == 1 else [one for one, _ in drawn]
         given = {id(value) for _, value in flatten(batch, "batch", is_whole=True)}
         with unobserved():
@@ -128,7 +119,7 @@ class Evidence(Ledger):
 
 
 def _scripted(root: torch.nn.Module) -> list[str]:
-    """Return the names of the modules that are TorchScript, without those inside them, or that hold such functions."""
+    """Return the names of the outermost modules that are TorchScript or hold its functions."""
     found: list[str] = []
     for name, module in root.named_modules():
         holds = isinstance(module, torch.jit.ScriptModule) or any(
@@ -140,7 +131,7 @@ def _scripted(root: torch.nn.Module) -> list[str]:
 
 
 def _is_constant(tensor: Tensor) -> bool:
-    """Return whether a tensor holds one value only, as biases and scales do at the start; the first 4,096 are read."""
+    """Return whether the first 4,096 elements are equal, as those of biases and scales are at the start."""
     if not holds_data(tensor) or has_parts(tensor) or tensor.numel() < 2:
         return tensor.numel() == 1
     head = tensor.detach().flatten()[:4096]
@@ -148,7 +139,6 @@ def _is_constant(tensor: Tensor) -> bool:
 
 
 def _settings_of(loader: Any) -> Iterator[tuple[str, str]]:
-    """Yield the settings of a loader that decide what it draws: (name, text)."""
     yield "type", type(loader).__qualname__
     if not isinstance(loader, DataLoader):
         return
@@ -168,7 +158,6 @@ def _settings_of(loader: Any) -> Iterator[tuple[str, str]]:
 
 
 def _whole_numbers(index: Any) -> list[int] | None:
-    """Return what a sampler said as a list of numbers; None where it is something else: names, slices, pairs."""
     try:
         return [int(value) for value in (index if isinstance(index, list | tuple) else [index])]
     except (TypeError, ValueError):
@@ -176,10 +165,7 @@ def _whole_numbers(index: Any) -> list[int] | None:
 
 
 def set_workers(loaders: Sequence[Any], number: str) -> None:
-    """Give loaders that were not iterated over yet so many workers (``check --vary workers``), as torch 2.13 has it.
-
-    One without workers has no ``prefetch_factor`` and refuses a ``timeout``.
-    """
+    """Give loaders so many workers (``check --vary workers``), before they are first iterated over."""
     known = [loader for loader in loaders if isinstance(loader, DataLoader)]
     if not known or not number.isdecimal():
         raise SettingsError(

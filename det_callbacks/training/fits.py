@@ -1,4 +1,4 @@
-"""The fits of this process: how many began, and who still waits for one when the process or the Hydra job ends."""
+"""The fits of this process: how many began, and which runs still wait for one when the process ends."""
 
 from collections.abc import Callable
 from copy import copy
@@ -7,16 +7,17 @@ from multiprocessing.util import Finalize
 from det_callbacks.errors import DetCallbacksError, NothingComparedError
 from det_callbacks.report.console import end_process, print_error
 
-_waiting: dict[object, Callable[[], DetCallbacksError | None]] = {}  # by owner: what no more fits leave unfinished
+# by owner: returns the error if no more fits come
+_waiting: dict[object, Callable[[], DetCallbacksError | None]] = {}
 
 num_fits = 0
-"""How many fits have begun in this process."""
+"""Fits that have begun in this process."""
 last_error: DetCallbacksError | None = None
-"""What ended the last of them, also where the program caught it; an error of ours stays."""
+"""The error that ended the last fit, even if the program caught it; a later one does not replace ours."""
 
 
 def note_fit(*, ended_by: BaseException | None = None) -> None:
-    """Count a fit that begins in this process, or keep what ended it, without the frames that hold its tensors."""
+    """Count a fit that begins, or keep the error that ended it, without its frames: they hold tensors."""
     global num_fits, last_error
     num_fits += ended_by is None
     if last_error is not None and not isinstance(last_error, NothingComparedError):
@@ -28,20 +29,20 @@ def note_fit(*, ended_by: BaseException | None = None) -> None:
 
 
 def wait(owner: object, unfinished: Callable[[], DetCallbacksError | None]) -> None:
-    """Let the process end with the error that is returned at its end, unless the owner goes on."""
-    # Not atexit, which processes that multiprocessing forks do not run (ddp_fork, ddp_notebook). Each time, since a
-    # fork forgets it; a second one finds nobody waiting.
+    """Unless the owner goes on, end the process with the error that is returned at its end."""
+    # Not atexit, which forked processes do not run (ddp_fork). Registered each time, since a fork
+    # forgets it.
     Finalize(None, _end_waiting, exitpriority=0)
     _waiting[owner] = unfinished
 
 
 def go_on(owner: object) -> None:
-    """Wait no longer: the owner's next fit begins, or it has an outcome."""
+    """Stop waiting: the owner's next fit begins."""
     _waiting.pop(owner, None)
 
 
 def take_unfinished() -> DetCallbacksError | None:
-    """Ask all who still wait, and forget them; return the first error, None when there is nothing to raise."""
+    """Ask every run that still waits, and return the first error."""
     waiting = list(_waiting.values())
     _waiting.clear()
     errors = [unfinished() for unfinished in waiting]

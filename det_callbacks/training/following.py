@@ -1,4 +1,4 @@
-"""A run from the setup of its training to its verdict, on every exit path between them; each way in calls it."""
+"""A run from the setup of its training to its verdict, on every exit path; each way in calls it."""
 
 from contextlib import ExitStack
 from traceback import walk_tb
@@ -29,11 +29,7 @@ _OWN_ROOMS = ("det_callbacks.training", "det_callbacks.integrations", "det_callb
 
 
 class FollowedRun(RunArguments):
-    """The arguments of a run, and the session that follows its training; a subclass calls it at the right moments.
-
-    Attributes:
-        verdict, audit_report, replica_report: what was found, see ``DeterminismCallback``.
-    """
+    """The arguments of a run, and the session that follows its training; subclasses call it."""
 
     _training: Training
 
@@ -42,25 +38,24 @@ class FollowedRun(RunArguments):
         self.verdict: Verdict | None = None
         self.audit_report: AuditReport | None = None
         self._group = RankGroup()
-        self._session = self._hooks = Session()  # the hooks are the session's while a fit is open
-        self._stage = ExitStack()  # what is closed when a fit, or another stage, is over
+        self._session = self._hooks = Session()  # those of the session while a fit is open
+        self._stage = ExitStack()  # closes what a fit or another stage opened
         self._ops: NondeterministicOps | None = None
         self._watch: NondeterministicOpWatch | None = None
         self._replicas = Replicas(self.audit_replicas_every_n_steps, self.on_divergence)
         self._is_open = False
-        self._step = -1  # the last one that began
+        self._step = -1  # the last step that began
 
     @property
     def replica_report(self) -> ReplicaReport | None:
-        """The report of the last audit of the replicas; None before the first."""
         return self._replicas.replica_report
 
     def _open_stage(self, training: Training, *, is_compared: bool) -> None:
-        """Open a fit or another stage of a training; of one that is not compared only nondeterministic ops are seen."""
+        """Open a fit or another stage; where nothing is compared, only nondeterministic ops are watched."""
         self._stage.close()
         self._training = training
         self._stage.callback(REPLACED.unfollow, self)
-        REPLACED.follow(self)  # now: a validation may compile the model before a step is traced
+        REPLACED.follow(self)  # a validation may compile the model before the first step
         if is_compared:
             self._stage.callback(self._group.close)
             self._stage.callback(self._replicas.close)
@@ -79,7 +74,6 @@ class FollowedRun(RunArguments):
             self._stage.callback(self._watch.close)
 
     def _prepare(self) -> None:
-        """Check what all ranks check alike, and put the settings in force."""
         self.check_world_size(self._training.world_size)
         if self.settings is not None:
             self._stage.callback(enforce_around_training(self.settings, self._training.module).restore)
@@ -87,7 +81,6 @@ class FollowedRun(RunArguments):
             require_room(self.reference, self.tensor_budget_mib)
 
     def _begin_fit(self, *, is_resumed: bool) -> None:
-        """Begin the run of a fit, whose weights are those that it trains; ``_follow`` comes next."""
         self.selection.check_modules([name for name, _ in self._training.module.named_modules()])
         for line in newer_than_tested(self._training.framework) if not self._training.rank else ():
             self._training.print_line(f"det_callbacks: {line}")
@@ -97,7 +90,7 @@ class FollowedRun(RunArguments):
         session, training = self._session, self._training
         session.print_line = training.print_line
         session.manifest = manifest_of(training, self, is_resumed=options.get("is_resumed", False))
-        # what is no fit broadcasts no weights
+        # only a fit broadcasts weights
         weights = None if "call" in options else training.replicated_weights()
         require_same_start(self._group, session.manifest, weights)
         self.verdict = self.audit_report = None
@@ -106,24 +99,48 @@ class FollowedRun(RunArguments):
         note_fit()
 
     def _follow(self) -> None:
-        """Follow the fit that began, before its data is set up."""
         self._session.follow(self._training, self._ops)
         self._hooks = self._session
 
+    def _identity(self) -> dict[str, str | None]:
+        """Return id, mode and reference of the run, as the sidecar of a checkpoint has them."""
+        run_id = None if self._session.run is None else self._session.run.manifest.run_id
+        return {"id": run_id, "mode": self.mode, "reference": None if self.reference is None else str(self.reference)}
+
     def _begin_step(self, step: int, batch: Any) -> None:
         self._group.set_place("step")
-        self._hooks.drop_step()  # one that did not come to its end
+        self._hooks.drop_step()  # a step that did not end
         self._step = step
         if self._watch is not None:
             sees_ops = self.mode != "audit" and self.selection.level == "op" and self.selection.selects_step(step)
             (self._watch.close if sees_ops else self._watch.open)()
         self._hooks.begin_step(step, batch)
 
+    def _end_step(self, epoch: int, outputs: Any) -> None:
+        differs = self._hooks.end_step(self._step, epoch, outputs)
+        self._watch_ops(is_on=False)
+        differs |= self._after_step()
+        error = self._replicas.after_step()
+        # a difference from the reference says more than one of replicas
+        self._stop_together(differs=differs, asks_now=error is not None)
+        if error is not None:
+            raise error
+
+    def _after_step(self) -> bool:
+        return False
+
     def _stop_together(self, *, differs: bool, asks_now: bool = True) -> None:
-        """End the fit on all ranks where something differed on one of them."""
         may_stop = self._session.may_stop
         if self._group.stops_after(self._step, differs=differs, may_stop=may_stop, asks_now=asks_now):
             self._end(is_early=True)
+
+    def _end_training(self) -> None:
+        error = self._replicas.end()
+        if error is not None and self.mode == "record":
+            raise error  # before the run is complete: it is no reference
+        self._end()
+        if error is not None:
+            raise error
 
     def _end(self, *, is_early: bool = False) -> None:
         if not self._is_open:
@@ -137,18 +154,17 @@ class FollowedRun(RunArguments):
             self.verdict, self.audit_report = self._session.verdict, self._session.audit_report
 
     def _close_fit(self) -> None:
-        """Leave no trace open, and the training as it was."""
         self._is_open = False
         hooks, self._hooks = self._hooks, Session()
         hooks.close()
 
     def _stop(self, exception: BaseException) -> None:
-        """End a fit that an exception ends; one of ours loses the frames that bury where it is."""
+        """End a fit with an exception. An error of ours keeps none of our frames, which would bury its message."""
         note_fit(ended_by=exception)
         frames = walk_tb(exception.__traceback__) if isinstance(exception, DetCallbacksError) else ()
         packages = (str(frame.f_globals.get("__package__")) for frame, _ in frames)
         if any(package.startswith(_OWN_ROOMS) for package in packages):
-            exception.__traceback__ = exception.__cause__ = None  # it says where; frames of ours and the loops bury it
+            exception.__traceback__ = exception.__cause__ = None
         was_open = self._is_open
         self._close_fit()
         try:
@@ -159,7 +175,7 @@ class FollowedRun(RunArguments):
             self._stage.close()
 
     def _close_files(self, exception: BaseException) -> None:
-        """Close the files of a fit that an exception ends; a full disk does not take that exception's place."""
+        """Close the files of a fit; a full disk does not replace the exception that ends it."""
         try:
             self._session.stop(type(exception).__name__)
         except WriteError as error:
@@ -167,6 +183,5 @@ class FollowedRun(RunArguments):
                 self._session.print_line(f"det_callbacks: {error}")
 
     def _watch_ops(self, *, is_on: bool) -> None:
-        """Watch for nondeterministic ops outside of the trace, if at all; closed more than once."""
         if self._watch is not None:
             (self._watch.open if is_on else self._watch.close)()

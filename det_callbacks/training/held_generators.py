@@ -1,4 +1,4 @@
-"""Generators that objects hold: those of a data set, a sampler or a module draw what a run depends on."""
+"""Finds the random generators that data sets, samplers and modules hold."""
 
 import functools
 import random
@@ -15,27 +15,27 @@ from det_callbacks.environment.rng import HELD_TYPES, Held, is_default
 from det_callbacks.internals.torch import CHILDREN, DataLoaderIter
 
 MAX_OBJECTS = 20_000
-"""Objects that are looked at; some 20 milliseconds."""
+"""Objects visited at most; takes some 20 milliseconds."""
 
 MAX_ITEMS = 256
-"""A container with more is taken for data."""
+"""Larger containers are data."""
 
 _LEFT: tuple[Any, ...] = (
     *(bool, int, float, complex, str, bytes, bytearray, type(None), type, range, slice),
     *(torch.Tensor, np.ndarray, np.generic, torch.dtype, torch.device, types.ModuleType, types.BuiltinFunctionType),
-    # these lead to everything
+    # everything is reachable from these
     *(DataLoaderIter, torch.optim.Optimizer),
 )
 
 
 def find_generators(roots: Mapping[str, object], *, left: tuple[type, ...] = ()) -> dict[str, Held]:
-    """Return path -> random generator for those that the roots reach by attributes, items, closures and partials.
+    """Return path -> generator, by attributes, items, closures and partials; not the process's own ones.
 
-    The process's own are not among them. Looks into nothing of ours, nor of the types ``left``.
+    Objects of det_callbacks and of the types ``left`` are skipped.
     """
     found: dict[str, Held] = {}
     own = random.getstate.__self__  # type: ignore[attr-defined]  # a bound method
-    seen: dict[int, object] = {}  # kept alive, so that no identity is used twice
+    seen: dict[int, object] = {}  # kept alive, so that no identity is reused
     pending = deque(roots.items())
     left = (*_LEFT, *left)
     while pending and len(seen) < MAX_OBJECTS:
@@ -54,7 +54,6 @@ def find_generators(roots: Mapping[str, object], *, left: tuple[type, ...] = ())
 
 
 def _inside(value: Any) -> Iterator[tuple[str, object]]:
-    """Yield what an object holds, with what it adds to the path."""
     if isinstance(value, Mapping | list | tuple | set | frozenset | deque):
         if len(value) <= MAX_ITEMS:
             items = value.items() if isinstance(value, Mapping) else enumerate(value)
@@ -62,7 +61,7 @@ def _inside(value: Any) -> Iterator[tuple[str, object]]:
         return
     if isinstance(value, types.FunctionType):
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            with suppress(ValueError):  # a name that has no value yet
+            with suppress(ValueError):  # unset so far
                 yield f".{name}", cell.cell_contents
         return
     names = ("func", "args", "keywords") if isinstance(value, functools.partial) else ("__self__",)
@@ -71,5 +70,5 @@ def _inside(value: Any) -> Iterator[tuple[str, object]]:
         names = tuple(name for several in slots for name in several if hasattr(value, name))
     found = {**getattr(value, "__dict__", {}), **{name: getattr(value, name) for name in names}}
     if isinstance(value, torch.nn.Module):
-        found |= dict(found.pop(CHILDREN, {}).items())  # of a scripted module it is no dictionary
+        found |= dict(found.pop(CHILDREN, {}).items())  # not a dictionary in a scripted module
     yield from ((f".{name}", item) for name, item in found.items())

@@ -1,4 +1,4 @@
-"""Metrics of a training, as a run holds them, and what may explain one that differs."""
+"""Metrics of a training, and the generator states that may explain a difference."""
 
 from torch import Tensor, as_tensor
 from torch.distributed.tensor import DTensor
@@ -11,7 +11,7 @@ from det_callbacks.trace.state.generators import GeneratorReader, Ledger
 
 
 def metric_of(value: Tensor | float) -> Metric:
-    """Return a metric with its digest; of a DTensor the part that this rank has."""
+    """Return a metric with its digest; a DTensor counts with its local part."""
     tensor = as_tensor(value).detach()
     tensor = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).cpu()
     shown = tensor.item() if tensor.numel() == 1 else tensor.tolist()
@@ -20,7 +20,6 @@ def metric_of(value: Tensor | float) -> Metric:
 
 
 def generator_states(reader: GeneratorReader) -> dict[str, str]:
-    """Return the states of all generators now, as the evidence of a reading has them."""
     ledger = Ledger(reader)
     ledger.mark("")
     return {f"{GENERATOR}{row.name}": format_digest(row.value) for row in ledger.take(0)}

@@ -1,4 +1,4 @@
-"""Which parameters the optimizers have, and which are given gradients: evidence for findings."""
+"""Which parameters the optimizers have, and which get gradients: evidence for findings."""
 
 import json
 from collections.abc import Sequence
@@ -18,18 +18,18 @@ from det_callbacks.runs.evidence import (
 )
 from det_callbacks.trace.op.components import PLAIN
 from det_callbacks.trace.state.generators import Ledger
+from det_callbacks.trace.state.optimizers import parameters_of
 
-MAX_UPDATES = 8  # whose gradients are measured: each takes a pass over them
-# A gradient smaller than this share of the largest one may be nothing but rounding: that of a bias before a BatchNorm
-# is zero in exact arithmetic, and SGD then leaves the bias as it is.
+MAX_UPDATES = 8  # measured: each takes a pass over the gradients
+# A smaller share of the largest gradient may be rounding, as for a bias before a BatchNorm.
 MIN_SHARE, MIN_EPSILONS = 1e-4, 16
 
 
 class OptimizedParameters:
-    """Notes in a ledger which trainable parameters each optimizer has, and which of the others get a gradient.
+    """Notes which trainable parameters each optimizer has, and which of the others get gradients.
 
-    They are listed at the start of an epoch, and noted where that changed. Between, a step costs a look at those
-    parameters of no optimizer that had no gradient yet: mostly there are none.
+    It lists them where an epoch begins. A step looks only at parameters of no optimizer that had no
+    gradient yet.
     """
 
     def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer], ledger: Ledger) -> None:
@@ -41,10 +41,10 @@ class OptimizedParameters:
         self._names: dict[int, str] = {}
         self._measured: dict[str, None] = {}
         self._num_updates = 0
-        self._fetched: list[tuple[dict[str, float], Tensor]] = []  # machine epsilons by name, and the largest elements
+        # machine epsilon by name, largest elements
+        self._fetched: list[tuple[dict[str, float], Tensor]] = []
 
     def begin_step(self, epoch: int) -> None:
-        """List the parameters where an epoch begins."""
         if epoch == self._epoch:
             return
         self._epoch = epoch
@@ -52,7 +52,7 @@ class OptimizedParameters:
         self._names = {identity: name for identity, (name, _) in trainable.items()}
         others, found = dict(trainable), dict[str, list[str]]()
         for number, optimizer in enumerate(self._optimizers):
-            held = [id(one) for group in optimizer.param_groups for one in group["params"]]
+            held = [id(one) for one in parameters_of(optimizer)]
             found[f"{IN_OPTIMIZER}{number}"] = [trainable[one][0] for one in held if one in trainable]
             for one in held:
                 others.pop(one, None)
@@ -64,11 +64,11 @@ class OptimizedParameters:
         self._noted = found
 
     def measure_gradients(self) -> None:
-        """Measure the gradients of one of the first updates; the device is not waited for."""
+        """Measure the gradients in the first updates, without waiting for the device."""
         self._num_updates += 1
         if self._num_updates > MAX_UPDATES:
             return
-        held = [one for optimizer in self._optimizers for group in optimizer.param_groups for one in group["params"]]
+        held = [one for optimizer in self._optimizers for one in parameters_of(optimizer)]
         by_device: dict[torch.device, dict[str, Tensor]] = {}
         for parameter in held:
             name, gradient = self._names.get(id(parameter)), parameter.grad
@@ -81,7 +81,6 @@ class OptimizedParameters:
                 self._fetched.append((epsilons, self._ledger.fetch(largest)))
 
     def note_measured(self) -> None:
-        """Note which gradients of the step before are more than rounding; call it when the step's evidence is taken."""
         if not self._fetched:
             return
         fetched, self._fetched = self._fetched, []
@@ -95,7 +94,6 @@ class OptimizedParameters:
             self._note(WITH_LARGE_GRADIENT, [*self._measured])
 
     def end_step(self) -> None:
-        """Note parameters of no optimizer that now have a gradient."""
         found = [name for name, parameter in self._others.items() if parameter.grad is not None]
         if found:
             self._with_gradient += found
@@ -108,7 +106,6 @@ class OptimizedParameters:
 
 
 def _is_measured(gradient: Tensor | None) -> TypeGuard[Tensor]:
-    """Return whether a gradient is an ordinary tensor of real numbers."""
     if gradient is None or type(gradient) not in PLAIN or gradient.layout is not torch.strided:
         return False
     return gradient.is_floating_point() and gradient.numel() > 0

@@ -9,7 +9,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from det_callbacks.errors import CoverageWarning, DivergenceError, NotComparableError, NothingComparedError, WriteError
+from det_callbacks.errors import CoverageWarning, NothingComparedError, WriteError, divergence_error
 from det_callbacks.report import fits as closing
 from det_callbacks.report.console import count
 from det_callbacks.report.findings import findings_line
@@ -24,9 +24,10 @@ from det_callbacks.verify.verification import Verification
 
 
 class Recording(TracedSession):
-    """The fits of one run, written as a reference.
+    """Writes the fits of one run as a reference.
 
-    A resumed fit goes on with the run that is there. Steps that it runs again are compared, not written a second time.
+    A resumed fit continues the run that is there; steps that it repeats are compared, not written
+    again.
     """
 
     run: RunWriter
@@ -42,7 +43,7 @@ class Recording(TracedSession):
         has_fit, overwrite = FIT in self.stages, self.arguments.overwrite
         super().begin(is_resumed=is_resumed, call=call)
         self._num_before_call = self._num_metrics
-        # where steps are left out, the first one that is recorded need not be the first one after the checkpoint
+        # with selected steps, the first recorded step may come later
         self._is_resuming = is_resumed and self.arguments.selection.is_every_step
         if self.run is None:
             goes_on = is_resumed and not overwrite
@@ -50,7 +51,7 @@ class Recording(TracedSession):
             if goes_on and self.peers.broadcast((self.path / "run.json").exists, task=f"looking for {self.path}"):
                 self.run = RunWriter.resume(self.path, **options)
                 assert self.run.earlier is not None, "it is resumed"
-                # its folder holds the steps that disagree, for the judge, until the attempt is taken back
+                # steps that disagree lie in its folder until the attempt is taken back
                 self.detector = Verification(self.run.earlier, self.path / ".disagreement", steps="common", **options)
                 for segment in range(self.run.segment + 1):
                     self.detector.begin_fit(segment, is_resumed=True, is_every_step=self._is_resuming)
@@ -73,17 +74,17 @@ class Recording(TracedSession):
             self._is_resuming = False
             run.note_resumed(step)
         if earlier is not None and earlier.holds(step):
-            # once is enough: several ranks go on until they stop together
+            # several ranks go on until they stop together
             differs = earlier.add(trace, step=step, epoch=epoch)
             self.replay.end_step(differs=differs)
             self._has_diverged |= differs
             has_saved = self.replay.saved is not None and self.replay.saved.exists
-            # where a new step came before, the chain goes on over all steps; saved tensors are where they were saved
+            # after a new step the chain goes on over all steps
             if self._has_diverged or not self.num_steps or has_saved:
                 self.chain = earlier.chain(step)
                 return self._has_diverged
         else:
-            self.replay.write(step)  # first: a step that is there has what was saved of it
+            self.replay.write(step)  # before the step itself
             self.num_steps += 1
             self.num_sites += len(trace.digests)
             self._regions.update(trace.program.opaque_regions)
@@ -92,14 +93,15 @@ class Recording(TracedSession):
             run.put_layout(trace.layout)
         run.put_values(step, trace.values)
         if self.keeper is not None:
-            self.keeper.write(trace, step)  # first, likewise
+            self.keeper.write(trace, step)  # likewise
         self.chain = run.append(step, epoch, trace.program.id, trace.layout_id, trace.digests)
         return False
 
     @override
     def put_metrics(self, reading: Reading) -> bool:
         earlier = self.detector if self.call is None else None
-        if earlier is None or not earlier.goes_beyond(reading.step):  # an attempt that is cut off there adds nothing
+        # else an attempt that was cut off there
+        if earlier is None or not earlier.goes_beyond(reading.step):
             self._num_metrics += len(reading.metrics)
             self.run.put_reading(reading)
         differs = earlier is not None and earlier.add_metrics(reading)
@@ -164,7 +166,7 @@ class Recording(TracedSession):
 
     def _at_end(self) -> dict[str, Any]:
         try:
-            self.run.flush_evidence()  # rank 0 looks for findings in what all have written
+            self.run.flush_evidence()  # rank 0 reads them for findings
         except WriteError:
             self.run.close(complete=False)
             raise
@@ -184,7 +186,7 @@ class Recording(TracedSession):
         first = next(end for end in ended if end["has_diverged"])
         counts = {"num_agreed": first["num_agreed"], "num_dropped": first["num_steps"]}
         text = disagreement_text(verdict, path=self.path, **counts, rank=self.peers.rank)
-        raise (NotComparableError if verdict.verdict == "not_comparable" else DivergenceError)(text, verdict)
+        raise divergence_error(text, verdict)
 
     def _end_comparison(self) -> None:
         if self.detector is not None:
@@ -193,7 +195,7 @@ class Recording(TracedSession):
                 shutil.rmtree(self.detector.current, ignore_errors=True)
 
     def _discard(self) -> None:
-        """Take the attempt back; another fit goes on with the run anew."""
+        """Remove this attempt; another fit starts a new session."""
         for step_writer in self._step_writers:
             step_writer.delete()
         self.run.discard()
@@ -206,7 +208,7 @@ class Recording(TracedSession):
             what = f"so nothing of it is recorded in {self.path}"
             self.print_line(f"det_callbacks: {self.call} was stopped by {reason}, {what}")
             return
-        # all ranks take a resumed attempt back together, and the others may not be here
+        # only all ranks together may take a resumed attempt back
         may_discard = self.detector is None or self.peers.world_size == 1
         if may_discard and not self.num_steps and not (self.call and self._num_metrics):
             self._discard()

@@ -1,7 +1,7 @@
-"""Methods of single objects that ours stand for while a training is followed; ``trace/replaced.py`` is torch's."""
+"""Methods of single objects that are replaced while a training is followed; those of torch: ``trace/compiled``."""
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import partial, wraps
 from types import ModuleType
 from typing import Any
 
@@ -9,25 +9,33 @@ OF_SAMPLERS = {"__class__": "of loaders and samplers: Python looks __iter__ and 
 
 
 class ReplacedMethods:
-    """Methods of single objects that ours stand for, until ``restore``; each stands in ``places`` with its reason."""
+    """Replaces methods until ``restore``; ``places`` has the reason for each."""
 
-    places: Mapping[str, str] = OF_SAMPLERS
-
-    def __init__(self) -> None:
+    def __init__(self, places: Mapping[str, str] = OF_SAMPLERS) -> None:
+        self._places = places
         self._undo: list[Callable[[], object]] = []
 
     def put(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         """Replace a method of an object, or a function of a module, by ``make(method)``; of ``__class__`` the class."""
-        assert name in self.places, "each place stands in the registry with its reason"
+        assert name in self._places, "each place stands in the registry with its reason"
         before = getattr(owner, name)
         setattr(owner, name, make(before))
-        # a method that an object has from its class is in the way only while ours is there
-        is_own = name == "__class__" or isinstance(owner, ModuleType)
+        is_own = name == "__class__" or isinstance(owner, ModuleType | type)
+        # else the class still has the method
         undo = partial(setattr, owner, name, before) if is_own else partial(vars(owner).pop, name, None)
         self._undo.append(undo)
 
+    def around(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
+        def make(before: Callable[..., Any]) -> Callable[..., Any]:
+            @wraps(before)
+            def ours(*args: Any, **kwargs: Any) -> Any:
+                return call(before, *args, **kwargs)
+
+            return ours
+
+        self.put(owner, name, make)
+
     def restore(self) -> None:
-        """Put everything back, the last first; may be called more than once."""
         undo, self._undo = self._undo, []
         for function in reversed(undo):
             function()

@@ -1,4 +1,4 @@
-"""The replicas of a training, compared while it trains: at the start of a fit, after every n-th step, at its end."""
+"""Compares the replicas of a training at the start of a fit, after every n-th step, and at its end."""
 
 import warnings
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ from det_callbacks.training.training import Training
 
 
 class Replicas:
-    """The audits of the replicas of one fit, after every n-th step (0: never); all ranks call it at the same places.
+    """The audits of the replicas of one fit, called at the same places on all ranks; 0 steps means never.
 
-    An error that a method returns is the same on all ranks, and raised by the caller, who may have more to say first.
+    Errors are returned, equal on all ranks, for the caller to raise.
     """
 
-    _training: Training | None = None  # of the fit under way
-    _first: ReplicaReport | None = None  # that found a difference
+    _training: Training | None = None  # of the open fit
+    _first: ReplicaReport | None = None  # with a difference
     _num_audits = 0
 
     def __init__(self, every_n_steps: int, on_divergence: OnDivergence, *, ignore: Sequence[str] = ()) -> None:
@@ -28,7 +28,6 @@ class Replicas:
         self._group = RankGroup()
 
     def begin(self, training: Training) -> None:
-        """Compare the replicas that a fit starts with; one process has none, which a line says."""
         self.close()
         if self.every_n_steps and training.world_size == 1:
             training.print_line("det_callbacks: one process has no replicas: nothing to compare")
@@ -39,13 +38,11 @@ class Replicas:
                 raise error
 
     def after_step(self) -> ReplicaError | None:
-        """Compare the replicas when it is their turn."""
         training = self._training
         is_turn = training is not None and not (training.step + 1) % self.every_n_steps
         return self._compare(training) if training is not None and is_turn else None
 
     def end(self) -> ReplicaError | None:
-        """Compare the replicas at the end of a fit, and print the closing line."""
         if self._training is None:
             return None
         error = self._compare(self._training, is_last=True)
@@ -56,7 +53,6 @@ class Replicas:
         return error
 
     def close(self) -> None:
-        """Give the group back; may be called more than once."""
         self._training = None
         self._group.close()
 

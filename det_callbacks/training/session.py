@@ -1,4 +1,4 @@
-"""What a mode does with the fits of a run: ``Session`` does nothing, and each mode has one of its own."""
+"""A session handles the fits of a run in one mode; ``Session`` itself does nothing."""
 
 import os
 import warnings
@@ -38,26 +38,26 @@ FIT = "fit"
 
 
 class Progress(NamedTuple):
-    """How far a run is on one process, for loggers and progress bars."""
+    """How far a run is on this process, for loggers and progress bars."""
 
-    num_steps: int = 0  # recorded (those that a resumed recording found there and equal, too), or compared
+    num_steps: int = 0  # recorded or compared
     num_sites: int = 0
-    num_differing: int = 0  # sites, and steps that only one run has
+    num_differing: int = 0  # sites, and steps of one run only
     num_bytes: int = 0  # saved for replay, or put back
-    chain: int | None = None  # after the last step; None before the first, and once something differed
+    chain: int | None = None  # None before the first step, and after a difference
 
 
 class Session:
-    """What a mode does with all fits of a run; this class itself stands where there is none, and does nothing."""
+    """Handles the fits of a run; this base class is used where no fit is open, and does nothing."""
 
-    root: Path  # where folders go by default
-    manifest: Mapping[str, Any]  # of what begins, as run.json has it
-    print_line: Callable[[str], None]  # for closing lines
-    may_stop = False  # what differs ends the fit
+    root: Path  # default place of folders
+    manifest: Mapping[str, Any]  # as in run.json
+    print_line: Callable[[str], None]
+    may_stop = False  # whether a difference ends the fit
     is_resumed = False
-    idle_before: Collection[str] | None = None  # generators that nothing had drawn from when the checkpoint was saved
-    call: str | None = None  # what began last where that is no fit: "trainer.test", say, of which metrics are taken
-    run: Any = None  # a RunWriter or a Verification; None of an audit, and before the first stage
+    idle_before: Collection[str] | None = None  # generators unused when the checkpoint was saved
+    call: str | None = None  # what began last if it is no fit, such as "trainer.test"
+    run: Any = None  # RunWriter or Verification
     verdict: Verdict | None = None
     audit_report: AuditReport | None = None
 
@@ -65,16 +65,15 @@ class Session:
         self.arguments: RunArguments = arguments
         self.peers = peers
         self.reader = GeneratorReader()
-        self.is_over = arguments is None  # another fit needs a new session: this one's files were taken back
-        self.stages: list[str] = []  # FIT or the call; of calls outside of a fit only those that came to their end
+        self.is_over = arguments is None  # its files were removed
+        self.stages: list[str] = []  # fits, and the calls outside of fits that ended
 
     def prepare(self) -> Selection:
-        """Check what can be checked before a fit, and return the selection to trace with."""
-        ignored_findings()  # refuses an unknown word now, not at the end of the training
+        """Check what can be checked before a fit, and return the selection."""
+        ignored_findings()  # an unknown word is refused now
         return self.arguments.selection
 
     def begin(self, *, is_resumed: bool = False, call: str | None = None) -> None:
-        """Begin a fit, or another stage of which metrics are taken."""
         self.is_resumed, self.call = is_resumed, call
         self.reader = GeneratorReader()
         if call is None:
@@ -83,22 +82,20 @@ class Session:
             self.reader.begin()
 
     def num_calls(self, call: str) -> int:
-        """Return how many such calls outside of a fit came since the last fit began."""
         last_fit = max((at for at, stage in enumerate(self.stages) if stage == FIT), default=-1)
         return self.stages[last_fit + 1 :].count(call)
 
     def _nothing(self, *_: Any, **__: Any) -> Any:
-        """Stand for what a session need not do; its own is called at the hook of the same name, in a fit only."""
+        pass
 
-    # ``mark`` notes the generators at a point, ``end_step`` and ``put_metrics`` return whether to stop since something
-    # differs, ``begin_gradients`` sets the phase, where asked for until a module is called again, ``drop_step`` forgets
-    # a step that was not ended, ``flush`` hands over the evidence before a step
+    # ``end_step`` and ``put_metrics`` return whether to stop, ``begin_gradients`` sets the phase,
+    # ``flush`` hands evidence over
     begin_step = mark = note_loss = begin_gradients = end_step = drop_step = flush = _nothing
-    # between ``pause`` and ``go_on`` the loop does what belongs to no step
+    # between ``pause`` and ``go_on`` ops belong to no step
     pause = go_on = _nothing
-    # ``follow`` comes before the data of a fit is set up, ``attach`` after; ``close`` may be called more than once
+    # ``follow`` comes before the data is set up, ``attach`` after; ``close`` may be called twice
     follow = attach = close = put_metrics = resume_metrics = _nothing
-    # ``end`` prints the closing line and raises what was found; ``stop`` closes the files, after an exception
+    # ``end`` prints the closing line and raises; ``stop`` closes the files after an exception
     end = stop = progress = _nothing
 
     def _print_once(self, text: str) -> None:
@@ -111,14 +108,12 @@ class Session:
 
 
 class TracedSession(Session):
-    """Traces the selected steps of its fits, and hands them to ``_add``."""
-
     def __init__(self, arguments: RunArguments, peers: Peers) -> None:
         super().__init__(arguments, peers)
         assert arguments.reference is not None, "checked where the callback was made"
         self.path = arguments.reference
-        self.detector: Verification | None = None  # of the steps that the run, or its reference, holds already
-        self.num_steps = self.num_sites = 0  # recorded; those that a detector has compared are in its tally
+        self.detector: Verification | None = None  # of steps that are there already
+        self.num_steps = self.num_sites = 0  # recorded; the detector counts those compared
         self.chain: int | None = None
         self.replay = Replay()
         self.op_replay: OpReplay | None = None
@@ -127,7 +122,6 @@ class TracedSession(Session):
         self._of_rank = "" if peers.world_size == 1 else f" of rank {peers.rank}"
 
     def _begin_saving(self, stream: Path, segment: int, patterns: Manifest, *, is_recording: bool) -> None:
-        """Save tensors of the steps of a fit beside their stream; those for replay are put back while verifying."""
         if self._step_writers:
             for writer in self._step_writers:
                 writer.start_segment(stream, segment)
@@ -143,7 +137,6 @@ class TracedSession(Session):
             self.keeper = Keeper(patterns.keep_tensors, kept, budget)
 
     def _add(self, trace: StepTrace, *, step: int, epoch: int) -> bool:
-        """Take a step; return whether to stop because it differs."""
         raise NotImplementedError
 
     @override
@@ -159,7 +152,7 @@ class TracedSession(Session):
         if selection.level != "state" and selection.compiled == "run":
             forget_compiled()
         self._ops, self._training = ops, training
-        # A resumed step is recorded as one in the middle is, so that it can be compared with the same uninterrupted.
+        # the first step after a resume is recorded like one in the middle of a run
         self._is_first = not self.is_resumed
         self._evidence = Evidence(training, self.reader, is_resumed=self.is_resumed)
         self._hash_mode = HashMode.for_training(training.module, selection, base_phase=training.base_phase)
@@ -191,13 +184,13 @@ class TracedSession(Session):
     @override
     def begin_step(self, step: int, batch: Any) -> None:
         selection = self.arguments.selection
-        if not self.reader.has_begun:  # a checkpoint may have brought the generators back, just now
+        if not self.reader.has_begun:  # a checkpoint may have restored the generators just now
             known = None if self.detector is None else self.detector.idle_generators(step)
             self._evidence.begin("batch start", known if self.idle_before is None else self.idle_before)
-        self._optimized.note_measured()  # now: within a step nothing waits for a device
+        self._optimized.note_measured()  # not within the step, which must not wait for a device
         if selection.selects_step(step):
-            # one that an exception had ended is done again after a resume; a step that was chosen by number is the same
-            # one whether its fit came to it from the start or from a checkpoint
+            # step 0 is repeated after a resume if an exception ended it; with only_steps, no step is
+            # special
             is_first = step == 0 or (self._is_first and selection.only_steps is None)
             self._hash_mode.begin(batch=batch, is_first=is_first, expected=self._begin_tensors(step))
             self._observations.begin(self.replay)
@@ -205,7 +198,6 @@ class TracedSession(Session):
         self._optimized.begin_step(self._training.epoch)
 
     def _begin_tensors(self, step: int) -> Expectation | None:
-        """Begin the tensors of a step, and return what is known of it; None when it is new."""
         detector, expectation = self.detector, None
         saved: dict[str, SavedStep] = {}
         if detector is not None and detector.holds(step):
@@ -275,7 +267,7 @@ class TracedSession(Session):
         REGISTRY.deactivate(self._observations)
         self._hash_mode.abandon()
         if self._ops is not None and self._ops.found:
-            self.run.put_nondeterministic_ops(self._ops.found)  # with the number of calls
+            self.run.put_nondeterministic_ops(self._ops.found)  # now with their numbers of calls
         self._training.leave()
 
     @override

@@ -10,7 +10,13 @@ from typing import Any
 from typing_extensions import override
 
 from det_callbacks.compare.record import REPORT_FILE
-from det_callbacks.errors import DivergenceError, DivergenceWarning, NotComparableError, NothingComparedError
+from det_callbacks.errors import (
+    DivergenceError,
+    DivergenceWarning,
+    NotComparableError,
+    NothingComparedError,
+    divergence_error,
+)
 from det_callbacks.report import fits as closing
 from det_callbacks.report.console import count, print_closing_line
 from det_callbacks.report.page import write_report
@@ -29,7 +35,7 @@ from det_callbacks.verify.verification import Verification, free_folder, open_re
 
 
 class Verifying(TracedSession):
-    """The fits of one run, compared; what is found goes to ``current``, or to a new folder below the training's."""
+    """Compares the fits of one run; what differs goes to ``current``, or to a new folder of the training."""
 
     run: Verification
     _reference: Run
@@ -58,7 +64,7 @@ class Verifying(TracedSession):
         self.verdict, was_open = None, self.run is not None
         if not was_open:
             arguments, peers = self.arguments, self.peers
-            # by rank 0: the others might look when it has made its own already
+            # only rank 0 looks: it may have made the folder when the others do
             folder = peers.broadcast(lambda: str(arguments.current or free_folder(self.root)), task="choosing a folder")
             options: dict[str, Any] = {"manifest": self.manifest, "peers": peers, "steps": arguments.steps}
             self.run = self.detector = Verification(self._reference, Path(folder), **options)
@@ -117,15 +123,15 @@ class Verifying(TracedSession):
             return
         text = verdict_of_rank(verdict, rank=self.peers.rank, world_size=self.peers.world_size)
         if self.arguments.on_divergence != "warn":
-            raise (NotComparableError if verdict.verdict == "not_comparable" else DivergenceError)(text, verdict)
+            raise divergence_error(text, verdict)
         self._warn_once(text, DivergenceWarning)
 
     def _wait(self, verdict: Verdict, missing: Sequence[str], level: str) -> None:
-        """Agree so far: the verdict comes with the last of the fits and tests that the reference holds."""
+        """Keep the verdict until the last fit or test of the reference."""
         stages, num_ended = [*self.stages, *missing], len(self.stages)
         self._print_once(closing.waiting_line(verdict, stages=stages, num_ended=num_ended, level=level))
 
-        def unfinished() -> DivergenceError | None:  # the processes part, each at its own end
+        def unfinished() -> DivergenceError | None:  # each process at its own end
             self.run.write(verdict)
             self._report(verdict)
             error = DivergenceError(closing.unfinished_text(verdict, stages=stages, num_ended=num_ended), verdict)
@@ -147,11 +153,10 @@ class Verifying(TracedSession):
         self.print_line(f"det_callbacks: verification{self._of_rank} stopped by {reason} after {num_steps}: {found}")
 
     def _report(self, verdict: Verdict) -> Path | None:
-        """Write ``report.html`` beside the verdict, on rank 0; return its path, None where it could not be written."""
         if self.peers.rank:
             return None
         try:
             return write_report(self.run.current / REPORT_FILE, verdict, reference=self.path, current=self.run.current)
-        except Exception as error:  # noqa: BLE001  # no fault of a page may come before the divergence
+        except Exception as error:  # noqa: BLE001  # a fault of the page must not hide the divergence
             print_closing_line(f"det_callbacks: no report was written ({type(error).__name__}: {error})")
             return None

@@ -18,10 +18,11 @@ from test_house import sources
 from trainers import quiet_trainer
 
 import det_callbacks
-from det_callbacks import UnsupportedVersionError, errors
+from det_callbacks import UnsupportedVersionError
 from det_callbacks.cli import main
 from det_callbacks.internals import dynamo, lightning, torch, versions  # noqa: F401  # Dynamo's names are torch's, too
 from det_callbacks.internals.names import RECORDING, PrivateName
+from det_callbacks.verify import judge
 
 ROOM = "det_callbacks/internals/"
 TESTS = Path(__file__).parents[1]
@@ -250,15 +251,15 @@ def test_the_doctor_names_what_cannot_be_imported_and_what_is_missing(
     monkeypatch.setattr(TORCH, "missing", [name])
     assert main(["doctor"]) == 1
     assert f"Missing: {name}" in " ".join(capsys.readouterr().out.split())
-    monkeypatch.delattr(errors, "ReplayError")
-    monkeypatch.delitem(vars(det_callbacks), "ReplayError", raising=False)
+    monkeypatch.delattr(judge, "compare_runs")
+    monkeypatch.delitem(vars(det_callbacks), "compare_runs", raising=False)
     assert main(["doctor", "--json"]) == 2
     form = json.loads(capsys.readouterr().out)
     assert not form["is_well"]
-    assert form["installation"]["broken"][0].startswith("ReplayError: ImportError: det_callbacks.errors cannot be")
+    assert form["installation"]["broken"][0].startswith("compare_runs: ImportError: det_callbacks.verify.judge cannot")
     assert main(["doctor"]) == 2
     text = " ".join(capsys.readouterr().out.split())
-    assert "Cannot be imported: ReplayError: ImportError" in text
+    assert "Cannot be imported: compare_runs: ImportError" in text
     assert "Install versions that det_callbacks was tested with: torch 2.11 to 2.15" in text
 
 

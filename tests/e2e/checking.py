@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import pytest
 from forks import fork_process
@@ -30,14 +30,12 @@ Run = Callable[..., Ended]
 
 
 def write_app(folder: Path) -> Path:
-    """Put the script into a folder, and return it."""
     folder.mkdir(parents=True)
     return Path(shutil.copy(Path(__file__).with_name("checked_app.py"), folder / "train.py"))
 
 
 @pytest.fixture
-def run_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    """Run a command on the script in its folder: ``run("record", "refs/run1", faults=["set"])``."""
+def run_command(tmp_path: Path, monkeypatch: Any, capfd: Any) -> Run:
     groups = {it.group for it in entry_points(name="det_callbacks")}
     assert {"lightning.pytorch.callbacks_factory", "pytorch_lightning.callbacks_factory"} <= groups, (
         "the package was installed before it had this entry point: pip install --no-deps -e ."

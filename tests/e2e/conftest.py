@@ -16,15 +16,12 @@ from judged import one_verdict as one_verdict  # for every test
 
 
 @pytest.fixture(scope="session")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One epoch of the plain classifier."""
+def reference(tmp_path_factory: Any) -> Path:
     return record(tmp_path_factory.mktemp("reference") / "run")
 
 
 @pytest.fixture(scope="session")
-def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Record a training once for all tests that compare with it."""
-
+def references(tmp_path_factory: Any) -> Callable[..., Path]:
     @cache
     def recorded(model: Any = Deep, **options: Any) -> Path:
         return Training(model=model).record(tmp_path_factory.mktemp("reference") / "run", **options)

@@ -227,7 +227,6 @@ class Fit:
 def train(
     model: Callable[[], Any], *callbacks: pl.Callback, epochs: int = 2, **options: Any
 ) -> tuple[pl.LightningModule, list[Any], GeneratorStates]:
-    """Train on shuffled samples; return the module, its losses and the generator states afterwards."""
     losses = []
 
     def note_loss(trainer: Any, module: Any, outputs: Any, *_: Any) -> None:

@@ -22,7 +22,6 @@ class Net(nn.Module):
         return self.last(self.drop(torch.relu(self.first(inputs)))) * self.factor
 
     def loss(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        """Call parts of the model, and not the model."""
         return cross_entropy(self.last(self.first(inputs)) * self.factor, labels)
 
 
@@ -40,7 +39,6 @@ num_trained = 0
 
 
 def plant() -> None:
-    """Change the model in the fourth step."""
     global num_trained
     model.factor = 1.001 if "planted" in WORDS and num_trained == 3 else 1.0
     num_trained += 1
@@ -61,7 +59,6 @@ def validate_in_inference_mode() -> None:
 
 
 def plain() -> None:
-    """Two epochs of six steps; a validation draws with gradients enabled, as that of transformers."""
     for _ in range(2):
         model.train()
         for inputs, labels in loader:
@@ -159,7 +156,6 @@ def parts() -> None:
 
 
 def folds() -> None:
-    """Two trainings, of a model each."""
     global model, optimizer
     for _ in range(2):
         for inputs, labels in loader:

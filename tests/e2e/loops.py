@@ -71,7 +71,6 @@ class Loop:
         self.optimizers[0].zero_grad()
 
     def run(self, run: Any = None, *, epochs: int = 1, until: int | None = None) -> "Loop":
-        """Train within a run, if there is one."""
         for _ in range(epochs):
             for batch in self.loader if run is None else run.batches(self.loader):
                 if self.num_done == until:
@@ -180,7 +179,6 @@ STYLES: dict[str, Callable[[], Loop]] = {
 
 
 def train(make: Callable[[], Loop], reference: Path, *, plant: Any = None, epochs: int = 1, **arguments: Any) -> Any:
-    """Train in a run; return the loop and the run."""
     loop = make()
     if plant is not None:
         loop.plant = lambda step: plant(loop, step)

@@ -99,7 +99,6 @@ def train(
     world_size: int = 2,
     **options: Any,
 ) -> tuple[pl.Trainer, Any]:
-    """Train on as many processes as there are, with batches that are equally many on each."""
     pl.seed_everything(11, verbose=False)
     module = model()
     callbacks = [*others] if callback is None else [*others, callback]
@@ -112,7 +111,6 @@ def train(
 def run_training(
     mode: Any, folder: Path, fault: str = "none", *, status: int | None = 0, **options: Any
 ) -> list[Ended]:
-    """Record into ``run`` of a folder, or verify against it; the options are those of the callback and of ``train``."""
     given = {name: options.pop(name) for name in [*options] if name in ARGUMENTS}
 
     def body(rank: int) -> None:
@@ -159,7 +157,6 @@ class Faulty(Classifier):
 
 
 def linked(reference: Path, folder: Path) -> Path:
-    """Return a folder in which the recorded run is the reference."""
     (folder / "run").symlink_to(reference / "run")
     return folder
 

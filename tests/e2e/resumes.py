@@ -71,7 +71,6 @@ class Noisy(pl.LightningModule):
         self(batch)
 
     def on_fit_start(self) -> None:
-        """Move the generators of each rank apart, and a resumed training's elsewhere."""
         for _ in range(self.global_rank + 5 * bool(self.trainer.ckpt_path)):
             torch.rand(()), random.random(), np.random.rand()
 
@@ -85,7 +84,6 @@ class Noisy(pl.LightningModule):
 
 
 def noisy(**methods: Callable[..., Any]) -> type[Noisy]:
-    """Return the same with other methods."""
     return type("Noisy", (Noisy,), methods)
 
 
@@ -124,7 +122,6 @@ class SaveAfter(pl.Callback):
 
 
 def fit(*callbacks: pl.Callback, model: Any = Noisy, data: Any = loader, **options: Any) -> pl.Trainer:
-    """Train, two epochs by default; ``validates`` and ``ckpt_path`` are options, too."""
     pl.seed_everything(1, workers=True, verbose=False)
     ckpt_path, validates = options.pop("ckpt_path", None), options.pop("validates", False)
     trainer = quiet_trainer(*callbacks, **{"max_epochs": 2, "num_sanity_val_steps": 1, **options})
@@ -139,7 +136,6 @@ def record(folder: Path, *others: pl.Callback, level: Any = "state", how: Any = 
 
 
 def resume(folder: Path, name: str, *others: pl.Callback, how: Any = "exact", **options: Any) -> Any:
-    """Verify a resumed training against the recorded one; return the steps that were compared."""
     current = folder / f"current-{name.removesuffix('.ckpt').replace('/', '-')}"
     callback = DeterminismCallback(folder / "run", current=current, resume=how)
     fit(callback, *others, ckpt_path=folder / name, **options)
@@ -148,7 +144,6 @@ def resume(folder: Path, name: str, *others: pl.Callback, how: Any = "exact", **
 
 
 def refused(folder: Path, name: str, *others: pl.Callback, **options: Any) -> str:
-    """Return why a training cannot be resumed."""
     with pytest.raises(NotResumableError, match='resume="plain"') as caught:
         resume(folder, name, *others, **options)
     assert caught.value.exit_code == 2

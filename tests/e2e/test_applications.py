@@ -29,7 +29,6 @@ def _in_the_projects(run_command: RunCommand) -> None:
 
 
 def start(command: str, *, status: int = 0, **variables: str) -> str:
-    """Run a program in a fork, which has to end with a status; return what it printed."""
     with Path("printed").open("w+b") as printed:
         words = [sys.executable, *command.split()]
         variables = {**os.environ, "TQDM_DISABLE": "1", **variables}
@@ -52,7 +51,7 @@ trainer:
 """
 
 
-def test_lightning_cli_builds_it_from_yaml_and_from_arguments() -> None:
+def test_lightning_cli_builds_it_from_yaml_and_from_arguments():
     Path("callback.yaml").write_text(CALLBACK)
     app = "cli.py fit --config=cli.yaml"
     start(f"{app} --config=callback.yaml")
@@ -153,7 +152,7 @@ TEMPLATE = {
 
 
 @pytest.mark.parametrize("seed", ["determinism.settings.seed=5", pytest.param("seed=5", marks=pytest.mark.slow)])
-def test_an_untouched_template_records_verifies_and_finds(seed: str) -> None:
+def test_an_untouched_template_records_verifies_and_finds(seed):
     """Seeded by the preset, or by itself."""
     for name, text in TEMPLATE.items():
         Path(name).parent.mkdir(parents=True, exist_ok=True)
@@ -177,7 +176,7 @@ def test_an_untouched_template_records_verifies_and_finds(seed: str) -> None:
     "command",
     ["cli.py fit --config cli.yaml", "transformer.py gpt2", "transformer.py vit", "resnet.py", "two_optimizers.py"],
 )
-def test_without_a_changed_line(command: str, run_command: RunCommand, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_changed_line(command, run_command, monkeypatch):
     script, *arguments = command.split()
     assert ADDED not in Path(script).read_text()
     if script == "transformer.py":
@@ -193,7 +192,7 @@ def test_without_a_changed_line(command: str, run_command: RunCommand, monkeypat
 
 
 @pytest.mark.slow
-def test_what_is_not_deterministic_is_found_and_replayed_and_a_loop_needs_no_trainer() -> None:
+def test_what_is_not_deterministic_is_found_and_replayed_and_a_loop_needs_no_trainer():
     start("message_passing.py", MODE="audit", status=1)
     assert "project.scatter_sum.default" in Path("audit/replay.yaml").read_text()
     for mode in ("record", "verify"):
@@ -207,7 +206,7 @@ def test_what_is_not_deterministic_is_found_and_replayed_and_a_loop_needs_no_tra
     assert "Step 2" in text
 
 
-def test_the_page_counts_the_lines() -> None:
+def test_the_page_counts_the_lines():
     rows: dict[str, Any] = dict(re.findall(r"(?m)^\| `([\w.]+)` \|.*\| (\d+) \|$", PAGE.read_text()))
     counted = {path.name: path.read_text().count(ADDED) for path in PROJECTS.glob("*.py")}
     del counted["synthetic.py"]

@@ -34,7 +34,7 @@ def audit(folder: Path, **options: Any) -> DeterminismCallback:
 
 
 @pytest.mark.parametrize("style", rest_slow(STYLES, every=6))
-def test_nothing_is_reported_and_nothing_changes(style: str, tmp_path: Path) -> None:
+def test_nothing_is_reported_and_nothing_changes(style, tmp_path):
     module, options = STYLES[style]
     callback = audit(tmp_path / "audit", only_steps=(0, 1, 3))
     (alone, losses, states), (audited, *others) = train(module, **options), train(module, callback, **options)
@@ -46,7 +46,7 @@ def test_nothing_is_reported_and_nothing_changes(style: str, tmp_path: Path) -> 
     assert (tmp_path / "audit" / "replay.yaml").read_text().endswith("\n[]\n")
 
 
-def test_three_nondeterministic_ops_are_found_and_no_other(tmp_path: Path) -> None:
+def test_three_nondeterministic_ops_are_found_and_no_other(tmp_path):
     """Those of the first steps of the fit, whatever their numbers."""
 
     def start_late(trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -87,9 +87,7 @@ class Faulty(Classifier):
         ([1, 4], "nondeterministic", (0, 1)),  # once in each of two steps
     ],
 )
-def test_a_fault_that_comes_once_is_transient(
-    runs: list[int], judgement: str, steps: tuple[int, ...], tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_fault_that_comes_once_is_transient(runs, judgement, steps, tmp_path, monkeypatch):
     numbers = itertools.count(1)  # of runs; each call of the op has two, and a third where these differ
     added = (float(number) if number in runs else 0.0 for number in numbers)
     monkeypatch.setattr("nondeterministic_ops.entropy", lambda: next(added))
@@ -109,7 +107,7 @@ class HalfFilled(Classifier):
         return super().forward(torch.nan_to_num(memory)[0])
 
 
-def test_an_op_that_reads_unwritten_memory_is_judged_uninitialised(tmp_path: Path) -> None:
+def test_an_op_that_reads_unwritten_memory_is_judged_uninitialised(tmp_path):
     callback = audit(tmp_path / "audit", on_divergence="warn")
     with pytest.warns(DivergenceWarning, match="depends on memory that nothing has written since it was allocated"):
         train(HalfFilled, callback, epochs=1)
@@ -118,7 +116,7 @@ def test_an_op_that_reads_unwritten_memory_is_judged_uninitialised(tmp_path: Pat
     assert callback.audit_report.replay == ()
 
 
-def test_an_audit_that_stops_leaves_nothing_behind_also_of_an_earlier_one(tmp_path: Path) -> None:
+def test_an_audit_that_stops_leaves_nothing_behind_also_of_an_earlier_one(tmp_path):
     folder = tmp_path / "audit"
 
     def audit_once() -> None:

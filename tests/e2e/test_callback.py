@@ -38,16 +38,16 @@ from det_callbacks import (
     cli,
 )
 from det_callbacks.environment.variables import NUM_WORKERS
-from det_callbacks.integrations.lightning.replaced import PLACES, ReplacedInLightning
+from det_callbacks.integrations.lightning.replaced import PLACES
 from det_callbacks.runs.evidence import evidence_path, read_evidence
 from det_callbacks.runs.store import Run
 from det_callbacks.training.evidence import set_workers
+from det_callbacks.training.replaced import ReplacedMethods
 
 pytestmark = LIGHTNING_ADVICE
 
 
 def refused_before_training(callback: DeterminismCallback, data: Any = None) -> DetCallbacksError:
-    """Return what a fit is refused with, before its first training or validation step."""
     too_late = RaiseAt("on_sanity_check_start", StopError("too late"), call=1)
     fit = Fit(callback, too_late, model=Classifier if data else Validated)
     with pytest.raises(DetCallbacksError) as caught:
@@ -93,14 +93,14 @@ def damageable(reference: Path, tmp_path: Path) -> Path:
         ({"keep_tensors": ["*"], "mode": "audit", "reference": None}, "looks at every op .* and keeps nothing"),
     ],
 )
-def test_a_wrong_argument_is_refused_at_construction(arguments: dict[str, Any], message: str) -> None:
+def test_a_wrong_argument_is_refused_at_construction(arguments, message):
     with pytest.raises(SelectionError, match=message) as caught:
         DeterminismCallback(**{"reference": "somewhere", "mode": "record", **arguments})
     assert (caught.value.exit_code, isinstance(caught.value, ValueError)) == (2, True)
 
 
 @pytest.mark.parametrize("number", [0, 2])
-def test_a_loader_gets_its_workers_with_what_goes_with_them(number: int) -> None:
+def test_a_loader_gets_its_workers_with_what_goes_with_them(number):
     options: dict[str, Any] = {"num_workers": 1, "persistent_workers": True, "prefetch_factor": 3, "timeout": 30}
     data = TensorDataset(torch.arange(8.0))
     for loader in (DataLoader(data, 4, **options, multiprocessing_context="fork"), DataLoader(data, 4)):
@@ -119,9 +119,7 @@ REFUSED: list[Any] = [  # modules, workers that the environment asks for, and wh
 
 
 @pytest.mark.parametrize(("modules", "workers", "message"), REFUSED)
-def test_what_cannot_be_had_of_a_training_is_refused(
-    modules: list[str], workers: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_cannot_be_had_of_a_training_is_refused(modules, workers, message, monkeypatch, tmp_path):
     monkeypatch.setenv(NUM_WORKERS, workers)
     callback = DeterminismCallback(tmp_path / "run", mode="record", modules=modules)
     error = refused_before_training(callback, None if workers == "0" else [[torch.ones(2, 4)]])
@@ -130,7 +128,7 @@ def test_what_cannot_be_had_of_a_training_is_refused(
     assert not (tmp_path / "run" / "run.json").exists()
 
 
-def test_loaders_that_a_scheduler_had_set_up_are_followed_and_get_no_workers(monkeypatch: Any, tmp_path: Path) -> None:
+def test_loaders_that_a_scheduler_had_set_up_are_followed_and_get_no_workers(monkeypatch, tmp_path):
     class Asking(Classifier):
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=1 / self.trainer.estimated_stepping_batches)
@@ -145,7 +143,7 @@ def test_loaders_that_a_scheduler_had_set_up_are_followed_and_get_no_workers(mon
         Fit(DeterminismCallback(tmp_path / "other", mode="record"), model=Asking).run()
 
 
-def test_what_is_given_may_be_the_references(tmp_path: Path) -> None:
+def test_what_is_given_may_be_the_references(tmp_path):
     reference = tmp_path / "run"
     Fit(DeterminismCallback(reference, mode="record", level="state", every_n_steps=2)).run()
     taken: list[dict[str, Any]] = [
@@ -165,21 +163,19 @@ def test_what_is_given_may_be_the_references(tmp_path: Path) -> None:
         assert f"{name}=" in str(error)
 
 
-def test_what_is_replaced_in_lightning_stands_in_the_registry() -> None:
-    """Nothing else sets attributes of objects that are not ours, but for the class of a loader with many
-    followers, and what any script is followed by (docs/explanation/replaced.md).
-    """
+def test_what_is_replaced_in_lightning_stands_in_the_registry():
+    """Nothing else sets attributes of foreign objects, but for the class of a loader with many followers."""
     package = Path(cli.__file__).parents[1]
     sets = re.compile(r"\bsetattr\(|\bvars\([^)]*\)\[[^]]*\] =|\.__class__ = |__dict__\[[^]]*\] =")
     rooms = ("training", "integrations", "checkpoint")
     files = [path for room in rooms for path in package.glob(f"{room}/**/*.py")]
     found = {path.name: number for path in files if (number := len(sets.findall(path.read_text())))}
-    assert (found, len(PLACES) < 15) == ({"loaders.py": 2, "replaced.py": 1, "torch_steps.py": 1}, True)
+    assert (found, len(PLACES) < 15) == ({"loaders.py": 2, "replaced.py": 1}, True)
     with pytest.raises(AssertionError, match="stands in the registry"):
-        ReplacedInLightning().put(nn.Linear(1, 1), "forward", lambda one: one)
+        ReplacedMethods(PLACES).put(nn.Linear(1, 1), "forward", lambda one: one)
 
 
-def test_no_run_is_written_over(reference: Path, damageable: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_no_run_is_written_over(reference, damageable, tmp_path, monkeypatch):
     for run, arguments in (
         (damageable, {"reference": damageable, "mode": "record"}),
         (damageable, {"reference": reference, "current": damageable}),
@@ -210,7 +206,7 @@ UNUSABLE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("file", UNUSABLE)
-def test_an_unusable_reference_is_an_error_that_names_the_file(file: str, damageable: Path, tmp_path: Path) -> None:
+def test_an_unusable_reference_is_an_error_that_names_the_file(file, damageable, tmp_path):
     damage, message = UNUSABLE[file]
     damage(damageable / file)
     for steps in ("all", "common"):
@@ -222,7 +218,7 @@ def test_an_unusable_reference_is_an_error_that_names_the_file(file: str, damage
 
 
 @pytest.mark.parametrize("part", ["programs", "sites", "layouts"])
-def test_a_damaged_program_is_an_error_also_where_the_steps_agree(part: str, damageable: Path, tmp_path: Path) -> None:
+def test_a_damaged_program_is_an_error_also_where_the_steps_agree(part, damageable, tmp_path):
     for path in (damageable / part).iterdir():
         content = bytearray(path.read_bytes())
         content[300] ^= 1
@@ -253,9 +249,7 @@ HOOKS: list[Any] = [
 
 
 @pytest.mark.parametrize(("hook", "call", "is_before", "steps"), HOOKS)
-def test_an_exception_in_another_callback(
-    hook: str, call: int, is_before: bool, steps: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_exception_in_another_callback(hook, call, is_before, steps, tmp_path, capsys):
     """After the backward pass somebody presses Ctrl-C, which Lightning makes an exit of."""
     is_ctrl_c = hook == "on_after_backward"
     callback = DeterminismCallback(tmp_path / "run", mode="record")
@@ -279,7 +273,7 @@ def test_an_exception_in_another_callback(
     assert f"recording stopped by {reason} after {len(steps)} steps" in said
 
 
-def test_no_step_is_an_error_and_never_a_match(reference: Path, tmp_path: Path) -> None:
+def test_no_step_is_an_error_and_never_a_match(reference, tmp_path):
     cases: list[tuple[Any, Any]] = [({}, {"max_epochs": 0}), ({"only_steps": [99]}, {})]
     for arguments, options in cases:
         callback = DeterminismCallback(tmp_path / "run", mode="record", **arguments)
@@ -293,7 +287,7 @@ def test_no_step_is_an_error_and_never_a_match(reference: Path, tmp_path: Path) 
         Fit(DeterminismCallback(reference, current=tmp_path / "current"), limit_train_batches=0).run()
 
 
-def test_modes_below_and_above_change_nothing_and_one_left_open_is_no_match(tmp_path: Path) -> None:
+def test_modes_below_and_above_change_nothing_and_one_left_open_is_no_match(tmp_path):
     above = FlopCounterMode(display=False)
     opening = LambdaCallback(on_train_batch_start=lambda *_: above.__enter__())
     closing = LambdaCallback(on_before_zero_grad=lambda *_: above.__exit__(None, None, None))
@@ -321,7 +315,7 @@ def test_modes_below_and_above_change_nothing_and_one_left_open_is_no_match(tmp_
     assert "training_step" not in vars(fit.trainer.strategy)
 
 
-def test_a_callback_can_be_copied_and_pickled_at_any_time(reference: Path, tmp_path: Path) -> None:
+def test_a_callback_can_be_copied_and_pickled_at_any_time(reference, tmp_path):
     def copied(callback: DeterminismCallback) -> list[DeterminismCallback]:
         return [copy.deepcopy(callback), pickle.loads(pickle.dumps(callback))]
 
@@ -349,9 +343,7 @@ OUTCOMES: list[Any] = [("raise", DivergenceError, 1), ("warn", DivergenceWarning
 
 
 @pytest.mark.parametrize(("on_divergence", "outcome", "num_steps"), OUTCOMES)
-def test_what_a_divergence_leads_to(
-    on_divergence: Any, outcome: Any, num_steps: int, reference: Path, tmp_path: Path
-) -> None:
+def test_what_a_divergence_leads_to(on_divergence, outcome, num_steps, reference, tmp_path):
     """Where it is collected, another callback stops the fit: there is a verdict all the same."""
     callback = DeterminismCallback(reference, current=tmp_path / "current", on_divergence=on_divergence)
     others = [RaiseAt("on_train_batch_end", StopError("stop"))] if outcome is StopError else []
@@ -370,9 +362,7 @@ def test_what_a_divergence_leads_to(
     assert_nothing_left(fit, callback)
 
 
-def test_a_callback_that_is_disabled_one_too_many_or_without_processes(
-    reference: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_callback_that_is_disabled_one_too_many_or_without_processes(reference, monkeypatch, tmp_path):
     disabled = DeterminismCallback(tmp_path / "disabled", mode="disabled")
     Fit(disabled, DeterminismCallback(tmp_path / "run", mode="record", level="state")).run()
     assert disabled.verdict is None

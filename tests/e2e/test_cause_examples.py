@@ -25,8 +25,6 @@ pytestmark = [*marks, *scripted_marks]
 
 
 def planted(name: str, **more: Any) -> Callable[[Path], Verdict]:
-    """Train with one of the faults of ``test_named_causes``."""
-
     def verify(folder: Path) -> Verdict:
         _, _, base, change = FAULTS[name]
         reference = Training(**base, **more).record(folder / "reference")
@@ -36,25 +34,21 @@ def planted(name: str, **more: Any) -> Callable[[Path], Verdict]:
 
 
 def built(fill: Callable[[StepBuilder, bool], object], **options: Any) -> Callable[[Path], Verdict]:
-    """Compare two steps that one function fills."""
     return lambda folder: judge(folder, both(fill), **options)
 
 
 def scripted(folder: Path) -> Verdict:
-    """Train with a TorchScript module that only the current process has run before."""
     reference, current = folder / "reference", folder / "current"
     fit_scripted(DeterminismCallback(reference, mode="record"), is_scripted=True)
     callback = DeterminismCallback(reference, current=current, on_divergence="collect")
     with pytest.raises(DivergenceError):
         fit_scripted(callback, is_scripted=True, num_before=3)
-    assert callback.verdict is not None
     # the model is in a test, whose lines move
     explanation = re.sub(r"\S+test_torchscript\.py:\d+", "train.py:12", callback.verdict.explanation)
     return replace(callback.verdict, explanation=explanation)
 
 
 def changed(base: Mapping[str, Any] | None = None, options: Mapping[str, Any] | None = None, **change: Any) -> Any:
-    """Compare two steps of a small training that differ in one thing."""
     steps = training_step(**(base or {})), training_step(**{**(base or {}), **change})
     return lambda folder: judge(folder, steps, **(options or {}))
 

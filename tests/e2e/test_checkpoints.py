@@ -57,7 +57,7 @@ def assert_all_agree(folder: Path, num_checkpoints: int, *, num_without_state: i
 
 
 @pytest.mark.parametrize("save_last", [True, "link"])
-def test_deletion_of_all_but_the_best_leaves_nothing(save_last: Any, tmp_path: Path) -> None:
+def test_deletion_of_all_but_the_best_leaves_nothing(save_last, tmp_path):
     keeping = every(tmp_path, monitor="step", mode="max", save_top_k=2, save_last=save_last)
     fit(tmp_path, keeping, max_epochs=2).run()
     assert_all_agree(tmp_path / "checkpoints", 3)
@@ -69,7 +69,7 @@ def test_deletion_of_all_but_the_best_leaves_nothing(save_last: Any, tmp_path: P
     assert plain.trainer.global_step == 12
 
 
-def test_saved_by_hand_in_a_fit_and_after_another_stage(tmp_path: Path) -> None:
+def test_saved_by_hand_in_a_fit_and_after_another_stage(tmp_path):
     folder = tmp_path / "c"
     saving = LambdaCallback(on_train_batch_end=lambda trainer, *_: trainer.save_checkpoint(folder / "during.ckpt"))
     done = fit(tmp_path, saving, max_epochs=1).run()
@@ -85,7 +85,7 @@ def test_saved_by_hand_in_a_fit_and_after_another_stage(tmp_path: Path) -> None:
     assert sidecar["parameters"]["0/state/0"] == "first.weight"
 
 
-def test_a_checkpoint_of_an_exception_has_digests(tmp_path: Path) -> None:
+def test_a_checkpoint_of_an_exception_has_digests(tmp_path):
     folder = tmp_path / "checkpoints"
     with pytest.raises(StopError):
         fit(tmp_path, OnExceptionCheckpoint(folder), RaiseAt("on_train_batch_start", StopError("stop"))).run()
@@ -102,7 +102,7 @@ LATE = type("Late", (TorchCheckpointIO,), {"save_checkpoint": lambda *_, **__: N
 
 
 @pytest.mark.parametrize("io", [TorchCheckpointIO, LATE, AsyncCheckpointIO])
-def test_a_remote_or_later_checkpoint_gets_no_digests_and_a_line(io: Any, tmp_path: Path, capsys: Any) -> None:
+def test_a_remote_or_later_checkpoint_gets_no_digests_and_a_line(io, tmp_path, capsys):
     is_remote = io is TorchCheckpointIO
     keeping = every("memory://remote" if is_remote else tmp_path, save_top_k=-1)
     fit(tmp_path, keeping, plugins=[io()]).run()
@@ -120,7 +120,6 @@ DISK_CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir")  # as Python's
 
 
 def save_killed(trainer: pl.Trainer, path: Path, at: int) -> bool:
-    """Save in a child that ends without a word before its n-th change of the disk; return whether it did."""
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 99
@@ -132,7 +131,7 @@ def save_killed(trainer: pl.Trainer, path: Path, at: int) -> bool:
         os._exit(0)
 
 
-def test_a_kill_at_any_change_leaves_digests_that_agree_or_none(tmp_path: Path, capsys: Any) -> None:
+def test_a_kill_at_any_change_leaves_digests_that_agree_or_none(tmp_path, capsys):
     trainer = fit(tmp_path, max_epochs=1).run().trainer
     path, has_digests, was_killed = tmp_path / "c" / "last.ckpt", list[bool](), True
     while was_killed and len(has_digests) < 50:
@@ -147,7 +146,7 @@ def test_a_kill_at_any_change_leaves_digests_that_agree_or_none(tmp_path: Path, 
     assert "was loaded unchecked" in capsys.readouterr().out
 
 
-def test_no_flipped_bit_and_no_truncation_passes(path: Path) -> None:
+def test_no_flipped_bit_and_no_truncation_passes(path):
     content, draw, found = path.read_bytes(), random.Random(0), Counter[str]()
     for _ in range(200):
         flipped = bytearray(content)
@@ -193,14 +192,14 @@ def assert_refused(path: Path, message: str, stage: str = "fit") -> None:
 
 
 @pytest.mark.parametrize(("change", "message"), CHANGES)
-def test_a_changed_checkpoint_is_refused_before_a_step(change: Any, message: str, path: Path) -> None:
+def test_a_changed_checkpoint_is_refused_before_a_step(change, message, path):
     checkpoint = torch.load(path, weights_only=True)
     change(checkpoint)
     torch.save(checkpoint, path)
     assert_refused(path, message)
 
 
-def test_it_is_compared_in_every_stage_and_with_its_own_digests(path: Path, tmp_path: Path) -> None:
+def test_it_is_compared_in_every_stage_and_with_its_own_digests(path, tmp_path):
     content = path.read_bytes()
     path.write_bytes(content + b"\0")
     for stage in ("fit", "validate", "test", "predict"):

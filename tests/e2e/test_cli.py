@@ -32,7 +32,7 @@ Command = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory: Any) -> Path:
     """A reference, others of which each differs in one way, one with ops that torch speaks of, and a checkpoint."""
     folder, threads = tmp_path_factory.mktemp("runs"), torch.get_num_threads()
     record(folder / "reference")
@@ -52,8 +52,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def command(runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
-    """Run a command in this process, beside the runs; return its exit status and what it printed."""
+def command(runs: Path, capsys: Any, monkeypatch: Any) -> Command:
     monkeypatch.chdir(runs)
 
     def run(words: str) -> tuple[int, str, str]:
@@ -68,7 +67,7 @@ def command(runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
 
 
 @pytest.mark.slow
-def test_whoever_reads_may_leave_and_a_pipe_gets_plain_text(runs: Path) -> None:
+def test_whoever_reads_may_leave_and_a_pipe_gets_plain_text(runs):
     def piped(words: str, into: str) -> str:
         script = f"{sys.executable} -m det_callbacks {words} | {into}; echo ${{PIPESTATUS[0]}}"
         done = subprocess.run(["bash", "-c", script], cwd=runs, capture_output=True, text=True, check=False)
@@ -93,7 +92,7 @@ def test_whoever_reads_may_leave_and_a_pipe_gets_plain_text(runs: Path) -> None:
         ("reference elsewhere", 3, "num_threads: "),
     ],
 )
-def test_diff_prints_the_verdict(words: str, status: int, text: str, command: Command) -> None:
+def test_diff_prints_the_verdict(words, status, text, command):
     done, out, err = command(f"diff {words}")
     assert (done, err) == (status, "")
     assert text in out
@@ -105,7 +104,7 @@ def test_diff_prints_the_verdict(words: str, status: int, text: str, command: Co
     assert (done, json.loads(out), err) == (status, verdict.to_dict(), "")
 
 
-def test_sentences_and_tables_stay_below_120_columns_and_what_is_copied_is_one_line() -> None:
+def test_sentences_and_tables_stay_below_120_columns_and_what_is_copied_is_one_line():
     rows, words, copied = [("x" * 300, 7)], " ".join(["word"] * 60), "det-callbacks show " + "y" * 200
     text = to_text([Section(lines=[words], code=[copied], table=Table(columns="ab", rows=rows))])
     lines = text.splitlines()
@@ -120,7 +119,7 @@ def test_sentences_and_tables_stay_below_120_columns_and_what_is_copied_is_one_l
     assert to_text([few]).splitlines() == ["Some", "  one", "  a  b", "a  b", "c  d", "and 2 more"]
 
 
-def test_show_lists_the_steps_and_the_sites_of_one(runs: Path, command: Command) -> None:
+def test_show_lists_the_steps_and_the_sites_of_one(runs, command):
     run = Run.open(runs / "reference")
     lines = command("show reference")[1].splitlines()
     assert lines[0] == f"run {run.manifest.run_id} in reference: complete"
@@ -145,7 +144,7 @@ def test_show_lists_the_steps_and_the_sites_of_one(runs: Path, command: Command)
     assert found == [(site.op, bits) for site, bits in zip(view.program.sites, digests, strict=True)]
 
 
-def test_ops_lists_what_torch_says_and_what_a_run_uses(command: Command) -> None:
+def test_ops_lists_what_torch_says_and_what_a_run_uses(command):
     lines, facts = command("ops")[1].splitlines(), read_op_facts()
     counts = Counter(fact.behaviour for fact in facts)
     installed = version("torch")  # that of PyPI's wheels is without the "+cu130" of torch.__version__
@@ -183,14 +182,14 @@ def test_ops_lists_what_torch_says_and_what_a_run_uses(command: Command) -> None
         *((words, "usage: det-callbacks") for words in ("diff reference current --steps some", "ops --used-by")),
     ],
 )
-def test_what_could_not_be_done_is_written_to_standard_error(words: str, message: str, command: Command) -> None:
+def test_what_could_not_be_done_is_written_to_standard_error(words, message, command):
     status, out, err = command(words)
     assert (status, out) == (2, "")
     assert err.startswith(("det-callbacks: ", "usage: "))
     assert message in err
 
 
-def test_a_checkpoint_is_compared_with_its_digests_or_with_another_one(runs: Path, command: Command) -> None:
+def test_a_checkpoint_is_compared_with_its_digests_or_with_another_one(runs, command):
     path, other = runs / "x.ckpt", runs / "y.ckpt"
 
     def check(words: str, status: int, *texts: str) -> dict[str, Any]:

@@ -51,7 +51,6 @@ def fit(
     beside: Sequence[pl.Callback] = (),
     **options: Any,
 ) -> tuple[Verdict | None, list[Tensor]]:
-    """Train in a fresh Dynamo, or where the same model was trained before; return the verdict, and the weights."""
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(0)
@@ -77,9 +76,7 @@ def fit(
 
 
 @pytest.mark.parametrize(("compile_it", "backend"), [(whole, "inductor"), (network, opaque_backend())])
-def test_a_compiled_training_is_verified_and_a_fault_inside_is_found(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], backend: Any, compile_it: Callable[..., Any]
-) -> None:
+def test_a_compiled_training_is_verified_and_a_fault_inside_is_found(tmp_path, capsys, backend, compile_it):
     def run(mode: str, *, is_nudged: bool = False) -> Any:
         return fit(tmp_path, mode, compile_it, backend, is_nudged=is_nudged)[0]
 
@@ -98,9 +95,7 @@ def test_a_compiled_training_is_verified_and_a_fault_inside_is_found(
 
 
 @pytest.mark.parametrize(("compile_it", "backend"), [(whole, opaque_backend()), (network, "inductor")])
-def test_a_model_that_was_compiled_before_its_fit_has_the_graphs_of_one_that_was_not(
-    tmp_path: Path, backend: Any, compile_it: Callable[..., Any]
-) -> None:
+def test_a_model_that_was_compiled_before_its_fit_has_the_graphs_of_one_that_was_not(tmp_path, backend, compile_it):
     def run(mode: str, number: int, *, is_warm: bool) -> Any:
         return fit(tmp_path / str(number), mode, compile_it, backend, is_warm=is_warm)
 
@@ -113,9 +108,7 @@ def test_a_model_that_was_compiled_before_its_fit_has_the_graphs_of_one_that_was
         assert all(map(torch.equal, recorded, alone))
 
 
-def test_eager_steps_have_the_bits_of_such_steps_and_are_not_compared_with_compiled_ones(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_eager_steps_have_the_bits_of_such_steps_and_are_not_compared_with_compiled_ones(tmp_path, capsys):
     def force(trainer: pl.Trainer, *_: Any) -> None:
         """Eager steps without us; the last one compiles the network."""
         torch.compiler.set_stance("force_eager" if trainer.global_step < 3 else "default")
@@ -135,7 +128,7 @@ def test_eager_steps_have_the_bits_of_such_steps_and_are_not_compared_with_compi
 
 
 @pytest.mark.parametrize("compiled", ["run", "eager"])
-def test_a_compiled_model_in_a_loop_has_the_names_of_the_model(compiled: str, tmp_path: Path) -> None:
+def test_a_compiled_model_in_a_loop_has_the_names_of_the_model(compiled, tmp_path):
     loops.train(loops.Compiled, tmp_path / "run", mode="record", compiled=compiled)
     names = {site.name for site in Run.open(tmp_path / "run").view(0, 0, 1).program.sites}
     assert {"last.bias", "grad of last.bias", "loss"} <= names

@@ -35,7 +35,7 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def test_another_seed_of_cuda_is_named_and_dropout_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_another_seed_of_cuda_is_named_and_dropout_goes_on_where_it_was(tmp_path):
     run = tmp_path / "reference"
     fit(tmp_path, DeterminismCallback(run, mode="record"), SaveAfter(tmp_path, 3))
     again = DeterminismCallback(run)
@@ -51,7 +51,7 @@ def test_another_seed_of_cuda_is_named_and_dropout_goes_on_where_it_was(tmp_path
     assert (resumed.verdict.verdict, resumed.verdict.coverage.steps) == ("match", (3, 7))
 
 
-def test_dropout_is_equal_to_itself_and_draws_once(device: torch.device) -> None:
+def test_dropout_is_equal_to_itself_and_draws_once(device):
     layers = nn.Sequential(nn.Linear(64, 64), nn.Dropout(), nn.Linear(64, 8)).to(device)
     inputs = torch.ones(16, 64, device=device)
     before = torch.cuda.get_rng_state()
@@ -67,7 +67,7 @@ def test_dropout_is_equal_to_itself_and_draws_once(device: torch.device) -> None
     assert torch.equal(torch.cuda.get_rng_state(), after)
 
 
-def test_nothing_waits_for_the_device_and_none_is_touched(device: torch.device) -> None:
+def test_nothing_waits_for_the_device_and_none_is_touched(device):
     contexts = [torch._C._cuda_hasPrimaryContext(index) for index in range(torch.cuda.device_count())]
     torch.rand(1, device=device)
     torch.cuda.synchronize()
@@ -89,7 +89,7 @@ def test_nothing_waits_for_the_device_and_none_is_touched(device: torch.device) 
     assert contexts == [torch._C._cuda_hasPrimaryContext(index) for index in range(torch.cuda.device_count())]
 
 
-def test_a_capture_is_left_alone(device: torch.device) -> None:
+def test_a_capture_is_left_alone(device):
     inputs, graph, ledger = torch.ones(8, device=device), torch.cuda.CUDAGraph(), Ledger()
     with torch.cuda.graph(graph):
         ledger.mark("batch start", with_seeds=True)

@@ -2,6 +2,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -9,17 +10,17 @@ import torch
 from stored_runs import SELECTION
 
 from det_callbacks.cli import main
+from det_callbacks.environment import doctor
 from det_callbacks.environment.capture import capture_environment
 from det_callbacks.environment.doctor import diagnose
 from det_callbacks.environment.installation import look_at_installation
 from det_callbacks.runs.writer import RunWriter
 from det_callbacks.settings import DeterminismSettings, enforce_determinism, settings_in_force
 
-Capture = pytest.CaptureFixture[str]
+Capture = Any
 
 
 def recorded(path: Path, change: Callable[[dict], None] = lambda manifest: None) -> str:
-    """A run whose manifest is that of this process, changed."""
     manifest = {"selection": SELECTION, "settings": settings_in_force()}
     manifest["environment"] = msgspec.to_builtins(capture_environment())
     change(manifest)
@@ -27,7 +28,7 @@ def recorded(path: Path, change: Callable[[dict], None] = lambda manifest: None)
     return str(path)
 
 
-def test_what_the_defaults_ask_for_is_missing_until_it_is_enforced(capsys: Capture):
+def test_what_the_defaults_ask_for_is_missing_until_it_is_enforced(capsys, monkeypatch):
     with enforce_determinism({"deterministic_algorithms": "disabled", "cublas_workspace_config": None}):
         assert main(["doctor"]) == 1
         text = capsys.readouterr().out
@@ -37,9 +38,9 @@ def test_what_the_defaults_ask_for_is_missing_until_it_is_enforced(capsys: Captu
     with enforce_determinism(DeterminismSettings()):
         assert main(["doctor"]) == 0
         assert "all in force" in capsys.readouterr().out
-    diagnosis = diagnose(
-        look_at_installation(), DeterminismSettings(python_hash_seed=11, deterministic_algorithms=None)
-    )
+    asked = DeterminismSettings(python_hash_seed=11, deterministic_algorithms=None)
+    monkeypatch.setattr(doctor, "DeterminismSettings", lambda: asked)
+    diagnosis = diagnose(look_at_installation())
     (finding,) = (finding for finding in diagnosis.settings if finding.name in diagnosis.missing)
     assert (finding.name, finding.state) == ("python_hash_seed", "too late")
     assert finding.to_do.startswith("restart with PYTHONHASHSEED=11 (PYTHONHASHSEED is read when the process starts")
@@ -48,7 +49,7 @@ def test_what_the_defaults_ask_for_is_missing_until_it_is_enforced(capsys: Captu
 @pytest.mark.parametrize(
     ("algorithms", "fills", "is_told"), [("error", True, True), ("warn", True, True), ("error", False, False)]
 )
-def test_what_filling_memory_costs_is_told_where_it_is_done(algorithms, fills, is_told, capsys: Capture):
+def test_what_filling_memory_costs_is_told_where_it_is_done(algorithms, fills, is_told, capsys):
     settings = {"deterministic_algorithms": algorithms, "fill_uninitialized_memory": fills}
     with enforce_determinism({**settings, "cublas_workspace_config": None}):
         main(["doctor"])
@@ -59,9 +60,7 @@ def test_what_filling_memory_costs_is_told_where_it_is_done(algorithms, fills, i
         assert "Filling memory" not in capsys.readouterr().out
 
 
-def test_what_only_cuda_reads_is_no_fault_without_it_and_how_an_accelerator_digests_is_said(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_only_cuda_reads_is_no_fault_without_it_and_how_an_accelerator_digests_is_said(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("hpu"))
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
@@ -73,7 +72,7 @@ def test_what_only_cuda_reads_is_no_fault_without_it_and_how_an_accelerator_dige
     assert "Digests of tensors on hpu:3: a copy to the host\n" in capsys.readouterr().out
 
 
-def test_another_thread_count_and_version_than_in_the_reference(tmp_path: Path, capsys: Capture):
+def test_another_thread_count_and_version_than_in_the_reference(tmp_path, capsys):
     threads = torch.get_num_threads() + 1
 
     def change(manifest):

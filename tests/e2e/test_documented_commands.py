@@ -56,7 +56,6 @@ def pattern_of(line: str) -> str:
 
 
 def run_page(page: Path, folder: Path, *, added: str = "") -> list[tuple[str, int]]:
-    """Run all commands of a page in a folder, and check what they promise; return each with its exit status."""
     (folder / "recipes").symlink_to(ROOT / "recipes")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**outside_ci(), "PATH": path, "COLUMNS": "120", "NO_COLOR": "1"}
@@ -82,7 +81,7 @@ def run_page(page: Path, folder: Path, *, added: str = "") -> list[tuple[str, in
     return ended
 
 
-def test_a_promise_can_be_broken() -> None:
+def test_a_promise_can_be_broken():
     readme = "```console\n$ do it\nrecorded ... steps\n```\n\n```console\n$ echo $?\n1\n```\n"
     assert commands_of(readme) == [("do it", ["recorded ... steps"]), ("echo $?", ["1"])]
     assert re.search(pattern_of("recorded ... steps"), "recorded 48 steps")
@@ -102,7 +101,7 @@ def pages_with(language: str, *, but: Collection[str]) -> list[Any]:
 
 
 @pytest.fixture
-def as_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment_again: None) -> Iterator[None]:
+def as_a_user(tmp_path: Path, monkeypatch: Any, environment_again: None) -> Iterator[None]:
     """A folder of one's own, and Trainers that are quiet and train for one epoch unless an example says more."""
     monkeypatch.chdir(tmp_path)
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
@@ -114,7 +113,7 @@ def as_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment_again
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:lightning.pytorch.cli")  # Lightning 2.5.0's use of jsonargparse
 @pytest.mark.usefixtures("as_a_user")
-def test_the_readmes_lines_record_and_verify() -> None:
+def test_the_readmes_lines_record_and_verify():
     (example,), (comparison,) = python_of(README), python_of(DOCS / "how-to" / "elsewhere.md")
     names: dict[str, Any] = {"Model": Classifier, "loader": DataLoader(Samples(), batch_size=8)}
     exec(example, names)
@@ -150,7 +149,7 @@ INSTEAD = {  # of what a user has: more processes, longer runs, recordings of ye
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's and Lightning's own
 @pytest.mark.usefixtures("as_a_user")
 @pytest.mark.parametrize("page", pages_with("python", but=("README", "elsewhere", "huggingface", "pytest", "query")))
-def test_the_examples_of_a_page_run(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_examples_of_a_page_run(page, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["main.py", "fit", "--seed_everything=0", "--trainer.fast_dev_run=1"])
     model, loader, batch = Model(), DataLoader(Samples(), batch_size=8), torch.randn(4, 12)
     if page.stem == "resume":
@@ -172,7 +171,7 @@ def test_the_examples_of_a_page_run(page: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.slow
-def test_the_tutorial_and_the_opening_of_the_readme_tell_the_truth(tmp_path: Path) -> None:
+def test_the_tutorial_and_the_opening_of_the_readme_tell_the_truth(tmp_path):
     assert len(run_page(DOCS / "tutorial.md", tmp_path)) == 8
     opening = tmp_path / "opening"
     opening.mkdir()
@@ -181,7 +180,7 @@ def test_the_tutorial_and_the_opening_of_the_readme_tell_the_truth(tmp_path: Pat
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def project(tmp_path_factory: Any) -> Path:
     folder = tmp_path_factory.mktemp("project")
     for number in (1, 2):
         run, name = folder / "refs" / f"run{number}", ("first.ckpt", "second.ckpt")[number - 1]
@@ -200,7 +199,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", pages_with("console", but=("tutorial",)))
-def test_the_commands_of_a_page_run(page: Path, project: Path, tmp_path: Path) -> None:
+def test_the_commands_of_a_page_run(page, project, tmp_path):
     shutil.copytree(project, tmp_path, dirs_exist_ok=True)
     shutil.copytree(RECIPES / ("replay" if page.stem == "replay" else "digits"), tmp_path, dirs_exist_ok=True)
     text = page.read_text().rpartition("## Install")[2]
@@ -234,13 +233,13 @@ def test_the_commands_of_a_page_run(page: Path, project: Path, tmp_path: Path) -
         ("replay", 6, "model.is_forced=true"),  # the race is forced
     ],
 )
-def test_the_readme_tells_the_truth(recipe: str, num_commands: int, added: str, tmp_path: Path) -> None:
+def test_the_readme_tells_the_truth(recipe, num_commands, added, tmp_path):
     assert len(run_page(RECIPES / recipe / "README.md", tmp_path, added=added)) == num_commands
 
 
 @pytest.mark.ddp
 @pytest.mark.slow
-def test_the_table_of_ddp_audit_tells_the_truth(tmp_path: Path) -> None:
+def test_the_table_of_ddp_audit_tells_the_truth(tmp_path):
     readme = (RECIPES / "ddp_audit" / "README.md").read_text()
     rows = re.findall(r"^\| `fault=(\w+)` \|.*\| `(\w+)`: (.*) \|$", readme, re.MULTILINE)
     (faults,) = re.findall(r"^FAULTS = \(None, (.*)\)$", (RECIPES / "ddp_audit" / "train.py").read_text(), re.MULTILINE)
@@ -260,7 +259,7 @@ def test_the_table_of_ddp_audit_tells_the_truth(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def overhead(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
+def overhead(monkeypatch: Any) -> dict[str, ModuleType]:
     """The modules of the recipe; other recipes use their names too."""
     names = [path.stem for path in OVERHEAD.parent.glob("*.py")]
     monkeypatch.syspath_prepend(OVERHEAD.parent)
@@ -270,7 +269,7 @@ def overhead(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     return {name: importlib.import_module(name) for name in names}
 
 
-def test_the_commands_of_overhead_are_taken_and_its_networks_have_their_sizes(overhead: dict[str, ModuleType]) -> None:
+def test_the_commands_of_overhead_are_taken_and_its_networks_have_their_sizes(overhead):
     commands = re.findall(r"^\$ python recipes/overhead/run\.py(.*)$", OVERHEAD.read_text(), re.MULTILINE)
     assert len(commands) >= 3
     for command in commands:
@@ -282,9 +281,7 @@ def test_the_commands_of_overhead_are_taken_and_its_networks_have_their_sizes(ov
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
-def test_short_runs_of_overhead_measure_time_memory_and_disk(
-    overhead: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_short_runs_of_overhead_measure_time_memory_and_disk(overhead, tmp_path, capsys):
     options = "--networks mlp gpt2 resnet50 --tiny --rounds 3 --steps 2 --memory-steps 3 --sizes 1 64 --variants op"
     overhead["run"].main([*options.split(), "--json", str(tmp_path / "figures.json")])
     content: dict[str, Any] = json.loads((tmp_path / "figures.json").read_text())
@@ -305,7 +302,6 @@ QUERIES = re.findall(r"```sql\n(.*?)```", (DOCS / "how-to" / "query.md").read_te
 
 
 def record_two_ranks(path: Path, **changes) -> None:
-    """Write a run of two ranks with other batches; ``changes`` are those of rank 1 in step 2."""
     ranks = [{}, {}]
     for rank, step in product(range(2), range(4)):
         planted = changes if (rank, step) == (1, 2) else {}

@@ -64,7 +64,7 @@ def verify(folder: Path, loader: Any, model: type[Classifier] = OfNumbered, **op
 
 
 @pytest.mark.parametrize("workers", [{}, {"num_workers": 2}, {"num_workers": 1, "persistent_workers": True}], ids=str)
-def test_the_indices_are_those_of_the_batch_that_is_trained_on(tmp_path: Path, workers: dict[str, Any]) -> None:
+def test_the_indices_are_those_of_the_batch_that_is_trained_on(tmp_path, workers):
     loader = DataLoader(NUMBERED, 4, shuffle=True, generator=torch.Generator().manual_seed(1), **workers)
     OfNumbered.trained.clear()
     rows = rows_of(record(tmp_path / "run", loader, max_epochs=2))
@@ -73,7 +73,7 @@ def test_the_indices_are_those_of_the_batch_that_is_trained_on(tmp_path: Path, w
     assert [*indices.values()] == OfNumbered.trained
 
 
-def test_the_first_other_sample_is_named_by_its_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_other_sample_is_named_by_its_index(tmp_path, monkeypatch):
     monkeypatch.setattr(evidence, "MAX_INDICES", 3)  # of a batch, the first ones are kept
     other = [*ORDER[:6], 20, *ORDER[7:]]
     reference = record(tmp_path / "run", DataLoader(NUMBERED, 4, sampler=ORDER))
@@ -85,7 +85,7 @@ def test_the_first_other_sample_is_named_by_its_index(tmp_path: Path, monkeypatc
     assert said in verdict.evidence
 
 
-def test_what_a_hook_makes_of_a_batch_is_told_from_what_was_loaded(tmp_path: Path) -> None:
+def test_what_a_hook_makes_of_a_batch_is_told_from_what_was_loaded(tmp_path):
     def shifted(by: float) -> type[Classifier]:
         hook = {"on_after_batch_transfer": lambda self, batch, _: (batch[0] + by, batch[1])}
         return type("Shifted", (Classifier,), hook)
@@ -97,7 +97,7 @@ def test_what_a_hook_makes_of_a_batch_is_told_from_what_was_loaded(tmp_path: Pat
         assert "batch: what left the loader matches" in verdict.evidence
 
 
-def test_a_verdict_stands_without_its_evidence(tmp_path: Path) -> None:
+def test_a_verdict_stands_without_its_evidence(tmp_path):
     reference = record(tmp_path / "run", DataLoader(NUMBERED, 4, sampler=ORDER))
     path = evidence_path(Run.open(reference).rank(0).file_of(0, 0).path)
     content = path.read_bytes()
@@ -125,7 +125,7 @@ class OfObjects(Classifier):
 
 
 @pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")  # torch calls them a prototype
-def test_what_is_not_looked_into_is_told_and_may_have_given_an_argument(tmp_path: Path, capsys: Any) -> None:
+def test_what_is_not_looked_into_is_told_and_may_have_given_an_argument(tmp_path, capsys):
     def loader(unread: Any, shift: float = 0.0, seed: int = 0) -> DataLoader[Any]:
         def collate(samples: list[Any]) -> Sample:
             x, y = default_collate(samples)

@@ -35,7 +35,6 @@ pytestmark = [
 
 
 def record(folder: Path, model: Callable[[], Any], loader: Any, *callbacks: pl.Callback, **options: Any) -> Path:
-    """Record a training; ``level`` and ``only_steps`` are the callback's, other options the Trainer's."""
     chosen = {name: options.pop(name) for name in ("level", "only_steps", "every_n_steps") if name in options}
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(11)
@@ -318,7 +317,7 @@ CASES = [(word, number) for word, known in GUILTY.items() for number in range(le
 
 
 @pytest.mark.parametrize(("word", "number"), CASES, ids=[f"{word} {number}" for word, number in CASES])
-def test_a_training_that_has_it_is_found(word: str, number: int, tmp_path: Path) -> None:
+def test_a_training_that_has_it_is_found(word, number, tmp_path):
     train, steps, names = GUILTY[word][number]
     found = {one.finding: one for one in findings_in(train(tmp_path / "run"))}
     assert word in found, found
@@ -329,7 +328,7 @@ def test_a_training_that_has_it_is_found(word: str, number: int, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", INNOCENT)
-def test_the_nearest_innocent_training_is_not_accused(name: str, tmp_path: Path) -> None:
+def test_the_nearest_innocent_training_is_not_accused(name, tmp_path):
     assert findings_in(INNOCENT[name](tmp_path / "run")) == []
 
 
@@ -364,7 +363,7 @@ EXAMPLES_OF_RANKS = {"equal batches", "gradients are never averaged"}
 
 @pytest.mark.ddp
 @pytest.mark.parametrize("name", RANKS)
-def test_what_ranks_do_is_found(name: str, tmp_path: Path) -> None:
+def test_what_ranks_do_is_found(name, tmp_path):
     options, names, word, text = RANKS[name]
     ended = run_training("record", tmp_path, level="state", batches=8, **options)
     found = findings_in(tmp_path / "run")
@@ -377,22 +376,19 @@ def test_what_ranks_do_is_found(name: str, tmp_path: Path) -> None:
         assert message(found[0]) == example(rule)
 
 
-def test_every_finding_has_a_training_and_the_page_is_made_of_their_files() -> None:
+def test_every_finding_has_a_training_and_the_page_is_made_of_their_files():
     assert {rule.NAME for rule in RULES} == {*GUILTY, "equal_ranks", "unequal_replicas"}
     assert all(map(when, RULES))
     assert is_current("findings"), "run make findings"
 
 
 @pytest.fixture(scope="module")
-def repeating(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with two findings."""
+def repeating(tmp_path_factory: Any) -> Path:
     folder = tmp_path_factory.mktemp("repeating") / "run"
     return record(folder, WithoutHead, shuffled, SeedsEpochs(), max_epochs=3, level="op")
 
 
-def test_the_command_says_what_was_found_and_show_and_the_verdict_too(
-    repeating: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_says_what_was_found_and_show_and_the_verdict_too(repeating, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ["repeated_order", "not_in_optimizer"]
     assert main(["findings", str(repeating), "--json"]) == 1
@@ -416,9 +412,7 @@ def test_the_command_says_what_was_found_and_show_and_the_verdict_too(
     assert "although train_dataloader shuffles" in Path("report.html").read_text()
 
 
-def test_a_finding_is_ignored_by_its_word_and_an_unknown_word_is_refused(
-    repeating: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finding_is_ignored_by_its_word_and_an_unknown_word_is_refused(repeating, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     table = "[tool.det_callbacks]\nignore_findings = "
     Path("pyproject.toml").write_text(f'{table}["repeated_order", "reseeded"]')
@@ -435,7 +429,7 @@ def test_a_finding_is_ignored_by_its_word_and_an_unknown_word_is_refused(
             record(tmp_path / "run", Plain, shuffled)
 
 
-def test_a_run_that_cannot_be_read_has_no_findings(repeating: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_run_that_cannot_be_read_has_no_findings(repeating, tmp_path, capsys):
     assert main(["findings", str(tmp_path)]) == 2
     damaged = tmp_path / "run"
     shutil.copytree(repeating, damaged)
@@ -451,7 +445,7 @@ def test_a_run_that_cannot_be_read_has_no_findings(repeating: Path, tmp_path: Pa
     assert "findings of the current run could not be looked for" in verdict.evidence[-1]
 
 
-def test_a_recording_ends_with_a_line_on_what_was_found(tmp_path: Path, capsys: Any) -> None:
+def test_a_recording_ends_with_a_line_on_what_was_found(tmp_path, capsys):
     record(tmp_path / "run", WithoutHead, shuffled)
     line = f"det_callbacks: 1 finding: not_in_optimizer; see det-callbacks findings {tmp_path / 'run'}\n"
     assert line in capsys.readouterr().out

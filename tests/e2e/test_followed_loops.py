@@ -6,7 +6,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pytest
 from checking import Ended
@@ -25,8 +25,6 @@ Command = Callable[..., Ended]
 
 
 def fork(words: Sequence[str], *, variables: Mapping[str, str], output: IO[bytes] | None = None) -> int:
-    """Run a script as in a process that has just imported torch."""
-
     def body() -> None:
         os.environ.update(variables)
         sys.argv = [*words[1:]]
@@ -45,8 +43,7 @@ def fork(words: Sequence[str], *, variables: Mapping[str, str], output: IO[bytes
 
 
 @pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
-    """Run a command on a loop: ``command("record", "run", "plain", "seed")``."""
+def command(tmp_path: Path, monkeypatch: Any, capfd: Any) -> Command:
     monkeypatch.chdir(tmp_path)
     shutil.copy(APP, "train.py")
     monkeypatch.setattr(checks, "run_process", fork)
@@ -75,7 +72,7 @@ STYLES = {
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_a_loop_is_recorded_and_verified_as_it_is(style: str, command: Command) -> None:
+def test_a_loop_is_recorded_and_verified_as_it_is(style, command):
     """It also computes what it computes without us."""
     num_steps, followed, planted_at = STYLES[style]
     done = command("record", "run", style)
@@ -99,7 +96,7 @@ def test_a_loop_is_recorded_and_verified_as_it_is(style: str, command: Command) 
         assert (done.status, f"\nDIVERGED\nStep {planted_at}, forward: aten.mul" in done.text) == (1, True), done.text
 
 
-def test_what_is_recorded_of_a_step(command: Command) -> None:
+def test_what_is_recorded_of_a_step(command):
     """The phases and the names of a step, what the loader drew, and a learning rate that is another one."""
     assert command("record", "run", "plain").status == 0
     run = StoredRun.open(Path("run"))
@@ -114,7 +111,7 @@ def test_what_is_recorded_of_a_step(command: Command) -> None:
     assert verdict.coverage.followed == "Net, AdamW"
 
 
-def test_several_trainings_are_one_run(command: Command) -> None:
+def test_several_trainings_are_one_run(command):
     done = command("record", "run", "folds")
     assert done.status == 0, done.text + done.errors
     assert StoredRun.open(Path("run")).rank(0).segments == [0, 1]
@@ -132,13 +129,13 @@ def test_several_trainings_are_one_run(command: Command) -> None:
         ("own", "the script has a run of its own, which is used"),
     ],
 )
-def test_what_cannot_be_followed_is_refused(style: str, says: str, command: Command) -> None:
+def test_what_cannot_be_followed_is_refused(style, says, command):
     done = command("record", "run", style)
     assert (done.status, says in " ".join(done.text.split())) == (2, True), done.text + done.errors
     assert ("Traceback" in done.errors) is (style == "broken")
 
 
-def test_a_script_is_followed_from_its_start(tmp_path: Path) -> None:
+def test_a_script_is_followed_from_its_start(tmp_path):
     """In a process of its own, whose seed comes first; one without an optimizer is refused."""
     shutil.copy(APP, tmp_path / "train.py")
     words = ("--seed", "5", "--level", "state", "--", sys.executable, "train.py")
@@ -168,7 +165,7 @@ torch.distributed.destroy_process_group()
 
 @pytest.mark.slow
 @pytest.mark.ddp
-def test_every_rank_is_followed(tmp_path: Path) -> None:
+def test_every_rank_is_followed(tmp_path):
     (tmp_path / "train.py").write_text(DDP)
     words = ("--", sys.executable, *TORCHRUN, "train.py")
     done = start("record", "run", *words, folder=tmp_path)

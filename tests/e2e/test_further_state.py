@@ -99,7 +99,7 @@ def verdict_of(folder: Path, *callbacks: pl.Callback, **options: Any) -> Verdict
 
 
 @pytest.mark.parametrize("level", ["op", "state"])
-def test_a_resume_that_restores_it_all_matches(level: str, tmp_path: Path) -> None:
+def test_a_resume_that_restores_it_all_matches(level, tmp_path):
     # at level op a scaler shows that it makes its tensors when it is first used in a process
     options = {"plugins": scaled()} if level == "state" else {}
     more = [given.WeightAveraging] if hasattr(given, "WeightAveraging") else []  # since Lightning 2.6
@@ -115,12 +115,11 @@ def test_a_resume_that_restores_it_all_matches(level: str, tmp_path: Path) -> No
 
 
 def recorded(folder: Path, step: int) -> set[str | None]:
-    """Return the names of the sites of a step."""
     return {site.name for site in Run.open(folder / "reference").view(0, 0, step).program.sites}
 
 
 @pytest.mark.filterwarnings("ignore:.*SWA.*:UserWarning")  # Lightning's, of the scheduler of this training
-def test_stochastic_averages_count_from_the_epoch_on_in_which_they_are_used(tmp_path: Path) -> None:
+def test_stochastic_averages_count_from_the_epoch_on_in_which_they_are_used(tmp_path):
     average = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=2, annealing_epochs=1)
     fit("record", tmp_path, average, level="state", max_steps=-1, max_epochs=2)
     name = "state of StochasticWeightAveraging: average_model.net.weight"
@@ -128,7 +127,7 @@ def test_stochastic_averages_count_from_the_epoch_on_in_which_they_are_used(tmp_
 
 
 @pytest.mark.parametrize("level", ["op", "state"])
-def test_an_average_that_a_resume_loses_is_named(level: str, tmp_path: Path) -> None:
+def test_an_average_that_a_resume_loses_is_named(level, tmp_path):
     fit("record", tmp_path, Ema(), level=level)
     verdict = verdict_of(tmp_path, Ema(loses=True), resumes=True)
     assert (verdict.cause, verdict.first_divergence.step) == ("checkpoint", SAVED)
@@ -138,7 +137,7 @@ def test_an_average_that_a_resume_loses_is_named(level: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("dropped", "name"), [("MixedPrecision", "the gradient scaler: scale"), ("lr_schedulers", "StepLR: last_epoch")]
 )
-def test_a_scaler_or_a_scheduler_that_a_resume_loses_is_named(dropped: str, name: str, tmp_path: Path) -> None:
+def test_a_scaler_or_a_scheduler_that_a_resume_loses_is_named(dropped, name, tmp_path):
     fit("record", tmp_path, plugins=scaled(), level="state")
 
     class Forgets(pl.Callback):
@@ -197,8 +196,6 @@ def test_a_callback_whose_state_changes_between_steps_is_named(tmp_path: Path) -
     assert "what ran there: on_train_batch_end of Ema" in verdict.explanation
 
 
-def test_a_large_state_is_left_to_the_checkpoint_and_reported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_large_state_is_left_to_the_checkpoint_and_reported(tmp_path, capsys):
     fit("record", tmp_path, Ema(size=1 << 17), level="state")
     assert "the state of Ema has 2 MiB, so it is not compared at each step" in capsys.readouterr().out

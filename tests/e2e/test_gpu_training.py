@@ -77,7 +77,6 @@ class ImageModel(LightningModule):
 
 
 def fit(model: LightningModule, *callbacks: Callback, batch_size: int = 16, strategy: str = "auto") -> pl.Trainer:
-    """Train a model for four steps in mixed precision, on batches that are the same in every fit."""
     generator = torch.Generator().manual_seed(1)
     images = torch.randn(4 * batch_size, 3, 32, 32, generator=generator)
     classes = torch.randint(10, (4 * batch_size,), generator=generator)
@@ -89,7 +88,6 @@ def fit(model: LightningModule, *callbacks: Callback, batch_size: int = 16, stra
 
 @contextmanager
 def without_waits(*callbacks: Callback) -> Iterator[list[Callback]]:
-    """Give callbacks of a fit in whose steps nothing may wait for the device, but in the first, which tries kernels."""
     off = LambdaCallback(on_train_batch_end=lambda *_: forbid_waiting(False))
     on = LambdaCallback(on_train_batch_start=lambda *given: forbid_waiting(given[-1] > 0))
     try:
@@ -104,7 +102,6 @@ def fit_without_waits(model: LightningModule, *callbacks: Callback) -> None:
 
 
 def peak_of_fit(*callbacks: Callback, width: int, batch_size: int) -> int:
-    """Return the bytes by which the device's peak of a fit lies above what was allocated before it."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -114,7 +111,6 @@ def peak_of_fit(*callbacks: Callback, width: int, batch_size: int) -> int:
 
 
 def run(folder: Path, *arguments: object, status: int = 0) -> str:
-    """Return what the program prints in a process of its own: the first context reads CUBLAS_WORKSPACE_CONFIG, once."""
     variables = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
     path = os.pathsep.join(str(folder) for folder in Path(__file__).parents[1:3])
     words, variables["PYTHONPATH"] = [sys.executable, __file__, *map(str, arguments)], path
@@ -123,14 +119,14 @@ def run(folder: Path, *arguments: object, status: int = 0) -> str:
     return done.stdout
 
 
-def test_nothing_waits_for_the_device_inside_a_step_unnoticed(tmp_path: Path) -> None:
+def test_nothing_waits_for_the_device_inside_a_step_unnoticed(tmp_path):
     fit_without_waits(ImageModel())
     fit_without_waits(ImageModel(), DeterminismCallback(tmp_path / "run", mode="record", level="op"))
     with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"):
         fit_without_waits(ImageModel(), LambdaCallback(on_before_backward=lambda trainer, module, loss: loss.item()))
 
 
-def test_recording_takes_little_of_the_devices_memory(tmp_path: Path) -> None:
+def test_recording_takes_little_of_the_devices_memory(tmp_path):
     sizes = {"width": 256, "batch_size": 512}  # 16 MiB for each activation in bfloat16, hundreds of MiB in all
     peak_of_fit(**sizes)  # workspaces that the libraries keep
     plain = peak_of_fit(**sizes)
@@ -140,7 +136,7 @@ def test_recording_takes_little_of_the_devices_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("strategy", "namespace"), [("auto", "aten"), ("ddp", "c10d"), ("fsdp2", "fsdp")])
-def test_a_recording_under_the_default_settings_matches(tmp_path: Path, strategy: str, namespace: str) -> None:
+def test_a_recording_under_the_default_settings_matches(tmp_path, strategy, namespace):
     """With DDP and FSDP2 also collectives and gathered weights on streams of their own."""
     for mode, said in (("record", "record"), ("verify", "match")):
         assert run(tmp_path, mode, tmp_path / "run", strategy).splitlines()[-1] == said
@@ -187,7 +183,7 @@ def fit_scattered(*callbacks: Callback) -> Scattered:
     return model
 
 
-def test_what_the_audit_names_is_replayed_without_a_wait(tmp_path: Path) -> None:
+def test_what_the_audit_names_is_replayed_without_a_wait(tmp_path):
     audit = DeterminismCallback(None, current=tmp_path / "audit", mode="audit", on_divergence="warn")
     with pytest.warns(DivergenceWarning):
         fit_scattered(audit)

@@ -40,7 +40,7 @@ def verify(runs: Path, current: Path, fault: Any, **options: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory: Any) -> Path:
     """A reference, a verification that stopped at one wrong op, and one that went on after it had spread."""
     folder = tmp_path_factory.mktemp("runs")
     for seed in (random.seed, np.random.seed, torch.manual_seed):
@@ -52,12 +52,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def written(folder: Path, current: str = "current") -> Page:
-    """Return the report on a folder's reference and another run in it, written anew."""
     paths = folder / "reference", folder / current
     return Page(write_report(folder / "report.html", compare_runs(*paths), reference=paths[0], current=paths[1]))
 
 
-def test_it_says_what_the_verdict_says_in_the_same_words(runs: Path, tmp_path: Path) -> None:
+def test_it_says_what_the_verdict_says_in_the_same_words(runs, tmp_path):
     paths = runs / "reference", runs / "one"
     verdict = replace(compare_runs(*paths), evidence=("what led to it",), environment=(THREADS,))
     page = Page(write_report(tmp_path / "r.html", verdict, reference=paths[0], current=paths[1]))
@@ -69,7 +68,7 @@ def test_it_says_what_the_verdict_says_in_the_same_words(runs: Path, tmp_path: P
     assert page.maps[0].letters() == "mo..", "equal though not kept, the one that differs, and those that never ran"
 
 
-def test_the_heat_map_has_a_state_for_each_module_and_step(runs: Path, tmp_path: Path) -> None:
+def test_the_heat_map_has_a_state_for_each_module_and_step(runs, tmp_path):
     verdict, page = compare_runs(runs / "reference", runs / "spread"), Page(runs / "spread" / "report.html")
     (heat_map,) = page.maps
     assert heat_map.state(1, verdict.first_divergence.module) == "o"
@@ -105,7 +104,7 @@ def chain(
     return step
 
 
-def test_each_rank_and_fit_has_a_map_and_steps_of_one_run_alone_are_counted(tmp_path: Path) -> None:
+def test_each_rank_and_fit_has_a_map_and_steps_of_one_run_alone_are_counted(tmp_path):
     record(tmp_path / "reference", steps(4), others=[steps(4)])
     record(tmp_path / "current", steps(6), others=[steps(6, 2)])
     page = written(tmp_path)
@@ -125,7 +124,7 @@ def test_each_rank_and_fit_has_a_map_and_steps_of_one_run_alone_are_counted(tmp_
     assert letters == {"Rank 0": "mm", "Rank 0, segment 1": "mo"}
 
 
-def test_a_large_report_is_bounded_and_says_what_it_leaves_out(tmp_path: Path) -> None:
+def test_a_large_report_is_bounded_and_says_what_it_leaves_out(tmp_path):
     for name, spreads_from in (("reference", 999), ("current", 30)):
         record(tmp_path / name, steps(160, spreads_from, num_sites=500, num_modules=100))
     page = written(tmp_path)
@@ -138,7 +137,7 @@ def test_a_large_report_is_bounded_and_says_what_it_leaves_out(tmp_path: Path) -
         assert said in page.text
 
 
-def test_it_has_no_script_and_no_address_and_no_text_of_a_run_is_markup(tmp_path: Path) -> None:
+def test_it_has_no_script_and_no_address_and_no_text_of_a_run_is_markup(tmp_path):
     for name, spreads_from in (("reference", 9), ("current", 1)):
         record(tmp_path / name, steps(3, spreads_from, prefix=NASTY))
     verdict = compare_runs(tmp_path / "reference", tmp_path / "current")
@@ -169,7 +168,7 @@ def test_it_has_no_script_and_no_address_and_no_text_of_a_run_is_markup(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
-def test_a_browser_opens_it_light_and_dark_wide_and_narrow(runs: Path, tmp_path: Path) -> None:
+def test_a_browser_opens_it_light_and_dark_wide_and_narrow(runs, tmp_path):
     address = (runs / "spread" / "report.html").as_uri()
     long = {"prefix": "model.encoder.transformer.layers.block", "file": "src/project/models/components/attention.py"}
     for name, spreads_from in (("reference", 9), ("current", 1)):

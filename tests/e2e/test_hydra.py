@@ -42,7 +42,7 @@ MULTIRUN = ("--multirun", "seed=1,2")
 
 
 @pytest.fixture
-def run_app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[RunApp]:
+def run_app(tmp_path: Path, monkeypatch: Any, capsys: Any) -> Iterator[RunApp]:
     """Run a task function as ``hydra.main`` does; return the exit status it would have ended with, and what it said.
 
     Whatever the task does, the process is afterwards what it was, unless it is a fork, which ends.
@@ -96,8 +96,8 @@ ENDS: list[tuple[Any, str, int, str]] = [  # what the job of seed 1 raises, if H
 
 @pytest.mark.parametrize(("end", "is_full", "status", "words"), ENDS)
 def test_how_a_job_ended_is_the_status_and_every_job_starts_where_the_first_did(
-    end: Any, is_full: str, status: int, words: str, run_app: RunApp, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    end, is_full, status, words, run_app, monkeypatch
+):
     """Our errors have no traceback unless Hydra is asked for it, others are left to Hydra."""
     starts: list[dict[str, Any]] = []
     monkeypatch.setenv("HYDRA_FULL_ERROR", is_full)
@@ -124,7 +124,7 @@ def test_how_a_job_ended_is_the_status_and_every_job_starts_where_the_first_did(
         assert ("Traceback" in printed, "in task" in printed) == (is_full == "1",) * 2
 
 
-def test_a_refused_argument_of_the_callback_is_ours(run_app: RunApp) -> None:
+def test_a_refused_argument_of_the_callback_is_ours(run_app):
     def task(config: DictConfig) -> None:
         hydra.utils.instantiate(config.callbacks)
 
@@ -143,9 +143,7 @@ def test_a_refused_argument_of_the_callback_is_ours(run_app: RunApp) -> None:
         (VERIFY, "KeyError: 'a defect'"),  # of ours: not the warning that Hydra makes of it
     ],
 )
-def test_what_cannot_be_applied_starts_no_job(
-    arguments: tuple[str, ...], words: str, run_app: RunApp, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_applied_starts_no_job(arguments, words, run_app, monkeypatch):
     jobs: list[Any] = []
     if "a defect" in words:
         monkeypatch.setattr(job, "enforce_determinism", Mock(side_effect=KeyError("a defect")))
@@ -154,7 +152,7 @@ def test_what_cannot_be_applied_starts_no_job(
 
 
 @pytest.mark.parametrize("module", ["det_callbacks.integrations.hydra.job", "det_callbacks.integrations.lightning"])
-def test_an_import_that_fails_is_shown_as_it_is(module: str, run_app: RunApp, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_import_that_fails_is_shown_as_it_is(module, run_app, monkeypatch):
     """Hydra says of it that it cannot locate det_callbacks.integrations.hydra.DeterminismJobCallback."""
     for name in [name for name in sys.modules if name.startswith("det_callbacks.integrations.hydra")]:
         monkeypatch.delitem(sys.modules, name)
@@ -165,7 +163,7 @@ def test_an_import_that_fails_is_shown_as_it_is(module: str, run_app: RunApp, mo
     assert f"ModuleNotFoundError: import of {module} halted" in printed
 
 
-def test_disabled_applies_nothing_and_asks_for_nothing(run_app: RunApp) -> None:
+def test_disabled_applies_nothing_and_asks_for_nothing(run_app):
     before = process_state()
 
     def task(config: DictConfig) -> None:
@@ -176,7 +174,7 @@ def test_disabled_applies_nothing_and_asks_for_nothing(run_app: RunApp) -> None:
 
 
 @pytest.mark.parametrize(("num_fits", "status"), [(0, 2), (1, 0)])
-def test_leaving_by_sys_exit_does_not_look_verified(num_fits: int, status: int, run_app: RunApp) -> None:
+def test_leaving_by_sys_exit_does_not_look_verified(num_fits, status, run_app):
     def task(config: DictConfig) -> None:
         for _ in range(num_fits):
             note_fit()
@@ -188,7 +186,7 @@ def test_leaving_by_sys_exit_does_not_look_verified(num_fits: int, status: int, 
     assert child.exitcode == status
 
 
-def test_an_audit_of_replicas_has_to_run(run_app: RunApp) -> None:
+def test_an_audit_of_replicas_has_to_run(run_app):
     built: list[object] = []
 
     def task(config: DictConfig) -> None:
@@ -204,7 +202,7 @@ def test_an_audit_of_replicas_has_to_run(run_app: RunApp) -> None:
     assert (callback.every_n_steps, callback.ignore) == (100, ("a.*",))
 
 
-def test_folders_start_where_the_program_was_started(run_app: RunApp, tmp_path: Path) -> None:
+def test_folders_start_where_the_program_was_started(run_app, tmp_path):
     built: list[Any] = []
     configurations: list[Any] = []
     folders: set[Path] = set()

@@ -70,18 +70,16 @@ def fit(callback: Any, *others: Any, seed: int, draw: Any = nothing, **options: 
 
 
 def verify(run: Path, current: Path, **options: Any) -> Verdict:
-    """Return the verdict of a verification, which is that of comparing the folders later."""
     callback = DeterminismCallback(run, current=current)
     with suppress(DivergenceError):
         fit(callback, **options)
     verdict = callback.verdict
-    assert verdict is not None
     assert compare_runs(run, current).to_dict() == verdict.to_dict()
     return verdict
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_generator_that_nothing_draws_from_may_be_anywhere(level: Any, tmp_path: Path) -> None:
+def test_a_generator_that_nothing_draws_from_may_be_anywhere(level, tmp_path):
     fit(DeterminismCallback(tmp_path / "run", mode="record", level=level), seed=1)
     verdict = verify(tmp_path / "run", tmp_path / "current", seed=2)
     assert (verdict.verdict, verdict.counts.steps_compared) == ("match", 12)
@@ -97,11 +95,10 @@ def test_a_generator_that_nothing_draws_from_may_be_anywhere(level: Any, tmp_pat
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(("draw", "name"), [(from_numpy, "numpy"), (from_python, "python")])
-def test_it_is_the_cause_from_the_first_draw_on(level: Any, draw: Any, name: str, tmp_path: Path) -> None:
+def test_it_is_the_cause_from_the_first_draw_on(level, draw, name, tmp_path):
     fit(DeterminismCallback(tmp_path / "run", mode="record", level=level), seed=1, draw=draw)
     verdict = verify(tmp_path / "run", tmp_path / "current", seed=2, draw=draw)
     first = verdict.first_divergence
-    assert first is not None
     assert (verdict.verdict, verdict.cause, first.step) == ("diverged", "rng", 3)
     use = "the fit had not drawn from it at the batch start of step 3, and had after forward of step 3"
     (line,) = (line for line in verdict.evidence if line.startswith(name))
@@ -115,20 +112,19 @@ def test_it_is_the_cause_from_the_first_draw_on(level: Any, draw: Any, name: str
 
 
 @pytest.mark.parametrize("draws", [(nothing, unused_from_numpy), (unused_from_numpy, nothing)])
-def test_a_draw_in_one_run_only_is_a_difference_of_its_step(draws: Any, tmp_path: Path) -> None:
+def test_a_draw_in_one_run_only_is_a_difference_of_its_step(draws, tmp_path):
     """Also where nothing was made of it yet, and where both began in the same state."""
     fit(DeterminismCallback(tmp_path / "run", mode="record", level="state"), seed=1, draw=draws[0])
     for seed in (1, 2):
         verdict = verify(tmp_path / "run", tmp_path / f"current-{seed}", seed=seed, draw=draws[1])
         first = verdict.first_divergence
-        assert first is not None
         assert (verdict.cause, first.step, first.name) == ("rng", 3, "numpy after the step")
         assert "Keep the forward pass from drawing from numpy" in verdict.explanation
 
 
 @pytest.mark.parametrize("resume", ["exact", "plain"])
 @pytest.mark.parametrize("draw", [nothing, from_numpy])
-def test_a_resumed_training_is_the_same_training(resume: Any, draw: Any, tmp_path: Path) -> None:
+def test_a_resumed_training_is_the_same_training(resume, draw, tmp_path):
     """NumPy is idle, or was drawn from before the checkpoint and not since."""
     options: dict[str, Any] = {"level": "state", "resume": resume}
     checkpoint, run = tmp_path / "8.ckpt", tmp_path / "run"
@@ -146,12 +142,10 @@ def test_a_resumed_training_is_the_same_training(resume: Any, draw: Any, tmp_pat
     resumed = DeterminismCallback(run, current=tmp_path / "current", resume=resume)
     if resume == "exact":
         go_on(resumed)
-        assert resumed.verdict is not None
         assert (resumed.verdict.verdict, resumed.verdict.coverage.steps) == ("match", (8, 11))
     else:
         with pytest.raises(DivergenceError) as caught:  # the shuffle
             go_on(resumed)
-        assert caught.value.verdict is not None
         assert not any("numpy" in line for line in caught.value.verdict.evidence)
     go_on_recording = DeterminismCallback(tmp_path / "elsewhere", mode="record", **options)
     if resume == "exact":
@@ -160,7 +154,6 @@ def test_a_resumed_training_is_the_same_training(resume: Any, draw: Any, tmp_pat
 
 
 def loop_of_one_s_own(reference: Path, *, seed: int, draw: Any = nothing, **options: Any) -> TrainingRun:
-    """Train two epochs without Lightning, where Python's and NumPy's generators are wherever the process began."""
     loop = Loop()
     loop.plant = draw
     random.seed(seed)
@@ -188,9 +181,7 @@ def test_a_loop_of_one_s_own_has_idle_generators_too(draw: Any, word: str, says:
 @pytest.mark.parametrize(
     ("draw", "seed", "word"), [(nothing, 2, "match"), (from_numpy, 1, "match"), (from_numpy, 2, "diverged")]
 )
-def test_a_loop_that_goes_on_has_the_generators_idle_that_were_so(
-    draw: Any, seed: int, word: str, tmp_path: Path
-) -> None:
+def test_a_loop_that_goes_on_has_the_generators_idle_that_were_so(draw, seed, word, tmp_path):
     """One that was drawn from before is compared from where the loop has restored it."""
     loop_of_one_s_own(tmp_path / "run", mode="record", seed=1, draw=draw)
     loop = Loop().run()
@@ -200,7 +191,6 @@ def test_a_loop_that_goes_on_has_the_generators_idle_that_were_so(
         draw(3)
         loop.run(run)
     verdict = run.verdict
-    assert verdict is not None
     assert (verdict.verdict, verdict.cause) == (word, None if word == "match" else "rng")
     if word == "match":
         assert verdict.coverage.steps == (6, 11)

@@ -9,6 +9,7 @@ import tomllib
 import venv
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ main()
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory: Any) -> Path:
     """A copy of what an install is made from; building leaves folders beside the sources."""
     folder = tmp_path_factory.mktemp("source") / "det_callbacks"
     for name in ("det_callbacks", "conf", "tests", "recipes"):
@@ -37,7 +38,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(source: Path, tmp_path_factory: Any) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     pip("wheel", "--wheel-dir", str(folder), str(source))
     (found,) = folder.iterdir()
@@ -49,7 +50,7 @@ def pip(command: str, *arguments: str, python: str = sys.executable) -> None:
     subprocess.run([*begin, "--no-index", "--no-deps", "--no-build-isolation", *arguments], check=True, timeout=200)
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path, source: Path) -> None:
+def test_the_wheel_holds_the_package_and_nothing_else(wheel, source):
     places = ("det_callbacks", ("py", "j2", "css", "typed")), ("conf", ("py", "yaml"))
     files = [path for folder, ends in places for end in ends for path in (source / folder).rglob(f"*.{end}")]
     wanted = {path.relative_to(source).as_posix() for path in files}
@@ -70,7 +71,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path, source: Path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["wheel", "editable"])
-def test_an_install_works_from_another_directory(tmp_path: Path, wheel: Path, source: Path, kind: str) -> None:
+def test_an_install_works_from_another_directory(tmp_path, wheel, source, kind):
     """In an environment that finds the dependencies where this one has them, and not the package."""
     environment, elsewhere = tmp_path / "environment", tmp_path / "elsewhere"
     venv.create(environment, symlinks=True)

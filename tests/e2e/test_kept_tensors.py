@@ -51,9 +51,7 @@ def unwrapped(text: str) -> str:
     return " ".join(text.split())
 
 
-def test_one_ulp_is_said_alike_live_by_diff_and_in_the_report(
-    references: References, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_ulp_is_said_alike_live_by_diff_and_in_the_report(references, tmp_path, capsys):
     reference, current = references(keep_tensors=(FIRST,)), tmp_path / "current"
     verdict = verify(reference, ONE_ULP, current)
     output = output_of(verdict)
@@ -81,7 +79,7 @@ def test_one_ulp_is_said_alike_live_by_diff_and_in_the_report(
     assert "record step" not in text, "there is nothing left to record"
 
 
-def test_a_nan_on_one_side_is_apart() -> None:
+def test_a_nan_on_one_side_is_apart():
     output = TensorNumbers(tensor="output 0", shape=(4, 6), num_differing=3, max_ulps=6, num_nan=1, num_inf=1)
     found = replace(DIVERGENCE, numbers=Numbers(output=(output,)), output=2)
     text = unwrapped(verdict_lines(replace(DIVERGED, first_divergence=found, origins=(found,))))
@@ -89,7 +87,7 @@ def test_a_nan_on_one_side_is_apart() -> None:
         assert words in text
 
 
-def test_one_tensor_of_a_list_that_the_optimizer_changes(references: References, tmp_path: Path) -> None:
+def test_one_tensor_of_a_list_that_the_optimizer_changes(references, tmp_path):
     model = partial(Deep, optimizer=torch.optim.AdamW, foreach=True)
     op = "aten._foreach_addcdiv_.ScalarList"
     training = Training(model=model, around=below(op="aten._foreach_addcdiv_", step=2, written=2))
@@ -102,7 +100,7 @@ def test_one_tensor_of_a_list_that_the_optimizer_changes(references: References,
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::det_callbacks.DivergenceWarning")  # on_divergence="warn"
-def test_each_step_and_fit_that_differs_is_kept(tmp_path: Path) -> None:
+def test_each_step_and_fit_that_differs_is_kept(tmp_path):
     reference, current = tmp_path / "ref", tmp_path / "current"
     recording = DeterminismCallback(reference, mode="record", keep_tensors=[FIRST])
     verifying = DeterminismCallback(reference, current=current, on_divergence="warn")
@@ -116,7 +114,7 @@ def test_each_step_and_fit_that_differs_is_kept(tmp_path: Path) -> None:
     assert kept == [f"attempt-000.segment-001/step-{step:09d}.safetensors" for step in (2, 3)]
 
 
-def test_it_changes_no_bit_and_a_match_keeps_nothing(tmp_path: Path, references: References) -> None:
+def test_it_changes_no_bit_and_a_match_keeps_nothing(tmp_path, references):
     plain = Training().fit(DeterminismCallback(tmp_path, mode="disabled"))
     state = torch.random.get_rng_state()
     kept = Training().fit(DeterminismCallback(tmp_path / "ref", mode="record", keep_tensors=["*"]))
@@ -129,7 +127,7 @@ def test_it_changes_no_bit_and_a_match_keeps_nothing(tmp_path: Path, references:
     assert not list((tmp_path / "current").rglob("kept"))
 
 
-def test_what_was_not_kept_stops_no_run_and_is_said_everywhere(tmp_path: Path, capsys: Any) -> None:
+def test_what_was_not_kept_stops_no_run_and_is_said_everywhere(tmp_path, capsys):
     # the output of a call has 512 bytes
     reference = Training().record(tmp_path / "ref", keep_tensors=[FIRST], tensor_budget_mib=0.0004)
     reason = f"This step would save 0.000488 MiB with {ADDMM}, and tensor_budget_mib is 0.0004."
@@ -148,7 +146,7 @@ def test_what_was_not_kept_stops_no_run_and_is_said_everywhere(tmp_path: Path, c
     assert f"--only-steps=2 --keep={FIRST}" in verdict_lines(verdict)
 
 
-def test_damage_is_said_and_never_a_number(references: References, tmp_path: Path) -> None:
+def test_damage_is_said_and_never_a_number(references, tmp_path):
     shutil.copytree(references(keep_tensors=(FIRST,)), tmp_path / "ref")
     assert output_of(verify(tmp_path / "ref", ONE_ULP, tmp_path / "current")).num_differing == 1
     for side, name in (("ref", "the reference"), ("current", "the current run")):
@@ -166,7 +164,7 @@ def test_damage_is_said_and_never_a_number(references: References, tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.ddp
-def test_the_numbers_are_those_of_the_rank_that_differs(tmp_path: Path) -> None:
+def test_the_numbers_are_those_of_the_rank_that_differs(tmp_path):
     def body(mode: Any, rank: int) -> None:
         options: Any = {"keep_tensors": [f"forward/first:{ADDMM}"]} if mode == "record" else {}
         callback = DeterminismCallback(tmp_path / "ref", mode=mode, current=tmp_path / "current", **options)

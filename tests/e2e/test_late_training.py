@@ -37,7 +37,6 @@ pytestmark = LIGHTNING_ADVICE
 
 
 def disturb(gradient: Tensor) -> Tensor:
-    """Return another gradient at each call, where no mode sees it."""
     with _disable_current_modes():
         return gradient + gradient.detach() * planted.entropy()  # its own gradient is what it would be without
 
@@ -92,7 +91,7 @@ class Faulty(Classifier):
         return scores * 1.5 if self.global_step == 1 else scores
 
 
-def test_a_fault_is_named_as_on_the_host_and_nobody_disturbs_the_training(tmp_path: Path) -> None:
+def test_a_fault_is_named_as_on_the_host_and_nobody_disturbs_the_training(tmp_path):
     recorded = record(tmp_path, Classifier)
     with late_device() as device, in_every_step(device):
         verdict, verified = verify(tmp_path, Classifier)
@@ -114,7 +113,6 @@ def test_a_fault_is_named_as_on_the_host_and_nobody_disturbs_the_training(tmp_pa
 
 
 def files(folder: Path, kind: str) -> list[tuple[dict[str, Any], dict[str, list[int]]]]:
-    """Return the entries of the saved steps, and the bytes of their tensors."""
     found = []
     for file in sorted((folder / "run" / "rank-00000" / kind).rglob("*.safetensors")):
         with safe_open(file, framework="pt") as held:
@@ -123,7 +121,7 @@ def files(folder: Path, kind: str) -> list[tuple[dict[str, Any], dict[str, list[
     return found
 
 
-def test_what_is_written_is_what_the_host_writes_and_nothing_waits_for_it(tmp_path: Path, monkeypatch: Any) -> None:
+def test_what_is_written_is_what_the_host_writes_and_nothing_waits_for_it(tmp_path, monkeypatch):
     names, places = ("host", "late", "masked"), (None, late_device(0), late_device(2**64 - 1))
     for name, place in zip(names, places, strict=True):
         calls = itertools.count(1)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from checking import Run, write_app
+from checking import write_app
 from trainers import LIGHTNING_ADVICE
 
 from det_callbacks import compare_runs
@@ -19,7 +19,7 @@ from det_callbacks.runs.store import Run as StoredRun
 pytestmark = LIGHTNING_ADVICE
 
 
-def test_a_script_is_recorded_and_verified_as_it_is(run_command: Run) -> None:
+def test_a_script_is_recorded_and_verified_as_it_is(run_command):
     """Two Trainers are two segments; the table of pyproject.toml counts, and the command line counts more."""
     table = 'level = "op"\nmodules = ["net*", "!metric/time"]\ndeterministic = false\n'
     Path("pyproject.toml").write_text(f"[tool.det_callbacks]\n{table}")
@@ -42,7 +42,7 @@ def test_a_script_is_recorded_and_verified_as_it_is(run_command: Run) -> None:
     assert Path("other/run/report.html").stat().st_size > 1000
 
 
-def test_what_goes_wrong_has_a_status_and_is_said_once(run_command: Run) -> None:
+def test_what_goes_wrong_has_a_status_and_is_said_once(run_command):
     """Of several processes the last one would replace the verdict of the first."""
     assert run_command("record", "run", "--level", "state").status == 0
     failed = "the script failed with status 1"
@@ -87,7 +87,7 @@ def test_what_goes_wrong_has_a_status_and_is_said_once(run_command: Run) -> None
         assert says in done.errors
 
 
-def test_a_refusal_of_ours_is_said_once_and_is_no_failure_of_the_script(run_command: Run) -> None:
+def test_a_refusal_of_ours_is_said_once_and_is_no_failure_of_the_script(run_command):
     """A run that is whole is refused before anything is loaded; one that was cut off may be resumed by the script."""
     assert run_command("record", "run", "--level", "state").status == 0
     done = run_command("record", "run", "--level", "state")
@@ -112,7 +112,7 @@ def test_a_refusal_of_ours_is_said_once_and_is_no_failure_of_the_script(run_comm
 
 
 @pytest.mark.slow
-def test_a_locale_without_utf_8_changes_nothing_of_a_run(tmp_path: Path) -> None:
+def test_a_locale_without_utf_8_changes_nothing_of_a_run(tmp_path):
     script = write_app(tmp_path / "app")
     name = script.rename(script.with_name("träin.py")).name
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0"}
@@ -128,17 +128,17 @@ def test_a_locale_without_utf_8_changes_nothing_of_a_run(tmp_path: Path) -> None
     assert start("verify", "rün", "--current", "same", *words, folder=script.parent).returncode == 0
 
 
-def test_the_entry_point_gives_nothing_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_entry_point_gives_nothing_unless_asked(monkeypatch):
     assert LAUNCH not in os.environ
     assert callbacks() == []
     script = "import sys; from det_callbacks.integrations.launch import callbacks as c; c(); print(sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     loaded = [name for name in eval(done.stdout) if name.startswith(("det_callbacks", "torch", "numpy", "msgspec"))]
-    rooms = ["det_callbacks", "det_callbacks.environment", "det_callbacks.integrations"]
+    rooms = ["det_callbacks", "det_callbacks.environment", "det_callbacks.errors", "det_callbacks.integrations"]
     assert loaded == sorted([*rooms, "det_callbacks.environment.variables", "det_callbacks.integrations.launch"])
 
 
-def test_augmentation_in_the_main_process_depends_on_the_workers(run_command: Run) -> None:
+def test_augmentation_in_the_main_process_depends_on_the_workers(run_command):
     done = run_command("check", "--level", "state", "--vary", "workers", "--to", "home", faults=["augmentation"])
     assert done.status == 1
     assert "training with" not in done.text
@@ -151,7 +151,7 @@ def test_augmentation_in_the_main_process_depends_on_the_workers(run_command: Ru
     assert "bit for bit; its bits depend on workers; kept in" in done.last
 
 
-def test_a_read_of_unwritten_memory_depends_on_the_memory(run_command: Run) -> None:
+def test_a_read_of_unwritten_memory_depends_on_the_memory(run_command):
     """In a process that was forked only the recording fills memory: glibc does from a process's start."""
     done = run_command("check", "--vary", "memory", "--to", "home", faults=["memory"])
     assert done.status == 1, done.text
@@ -175,12 +175,11 @@ assert not any("startup" in path for path in sys.path)
 
 
 def start(*words: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run det-callbacks in a process of its own."""
     command, environment = (sys.executable, "-m", "det_callbacks", *words), {**os.environ, **variables}
     return subprocess.run(command, cwd=folder, env=environment, timeout=280, capture_output=True, text=True)
 
 
-def test_settings_are_in_force_before_the_first_line(tmp_path: Path) -> None:
+def test_settings_are_in_force_before_the_first_line(tmp_path):
     """Also those of Python's generator; what the script sets before it imports torch decides as without us."""
     (tmp_path / "train.py").write_text(EARLY)
     (tmp_path / "sitecustomize.py").write_text("print('that of the machine')")
@@ -199,7 +198,7 @@ def test_settings_are_in_force_before_the_first_line(tmp_path: Path) -> None:
         ("json", "or the Python that trains has no det_callbacks installed"),
     ],
 )
-def test_what_a_script_trains_with_is_named_where_it_cannot_be_reached(loads: str, says: str, tmp_path: Path) -> None:
+def test_what_a_script_trains_with_is_named_where_it_cannot_be_reached(loads, says, tmp_path):
     """The packages are stand-ins, since only what is loaded is looked at."""
     for name in ("jax/__init__", "pytorch_lightning/__init__"):
         (tmp_path / f"{name}.py").parent.mkdir(exist_ok=True)
@@ -215,7 +214,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 @pytest.mark.slow
 @pytest.mark.ddp
 @pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["Lightning's", "torchrun"])
-def test_ranks_inherit_everything(launcher: tuple[str, ...], tmp_path: Path) -> None:
+def test_ranks_inherit_everything(launcher, tmp_path):
     script = write_app(tmp_path / "app")
     options, words = ("--seed", "5", "--level", "state"), (sys.executable, *launcher, "train.py", "ddp", "unseeded")
     done = start("record", "run", *options, "--", *words, folder=script.parent)
@@ -228,7 +227,7 @@ def test_ranks_inherit_everything(launcher: tuple[str, ...], tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_python_that_ignores_its_variables_looks_neither_seeded_nor_varied(tmp_path: Path) -> None:
+def test_a_python_that_ignores_its_variables_looks_neither_seeded_nor_varied(tmp_path):
     folder = write_app(tmp_path / "app").parent
     for words, says in (
         (["record", "run", "--seed", "5"], "reach the script through PYTHONPATH, which this Python ignores"),
@@ -241,7 +240,7 @@ def test_a_python_that_ignores_its_variables_looks_neither_seeded_nor_varied(tmp
 
 
 @pytest.mark.slow
-def test_hash_seed_and_threads_are_named(tmp_path: Path) -> None:
+def test_hash_seed_and_threads_are_named(tmp_path):
     script = write_app(tmp_path / "app")
     words = ["check", "--level", "state", "--vary", "threads,hash-seed,memory", "--to", "runs", "--", sys.executable]
     done = start(*words, script.name, "set", "reduction", "memory", folder=script.parent)

@@ -74,7 +74,6 @@ class Logged(Classifier):
 
 
 def loader(num_samples: int = 12, *, other: int | None = None) -> DataLoader[Any]:
-    """Return batches of four samples, of which one may be another."""
     samples = Samples()
     if other is not None:
         samples.tensors[0][other] += 1
@@ -120,13 +119,11 @@ def record(folder: Path, **options: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A fit of two epochs with their validations; nobody writes to it."""
+def whole(tmp_path_factory: Any) -> Path:
     return record(tmp_path_factory.mktemp("whole") / "run")
 
 
 def diverges(session: Session, words: str, *callbacks: pl.Callback, **options: Any) -> Verdict:
-    """Return the verdict on a session whose fit has to be found to differ."""
     with pytest.raises(DivergenceError, match=words) as caught:
         session.fit(*callbacks, **options)
     verdict = session.verdict
@@ -141,7 +138,7 @@ class Beside(pl.Callback):
         trainer.callback_metrics["lr"] = torch.tensor(trainer.current_epoch)
 
 
-def test_metrics_of_validations_and_epochs_are_recorded_and_verified(whole: Path, tmp_path: Path, capsys: Any) -> None:
+def test_metrics_of_validations_and_epochs_are_recorded_and_verified(whole, tmp_path, capsys):
     session = Session("record", tmp_path / "other").fit(Beside())
     readings = [*read_metrics(Run.open(tmp_path / "other"), 0).by_key.values()]
     places = [("validation", 2, 0), ("epoch", 2, 0), ("validation", 5, 1), ("epoch", 5, 1)]
@@ -180,9 +177,7 @@ FEWER = {"limit_val_batches": 1}
     ],
     ids=str,
 )
-def test_a_metric_that_differs_alone_is_explained(
-    recorded: int | None, session: Any, fitted: Any, cause: str, words: str, whole: Path, tmp_path: Path
-) -> None:
+def test_a_metric_that_differs_alone_is_explained(recorded, session, fitted, cause, words, whole, tmp_path):
     reference = whole if recorded is None else record(tmp_path / "run", only_steps=[recorded])
     options = {**fitted, "data": loader(**fitted.get("data", {}))}
     verdict = diverges(Session("verify", reference, current=tmp_path / "current", **session), "etric", **options)
@@ -193,7 +188,7 @@ def test_a_metric_that_differs_alone_is_explained(
     assert (verdict.explanation.partition(": ")[0].removeprefix("trainer.") in fitted) == (cause == "settings")
 
 
-def test_what_only_one_run_has_and_lacking_steps_before_the_metrics_that_they_move(whole: Path, tmp_path: Path) -> None:
+def test_what_only_one_run_has_and_lacking_steps_before_the_metrics_that_they_move(whole, tmp_path):
     more = Session("verify", whole, current=tmp_path / "more", also="late")
     assert diverges(more, "Metric late of epoch 1 is only in the current run").first_divergence.kind == "extra"
     common = Session("verify", whole, steps="common").fit(check_val_every_n_epoch=2)
@@ -207,7 +202,7 @@ def test_what_only_one_run_has_and_lacking_steps_before_the_metrics_that_they_mo
         assert "etric" not in verdict.explanation
 
 
-def test_a_metric_is_left_out_by_a_pattern(tmp_path: Path) -> None:
+def test_a_metric_is_left_out_by_a_pattern(tmp_path):
     reference = record(tmp_path / "run", also="a clock")
     with pytest.raises(DivergenceError, match="Metric epoch_time of epoch 0 differs"):
         Session("verify", reference, also="a clock").fit()
@@ -218,7 +213,7 @@ def test_a_metric_is_left_out_by_a_pattern(tmp_path: Path) -> None:
         Session("record", tmp_path / "wrong", modules=["*", "metric/val"])
 
 
-def test_a_call_alone_is_recorded_and_verified_unless_nothing_is_logged(tmp_path: Path, capsys: Any) -> None:
+def test_a_call_alone_is_recorded_and_verified_unless_nothing_is_logged(tmp_path, capsys):
     run = tmp_path / "run"
     Session("record", run).test()
     assert f"recorded 2 metrics of trainer.test, in {run}" in capsys.readouterr().out
@@ -238,7 +233,7 @@ def test_a_call_alone_is_recorded_and_verified_unless_nothing_is_logged(tmp_path
     assert "recorded 0 metrics of trainer.test" in capsys.readouterr().out.splitlines()[-1]
 
 
-def test_a_run_with_steps_outlives_metrics_alone_and_a_test_that_breaks_off(tmp_path: Path, capsys: Any) -> None:
+def test_a_run_with_steps_outlives_metrics_alone_and_a_test_that_breaks_off(tmp_path, capsys):
     run = tmp_path / "run"
     broken = partial(RaiseAt, "on_test_batch_end", OSError("the disk is gone"), call=1)
     for session in (Session("record", run).fit(), Session("record", tmp_path / "alone")):
@@ -253,7 +248,7 @@ def test_a_run_with_steps_outlives_metrics_alone_and_a_test_that_breaks_off(tmp_
     assert not (run / ".replacement").exists()
 
 
-def test_the_parts_of_a_session_are_one_run_and_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_parts_of_a_session_are_one_run_and_told_apart(tmp_path, capsys):
     run = tmp_path / "run"
 
     def whole_session(mode: str, *, first: Any = None, last: Any = None, **options: Any) -> Session:
@@ -292,7 +287,7 @@ def test_the_parts_of_a_session_are_one_run_and_told_apart(tmp_path: Path, capsy
     ("after", "at", "ends"),
     [*((after, "train_batch_end", ends) for after, ends in ((4, 6), (4, 5), (3, 6))), (3, "validation_end", 6)],
 )
-def test_metrics_of_a_resumed_run(after: int, at: str, ends: int, whole: Path, tmp_path: Path) -> None:
+def test_metrics_of_a_resumed_run(after, at, ends, whole, tmp_path):
     stops, num = RaiseAt("on_train_epoch_end", StopError(), call=2), {3: 4, 4: 2}[after]
     with pytest.raises(StopError) if ends == 6 else nullcontext():
         callbacks = [SaveAfter(tmp_path, after, at=at), *[stops] * (ends == 6)]
@@ -313,7 +308,7 @@ def test_metrics_of_a_resumed_run(after: int, at: str, ends: int, whole: Path, t
         assert (verdict.verdict, verdict.coverage.metrics >= num) == ("match", True)
 
 
-def test_damaged_metrics_are_an_error(whole: Path, tmp_path: Path) -> None:
+def test_damaged_metrics_are_an_error(whole, tmp_path):
     reference = record(tmp_path / "run")
     path = reference / "rank-00000" / "attempt-000.metrics.jsonl"
     content = path.read_bytes()
@@ -332,7 +327,7 @@ def test_damaged_metrics_are_an_error(whole: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.ddp
-def test_ranks_stop_together_where_a_metric_differs(tmp_path: Path) -> None:
+def test_ranks_stop_together_where_a_metric_differs(tmp_path):
     def fit_and_test(mode: str) -> None:
         also = "another batch" if mode == "verify" else ""
         session = Session(mode, tmp_path / "run", current=tmp_path / "current", also=also)
@@ -348,7 +343,7 @@ def test_ranks_stop_together_where_a_metric_differs(tmp_path: Path) -> None:
     require_one_verdict(verdict, tmp_path / "run", tmp_path / "current")
 
 
-def test_a_draw_before_a_validation_is_named_where_no_step_is_recorded(tmp_path: Path) -> None:
+def test_a_draw_before_a_validation_is_named_where_no_step_is_recorded(tmp_path):
     def draw(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if trainer.fit_loop.epoch_loop.total_batch_idx == 5:
             torch.rand(1)

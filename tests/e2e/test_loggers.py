@@ -69,7 +69,7 @@ def fit(*callbacks: pl.Callback, factor_at: int | None = None, **options: Any) -
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reference(tmp_path_factory: Any) -> Path:
     path = tmp_path_factory.mktemp("reference") / "run"
     logger = FloatsOnly()
     trainer = fit(DeterminismCallback(path, mode="record", level="state"), logger=logger).trainer
@@ -126,7 +126,7 @@ def states(trained: Fit) -> dict[str, Any]:
     return {**weights, "generators": generators, "loss": trained.trainer.callback_metrics["loss"].item()}
 
 
-def test_logging_changes_no_bit_and_is_not_in_the_trace(tmp_path: Path) -> None:
+def test_logging_changes_no_bit_and_is_not_in_the_trace(tmp_path):
     """With a logger that draws and computes: those draws of its own that the user asked for stay."""
     options: dict[str, Any] = {"log_every_n_steps": 1, "max_epochs": 1}
     plain = states(fit(logger=FloatsOnly(draws=True), **options))
@@ -147,7 +147,7 @@ def test_logging_changes_no_bit_and_is_not_in_the_trace(tmp_path: Path) -> None:
         ({"log_every_n_steps": 0, "max_epochs": 1}, [(3, 4)]),  # at the end
     ],
 )
-def test_it_is_logged_when_and_where_the_trainer_logs(options: Any, rows: Any, tmp_path: Path) -> None:
+def test_it_is_logged_when_and_where_the_trainer_logs(options, rows, tmp_path):
     logger = FloatsOnly()
     fit(DeterminismCallback(tmp_path / "run", mode="record", level="state"), logger=logger, **options)
     if options["log_every_n_steps"]:
@@ -169,7 +169,6 @@ def test_our_line_is_whole_and_the_bar_says_how_far_it_is(bar, tmp_path, monkeyp
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
 
     def see(*callbacks: pl.Callback, factor_at: int | None = None) -> tuple[str, str]:
-        """Return our line, which stands on a line of its own, and the bar as it was last drawn."""
         with suppress(DivergenceError):
             fit(*callbacks, factor_at=factor_at, enable_progress_bar=True)
         written = capsys.readouterr().out
@@ -196,7 +195,7 @@ class Own(TQDMProgressBar):
         return {"mine": "yes", **super().get_metrics(*args, **kwargs)}
 
 
-def test_what_a_user_shows_stays(tmp_path: Path) -> None:
+def test_what_a_user_shows_stays(tmp_path):
     def stop(trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:
             shown.append(trainer.progress_bar_callback.get_metrics(trainer, module))

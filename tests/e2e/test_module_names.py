@@ -1,6 +1,5 @@
 """Names of modules are data: torch forbids the dot only."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,7 +42,7 @@ def fit(callback: Any, model: Any) -> None:
 
 
 @pytest.mark.parametrize("level", ["op", "state"])
-def test_every_tensor_has_its_own_module(level: Any, tmp_path: Path) -> None:
+def test_every_tensor_has_its_own_module(level, tmp_path):
     fit(DeterminismCallback(tmp_path / "run", mode="record", level=level), Named)
     run = Run.open(tmp_path / "run")
     with torch.device("meta"):
@@ -60,14 +59,13 @@ def test_every_tensor_has_its_own_module(level: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_verdict_names_the_module(name: str, tmp_path: Path) -> None:
+def test_a_verdict_names_the_module(name, tmp_path):
     """A parameter that is frozen in one run has no gradient there."""
     for folder, changed in (("run", ""), ("current", name)):
         callback = DeterminismCallback(tmp_path / folder, mode="record", level="state")
         fit(callback, lambda changed=changed: Named(changed=changed))
     verdict = compare_runs(tmp_path / "run", tmp_path / "current")
     first = verdict.first_divergence
-    assert first is not None
     place = (first.step, first.phase, first.module, first.name, first.kind)
     assert place == (0, "gradient", f"net.{name}.0", f"grad of net.{name}.0.bias", "missing")
     assert f"net.{name}.0.bias" in verdict.explanation

@@ -63,7 +63,6 @@ class Training:
 
     @mock.patch.dict(os.environ)  # in which seed_everything leaves something
     def fit(self, mode: str, reference: Path, **arguments: Any) -> None:
-        """Train once, with the callback in a mode."""
         torch.seed() if self.is_seeded_late else pl.seed_everything(self.seed, verbose=False)
         module = Module(self)
         if self.is_seeded_late:
@@ -82,7 +81,6 @@ class Training:
         return reference
 
     def verify(self, reference: Path, **options: Any) -> Verdict:
-        """Compare it with a reference, which it is not, and return the verdict."""
         with pytest.raises((DivergenceError, NotComparableError)) as caught:
             self.fit("verify", reference, on_divergence="collect", **options)
         return caught.value.verdict
@@ -154,7 +152,6 @@ class Module(pl.LightningModule):
 
 
 def unwritten(left: int) -> Tensor:
-    """Return memory that is only filled in part; what it had held is ``left``, as far as the trace can tell."""
     memory = torch.empty(2, 10)
     memory.numpy()[1:] = left
     memory[0] = 0

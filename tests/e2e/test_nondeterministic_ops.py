@@ -29,7 +29,6 @@ def put(values: Tensor) -> Tensor:
 
 
 def harmless(outputs: Tensor) -> Tensor:
-    """Calls an op that has a deterministic implementation on the CPU, and none on CUDA."""
     return outputs + outputs.kthvalue(2, dim=1, keepdim=True).values
 
 
@@ -47,7 +46,6 @@ def in_hook(outputs: Tensor) -> Tensor:
 
 
 def wrong(outputs: Tensor) -> Tensor:
-    """Makes another error than that of an op without a deterministic implementation."""
     torch.ones(4).put_(torch.tensor([99]), torch.ones(1), accumulate=True)
     return outputs
 
@@ -79,14 +77,12 @@ def settings(algorithms: str = "error", *allow: str) -> DeterminismSettings:
 
 
 def train(function: Any, *callbacks: pl.Callback, stage: str = "fit") -> Model:
-    """Fit or test for two steps; the settings must be in force already."""
     model = Model(function)
     getattr(quiet_trainer(*callbacks), stage)(model, DataLoader(Samples(), batch_size=16))
     return model
 
 
 def watched(folder: Path, function: Any, wanted: Any, *, level: str = "op", stage: str = "fit") -> Model:
-    """Record a training; flags and filters must be what they were, whatever comes of it."""
     with enforce_determinism(wanted):
         flags, filters = torch.get_deterministic_debug_mode(), list(warnings.filters)
         try:
@@ -105,9 +101,7 @@ def watched(folder: Path, function: Any, wanted: Any, *, level: str = "op", stag
         (in_hook, "op", PUT, "decoder.linear", "in put"),
     ],
 )
-def test_backward_of_torch_and_of_a_hook(
-    function: Any, level: str, op: str, module: str, line: str, tmp_path: Path
-) -> None:
+def test_backward_of_torch_and_of_a_hook(function, level, op, module, line, tmp_path):
     with pytest.raises(NondeterministicOpError, match=rf"{line}.* \(backward\)") as refused:
         watched(tmp_path / "run", function, settings("error", f"forward/{PUT}"), level=level)
     assert (refused.value.op, refused.value.module) == (op, module)
@@ -116,9 +110,7 @@ def test_backward_of_torch_and_of_a_hook(
 @pytest.mark.parametrize(
     ("function", "level", "stage"), [(in_forward, "op", "fit"), (in_backward, "state", "fit"), (put, "op", "test")]
 )
-def test_it_is_refused_let_through_or_warned_of(
-    function: Any, level: str, stage: str, tmp_path: Path, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_it_is_refused_let_through_or_warned_of(function, level, stage, tmp_path, recwarn):
     def heard(category: type[Warning], text: str) -> list[str]:
         texts = [str(item.message) for item in recwarn if item.category is category]
         return [found for found in texts if text in found]
@@ -157,6 +149,6 @@ def test_it_is_refused_let_through_or_warned_of(
         assert has_same_weights(seen, train(function, stage=stage)), "the watch changes no bit"
 
 
-def test_other_errors_pass_as_they_are_and_the_flags_go_back(tmp_path: Path) -> None:
+def test_other_errors_pass_as_they_are_and_the_flags_go_back(tmp_path):
     with pytest.raises(IndexError):
         watched(tmp_path / "run", wrong, settings("warn"), level="state")

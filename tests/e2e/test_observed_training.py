@@ -55,7 +55,6 @@ def fit(callback: DeterminismCallback, function: Any, validated: Any = id) -> De
 
 
 def recorded(folder: Path, function: Any, validated: Any = id, **options: Any) -> Program:
-    """Record a run, and return the program of its third step."""
     fit(DeterminismCallback(folder / "run", mode="record", **options), function, validated)
     run = Run.open(folder / "run")
     assert (run.is_complete, run.rank(0).num_steps) == (True, 4)
@@ -63,7 +62,6 @@ def recorded(folder: Path, function: Any, validated: Any = id, **options: Any) -
 
 
 def matching(folder: Path, function: Any) -> dict[str, Any]:
-    """Verify the run; return what was replayed."""
     verdict = fit(DeterminismCallback(folder / "run", current=folder / "current"), function).verdict
     assert verdict.verdict == "match"
     return verdict.coverage.replayed
@@ -80,7 +78,7 @@ def observed(hidden: Tensor, index: int, *, is_noisy: bool = False) -> Tensor:
 
 
 @pytest.mark.parametrize("level", ["op", "state"])
-def test_observations_are_sites_of_the_run_at_every_level(level: str, tmp_path: Path) -> None:
+def test_observations_are_sites_of_the_run_at_every_level(level, tmp_path):
     sites = recorded(tmp_path, observed, level=level).sites
     found = [(site.phase, site.module, site.op, site.name) for site in sites]
     paths = ("['mean']", "['std'][0]", "['std'][1]", "['std'][2]")
@@ -111,7 +109,7 @@ def with_regions(hidden: Tensor, index: int) -> Tensor:
 @pytest.mark.parametrize("level", ["module", "state"])
 # ours, of a region that is too late
 @pytest.mark.filterwarnings("ignore:enable_hash_mode records nothing:det_callbacks.CoverageWarning")
-def test_regions_add_ops_and_one_that_is_left_open_goes_on_in_the_next_step(level: str, tmp_path: Path) -> None:
+def test_regions_add_ops_and_one_that_is_left_open_goes_on_in_the_next_step(level, tmp_path):
     sites = recorded(tmp_path, with_regions, level=level).sites
     ops = [site.op for site in sites if site.phase == "forward" and site.role == "output" and site.op]
     own = ["aten.sin.default", "aten.relu.default", "aten.mul.Tensor", "aten.tanh.default"]
@@ -120,7 +118,7 @@ def test_regions_add_ops_and_one_that_is_left_open_goes_on_in_the_next_step(leve
 
 
 @pytest.mark.parametrize("function", [observe_non_deterministic, observe_non_deterministic_grad])
-def test_what_is_replayed_needs_every_step(function: Callable[..., Any], tmp_path: Path) -> None:
+def test_what_is_replayed_needs_every_step(function, tmp_path):
     with pytest.raises(SelectionError, match="Record with every_n_steps=1"):
         recorded(tmp_path, lambda hidden, _: function("hidden", hidden), level="state", every_n_steps=2)
 
@@ -137,13 +135,13 @@ def checkpointed(hidden: Tensor, index: int) -> Tensor:
     return checkpoint(block, hidden, "reentrant", use_reentrant=True)
 
 
-def test_gradients_in_checkpointed_regions_and_values_outside_of_the_steps(tmp_path: Path) -> None:
+def test_gradients_in_checkpointed_regions_and_values_outside_of_the_steps(tmp_path):
     with pytest.warns(CoverageWarning, match="'in validation' was observed outside the steps of the Determinism"):
         names = [site.name for site in recorded(tmp_path, checkpointed, partial(observe, "in validation")).sites]
     assert [names.count(f"grad of {name}") for name in ("inner", "reentrant")] == [1, 1]
 
 
-def test_an_observer_inside_a_recorded_fit_is_refused(tmp_path: Path) -> None:
+def test_an_observer_inside_a_recorded_fit_is_refused(tmp_path):
     def opening_another(hidden: Tensor, index: int) -> Tensor:
         with ObserverContext(tmp_path, "inner"):
             return hidden

@@ -39,15 +39,13 @@ STEPS = 6
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One epoch of the plain loop."""
+def reference(tmp_path_factory: Any) -> Path:
     torch.manual_seed(0)
     train(Loop, folder := tmp_path_factory.mktemp("loop") / "run", mode="record")
     return folder
 
 
 def wrong_weight(loop: Loop, step: int, *, at: int = 2) -> None:
-    """Change one weight, as a bug would, between two steps."""
     if step == at:
         with torch.no_grad():
             loop.model.get_parameter("last.bias").view(-1)[0] += 1e-3
@@ -58,7 +56,7 @@ def other_factor(loop: Loop, step: int, *, at: int = 2) -> None:
 
 
 @pytest.mark.parametrize("level", ["op", "module", "state"])
-def test_a_loop_matches_itself_and_a_fault_is_located(level: str, tmp_path: Path, capsys: Any) -> None:
+def test_a_loop_matches_itself_and_a_fault_is_located(level, tmp_path, capsys):
     train(Loop, tmp_path / "run", mode="record", level=level)
     assert f"det_callbacks: recorded {STEPS} steps" in capsys.readouterr().out
     _, run = train(Loop, tmp_path / "run", current=tmp_path / "same")
@@ -67,18 +65,16 @@ def test_a_loop_matches_itself_and_a_fault_is_located(level: str, tmp_path: Path
     with pytest.raises(DivergenceError) as caught:
         train(Loop, tmp_path / "run", current=tmp_path / "other", plant=other_factor)
     verdict = caught.value.verdict
-    assert verdict is not None
     require_one_verdict(verdict.to_dict(), tmp_path / "run", tmp_path / "other")
     first = verdict.first_divergence
     # at level op the number is an argument; the weights of the step are those that the step leaves
     wanted = {"op": ("forward", "argument"), "module": ("forward", "content"), "state": ("forward", "content")}[level]
-    assert first is not None
     assert (first.step, first.phase, first.kind) == (2, *wanted)
     assert first.name == ("loss" if level == "state" else first.name)
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_each_style_trains_as_without_a_run_and_repeats(style: str, tmp_path: Path) -> None:
+def test_each_style_trains_as_without_a_run_and_repeats(style, tmp_path):
     """No bit changes: weights, losses and the states of all generators."""
     make = STYLES[style]
     plain = make().run(epochs=2)
@@ -93,7 +89,6 @@ def test_each_style_trains_as_without_a_run_and_repeats(style: str, tmp_path: Pa
 
 
 def phases(folder: Path, step: int = 1) -> dict[str, Counter[str]]:
-    """Return how often which op ran in which phase of a step."""
     found: dict[str, Counter[str]] = {}
     for site in Run.open(folder).view(0, 0, step).program.sites:
         if site.role == "output" and not site.output:
@@ -101,7 +96,7 @@ def phases(folder: Path, step: int = 1) -> dict[str, Counter[str]]:
     return found
 
 
-def test_phases_are_told_by_torch_and_the_loss_is_what_backward_is_called_on(tmp_path: Path) -> None:
+def test_phases_are_told_by_torch_and_the_loss_is_what_backward_is_called_on(tmp_path):
     for style in ("clipped", "adversarial", "closure", "scaled"):
         train(STYLES[style], tmp_path / style, mode="record")
     clipped = phases(tmp_path / "clipped")
@@ -120,14 +115,10 @@ def test_phases_are_told_by_torch_and_the_loss_is_what_backward_is_called_on(tmp
     assert (names.count("loss"), "grad of last.bias" in names, "exp_avg of last.bias" in names) == (1, True, True)
 
 
-def test_a_weight_that_something_else_wrote_and_another_order_of_the_data_are_named(
-    reference: Path, tmp_path: Path
-) -> None:
+def test_a_weight_that_something_else_wrote_and_another_order_of_the_data_are_named(reference, tmp_path):
     with pytest.raises(DivergenceError) as caught:
         train(Loop, reference, current=tmp_path / "weight", plant=wrong_weight)
-    assert caught.value.verdict is not None
     first = caught.value.verdict.first_divergence
-    assert first is not None
     assert (first.step, first.name) == (2, "last.bias")
 
     class Reordered(Loop):
@@ -137,7 +128,6 @@ def test_a_weight_that_something_else_wrote_and_another_order_of_the_data_are_na
 
     with pytest.raises(DivergenceError) as caught:
         train(Reordered, reference, current=tmp_path / "order")
-    assert caught.value.verdict is not None
     assert caught.value.verdict.cause == "data_order"
 
 
@@ -175,14 +165,14 @@ assert not [name for name, module in sys.modules.items() if name.startswith("lig
 """
 
 
-def test_it_needs_no_lightning(tmp_path: Path) -> None:
+def test_it_needs_no_lightning(tmp_path):
     command = [sys.executable, "-c", WITHOUT_LIGHTNING]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "det_callbacks: match: verified 3 steps" in done.stdout
 
 
-def test_a_loop_without_batches_or_a_batch_is_recorded_too(tmp_path: Path) -> None:
+def test_a_loop_without_batches_or_a_batch_is_recorded_too(tmp_path):
     def run_it(**options: Any) -> TrainingRun:
         loop = Loop()
         with TrainingRun(tmp_path / "run", model=loop.model, optimizers=loop.optimizers[0], **options) as run:
@@ -193,11 +183,10 @@ def test_a_loop_without_batches_or_a_batch_is_recorded_too(tmp_path: Path) -> No
 
     run_it(mode="record")
     verdict = run_it(current=tmp_path / "current").verdict
-    assert verdict is not None
     assert verdict.verdict == "match"
 
 
-def test_blocks_in_a_row_are_parts_of_one_run(tmp_path: Path, capsys: Any) -> None:
+def test_blocks_in_a_row_are_parts_of_one_run(tmp_path, capsys):
     def run_it(num_blocks: int = 2, **options: Any) -> TrainingRun:
         loop = Loop()
         run = TrainingRun(tmp_path / "run", model=loop.model, optimizers=loop.optimizers, **options)
@@ -209,15 +198,13 @@ def test_blocks_in_a_row_are_parts_of_one_run(tmp_path: Path, capsys: Any) -> No
     run_it(mode="record")
     assert [len(Run.open(tmp_path / "run").rank(0).steps(segment)) for segment in range(2)] == [STEPS] * 2
     verdict = run_it(current=tmp_path / "current").verdict
-    assert verdict is not None
     assert (verdict.verdict, verdict.counts.steps_compared) == ("match", 2 * STEPS)
     capsys.readouterr()
     first = run_it(num_blocks=1, current=tmp_path / "first", steps="common")
-    assert first.verdict is not None
     assert first.verdict.verdict == "match"
 
 
-def test_what_is_logged_is_compared_by_name(tmp_path: Path) -> None:
+def test_what_is_logged_is_compared_by_name(tmp_path):
     def run_it(value: float, at: int = 2, **options: Any) -> TrainingRun:
         loop = Loop()
         with TrainingRun(tmp_path / "run", model=loop.model, optimizers=loop.optimizers, **options) as run:
@@ -235,11 +222,9 @@ def test_what_is_logged_is_compared_by_name(tmp_path: Path) -> None:
         ["loss", "val_loss"] if step in (2, STEPS - 1) else ["loss"] for step in range(STEPS)
     ]
     verdict = run_it(0.5, current=tmp_path / "same").verdict
-    assert verdict is not None
     assert (verdict.verdict, verdict.coverage.metrics) == ("match", STEPS + 2)
     with pytest.raises(DivergenceError, match=r"Metric val_loss logged after step 2 differs: 0\.5") as caught:
         run_it(0.25, current=tmp_path / "other")
-    assert caught.value.verdict is not None
     require_one_verdict(caught.value.verdict.to_dict(), tmp_path / "run", tmp_path / "other")
     assert caught.value.verdict.coverage.steps == (0, 3), "it stops after the next step"
     with pytest.raises(DivergenceError, match=r"val_loss"):  # at another step
@@ -260,7 +245,7 @@ def log_after(run: TrainingRun, loop: Loop, *pairs: tuple[str, Any]) -> None:
             run.log(name, value)
 
 
-def test_a_loop_that_goes_on_from_its_own_checkpoint_is_compared_from_there_on(reference: Path, tmp_path: Path) -> None:
+def test_a_loop_that_goes_on_from_its_own_checkpoint_is_compared_from_there_on(reference, tmp_path):
     loop = Loop().run(until=3)
     saved = {"model": loop.model.state_dict(), "optimizer": loop.optimizers[0].state_dict()}
     states = GeneratorStates.capture()
@@ -282,17 +267,14 @@ def test_a_loop_that_goes_on_from_its_own_checkpoint_is_compared_from_there_on(r
         return run
 
     verdict = go_on(with_optimizer=True, current=tmp_path / "same").verdict
-    assert verdict is not None
     assert (verdict.verdict, verdict.coverage.steps) == ("match", (3, STEPS - 1))
     with pytest.raises(DivergenceError) as caught:
         go_on(with_optimizer=False, current=tmp_path / "other")
-    assert caught.value.verdict is not None
     first = caught.value.verdict.first_divergence
-    assert first is not None
     assert (first.step, first.phase) == (3, "optimizer"), first  # which makes its state anew
 
 
-def test_a_recording_goes_on_from_a_step(tmp_path: Path) -> None:
+def test_a_recording_goes_on_from_a_step(tmp_path):
     loop = Loop()
     run = TrainingRun(tmp_path / "run", mode="record", model=loop.model, optimizers=loop.optimizers)
 
@@ -310,7 +292,7 @@ def test_a_recording_goes_on_from_a_step(tmp_path: Path) -> None:
     assert Run.open(tmp_path / "run").rank(0).steps(0).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_replay_keep_only_steps_and_audit_work_as_with_the_callback(tmp_path: Path, capsys: Any) -> None:
+def test_replay_keep_only_steps_and_audit_work_as_with_the_callback(tmp_path, capsys):
     arguments: dict[str, Any] = {"replay": ["forward/drop:*"], "keep_tensors": ["forward/last:*"]}
     train(Loop, tmp_path / "run", mode="record", **arguments)
     out = capsys.readouterr().out
@@ -331,7 +313,7 @@ def in_step(run: TrainingRun, loop: Loop, function: Callable[[Any], Any]) -> Non
                 function(batch)
 
 
-def test_misuse_says_what_to_do(reference: Path, tmp_path: Path) -> None:
+def test_misuse_says_what_to_do(reference, tmp_path):
     loop, folders = Loop(), (tmp_path / str(number) for number in range(100))
 
     def new(**options: Any) -> TrainingRun:
@@ -379,7 +361,7 @@ def test_misuse_says_what_to_do(reference: Path, tmp_path: Path) -> None:
     Loop().run()  # nothing is left that would refuse it
 
 
-def test_within_a_fit_with_the_callback_it_is_refused(tmp_path: Path) -> None:
+def test_within_a_fit_with_the_callback_it_is_refused(tmp_path):
     class Inner(pl.Callback):
         def on_train_batch_end(self, *_: Any, **__: Any) -> None:
             loop = Loop()
@@ -390,9 +372,7 @@ def test_within_a_fit_with_the_callback_it_is_refused(tmp_path: Path) -> None:
         Fit(DeterminismCallback(tmp_path / "a", mode="record"), Inner()).run()
 
 
-def test_an_exception_in_a_step_makes_the_run_incomplete_also_where_the_program_goes_on(
-    reference: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_an_exception_in_a_step_makes_the_run_incomplete_also_where_the_program_goes_on(reference, tmp_path, capsys):
     def fail_at(number: int, loop: Loop, step: int) -> None:
         if step == number:
             raise ZeroDivisionError("a bug of the user's")
@@ -431,12 +411,12 @@ def test_an_exception_in_a_step_makes_the_run_incomplete_also_where_the_program_
             catch(goes_on=goes_on, reference=reference, current=tmp_path / f"current {goes_on}")
 
 
-def test_disabled_does_nothing_and_a_run_is_used_again(tmp_path: Path) -> None:
+def test_disabled_does_nothing_and_a_run_is_used_again(tmp_path):
     loop, run = train(Loop, tmp_path / "run", mode="disabled")
     assert (len(loop.losses), run.verdict, [*tmp_path.iterdir()]) == (STEPS, None, [])
 
 
-def test_leaving_batches_in_the_middle_is_fine_and_a_shorter_loop_is_not(reference: Path, tmp_path: Path) -> None:
+def test_leaving_batches_in_the_middle_is_fine_and_a_shorter_loop_is_not(reference, tmp_path):
     def short(**options: Any) -> TrainingRun:
         loop = Loop()
         run = TrainingRun(model=loop.model, optimizers=loop.optimizers, **options)
@@ -451,7 +431,6 @@ def test_leaving_batches_in_the_middle_is_fine_and_a_shorter_loop_is_not(referen
 
 
 def train_ranks(mode: str, folder: Path, kind: str, fault: bool, rank: int) -> None:
-    """Train on two processes, each with batches of its own."""
     torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
     try:
         loop = Loop()
@@ -484,7 +463,7 @@ def train_ranks(mode: str, folder: Path, kind: str, fault: bool, rank: int) -> N
 
 @pytest.mark.ddp
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_ranks_have_one_run_and_one_verdict(kind: str, tmp_path: Path) -> None:
+def test_ranks_have_one_run_and_one_verdict(kind, tmp_path):
     body = partial(partial, train_ranks)
     run_ranks(body("record", tmp_path, kind, False), tmp_path / "record", status=0)
     assert Run.open(tmp_path / "run").ranks == [0, 1]
@@ -496,5 +475,4 @@ def test_ranks_have_one_run_and_one_verdict(kind: str, tmp_path: Path) -> None:
     error = ReplicaError if kind == "ddp" else DivergenceError
     assert all(error.__name__ in one.output or "DivergenceError" in one.output for one in ended)
     verdict = compare_runs(tmp_path / "run", tmp_path / "current")
-    assert verdict.first_divergence is not None
     assert verdict.first_divergence.step == 1

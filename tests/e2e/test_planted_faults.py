@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -130,7 +129,7 @@ FAULTS: dict[str, tuple[Any, Training, str, str, str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_culprit_is_named(fault: str, tmp_path: Path) -> None:
+def test_the_culprit_is_named(fault, tmp_path):
     model, training, place, kind_and_cause, said = FAULTS[fault]
     verdict = verify(Training(model=model).record(tmp_path / "reference"), training, tmp_path / "current")
     first = verdict.first_divergence
@@ -155,7 +154,6 @@ def after(write: Callable[[Tensor], object]) -> Callable[[Tensor], Tensor]:
 
 
 def in_empty(values: Tensor) -> Tensor:
-    """Read memory of which one part has no writer but NumPy."""
     memory = torch.empty(4, 4)
     memory[:2] = 0
     memory.numpy()[2:] = values.detach().numpy()[0, 0]
@@ -173,7 +171,7 @@ READS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
-def test_an_unseen_writer_makes_no_origin(read: Any, tmp_path: Path) -> None:
+def test_an_unseen_writer_makes_no_origin(read, tmp_path):
     """NumPy writes between two ops, where the trace cannot see it."""
 
     def shifted(values: Tensor, shift: float) -> Tensor:
@@ -207,7 +205,7 @@ VIEWS: dict[str, Callable[[Tensor, int], Tensor]] = {
 
 
 @pytest.mark.parametrize("op", VIEWS)
-def test_an_op_that_reads_another_part_is_called_otherwise(op: str, tmp_path: Path) -> None:
+def test_an_op_that_reads_another_part_is_called_otherwise(op, tmp_path):
     reference = Training(model=applied(VIEWS[op], 0)).record(tmp_path / "reference")
     verdict = verify(reference, Training(model=applied(VIEWS[op], 1)), tmp_path / "current")
     first = verdict.first_divergence
@@ -216,7 +214,7 @@ def test_an_op_that_reads_another_part_is_called_otherwise(op: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("level", ["module", "state"])
-def test_lower_levels_find_the_step_and_blame_no_op(level: str, tmp_path: Path) -> None:
+def test_lower_levels_find_the_step_and_blame_no_op(level, tmp_path):
     training = Training(around=below(op="aten.addmm", step=2, module="net.5.up", is_gross=True))
     verdict = verify(Training().record(tmp_path / "reference", level=level), training, tmp_path / "current")
     first = verdict.first_divergence
@@ -233,7 +231,7 @@ def flip_a_bit(trainer: pl.Trainer, module: Any, optimizer: torch.optim.Optimize
 
 
 @pytest.mark.parametrize("optimizer", [partial(torch.optim.AdamW, fused=True), partial(torch.optim.LBFGS, max_iter=3)])
-def test_the_gradient_is_named_and_no_op_of_the_optimizer(optimizer: Any, tmp_path: Path) -> None:
+def test_the_gradient_is_named_and_no_op_of_the_optimizer(optimizer, tmp_path):
     plain = Training(model=partial(Deep, optimizer=optimizer, lr=0.1), options={"max_steps": 2})
     flipped = replace(plain, callbacks=(LambdaCallback(on_before_optimizer_step=flip_a_bit),))
     verdict = verify(plain.record(tmp_path / "reference"), flipped, tmp_path / "current")
@@ -243,7 +241,7 @@ def test_the_gradient_is_named_and_no_op_of_the_optimizer(optimizer: Any, tmp_pa
     assert "Step 1: grad of head.weight was changed within the step by something" in verdict.explanation
 
 
-def test_the_parameter_is_named_whose_gradient_differs_where_all_are_clipped(tmp_path: Path) -> None:
+def test_the_parameter_is_named_whose_gradient_differs_where_all_are_clipped(tmp_path):
     plain = Training(options={"max_steps": 2, "gradient_clip_val": 1.0})
     flipped = replace(plain, callbacks=(LambdaCallback(on_before_optimizer_step=flip_a_bit),))
     verdict = verify(plain.record(tmp_path / "reference"), flipped, tmp_path / "current")

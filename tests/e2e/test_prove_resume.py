@@ -21,7 +21,7 @@ def prove(root: Path, model: Any = Noisy, data: Any = loader, **options: Any) ->
     return prove_resume(lambda: quiet_trainer(**trainer), model, data, **{**defaults, **options})
 
 
-def test_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_holds(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     before = GeneratorStates.capture()
     verdict = prove(tmp_path, folder=None)
@@ -37,14 +37,14 @@ def test_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("stop_at", "given"), [(10, ()), (8, (Scripted, lambda: DataLoader(Samples(), 4)))])
-def test_it_can_fail(stop_at: int, given: Any, tmp_path: Path) -> None:
+def test_it_can_fail(stop_at, given, tmp_path):
     verdict = prove(tmp_path, *given, resume="plain", stop_at=stop_at, steps=12)
     assert (verdict.verdict, verdict.cause, verdict.first_divergence.step) == ("diverged", "rng", stop_at)
     assert "the first after resuming" in verdict.explanation
     assert 'Resume with resume="exact"' in verdict.explanation
 
 
-def test_a_training_that_is_not_repeatable_is_said_to_be(tmp_path: Path) -> None:
+def test_a_training_that_is_not_repeatable_is_said_to_be(tmp_path):
     model = Noisy()  # trained once before it is interrupted
     verdict = prove(tmp_path, lambda: model)
     assert (verdict.verdict, verdict.cause, verdict.first_divergence.step) == ("diverged", "initial_weights", 0)
@@ -60,6 +60,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "match"), REFUSED)
-def test_what_cannot_be_proven_is_refused(options: dict[str, Any], match: str, tmp_path: Path) -> None:
+def test_what_cannot_be_proven_is_refused(options, match, tmp_path):
     with pytest.raises((SelectionError, NotResumableError), match=match):
         prove(tmp_path, **options)

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checking import Run
 from processes import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -34,8 +33,6 @@ pytestmark = [
 
 
 def model_of(package: Any) -> Any:
-    """Return a small model with dropout, and a metric that it logs, as a module of a package."""
-
     class Model(package.LightningModule):
         def __init__(self) -> None:
             super().__init__()
@@ -75,7 +72,7 @@ def fit(package: Any, *callbacks: Any, **options: Any) -> Any:
     return trainer
 
 
-def test_a_script_is_recorded_verified_and_checked_as_it_is(run_command: Run) -> None:
+def test_a_script_is_recorded_verified_and_checked_as_it_is(run_command):
     done = run_command("record", "run", faults=["twin"])
     assert (done.status, done.errors) == (0, "")
     facts = StoredRun.open(Path("run")).manifest.environment
@@ -88,7 +85,7 @@ def test_a_script_is_recorded_verified_and_checked_as_it_is(run_command: Run) ->
     assert (done.status, "its bits depend on workers" in done.last) == (1, True)
 
 
-def test_what_one_package_recorded_the_other_repeats(tmp_path: Path) -> None:
+def test_what_one_package_recorded_the_other_repeats(tmp_path):
     """In one process, under either one's Trainer, in either order."""
     lightning, other = PACKAGES.values()
     runs = [tmp_path / name for name in ("lightning", "twin")]
@@ -96,7 +93,6 @@ def test_what_one_package_recorded_the_other_repeats(tmp_path: Path) -> None:
         fit(package, DeterminismCallback(run, mode="record"))
         callback = DeterminismCallback(run, current=tmp_path / f"{run.name}-verified")
         fit(second, callback)
-        assert callback.verdict is not None
         assert (callback.verdict.verdict, callback.verdict.counts.steps_compared) == ("match", 4)
     verdict = compare_runs(*runs)
     names = {one.name for one in verdict.environment}
@@ -104,7 +100,7 @@ def test_what_one_package_recorded_the_other_repeats(tmp_path: Path) -> None:
     assert [StoredRun.open(run).rank(0).num_steps for run in runs] == [4, 4]
 
 
-def test_fits_of_both_packages_are_one_run(run_command: Run) -> None:
+def test_fits_of_both_packages_are_one_run(run_command):
     """As ``det-callbacks record`` has it: one callback in each Trainer of the process."""
     Path("both.py").write_text(
         "import sys\n"
@@ -118,13 +114,13 @@ def test_fits_of_both_packages_are_one_run(run_command: Run) -> None:
 
 
 @pytest.mark.parametrize("stop_at", [2, 4, 6], ids=["in an epoch", "at its end", "in the next one"])
-def test_a_resume_is_proven_exact(stop_at: int, tmp_path: Path) -> None:
+def test_a_resume_is_proven_exact(stop_at, tmp_path):
     make = partial(trainer_of, twin, max_epochs=2)
     verdict = prove_resume(make, partial(model_of, twin), data, stop_at=stop_at, steps=8, folder=tmp_path / "proof")
     assert (verdict.verdict, verdict.explanation[:3]) == ("match", "All")
 
 
-def test_max_steps_and_what_cannot_be_resumed_are_seen_in_its_loops(tmp_path: Path) -> None:
+def test_max_steps_and_what_cannot_be_resumed_are_seen_in_its_loops(tmp_path):
     """Lightning would train a batch too many where an epoch's end met ``max_steps``."""
     checkpoint = tmp_path / "end.ckpt"
     fit(twin, DeterminismCallback(tmp_path / "run", mode="record"), max_epochs=2)
@@ -132,7 +128,6 @@ def test_max_steps_and_what_cannot_be_resumed_are_seen_in_its_loops(tmp_path: Pa
     trainer.save_checkpoint(checkpoint)
     callback = DeterminismCallback(tmp_path / "run", current=tmp_path / "current")
     fit(twin, callback, max_epochs=2, ckpt_path=checkpoint)
-    assert callback.verdict is not None
     assert (callback.verdict.verdict, callback.verdict.coverage.steps) == ("match", (4, 7))
 
     schedule = twin.callbacks.GradientAccumulationScheduler({0: 2})
@@ -142,7 +137,7 @@ def test_max_steps_and_what_cannot_be_resumed_are_seen_in_its_loops(tmp_path: Pa
         fit(twin, DeterminismCallback(tmp_path / "other"), max_epochs=2, ckpt_path=tmp_path / "no.ckpt")
 
 
-def test_its_callbacks_bars_and_loggers_are_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_its_callbacks_bars_and_loggers_are_known(tmp_path, capsys):
     """Only hooks that a callback has of its own are listed; bars, which draw nothing, are left out."""
 
     class Drawing(twin.Callback):
@@ -161,11 +156,10 @@ def test_its_callbacks_bars_and_loggers_are_known(tmp_path: Path, capsys: pytest
     fit(twin, callback, Drawing(), Bar(), **options)
     assert any(words)
     window = read_window(StoredRun.open(tmp_path / "run"), 0, 0, 0)
-    assert window is not None
     assert {hook: text.rpartition(".")[2] for hook, text in window.hooks.items()} == {"after on_train_start": "Drawing"}
 
 
-def test_ours_are_callbacks_of_both_packages_whichever_came_first() -> None:
+def test_ours_are_callbacks_of_both_packages_whichever_came_first():
     for callback in (DeterminismCallback(None, mode="disabled"), ReplicaAuditCallback(10)):
         for package in PACKAGES.values():
             assert isinstance(callback, package.Callback)
@@ -175,7 +169,7 @@ def test_ours_are_callbacks_of_both_packages_whichever_came_first() -> None:
 @pytest.mark.filterwarnings(
     "ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"
 )  # what Lightning 2.6.6 calls
-def test_lightning_cli_of_the_twin_takes_the_callback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lightning_cli_of_the_twin_takes_the_callback(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["main.py"])
     cli = import_module("pytorch_lightning.cli")
     demos = import_module("pytorch_lightning.demos.boring_classes")
@@ -189,13 +183,12 @@ def test_lightning_cli_of_the_twin_takes_the_callback(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.ddp
-def test_ranks_start_alike_and_their_replicas_are_compared(tmp_path: Path) -> None:
+def test_ranks_start_alike_and_their_replicas_are_compared(tmp_path):
     def body(rank: int) -> None:
         torch.manual_seed(rank)  # DDP takes rank 0's weights
         callback = DeterminismCallback(tmp_path / "run", mode="record", audit_replicas_every_n_steps=1)
         trainer = trainer_of(twin, callback, strategy="ddp", devices=2)
         trainer.fit(model_of(twin), DataLoader(data().dataset, batch_size=4))
-        assert callback.replica_report is not None
         assert callback.replica_report.equal
 
     ended = run_ranks(body, tmp_path, status=0)
@@ -203,7 +196,7 @@ def test_ranks_start_alike_and_their_replicas_are_compared(tmp_path: Path) -> No
     assert StoredRun.open(tmp_path / "run").ranks == [0, 1]
 
 
-def test_the_twin_of_a_class() -> None:
+def test_the_twin_of_a_class():
     lightning, other = PACKAGES.values()
     assert either(lightning.Trainer, int) == (lightning.Trainer, int, other.Trainer)
     trainers = [trainer_of(package) for package in PACKAGES.values()]
@@ -216,9 +209,7 @@ def test_the_twin_of_a_class() -> None:
     assert join_twins(join_twins(Ours)).__bases__ == (lightning.Callback, other.Callback)
 
 
-def test_versions_and_what_is_missing_are_those_of_the_package_that_trains(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_versions_and_what_is_missing_are_those_of_the_package_that_trains(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(versions.TESTED, "lightning", ("2.5", "2.4"))
     fit(twin, DeterminismCallback(tmp_path / "run", mode="record", level="state"))
     assert f"det_callbacks: pytorch_lightning {twin.__version__} is newer than any" in capsys.readouterr().out

@@ -25,12 +25,12 @@ SLOW = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def at_op(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def at_op(tmp_path_factory: Any) -> Path:
     run_training("record", folder := tmp_path_factory.mktemp("op"))
     return folder
 
 
-def test_each_rank_records_its_own_steps_and_the_same_training_matches(at_op: Path, tmp_path: Path) -> None:
+def test_each_rank_records_its_own_steps_and_the_same_training_matches(at_op, tmp_path):
     recording = Run.open(at_op / "run")
     assert (recording.is_complete, recording.ranks) == (True, [0, 1])
     assert [recording.rank(rank).steps(0).tolist() for rank in recording.ranks] == [[0, 1, 2, 3]] * 2
@@ -71,7 +71,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_who_started_it_is_found_and_diff_says_the_same(fault: str, at_op: Path, tmp_path: Path) -> None:
+def test_who_started_it_is_found_and_diff_says_the_same(fault, at_op, tmp_path):
     place, cause, said = FAULTS[fault]
     ended = run_training("verify", linked(at_op, tmp_path), fault, status=1)
     require_one_verdict(verdict := verdict_in(tmp_path), tmp_path / "run", tmp_path / "current")
@@ -86,7 +86,7 @@ def test_who_started_it_is_found_and_diff_says_the_same(fault: str, at_op: Path,
     assert_no_receiver_is_an_origin(tmp_path / "current", verdict)
 
 
-def test_several_processes_refuse_the_reference_of_one(tmp_path: Path) -> None:
+def test_several_processes_refuse_the_reference_of_one(tmp_path):
     run_training("record", tmp_path, level="state", world_size=1, batches=8)
     ended = run_training("verify", tmp_path, current=None, default_root_dir=tmp_path, status=3)
     assert all("world size of 1 and this run one of 2" in one.output for one in ended)
@@ -117,7 +117,7 @@ class PartlyUsed(Classifier):
 
 
 @SLOW
-def test_parameters_that_no_step_uses_are_no_difference(tmp_path: Path) -> None:
+def test_parameters_that_no_step_uses_are_no_difference(tmp_path):
     strategy = DDPStrategy(find_unused_parameters=True, gradient_as_bucket_view=True)
     for mode in ("record", "verify", "verify"):
         run_training(mode, tmp_path, model=PartlyUsed, strategy=strategy)
@@ -134,7 +134,7 @@ class Own(Classifier):
         torch.nn.init.constant_(self.last.bias, is_other)
 
 
-def test_ranks_that_do_not_start_alike_do_not_train(tmp_path: Path) -> None:
+def test_ranks_that_do_not_start_alike_do_not_train(tmp_path):
     for one in run_training("record", tmp_path, model=Own, strategy=DDPStrategy(init_sync=False), status=2):
         assert "SettingsError: The 2 processes of this run do not start alike: settings.float32_m" in one.output
         assert 'float32_matmul_precision is "high" on rank 1, and' in one.output
@@ -148,7 +148,7 @@ def start_forked(mode: str, folder: Path, name: str, world_size: int = 2) -> Non
 
 
 @pytest.mark.parametrize(("name", "world_size"), [("fsdp2", 2), pytest.param("mesh", 4, marks=SLOW)])
-def test_sharded_parameters_are_recorded_by_their_shards(name: str, world_size: int, tmp_path: Path) -> None:
+def test_sharded_parameters_are_recorded_by_their_shards(name, world_size, tmp_path):
     for mode in ("record", "verify"):
         start_forked(mode, tmp_path, name, world_size)
     assert_match(tmp_path, world_size, 2 * world_size)  # two ranks see each batch of the mesh of four
@@ -166,7 +166,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
 @pytest.mark.parametrize(
     ("launcher", "name", "started"), [((), "ddp", "record"), (TORCHRUN, "ddp", "record"), ((), "ddp_spawn", "verify")]
 )
-def test_launchers(launcher: tuple[str, ...], name: str, started: str, tmp_path: Path) -> None:
+def test_launchers(launcher, name, started, tmp_path):
     for mode in ("record", "verify"):
         if mode != started:
             start_forked(mode, tmp_path, "ddp")

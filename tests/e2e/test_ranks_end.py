@@ -39,7 +39,7 @@ SLOW = pytest.mark.slow
         pytest.param("kill", 1, -signal.SIGKILL, 2, marks=SLOW),
     ],
 )
-def test_the_others_end(how: str, rank: int, exit_code: int, workers: int, tmp_path: Path) -> None:
+def test_the_others_end(how, rank, exit_code, workers, tmp_path):
     def end(trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if (batch_idx, trainer.global_rank) != (2, rank):
             return
@@ -62,7 +62,7 @@ def test_the_others_end(how: str, rank: int, exit_code: int, workers: int, tmp_p
     assert (run.is_complete, [run.rank(rank).steps(0).tolist() for rank in run.ranks]) == (False, [[0, 1]] * 2)
 
 
-def test_a_slow_rank_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_rank_is_waited_for(tmp_path, monkeypatch):
     """One takes longer alone than the others wait for a rank that is in a step, as a large save does."""
     monkeypatch.setattr(group.RankGroup, "end_seconds", 1.0)  # for the forked processes
 
@@ -74,7 +74,7 @@ def test_a_slow_rank_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert Run.open(tmp_path / "run").is_complete
 
 
-def test_a_rank_with_fewer_batches_ends_all_and_nothing_matches(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_rank_with_fewer_batches_ends_all_and_nothing_matches(tmp_path, monkeypatch):
     """Rank 1 comes to the end of its fit, and rank 0 is in a collective of the training."""
     monkeypatch.setattr(group.RankGroup, "end_seconds", 2.0)  # for the forked processes
 
@@ -97,7 +97,7 @@ def test_a_rank_with_fewer_batches_ends_all_and_nothing_matches(tmp_path: Path, 
     assert not Run.open(tmp_path / "current").is_complete
 
 
-def test_a_judge_that_fails_is_no_match(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_judge_that_fails_is_no_match(tmp_path, monkeypatch):
     run_training("record", tmp_path)
     error = ReferenceFormatError("a file was damaged meanwhile", str(tmp_path))
     monkeypatch.setattr("det_callbacks.verify.verification.compare_runs", Mock(side_effect=error))
@@ -112,7 +112,7 @@ def test_a_judge_that_fails_is_no_match(tmp_path: Path, monkeypatch: pytest.Monk
         compare_runs(tmp_path / "run", tmp_path / "current")
 
 
-def test_two_fits_are_verified_together_and_both_have_to_come(tmp_path: Path) -> None:
+def test_two_fits_are_verified_together_and_both_have_to_come(tmp_path):
     def run(mode: Any, num_fits: int, status: int) -> list[Ended]:
         def body(_: int) -> None:
             callback = DeterminismCallback(tmp_path / "run", mode=mode, current=tmp_path / f"{num_fits}" / "current")
@@ -132,8 +132,7 @@ def test_two_fits_are_verified_together_and_both_have_to_come(tmp_path: Path) ->
 
 
 @pytest.fixture(scope="module")
-def one_fit(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of eight steps."""
+def one_fit(tmp_path_factory: Any) -> Path:
     run_training("record", folder := tmp_path_factory.mktemp("one"), batches=8)
     return folder
 
@@ -165,7 +164,7 @@ def wait_for_another_fit() -> None:
     wait(wait_for_another_fit, lambda: DivergenceError("one fit of two"))
 
 
-def test_a_process_ends_as_diverged_where_a_fit_is_left_also_one_that_a_strategy_forks() -> None:
+def test_a_process_ends_as_diverged_where_a_fit_is_left_also_one_that_a_strategy_forks():
     child = multiprocessing.get_context("fork").Process(target=wait_for_another_fit)
     child.start()
     child.join()

@@ -47,7 +47,6 @@ def data(num_ranks: int = 2, **options: Any) -> DataLoader[Any]:
 
 
 def on_ranks(options: dict[str, Any], num_ranks: int = 2) -> dict[str, Any]:
-    """Return options of a fit; a strategy serves one Trainer, so options have one that makes it."""
     options = {"strategy": lambda: "ddp", "model": Wide, "data": lambda: data(num_ranks), **options}
     return {**options, "devices": num_ranks, "strategy": options["strategy"]()}
 
@@ -61,7 +60,6 @@ def resume(folder: Path, name: str, *others: pl.Callback, num_ranks: int = 2, **
 
 
 def round_trip(folder: Path, after: Sequence[int], *, level: Any = "op", **options: Any) -> None:
-    """Record a training that saves checkpoints, and resume from each of them."""
     at = options.pop("at", "train_batch_end")
     record(folder, SaveAfter(folder, *after, at=at), level=level, **options)
     for number in after:
@@ -91,7 +89,7 @@ def kill_at_6(trainer: pl.Trainer, *_: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_recording_that_was_killed_goes_on_and_is_the_uninterrupted_one(tmp_path: Path) -> None:
+def test_a_recording_that_was_killed_goes_on_and_is_the_uninterrupted_one(tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     options = {"accumulate_grad_batches": 2, "validates": True, "val_check_interval": 3}
     run_ranks(lambda rank: record(whole, **options), whole, status=0)
@@ -128,7 +126,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRAININGS)
-def test_from_wherever_it_was_saved(name: str, tmp_path: Path) -> None:
+def test_from_wherever_it_was_saved(name, tmp_path):
     options = TRAININGS[name]
     world = options.get("num_ranks", 2)
     run_ranks(lambda rank: round_trip(tmp_path, **options), tmp_path / "output", world_size=world, status=0)
@@ -162,7 +160,7 @@ def test_a_kill_between_two_ranks_leaves_a_checkpoint_without_digests(killed, tm
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tmp_path_factory: Any) -> Path:
     """A folder with a run of two epochs, and the checkpoints after its third step and, damaged, its fourth."""
     folder = tmp_path_factory.mktemp("saved")
     run_ranks(lambda rank: record(folder, SaveAfter(folder, 3, 4), level="state"), folder / "output", status=0)
@@ -174,7 +172,7 @@ def add_on_rank_1(trainer: pl.Trainer, *_: Any) -> None:
     trainer.fit_loop._data_source.instance.dataset.rows[:] += trainer.global_rank
 
 
-def test_what_cannot_be_resumed_is_refused_on_all_ranks(saved: Path) -> None:
+def test_what_cannot_be_resumed_is_refused_on_all_ranks(saved):
     def trip(name: str, after: int, **options: Any) -> Any:
         round_trip(saved / name, [after], level="state", max_epochs=1, **options)
 
@@ -195,7 +193,7 @@ def test_what_cannot_be_resumed_is_refused_on_all_ranks(saved: Path) -> None:
     run_ranks(body, saved / "output", status=0)
 
 
-def test_another_number_of_processes_is_refused_and_lightning_goes_on_alone(saved: Path) -> None:
+def test_another_number_of_processes_is_refused_and_lightning_goes_on_alone(saved):
     options = {"model": Wide, "data": data, "max_epochs": 1, "ckpt_path": saved / "3.ckpt"}
     with pytest.raises(NotResumableError, match="it was saved by 2 processes, and there are 1 now"):
         resumes.record(saved / "exact", **options)

@@ -26,7 +26,7 @@ def record(folder: Path, *others: Callback, is_faulty: bool, ckpt_path: Path | N
         fit.run(ckpt_path=ckpt_path)
 
 
-def test_what_is_to_be_recorded_next_names_the_op_and_then_the_numbers(tmp_path: Path) -> None:
+def test_what_is_to_be_recorded_next_names_the_op_and_then_the_numbers(tmp_path):
     """One side from the start and one from its checkpoint, one step each: the op is found."""
     saving = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=5, save_top_k=-1, filename="{step}")
     record(tmp_path / "state" / "good", is_faulty=False, level="state")

@@ -30,7 +30,7 @@ def verify(folder: Path, current: Path, model: type[Classifier] = Noisy, **optio
     return callback, train(model, callback, epochs=1)
 
 
-def test_steps_match_with_replay_and_diverge_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_match_with_replay_and_diverge_without(tmp_path, capsys):
     recorded = record(tmp_path / "with", replay=ALL)
     assert "4 ops saved for replay" in capsys.readouterr().out
     assert main(["show", str(tmp_path / "with")]) == 0
@@ -62,14 +62,14 @@ class TwiceActivated(Classifier):
         return self.last(self.drop(torch.relu(torch.relu(self.norm(self.first(inputs))) * 1.5)))
 
 
-def test_a_call_more_than_was_saved_is_a_divergence_and_no_damage(tmp_path: Path) -> None:
+def test_a_call_more_than_was_saved_is_a_divergence_and_no_damage(tmp_path):
     record(tmp_path / "run", Classifier, replay=("aten.relu.*",))
     with pytest.raises(DivergenceError, match=r"aten\.mul\.Tensor.* is only in the\scurrent run"):
         verify(tmp_path / "run", tmp_path / "current", TwiceActivated)
 
 
 @pytest.mark.parametrize("style", rest_slow(sorted({*STYLES} - {"sparse"}), every=8))
-def test_every_style_replays_all_that_can_be(style: str, tmp_path: Path) -> None:
+def test_every_style_replays_all_that_can_be(style, tmp_path):
     """Everything is saved and put back: shapes, strides, in-place, foreach and fused ops, backward and optimizer."""
     module, options = STYLES[style]
     plain, _, states = train(module, **options)
@@ -86,14 +86,14 @@ def test_every_style_replays_all_that_can_be(style: str, tmp_path: Path) -> None
 # what is wrong is said
 
 
-def test_a_pattern_that_means_nothing_is_said_at_the_end(tmp_path: Path) -> None:
+def test_a_pattern_that_means_nothing_is_said_at_the_end(tmp_path):
     with pytest.warns(CoverageWarning, match=r"replay patterns 'aten\.index_add_\.default': no op"):
         record(tmp_path / "run", replay=(*ALL, "aten.index_add_.default"), modules=("last",))
     callback, _ = verify(tmp_path / "run", tmp_path / "current")
     assert callback.verdict.coverage.replayed["planted.noisy.default"]["differing"] == 8
 
 
-def test_the_disk_is_asked_before_anything_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_disk_is_asked_before_anything_is_recorded(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=80 * 2**20))
     with pytest.raises(ReplayError, match=r"Nothing was recorded: .* may save 17 MiB, .* has 80 MiB free") as caught:
         record(tmp_path / "new" / "run", replay=ALL, tensor_budget_mib=17)
@@ -103,8 +103,8 @@ def test_the_disk_is_asked_before_anything_is_recorded(tmp_path: Path, monkeypat
 
 
 def test_what_an_audit_wrote_is_taken_as_it_is_and_other_patterns_than_the_references_are_refused(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     callback = DeterminismCallback(None, mode="audit", current=tmp_path / "audit", on_divergence="warn")
     with pytest.warns(UserWarning, match="3 ops gave other bits"):
         train(Noisy, callback, epochs=1)

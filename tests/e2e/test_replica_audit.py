@@ -28,7 +28,7 @@ def fit(folder: Path, audit: Any, *, status: int, **options: Any) -> list[Ended]
     return run_ranks(lambda _: train(None, audit, **options), folder, status=status)
 
 
-def test_equal_replicas_are_said_to_be_and_the_training_is_the_one_without(tmp_path: Path) -> None:
+def test_equal_replicas_are_said_to_be_and_the_training_is_the_one_without(tmp_path):
     audit, before = ReplicaAuditCallback(2), fits_of_process.num_fits
 
     def body(rank: int) -> None:
@@ -47,7 +47,7 @@ def test_equal_replicas_are_said_to_be_and_the_training_is_the_one_without(tmp_p
     assert "replicas" not in ended[1].output
 
 
-def test_a_tensor_is_warned_of_once_and_the_training_goes_on(tmp_path: Path) -> None:
+def test_a_tensor_is_warned_of_once_and_the_training_goes_on(tmp_path):
     def body(rank: int) -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", DivergenceWarning)
@@ -67,7 +67,7 @@ class OwnScale(Faulty):
     _ddp_params_and_buffers_to_ignore = ("scale",)
 
 
-def test_what_agrees_again_has_differed_and_what_differs_by_design_has_not(tmp_path: Path) -> None:
+def test_what_agrees_again_has_differed_and_what_differs_by_design_has_not(tmp_path):
     # DDP broadcasts the buffers of rank 0 before each forward pass
     ended = fit(tmp_path, ReplicaAuditCallback(1, "collect"), model=partial(Faulty, "buffer"), status=1)
     assert "det_callbacks: replicas agree again: 6 audits" in ended[0].output
@@ -82,7 +82,7 @@ def test_what_agrees_again_has_differed_and_what_differs_by_design_has_not(tmp_p
         assert said in ended[0].output
 
 
-def test_a_recording_of_drifting_replicas_is_no_reference_and_a_verdict_says_more(tmp_path: Path) -> None:
+def test_a_recording_of_drifting_replicas_is_no_reference_and_a_verdict_says_more(tmp_path):
     def run(mode: Any, fault: str, status: int, every: int = 1) -> list[Ended]:
         options: dict[str, Any] = {"level": "state", "audit_replicas_every_n_steps": every, "mode": mode}
         audited = partial(DeterminismCallback, tmp_path / "run", current=tmp_path / "current", **options)
@@ -122,14 +122,14 @@ def averaged() -> DDPStrategy:
         pytest.param(averaged, Classifier, "differ by design between two averagings", marks=pytest.mark.slow),
     ],
 )
-def test_what_has_no_replicas_is_refused(strategy: Any, model: Any, text: str, tmp_path: Path) -> None:
+def test_what_has_no_replicas_is_refused(strategy, model, text, tmp_path):
     ended = fit(tmp_path, ReplicaAuditCallback(1), model=model, strategy=strategy(), status=2)
     assert all(text in one.output for one in ended)
 
 
 @LIGHTNING_ADVICE
 @pytest.mark.usefixtures("environment_again")
-def test_one_process_has_no_replicas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_process_has_no_replicas(tmp_path, capsys):
     with pytest.raises(SettingsError, match="One process has no replicas"):
         train(None, ReplicaAuditCallback(1), world_size=1, strategy="auto")
     callback = DeterminismCallback(tmp_path / "run", mode="record", level="state", audit_replicas_every_n_steps=1)
@@ -138,7 +138,7 @@ def test_one_process_has_no_replicas(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert callback.replica_report is None
 
 
-def test_copies_take_the_arguments_along_and_wrong_ones_are_refused() -> None:
+def test_copies_take_the_arguments_along_and_wrong_ones_are_refused():
     audit = ReplicaAuditCallback(7, "collect", ignore=["codebook.*"])
     other = pickle.loads(pickle.dumps(audit))
     assert (other.every_n_steps, other.on_divergence, other.ignore) == (7, "collect", ("codebook.*",))

@@ -60,7 +60,7 @@ if LIGHTNING >= (2, 6):  # which brought this callback
 
 
 @pytest.mark.parametrize("name", TRAININGS)
-def test_from_the_middle_and_the_end_of_an_epoch(name: str, tmp_path: Path) -> None:
+def test_from_the_middle_and_the_end_of_an_epoch(name, tmp_path):
     options = {"others": list, "level": "state", **TRAININGS[name]}
     others, level = options.pop("others"), options.pop("level")
     num_steps = BATCHES * options.get("max_epochs", 2)
@@ -71,7 +71,7 @@ def test_from_the_middle_and_the_end_of_an_epoch(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("limit", "validates"), [({"max_epochs": -1, "max_steps": 14}, True), ({}, False)])
-def test_wherever_an_epoch_or_a_fit_ends(limit: dict[str, int], validates: bool, tmp_path: Path) -> None:
+def test_wherever_an_epoch_or_a_fit_ends(limit, validates, tmp_path):
     names = ["train_epoch_end", *(["validation_end"] if validates else [])]
     record(tmp_path, *(SaveAfter(tmp_path / at, 7, at=at) for at in names), validates=validates, **limit)
     for name in names:
@@ -85,7 +85,7 @@ def test_wherever_an_epoch_or_a_fit_ends(limit: dict[str, int], validates: bool,
             assert resume(tmp_path, f"{name}/{steps}.ckpt", validates=validates, **limit) == (steps, 13)
 
 
-def test_a_resumed_run_can_be_resumed_once_it_has_trained(tmp_path: Path) -> None:
+def test_a_resumed_run_can_be_resumed_once_it_has_trained(tmp_path):
     record(tmp_path, SaveAfter(tmp_path, 3))
     resume(tmp_path, "3.ckpt", SaveAfter(tmp_path, 5, 12), SaveAfter(tmp_path / "before", 3, at="train_start"))
     assert "it was saved before the first batch after a resume" in refused(tmp_path, "before/3.ckpt")
@@ -97,7 +97,7 @@ def test_a_resumed_run_can_be_resumed_once_it_has_trained(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("order", [1, -1], ids=["first", "last"])
-def test_what_a_tuner_saves_and_loads_is_no_resume(order: int, tmp_path: Path, capsys: Any) -> None:
+def test_what_a_tuner_saves_and_loads_is_no_resume(order, tmp_path, capsys):
     tuned = noisy(configure_optimizers=lambda self: torch.optim.SGD(self.parameters(), lr=self.lr), lr=1e-2)
 
     def train(callback: DeterminismCallback, *others: Any) -> int:
@@ -118,7 +118,7 @@ def test_what_a_tuner_saves_and_loads_is_no_resume(order: int, tmp_path: Path, c
     assert resume(tmp_path, "4.ckpt", model=tuned) == (4, num_steps - 1)
 
 
-def test_nothing_else_changes(tmp_path: Path) -> None:
+def test_nothing_else_changes(tmp_path):
     """Weights, generators and the bytes of checkpoints, with and without the callback; and the ops of a step."""
     after, options = [], {"validates": True, "accumulate_grad_batches": 3}
     for mode in ("record", "disabled"):
@@ -173,7 +173,7 @@ REASONS: dict[str, tuple[dict[str, Any], int, str]] = {  # options, after which 
 
 
 @pytest.mark.parametrize("name", REASONS)
-def test_a_save_that_cannot_be_resumed_says_what_to_change(name: str, tmp_path: Path) -> None:
+def test_a_save_that_cannot_be_resumed_says_what_to_change(name, tmp_path):
     options, after, reason = REASONS[name]
     options = {"max_epochs": 1, "at": "train_batch_end", **options}
     others = [options.pop("others")()] if "others" in options else []
@@ -184,7 +184,7 @@ def test_a_save_that_cannot_be_resumed_says_what_to_change(name: str, tmp_path: 
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tmp_path_factory: Any) -> Path:
     folder = tmp_path_factory.mktemp("saved")
     record(folder, SaveAfter(folder, 4, 7), data=lambda: loader("none"))
     return folder
@@ -206,11 +206,11 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "reason"), OTHERS)
-def test_another_training_is_refused(options: dict[str, Any], reason: str, saved: Path) -> None:
+def test_another_training_is_refused(options, reason, saved):
     assert reason in refused(saved, "4.ckpt", **{"data": lambda: loader("none"), **options})
 
 
-def test_missing_state_is_refused_or_said(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_state_is_refused_or_said(saved, capsys):
     (saved / "7.ckpt.resume").rename(saved / "resume")
     assert refused(saved, "7.ckpt").startswith("the state of rank 0 of 1, which was saved beside it, is missing")
     (saved / "resume").rename(saved / "7.ckpt.resume")
@@ -221,7 +221,7 @@ def test_missing_state_is_refused_or_said(saved: Path, capsys: pytest.CaptureFix
     assert said in capsys.readouterr().out
 
 
-def test_a_finished_training(tmp_path: Path) -> None:
+def test_a_finished_training(tmp_path):
     record(tmp_path, SaveAfter(tmp_path, 7, at="train_epoch_end"), max_epochs=1)
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     with pytest.raises(NothingComparedError, match="of a training that was finished: no step was left"):

@@ -22,7 +22,6 @@ BATCHES = 4
 
 
 def fit(*callbacks: pl.Callback, ckpt_path: Any = None, model: Any = Steady, **options: Any) -> None:
-    """Train, for two epochs unless the options say otherwise, from the start or from a checkpoint."""
     Fit(*callbacks, model=model, **{"max_epochs": 2, **options}).run(ckpt_path=ckpt_path and str(ckpt_path))
 
 
@@ -31,8 +30,7 @@ def recording(run: Path, **options: Any) -> DeterminismCallback:
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two epochs, with checkpoints."""
+def recorded(tmp_path_factory: Any) -> Path:
     folder = tmp_path_factory.mktemp("recorded")
     fit(recording(folder / "run"), SaveAfter(folder, 2, 4, 6))
     return folder
@@ -54,7 +52,7 @@ def steps_of(path: Path) -> list[int]:
     return steps
 
 
-def test_steps_that_agree_are_not_written_twice(recorded: Path, run: Path, capsys: Any) -> None:
+def test_steps_that_agree_are_not_written_twice(recorded, run, capsys):
     with pytest.raises(SelectionError, match="replay="):  # another selection cannot be gone on with
         fit(recording(run, replay=("aten.addmm.default",)), ckpt_path=recorded / "4.ckpt")
     fit(recording(run), ckpt_path=recorded / "2.ckpt", max_steps=6)  # one that stops earlier adds nothing
@@ -96,9 +94,7 @@ CHANGES: list[tuple[Callable[[Any], object], str, dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("change", "mode", "options", "name", "said"), CHANGES)
-def test_what_the_checkpoint_did_not_bring_back_is_named(
-    change: Any, mode: Any, options: Any, name: str, said: str, recorded: Path, run: Path, tmp_path: Path
-) -> None:
+def test_what_the_checkpoint_did_not_bring_back_is_named(change, mode, options, name, said, recorded, run, tmp_path):
     if options:
         fit(recording(run, **options, overwrite=True))
     before = files_of(run)
@@ -124,7 +120,7 @@ class Other(Steady):
             self.last.bias.data[0] += 1
 
 
-def test_a_later_step_that_differs_takes_back_new_ones_too(recorded: Path, tmp_path: Path) -> None:
+def test_a_later_step_that_differs_takes_back_new_ones_too(recorded, tmp_path):
     """A run with a gap: steps 0 and 1, and 4 to 7; resumed with step 2 it fills the gap, and must meet step 4."""
     run = tmp_path / "run"
     fit(recording(run), max_steps=2)
@@ -153,7 +149,7 @@ class Unseeded(Steady):
         return self.last(hidden + observe_non_deterministic("noise", noise))
 
 
-def test_what_was_saved_is_put_back_in_steps_that_are_there(tmp_path: Path) -> None:
+def test_what_was_saved_is_put_back_in_steps_that_are_there(tmp_path):
     run = tmp_path / "run"
     fit(recording(run, level="module"), SaveAfter(tmp_path, 2), model=Unseeded, max_epochs=1)
     saved = {name: content for name, content in files_of(run).items() if "replay" in name}
@@ -165,7 +161,7 @@ def test_what_was_saved_is_put_back_in_steps_that_are_there(tmp_path: Path) -> N
     assert callback.verdict.verdict == "match"
 
 
-def test_where_steps_are_left_out_the_checkpoint_is_not_accused(tmp_path: Path) -> None:
+def test_where_steps_are_left_out_the_checkpoint_is_not_accused(tmp_path):
     run = tmp_path / "run"
     fit(recording(run, every_n_steps=3), SaveAfter(tmp_path, 4))
     with pytest.raises(DivergenceError) as caught:
@@ -174,9 +170,7 @@ def test_where_steps_are_left_out_the_checkpoint_is_not_accused(tmp_path: Path) 
     assert steps_of(run) == [0, 3, 6]
 
 
-def test_an_exception_in_a_resumed_attempt_keeps_what_was_there(
-    recorded: Path, run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_exception_in_a_resumed_attempt_keeps_what_was_there(recorded, run, capsys, monkeypatch):
     before = files_of(run)
     at_step_6, at_step_9 = (RaiseAt("on_train_batch_start", StopError("stop"), call=call) for call in (3, 4))
     with monkeypatch.context() as killed:

@@ -32,7 +32,6 @@ def fit(folder: Path, model: Any, settings: Any = SETTINGS) -> None:
 
 
 def refused(folder: Path, model: Classifier) -> str:
-    """Return what a fit is refused with: no step is trained, and nothing written."""
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(SettingsError) as caught:
         fit(folder, model)
@@ -42,7 +41,7 @@ def refused(folder: Path, model: Classifier) -> str:
     return str(caught.value)
 
 
-def test_a_seed_after_the_model_is_refused_with_names_and_fine_before_it(tmp_path: Path) -> None:
+def test_a_seed_after_the_model_is_refused_with_names_and_fine_before_it(tmp_path):
     early = Classifier()
     names = [name for name, _ in early.named_parameters()]
     with enforce_determinism(SETTINGS):
@@ -75,9 +74,7 @@ OTHERS = {"deterministic_algorithms": "warn", "cublas_workspace_config": ":16:8"
 
 @pytest.mark.parametrize(("options", "wanted"), [(TEMPLATE, CUDNN), ({"deterministic": True}, OTHERS)])
 @pytest.mark.parametrize("stops_at", ["", "on_fit_start", "on_train_batch_end"])
-def test_what_can_still_be_set_is_set_for_the_training_and_put_back_after_it(
-    stops_at: str, options: dict[str, Any], wanted: dict[str, Any], tmp_path: Path
-) -> None:
+def test_what_can_still_be_set_is_set_for_the_training_and_put_back_after_it(stops_at, options, wanted, tmp_path):
     def but_the_seed() -> dict[str, Any]:
         return {**settings_in_force(), "seed": None}
 
@@ -96,7 +93,7 @@ def test_what_can_still_be_set_is_set_for_the_training_and_put_back_after_it(
             assert {name: found[name] for name in wanted} == wanted
 
 
-def test_generators_go_on_after_the_training_as_they_would_without_settings(tmp_path: Path) -> None:
+def test_generators_go_on_after_the_training_as_they_would_without_settings(tmp_path):
     drawn = []
     for settings in (None, {"num_threads": torch.get_num_threads()}):
         with enforce_determinism({"seed": 1}):

@@ -1,6 +1,7 @@
 """A run of several fits: one reference, one verdict, and a process that may not end before the last of them."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fits import Fit, RaiseAt, StopError
@@ -16,8 +17,7 @@ pytestmark = LIGHTNING_ADVICE
 
 
 @pytest.fixture(scope="module")
-def two_fits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A fit of one epoch and a fit that goes on with it."""
+def two_fits(tmp_path_factory: Any) -> Path:
     path = tmp_path_factory.mktemp("two") / "run"
     Fit(DeterminismCallback(path, mode="record")).run().again(epochs=2)
     return path
@@ -28,9 +28,7 @@ def current(tmp_path: Path) -> Path:
     return tmp_path / "current"
 
 
-def test_two_fits_are_two_segments_and_verified_together(
-    two_fits: Path, current: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_fits_are_two_segments_and_verified_together(two_fits, current, capsys):
     run = Run.open(two_fits)
     assert run.is_complete
     assert [run.rank(0).steps(segment).tolist() for segment in run.rank(0).segments] == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -45,7 +43,7 @@ def test_two_fits_are_two_segments_and_verified_together(
     require_one_verdict(callback.verdict, two_fits, current)
 
 
-def test_a_fit_too_many_diverges_and_takes_the_verdict_back_where_it_stops(reference: Path, current: Path) -> None:
+def test_a_fit_too_many_diverges_and_takes_the_verdict_back_where_it_stops(reference, current):
     callback = DeterminismCallback(reference, current=current)
     fit = Fit(callback).run().run()  # fit 1 has nothing left to do
     assert callback.verdict.verdict == "match"
@@ -62,7 +60,7 @@ def test_a_fit_too_many_diverges_and_takes_the_verdict_back_where_it_stops(refer
     assert not (current / "verdict.json").exists()
 
 
-def test_a_process_that_ends_before_the_last_fit_has_an_error(two_fits: Path, tmp_path: Path) -> None:
+def test_a_process_that_ends_before_the_last_fit_has_an_error(two_fits, tmp_path):
     Fit(DeterminismCallback(two_fits, current=tmp_path / "current")).run()
     error = take_unfinished()
     assert isinstance(error, DivergenceError)
@@ -79,7 +77,7 @@ def test_a_process_that_ends_before_the_last_fit_has_an_error(two_fits: Path, tm
     assert (callback.verdict.verdict, take_unfinished()) == ("match", None)
 
 
-def test_a_difference_is_shown_in_its_fit_and_not_waited_with(two_fits: Path, current: Path) -> None:
+def test_a_difference_is_shown_in_its_fit_and_not_waited_with(two_fits, current):
     fit = Fit(DeterminismCallback(two_fits, current=current)).run()
     fit.model.first.weight.data.add_(1)
     with pytest.raises(

@@ -52,7 +52,7 @@ def project(run_command: Run) -> Run:
     return run_command
 
 
-def test_a_hydra_script_keeps_its_configuration_and_its_overrides(project: Run) -> None:
+def test_a_hydra_script_keeps_its_configuration_and_its_overrides(project):
     words = ["model.lr=0.2", "+logger.hub_token=abc", "--own"]
     done = project("record", "run", "--level", "state", script="with_hydra.py", faults=words)
     assert done.status == 0, done.errors
@@ -72,7 +72,7 @@ def test_a_hydra_script_keeps_its_configuration_and_its_overrides(project: Run) 
     assert differing == {"config.model.lr": (0.2, 0.3), "process.argv": (["model.lr=0.2"], ["model.lr=0.3"])}
 
 
-def test_any_script_keeps_its_words(project: Run) -> None:
+def test_any_script_keeps_its_words(project):
     done = project("record", "run", "--level", "state", script="train.py", faults=["planted", "--password", "abc"])
     assert done.status == 0
     assert facts("run", "process.") == {"process.argv": ["train.py", "planted", "--password", "<withheld>"]}
@@ -97,7 +97,7 @@ main()
 
 
 @pytest.mark.usefixtures("project")
-def test_a_loop_of_one_s_own_in_a_hydra_script_keeps_the_same() -> None:
+def test_a_loop_of_one_s_own_in_a_hydra_script_keeps_the_same():
     Path("loop.py").write_text(LOOP)
     words = ["model.lr=0.2", "+logger.hub_token=abc"]
     done = subprocess.run([sys.executable, "loop.py", *words], capture_output=True, text=True, check=False)

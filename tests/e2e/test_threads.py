@@ -56,7 +56,6 @@ def test_threads_in_another_order_match_and_a_fault_in_one_is_named(
     for number, training in enumerate(trainings):
         callback = DeterminismCallback(reference, current=tmp_path / str(number))
         training.fit(callback)
-        assert callback.verdict is not None
         assert callback.verdict.verdict == "match"
     monkeypatch.setattr(Branch, "wrong", 1)
     for number, training in enumerate(trainings if place else []):

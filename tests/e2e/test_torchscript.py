@@ -1,7 +1,6 @@
 """Modules that TorchScript runs: what ran before in the process decides which ops its executor runs."""
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,8 +16,6 @@ pytestmark = [LIGHTNING_ADVICE, pytest.mark.filterwarnings("ignore:.torch.jit.sc
 
 
 def scaled() -> nn.Module:
-    """Return a module of a new class: TorchScript keeps what it compiled by class, and with it what has run."""
-
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -58,7 +55,7 @@ def fit(callback: DeterminismCallback, *, is_scripted: bool, num_before: int = 0
 
 
 @pytest.mark.parametrize("is_scripted", [True, False])
-def test_what_ran_before_is_named_where_the_executor_runs_other_ops(is_scripted: bool, tmp_path: Path) -> None:
+def test_what_ran_before_is_named_where_the_executor_runs_other_ops(is_scripted, tmp_path):
     fit(DeterminismCallback(tmp_path / "run", mode="record"), is_scripted=is_scripted)
     again: Any = partial(fit, DeterminismCallback(tmp_path / "run", current=tmp_path / "current"))
     if not is_scripted:
@@ -67,13 +64,12 @@ def test_what_ran_before_is_named_where_the_executor_runs_other_ops(is_scripted:
     with pytest.raises(DivergenceError) as caught:
         again(is_scripted=True, num_before=3)
     verdict = caught.value.verdict
-    assert verdict is not None
     assert verdict.cause == "structure"
     said = "TorchScript runs in net, and what ran earlier in a process also decides which ops its executor runs"
     assert said in verdict.explanation
 
 
-def test_an_op_that_another_module_has_is_not_laid_to_it(tmp_path: Path) -> None:
+def test_an_op_that_another_module_has_is_not_laid_to_it(tmp_path):
     """The executor has settled by then: both runs have its ops of a process in which it ran before."""
     fit(DeterminismCallback(tmp_path / "first", mode="record"), is_scripted=True, num_before=3)
     fit(DeterminismCallback(tmp_path / "run", mode="record"), is_scripted=True, num_before=3)
@@ -81,13 +77,11 @@ def test_an_op_that_another_module_has_is_not_laid_to_it(tmp_path: Path) -> None
     with pytest.raises(DivergenceError) as caught:
         fit(current, is_scripted=True, num_before=3, has_more=True)
     verdict = caught.value.verdict
-    assert verdict is not None
-    assert verdict.first_divergence is not None
     assert (verdict.first_divergence.op, verdict.first_divergence.module) == ("aten.mul.Tensor", "")
     assert "TorchScript" not in verdict.explanation
 
 
-def test_a_loop_of_one_s_own_is_told_of_it_too(tmp_path: Path) -> None:
+def test_a_loop_of_one_s_own_is_told_of_it_too(tmp_path):
     own_class = type(scaled())  # both runs are of one class, whose executor has not run before
 
     def loop(num_before: int, **options: Any) -> None:

@@ -27,7 +27,7 @@ LOWER = [("plain", "state"), ("checkpoint", "module")]
 
 
 @pytest.mark.parametrize(("style", "level"), [*((style, "op") for style in STYLES), *LOWER])
-def test_a_verified_run_matches_and_is_not_disturbed(style: str, level: str, tmp_path: Path) -> None:
+def test_a_verified_run_matches_and_is_not_disturbed(style, level, tmp_path):
     module, options = STYLES[style]
     options = {"epochs": 2 if style == "skipping" else 1, **options}
     plain, losses, states = train(module, **options)
@@ -74,7 +74,7 @@ def fit(path: Path, mode: str, fault_at: int | None = None) -> None:
     Fit(DeterminismCallback(path, mode=mode, current=path.with_name("current")), model=partial(Graphed, fault_at)).run()
 
 
-def test_a_fit_that_replays_a_graph(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fit_that_replays_a_graph(tmp_path, capsys):
     with host_graphs():
         fit(tmp_path / "run", "record")
         assert "at level op (seen only from outside: cuda_graph)" in capsys.readouterr().out
@@ -107,7 +107,7 @@ def resident_bytes() -> int:
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)  # thousands of traced steps, on a machine that may be busy
-def test_memory_is_flat(tmp_path: Path) -> None:
+def test_memory_is_flat(tmp_path):
     def train_long(mode: Any) -> None:
         pl.seed_everything(0, verbose=False)
         callback = DeterminismCallback(tmp_path / "run", mode=mode, current=tmp_path / "current")

@@ -8,7 +8,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from checking import Run as Command
 from fits import Fit, StopError, assert_nothing_left
 from loops import Loop, train
 from trainers import LIGHTNING_ADVICE
@@ -22,9 +21,7 @@ pytestmark = LIGHTNING_ADVICE
 
 
 @pytest.fixture
-def fill_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Let the n-th write from now on, and all after it, find the disk full."""
-
+def fill_disk(monkeypatch: Any) -> Callable[[int], None]:
     def fill(after: int) -> None:
         left = iter(range(after))
 
@@ -50,7 +47,7 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 @pytest.mark.parametrize("mode", ["record", "verify", "audit"])
-def test_a_file_in_the_way_is_named_with_the_argument(mode: str, reference: Path, tmp_path: Path) -> None:
+def test_a_file_in_the_way_is_named_with_the_argument(mode, reference, tmp_path):
     (tmp_path / "file").write_text("theirs")
     place = tmp_path / "file" / "run"
     folders = {"record": (place, None), "verify": (reference, place), "audit": (None, place)}
@@ -66,9 +63,7 @@ def test_a_file_in_the_way_is_named_with_the_argument(mode: str, reference: Path
 
 
 @pytest.mark.parametrize("after", [0, 1, 5, 9, 14])
-def test_a_recording_whose_disk_fills_is_one_sentence_and_incomplete(
-    after: int, fill_disk: Callable[[int], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_recording_whose_disk_fills_is_one_sentence_and_incomplete(after, fill_disk, tmp_path, capsys):
     """Wherever it fills: at the start, in a step, in what explains it, or at the end."""
     fit = Fit(callback := DeterminismCallback(tmp_path / "run", mode="record"))
     fill_disk(after)
@@ -83,9 +78,7 @@ def test_a_recording_whose_disk_fills_is_one_sentence_and_incomplete(
 
 
 @pytest.mark.parametrize(("fault", "after"), [*((False, n) for n in range(5)), *((True, n) for n in range(9))])
-def test_a_verification_whose_disk_fills_has_no_verdict(
-    fault: bool, after: int, fill_disk: Callable[[int], None], reference: Path, tmp_path: Path
-) -> None:
+def test_a_verification_whose_disk_fills_has_no_verdict(fault, after, fill_disk, reference, tmp_path):
     fit = Fit(callback := DeterminismCallback(reference, current=tmp_path / "current"))
     if fault:
         fit.model.first.weight.data += 1
@@ -97,9 +90,7 @@ def test_a_verification_whose_disk_fills_has_no_verdict(
     assert_nothing_left(fit, callback)
 
 
-def test_a_full_disk_takes_no_other_exception_s_place(
-    fill_disk: Callable[[int], None], reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_takes_no_other_exception_s_place(fill_disk, reference, tmp_path, capsys):
     callback = DeterminismCallback(reference, current=tmp_path / "current")
 
     class Fills(pl.Callback):
@@ -114,7 +105,7 @@ def test_a_full_disk_takes_no_other_exception_s_place(
     assert not (tmp_path / "current" / VERDICT_FILE).exists()
 
 
-def test_commands_that_start_a_script_have_a_status_and_name_the_option(run_command: Command) -> None:
+def test_commands_that_start_a_script_have_a_status_and_name_the_option(run_command):
     assert run_command("record", "run", "--level", "state").status == 0
     for kind, option in (("verify", "--current"), ("check", "--to")):
         Path(f"determinism-{kind}").write_text("theirs")
@@ -138,9 +129,7 @@ def test_commands_that_start_a_script_have_a_status_and_name_the_option(run_comm
 
 
 @pytest.mark.parametrize("after", [0, 1, 5, 9, 14])
-def test_a_loop_whose_disk_fills_is_one_sentence_and_incomplete(
-    after: int, fill_disk: Callable[[int], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_loop_whose_disk_fills_is_one_sentence_and_incomplete(after, fill_disk, tmp_path, capsys):
     fill_disk(after)
     with pytest.raises(WriteError, match=r"No space left on device; free some space, or ") as caught:
         train(Loop, tmp_path / "run", mode="record")
@@ -151,9 +140,7 @@ def test_a_loop_whose_disk_fills_is_one_sentence_and_incomplete(
 
 
 @pytest.mark.parametrize("mode", ["record", "verify"])
-def test_a_full_disk_takes_no_exception_s_place_in_a_loop(
-    mode: str, fill_disk: Callable[[int], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_takes_no_exception_s_place_in_a_loop(mode, fill_disk, tmp_path, capsys):
     if mode == "verify":
         train(Loop, tmp_path / "run", mode="record")
 

@@ -11,7 +11,7 @@ from guards import VARIABLES, process_state
 
 
 @pytest.fixture
-def same_process_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def same_process_afterwards(monkeypatch: Any) -> Iterator[None]:
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     before = process_state()

@@ -25,14 +25,12 @@ EDGES = (1, 8, 9, 1023, 1024, 1025, 16 * 1024 + 1, 32 * 1024 - 1, 32 * 1024, 32 
 
 
 def of_bits(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
-    """Return a contiguous tensor of random bits, NaNs with payloads among them (a bool's bytes are 0 or 1)."""
     num_bytes, high = torch.Size(shape).numel() * dtype.itemsize, 2 if dtype is torch.bool else 256
     raw = torch.randint(0, high, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
     return raw.view(dtype).reshape(shape)
 
 
 def tensors(num_cases: int, *, largest: int, seed: int, device: torch.device = HOST) -> list[torch.Tensor]:
-    """Return tensors of random dtype, size, offset in their storage and layout, some with a conjugate bit."""
     draw = random.Random(seed)
     found = []
     for _ in range(num_cases):
@@ -56,7 +54,6 @@ def tensors(num_cases: int, *, largest: int, seed: int, device: torch.device = H
 
 
 def check(method: TritonDigest, num_cases: int, *, largest: int, seed: int) -> None:
-    """Compare the digests of random tensors with those of the host, in batches and one by one."""
     cases = tensors(num_cases, largest=largest, seed=seed)
     expected = digest_tensors(cases)
     outputs = [digest_output(case) for case in cases[:4]]
@@ -67,7 +64,6 @@ def check(method: TritonDigest, num_cases: int, *, largest: int, seed: int) -> N
 
 
 def check_edges_of_memory(method: TritonDigest) -> None:
-    """Digest spans that touch pages which cannot be read: a read too far ends the process."""
     page = mmap.PAGESIZE
     area = mmap.mmap(-1, 3 * page)
     start = ctypes.addressof(ctypes.c_char.from_buffer(area))
@@ -83,7 +79,6 @@ def check_edges_of_memory(method: TritonDigest) -> None:
 
 
 def check_edges_of_sizes(method: TritonDigest) -> None:
-    """Digest spans of sizes at which something begins or ends, at several offsets in a word of 8 bytes."""
     content = torch.frombuffer(bytearray(random.Random(1).randbytes(3 * LEAF + 8)), dtype=torch.uint8)
     storage = content.untyped_storage()
     spans = [(storage, offset, size) for size in EDGES for offset in (0, 3, 8)]

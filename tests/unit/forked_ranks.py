@@ -31,7 +31,6 @@ def start(rank: int, world_size: int, folder: str, body: Body) -> None:
 
 
 def run(body: Body, folder: Path, world_size: int = 2) -> list[Any]:
-    """Return what a body returns on each rank, or its error as text."""
     # forked, since importing torch takes a child longer than the test
     mp.start_processes(start, (world_size, str(folder), body), nprocs=world_size, start_method="fork")
     return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(world_size)]

@@ -78,7 +78,6 @@ def only(report: NumericsReport, phase: str, name: str) -> Any:
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """Return what a comparison leaves as it was."""
     state = model.state_dict(keep_vars=True)
     return {
         "tensors": [(name, id(one), one.data_ptr(), one.tolist()) for name, one in state.items()],

@@ -14,13 +14,11 @@ from torch.utils._pytree import tree_leaves
 
 
 def total_of(outputs: Any) -> Tensor | None:
-    """Return a number to differentiate: the sum of all elements that have a gradient, None when there are none."""
     tensors = [out for out in tree_leaves(outputs) if isinstance(out, Tensor) and out.requires_grad]
     return sum((out.abs().sum() for out in tensors[1:]), tensors[0].abs().sum()) if tensors else None
 
 
 def back(function: Callable[..., Any], *inputs: Tensor) -> None:
-    """Run a function and the backward pass of the sum of what it returns."""
     leaves = [x.detach().clone().requires_grad_() if x.is_floating_point() or x.is_complex() else x for x in inputs]
     total = total_of(function(*leaves))
     if total is not None:
@@ -28,7 +26,6 @@ def back(function: Callable[..., Any], *inputs: Tensor) -> None:
 
 
 def module(layer: nn.Module, *inputs: Tensor) -> None:
-    """Run a layer in training, forward and backward, and once without."""
     back(layer, *inputs)
     with torch.no_grad():
         layer.eval()(*inputs)

@@ -32,7 +32,6 @@ _LIBC = ctypes.CDLL(None)
 
 @contextmanager
 def dirty_memory(pattern: int) -> Iterator[None]:
-    """Fill what is allocated inside with a pattern."""
     assert _LIBC.mallopt(_M_PERTURB, pattern) == 1
     for size in (16, 64, 256, 1024):
         junk = [torch.empty(size, dtype=torch.uint8).fill_(pattern) for _ in range(4)]
@@ -53,7 +52,6 @@ def bytes_of(tensor: Tensor) -> bytes:
 
 
 def copy_of(tensor: Tensor) -> Tensor:
-    """Return a copy with the same strides and bytes, gaps in its storage included."""
     if torch._is_zerotensor(tensor):
         return tensor  # has no memory
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():

@@ -10,7 +10,6 @@ from det_callbacks.compare.align import align
 
 
 def one_sided(reference: StepBuilder, current: StepBuilder) -> tuple[list[int], list[int]]:
-    """Return the positions that only the reference, and only the current step has."""
     alignment = align(reference.view(), current.view())
     missing = alignment.reference[alignment.current < 0].tolist()
     return missing, alignment.current[alignment.reference < 0].tolist()
@@ -89,7 +88,6 @@ OPS = ("aten.mul.Tensor", "aten.add.Tensor", "aten.relu.default")
 
 
 def chain_of(ops: list[tuple[int, int]], edits: dict[int, str]) -> tuple[StepBuilder, list[int]]:
-    """Return a chain of ops in two modules, with ops left out or put in; the positions of those put in."""
     step = StepBuilder()
     value = step.named("batch[0]", 5, phase="data")
     inserted = []

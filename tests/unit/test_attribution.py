@@ -101,7 +101,6 @@ class Attributions(NamedTuple):
 
 
 def judge(model: nn.Module, step: Callable[[], None]) -> Attributions:
-    """Run two steps under the tracer and the oracle; return what both say of the last, which follows the first."""
     mode = HashMode(model)
     with torch.autograd.set_detect_anomaly(True, check_nan=False):
         for _ in range(2):

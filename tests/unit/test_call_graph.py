@@ -23,13 +23,11 @@ X = torch.ones(3)
 
 
 def steps_of(body, values, **selection):
-    """Return the traces of one step for each value, all in one mode."""
     mode = HashMode(**selection)
     return [step_of(mode, lambda value=value: body(value)) for value in values]
 
 
 def numbers_of(trace: StepTrace, op: str) -> dict[str, Any]:
-    """Return the numbers among the arguments of the first call of an op ("mm.default"), by name."""
     sites = enumerate(trace.program.sites)
     position, site = next(found for found in sites if found[1].role == "argument" and found[1].op == f"aten.{op}")
     bits = int(trace.digests[position])

@@ -65,8 +65,7 @@ Check = Callable[..., tuple[int, list[str], Processes]]
 
 
 @pytest.fixture
-def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Check:
-    """Check a script whose processes end like this; return the status, what was printed, and the processes."""
+def check(tmp_path: Path, monkeypatch: Any, capsys: Any) -> Check:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
 
@@ -172,16 +171,13 @@ def test_a_script_without_a_seed_is_told_of_the_option(options, seed, check, mon
 
 
 def table(lines: Sequence[str]) -> list[list[str]]:
-    """Return the runs of the table, and what they came to."""
     rows = [
         re.split("  +", line) for line in lines if re.match(r"(plain|workers|threads|hash-seed|memory) ? .* +\S", line)
     ]
     return [[row[0], row[2]] for row in rows if len(row) == 5]
 
 
-def test_what_cannot_be_started_or_has_no_new_folder_is_refused(
-    check: Check, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_started_or_has_no_new_folder_is_refused(check, tmp_path, capsys):
     assert main(["check"]) == 2
     assert "No command was given" in capsys.readouterr().err
     for words, says in (
@@ -212,7 +208,7 @@ def test_what_cannot_be_started_or_has_no_new_folder_is_refused(
 # real processes
 
 
-def test_no_shell_reads_the_words_and_the_variables_are_all_there_are(capfd: pytest.CaptureFixture[str]) -> None:
+def test_no_shell_reads_the_words_and_the_variables_are_all_there_are(capfd):
     source = "import os, sys; print(sys.argv[1:], {*os.environ} - {'LC_CTYPE'}, sys.stdin.read() == ''); sys.exit(7)"
     assert run_process([sys.executable, "-I", "-c", source, "a b", "$HOME"], variables={"X": "1"}) == 7
     assert capfd.readouterr().out == "['a b', '$HOME'] {'X'} True\n"
@@ -242,7 +238,7 @@ TRAINING = """if True:
         (signal.SIGTERM, "SIG_IGN"),
     ],
 )
-def test_no_training_outlives_the_check(number: int, handler: str, tmp_path: Path) -> None:
+def test_no_training_outlives_the_check(number, handler, tmp_path):
     words, pid = [sys.executable, "-c", LAUNCHER, TRAINING.format(handler=handler)], tmp_path / "pid"
     with subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.DEVNULL, start_new_session=True) as launcher:
         while not pid.exists():
@@ -256,6 +252,5 @@ def test_no_training_outlives_the_check(number: int, handler: str, tmp_path: Pat
 
 
 def is_alive(pid: str) -> bool:
-    """Whether a process runs; one that ended and that nobody asked about does not."""
     stat = Path("/proc") / pid / "stat"
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"

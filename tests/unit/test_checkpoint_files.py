@@ -21,7 +21,7 @@ class Thing:
     pass
 
 
-def test_entries_have_the_names_of_their_keys() -> None:
+def test_entries_have_the_names_of_their_keys():
     weight = torch.arange(6.0).reshape(2, 3)
     loop: list[Any] = [torch.zeros(1)]
     loop.append(loop)
@@ -51,13 +51,13 @@ def test_entries_have_the_names_of_their_keys() -> None:
 ALIKE = [(1, 1.0), (1, True), (0.0, -0.0), ("", b""), ([], ()), (["a", "b"], ["ab"]), ({"a": 1}, {"a": 1.0})]
 
 
-def test_what_python_takes_for_equal_or_alike_is_told_apart() -> None:
+def test_what_python_takes_for_equal_or_alike_is_told_apart():
     assert all(encode_plain(one) != encode_plain(other) for one, other in ALIKE)
     assert encode_plain({1, 2, 3}) == encode_plain({3, 2, 1})
     assert encode_plain([1, {"a": Thing()}]) is None
 
 
-def test_no_flipped_bit_and_no_truncation_passes() -> None:
+def test_no_flipped_bit_and_no_truncation_passes():
     entries = {"state_dict": {"é": Entry(kind="tensor", type="float32", digest="5", shape=(2, 3))}}
     file = files.FileDigest(size=7, digest="80")
     content = files.Sidecar(id="0f", file=file, entries=entries, run={"id": "a"}, step=3)
@@ -74,7 +74,7 @@ def test_no_flipped_bit_and_no_truncation_passes() -> None:
     assert (caught.value.path, caught.value.exit_code) == (str(path), 2)
 
 
-def test_what_is_no_sidecar_of_this_version_is_refused() -> None:
+def test_what_is_no_sidecar_of_this_version_is_refused():
     form = {"schema": 1, "digest_version": 1, "id": "a", "file": {"size": 1, "digest": "0"}, "entries": {}}
     files.unseal(files.seal(form), Path("x"), files.Sidecar)
     for raw, message in (
@@ -105,7 +105,7 @@ def save(path: Path, id: str, *, num_ranks: int = 2) -> None:
     files.write_sidecar(path, id=id, entries=lambda: entries_of(checkpoint), num_ranks=num_ranks)
 
 
-def test_a_part_belongs_to_the_save_that_it_is_of(tmp_path: Path) -> None:
+def test_a_part_belongs_to_the_save_that_it_is_of(tmp_path):
     path = tmp_path / "hpc_ckpt_3.ckpt"
     save(path, "a", num_ranks=3)
     save(path, "b")
@@ -127,7 +127,7 @@ def test_a_part_belongs_to_the_save_that_it_is_of(tmp_path: Path) -> None:
             check_checkpoint(path)
 
 
-def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_compared_is_refused(tmp_path):
     torch.save([1], tmp_path / "list.ckpt")
     torch.save({}, tmp_path / "x.ckpt")
     (tmp_path / "folder").mkdir()
@@ -142,7 +142,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
             check_checkpoint(*paths)
 
 
-def test_every_file_of_a_folder_counts(tmp_path: Path) -> None:
+def test_every_file_of_a_folder_counts(tmp_path):
     path = tmp_path / "x.ckpt"
     (path / "inner").mkdir(parents=True)
     for name in ("__0_0.distcp", "__1_0.distcp", ".metadata", "inner/meta.pt"):

@@ -1,6 +1,5 @@
 """Who started a difference, from what each rank tells of its first differing step; and the verdict on all of them."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,7 +53,7 @@ def rank(*received, put=(), begins="received", step=3) -> FirstDifference:
         ([rank(begins="local"), rank(FIRST, step=4)], "origin receiver", None, FIRST),
     ],
 )
-def test_who_started_it(ranks: list[FirstDifference | None], sides: str, collective: Any, through: Any) -> None:
+def test_who_started_it(ranks, sides, collective, through):
     found = classify(ranks)
     assert (" ".join(found.sides), found.collective, found.through) == (sides, collective, through)
 
@@ -118,7 +117,7 @@ def test_the_verdict_on_all_ranks(pairs, cause, origins, is_origin, said, tmp_pa
     assert said in verdict.explanation.replace('"', "")
 
 
-def test_a_read_in_flight_is_a_race_and_accuses_nobody(tmp_path: Path) -> None:
+def test_a_read_in_flight_is_a_race_and_accuses_nobody(tmp_path):
     verdict = judge(tmp_path, (reducing_step(), reducing_step(detail=IN_FLIGHT)))
     assert (verdict.first_divergence.kind, verdict.origins) == ("structure", ())
     assert verdict.cause != "collective"
@@ -148,7 +147,7 @@ def after_an_exchange(kind: str, through: str, *, changed: bool) -> StepBuilder:
 
 
 @pytest.mark.parametrize(("kind", "through"), [("argument", "delivered"), ("missing", "gradient"), ("extra", "unseen")])
-def test_what_python_does_with_what_came_from_others_starts_nothing(kind: str, through: str, tmp_path: Path) -> None:
+def test_what_python_does_with_what_came_from_others_starts_nothing(kind, through, tmp_path):
     receiver = after_an_exchange(kind, through, changed=False), after_an_exchange(kind, through, changed=True)
     alone = compare_steps(*(made.view() for made in receiver)).origins
     assert bool(alone) == (through == "unseen")  # to this rank alone it looks like an origin
@@ -158,12 +157,12 @@ def test_what_python_does_with_what_came_from_others_starts_nothing(kind: str, t
     assert " received the difference" in verdict.explanation
 
 
-def test_state_that_was_restored_otherwise_is_of_the_rank() -> None:
+def test_state_that_was_restored_otherwise_is_of_the_rank():
     difference = compare_steps(*(one.view() for one in GRADIENTS))
     assert [describe_first(difference, is_unrestored=one).begins for one in (False, True)] == ["ambiguous", "external"]
 
 
-def test_the_first_divergence_is_the_least_though_it_was_received(tmp_path: Path) -> None:
+def test_the_first_divergence_is_the_least_though_it_was_received(tmp_path):
     late = reducing_step(num_before=9), reducing_step(num_before=9, noise="ulp", delivered="other")
     verdict = judge(tmp_path, differing(), late)
     assert (verdict.first_divergence.rank, verdict.first_divergence.is_origin) == (0, False)

@@ -26,7 +26,6 @@ NUM_STEPS = 3
 
 
 def rows(trace: StepTrace) -> list[list[Any]]:
-    """Return role, op, detail, bits and edges of what went into collectives and came out."""
     return [
         [site.role, site.op, entry.detail if entry else "", int(bits), list(site.inputs), site.phase]
         for site, entry, bits in zip(trace.program.sites, trace.layout.entries, trace.digests, strict=True)
@@ -82,7 +81,6 @@ def train_all(rank: int) -> Any:
 
 
 def collectives(rank: int) -> Any:
-    """Run each collective, waited for; return what the trace has and what really came out."""
     found = {}
     calls: dict[str, Callable[[Tensor], Tensor]] = {
         "all_reduce_async": lambda x: _first(x, dist.all_reduce(x, async_op=True).wait()),
@@ -126,7 +124,7 @@ def scenarios(_: RankGroup, rank: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Any]]:
+def said(tmp_path_factory: Any) -> Callable[[str], list[Any]]:
     ranks = run(scenarios, tmp_path_factory.mktemp("ranks"))
     return lambda name: [rank[name] for rank in ranks]
 

@@ -48,7 +48,7 @@ def reduce_twice(group: Any = None) -> None:
     (x + 1).sum()
 
 
-def test_what_goes_in_and_what_comes_out_are_sites() -> None:
+def test_what_goes_in_and_what_comes_out_are_sites():
     trace = traced(reduce_twice)
     assert summary(trace) == [
         ("sent", "c10d.allreduce_", '{"reduce_op":"max","group":"0"}'),
@@ -93,11 +93,10 @@ def _kept(out: Any, _: Any) -> Any:
 
 
 def _reduced(x: Tensor) -> Tensor:
-    """Return what is still under way, without the wrapper that waits at the first read."""
     return torch.ops._c10d_functional.all_reduce(x, "sum", dist.group.WORLD.group_name)
 
 
-def test_every_op_of_collectives_that_names_no_group_is_known() -> None:
+def test_every_op_of_collectives_that_names_no_group_is_known():
     """A new one may be another way to wait, as wait_tensors is since torch 2.15."""
     names = {name.split(".")[0].replace("::", ".") for name in torch._C._dispatch_get_all_op_names()}
     ours = {name for name in names if name.startswith(("c10d.", "_c10d_functional.", "_c10d_functional_autograd."))}
@@ -113,7 +112,7 @@ def test_every_op_of_collectives_that_names_no_group_is_known() -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_every_collective(name: str) -> None:
+def test_every_collective(name):
     call, num_sent, num_delivered = CALLS[name]
     seen: list[Tensor] = []
     unread: list[Tensor] = []
@@ -142,11 +141,11 @@ def test_every_collective(name: str) -> None:
     assert rows(trace, "input") == []
 
 
-def test_what_is_under_way_when_a_step_ends_follows_from_nothing_in_the_next() -> None:
+def test_what_is_under_way_when_a_step_ends_follows_from_nothing_in_the_next():
     model, works = nn.Linear(2, 2, bias=False), []
     mode = HashMode(model)
     # no Mock: it would keep the work, and gloo's threads, which a test that forks cannot have
-    with pytest.MonkeyPatch.context() as patch:
+    with Any.context() as patch:
         patch.setattr(collectives, "_is_done", lambda work: False)
         trace = step_of(mode, lambda: works.append(dist.all_reduce(model.weight.data, async_op=True)))
         (at,) = (at for at, site in enumerate(trace.program.sites) if (site.phase, site.name) == ("state", "weight"))
@@ -159,12 +158,12 @@ def test_what_is_under_way_when_a_step_ends_follows_from_nothing_in_the_next() -
     assert rows(step_of(mode, lambda: model.weight * 2), "delivered") == []
 
 
-def test_collectives_outside_the_selection_are_counted_only() -> None:
+def test_collectives_outside_the_selection_are_counted_only():
     trace = traced(reduce_twice, modules=("nothing",))
     assert (summary(trace), trace.program.ops_skipped["collective"]) == ([], 1)
 
 
-def test_a_collective_that_raises_leaves_no_site() -> None:
+def test_a_collective_that_raises_leaves_no_site():
     def body() -> None:
         x = torch.ones(4)
         with pytest.raises((RuntimeError, ValueError)):
@@ -179,7 +178,7 @@ def test_a_collective_that_raises_leaves_no_site() -> None:
 @pytest.mark.parametrize(
     ("ranks", "shown"), [((0,), "0"), ((0, 1), "0-1"), ((1, 3), "1,3"), ((0, 1, 2, 3), "0-3"), ((1, 3, 5), "1,3,5")]
 )
-def test_ranks_are_shown_in_short(ranks: tuple[int, ...], shown: str) -> None:
+def test_ranks_are_shown_in_short(ranks, shown):
     assert shown_ranks(ranks) == shown
 
 
@@ -191,7 +190,7 @@ def delivery(work: Any, *, is_in_stream_order: bool = True) -> Delivery:
 @pytest.mark.parametrize(
     ("is_completed", "future_is_done"), [(True, None), (False, None), (False, False), (False, True)]
 )
-def test_what_is_done_has_arrived(is_completed: bool, future_is_done: bool | None) -> None:
+def test_what_is_done_has_arrived(is_completed, future_is_done):
     work = mock.Mock(**{"is_completed.return_value": is_completed})
     if future_is_done is None:
         work.get_future.side_effect = RuntimeError("there is none")
@@ -202,14 +201,14 @@ def test_what_is_done_has_arrived(is_completed: bool, future_is_done: bool | Non
     assert (found.work is None) is has_arrived, "it keeps the tensors of the collective alive"
 
 
-def test_on_a_device_ops_wait_and_other_collectives_may_not() -> None:
+def test_on_a_device_ops_wait_and_other_collectives_may_not():
     found = delivery(None, is_in_stream_order=False)
     assert found.has_arrived()
     assert not found.has_arrived(for_collective=True)
     assert delivery(None).has_arrived(for_collective=True)
 
 
-def test_what_a_sparse_tensor_gets_is_no_delivery() -> None:
+def test_what_a_sparse_tensor_gets_is_no_delivery():
     """Gloo gives it other indices and values in a thread of its own, here before the call has returned."""
     deliver = Collectives._deliver
 

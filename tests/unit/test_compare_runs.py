@@ -87,7 +87,6 @@ RANKS = st.lists(st.lists(STEPS, min_size=1, max_size=2), min_size=1, max_size=3
 
 
 def write(path: Path, ranks, *, redone=0) -> Path:
-    """Write a run; the last attempt records so many steps of the last fit again, as they should have been."""
     num_fits = max(map(len, ranks))
     made = [[*map(partial(fit_of, rank), fits)] + [{}] * (num_fits - len(fits)) for rank, fits in enumerate(ranks)]
     record(path, made[0], others=made[1:])
@@ -114,7 +113,6 @@ def built(rank: int, number: int, kind: int = 0) -> StepBuilder:
 
 
 def counts_of_every_step(reference: Path, current: Path, *, is_common: bool):
-    """Read and compare each step; return the number of steps, of sites, of those that differ, and where ranks start."""
     ours, theirs = Run.open(reference), Run.open(current)
     num_steps = num_sites = num_differing = 0
     first = {}
@@ -133,8 +131,7 @@ def counts_of_every_step(reference: Path, current: Path, *, is_common: bool):
 
 
 def compare_by_chains(reference: Path, current: Path, **options: Any) -> Verdict:
-    """Compare two runs as if they were large."""
-    with pytest.MonkeyPatch.context() as patch:
+    with Any.context() as patch:
         patch.setattr(judge, "SMALL_BYTES", 0)
         return compare_runs(reference, current, **options)
 
@@ -168,13 +165,11 @@ def test_the_verdict_is_that_of_reading_every_step(tmp_path_factory, ours, their
 
 
 def many(path: Path, *, num_ranks=3, num_steps=20, changed=()) -> Path:
-    """Write a run of steps 0, 1, ...; ``changed`` are (rank, step)."""
     changes = [[ORIGIN if (rank, step) in changed else None for step in range(num_steps)] for rank in range(num_ranks)]
     return write(path, [[[(1, 0, change) for change in of_rank]] for of_rank in changes])
 
 
 def damage(path: Path, rank: int, step: int) -> None:
-    """Change one digest of a step in a file."""
     file = stream_path(path, rank, 0, 0)
     content = bytearray(file.read_bytes())
     place = content.find(built(rank, step).digests[2].to_bytes(8, "little"))

@@ -2,7 +2,6 @@
 
 import ctypes
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,7 +38,7 @@ from det_callbacks.trace.hash_mode import HashMode
 pytestmark = COMPILING
 
 
-def test_both_ends_of_a_region_are_recorded_and_it_computes_what_it_computes_unwatched(backend: Any) -> None:
+def test_both_ends_of_a_region_are_recorded_and_it_computes_what_it_computes_unwatched(backend):
     model = net()
     compiled = torch.compile(model, backend=backend)
     state = state_of(model)
@@ -67,7 +66,7 @@ def test_both_ends_of_a_region_are_recorded_and_it_computes_what_it_computes_unw
     assert set(inner) <= set(ends(trace, "graph", "backward")[0].inputs), "which may read what they gave"
 
 
-def test_compiled_blocks_that_share_their_code_are_told_apart_by_module(backend: Any) -> None:
+def test_compiled_blocks_that_share_their_code_are_told_apart_by_module(backend):
     model = net()
     for block in model.blocks:
         block.compile(backend=backend)
@@ -78,7 +77,7 @@ def test_compiled_blocks_that_share_their_code_are_told_apart_by_module(backend:
     assert inside == ["blocks.0", "blocks.1"]
 
 
-def test_at_level_module_a_region_has_its_ends() -> None:
+def test_at_level_module_a_region_has_its_ends():
     model = net()
     compiled = torch.compile(model, backend=opaque_backend())
     trace = traced(train(compiled), model, modules=("",), level="module")
@@ -96,7 +95,7 @@ def unseen_by_autograd(graph: Any, x: torch.Tensor) -> Any:
     [(lambda x: x.add_(1), opaque_backend()), (lambda x: x + 1, backend_of(unseen_by_autograd))],
     ids=["told", "unseen"],
 )
-def test_what_a_region_writes_into_its_inputs(function: Callable[..., Any], backend: Any) -> None:
+def test_what_a_region_writes_into_its_inputs(function, backend):
     compiled = torch.compile(function, backend=backend)
 
     def body() -> None:
@@ -110,7 +109,7 @@ def test_what_a_region_writes_into_its_inputs(function: Callable[..., Any], back
     assert [trace.program.sites[at] for at in site_of(trace, "mul.Tensor").inputs] == [written]
 
 
-def test_a_compiled_optimizer_writes_what_its_graph_holds() -> None:
+def test_a_compiled_optimizer_writes_what_its_graph_holds():
     model = nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     step = torch.compile(optimizer.step, backend=opaque_backend())
@@ -127,7 +126,7 @@ def test_a_compiled_optimizer_writes_what_its_graph_holds() -> None:
     assert written == {"weight", "bias", "momentum_buffer of weight", "momentum_buffer of bias"}
 
 
-def test_a_region_under_activation_checkpointing() -> None:
+def test_a_region_under_activation_checkpointing():
     model = net()
     compiled = torch.compile(model, backend=opaque_backend())
     mode = HashMode(model)
@@ -138,7 +137,7 @@ def test_a_region_under_activation_checkpointing() -> None:
     assert ends(steps[2], "outputs", "backward")
 
 
-def test_nothing_is_left_behind_when_a_region_raises() -> None:
+def test_nothing_is_left_behind_when_a_region_raises():
     def fail(*_: Any) -> Any:
         raise RuntimeError("the kernel failed")
 
@@ -151,7 +150,7 @@ def test_nothing_is_left_behind_when_a_region_raises() -> None:
     assert step_of(mode, lambda: torch.ones(2) + 1).program.opaque_regions == ()
 
 
-def test_a_wrapped_module_calls_no_attention_to_our_hooks_and_is_selected_by_those_inside() -> None:
+def test_a_wrapped_module_calls_no_attention_to_our_hooks_and_is_selected_by_those_inside():
     model = net()
     model.blocks = torch.compile(model.blocks, backend=opaque_backend())
     trace = traced(train(model), model)  # a warning is an error here
@@ -165,7 +164,7 @@ def test_a_wrapped_module_calls_no_attention_to_our_hooks_and_is_selected_by_tho
 
 
 @pytest.mark.slow
-def test_a_graph_compiled_before_anybody_watched_is_met_where_inductor_runs_it() -> None:
+def test_a_graph_compiled_before_anybody_watched_is_met_where_inductor_runs_it():
     model = net()
     compiled = torch.compile(model)
     with nobody_follows():
@@ -181,7 +180,7 @@ def test_a_graph_compiled_before_anybody_watched_is_met_where_inductor_runs_it()
     assert found.origins == (), "what it may have written is unknown"
 
 
-def test_a_graph_that_was_compiled_unseen_is_followed_once_dynamo_has_forgotten_it(backend: Any) -> None:
+def test_a_graph_that_was_compiled_unseen_is_followed_once_dynamo_has_forgotten_it(backend):
     model = net()
     compiled = torch.compile(model, backend=backend)
     state = state_of(model)
@@ -195,7 +194,7 @@ def test_a_graph_that_was_compiled_unseen_is_followed_once_dynamo_has_forgotten_
     assert_same(cold, warm)
 
 
-def test_the_graph_for_varying_sizes_comes_again_when_dynamo_has_forgotten_it() -> None:
+def test_the_graph_for_varying_sizes_comes_again_when_dynamo_has_forgotten_it():
     compiled = torch.compile(lambda x: x * x.shape[0], backend=opaque_backend())
     mode = HashMode()
     with torch.no_grad():
@@ -208,7 +207,7 @@ def test_the_graph_for_varying_sizes_comes_again_when_dynamo_has_forgotten_it() 
     assert counters["stats"]["unique_graphs"] == 3, "it was compiled again"
 
 
-def test_what_may_not_be_compiled_again_is_not_forgotten() -> None:
+def test_what_may_not_be_compiled_again_is_not_forgotten():
     compiled = torch.compile(lambda x: x + 1, backend=opaque_backend())
     compiled(torch.ones(3))
     with torch.compiler.set_stance("fail_on_recompile"):
@@ -217,7 +216,7 @@ def test_what_may_not_be_compiled_again_is_not_forgotten() -> None:
     assert counters["stats"]["unique_graphs"] == 1
 
 
-def test_methods_of_torch_are_replaced_while_somebody_follows_and_no_longer(tmp_path: Path) -> None:
+def test_methods_of_torch_are_replaced_while_somebody_follows_and_no_longer(tmp_path):
     owner = torch._dynamo.output_graph.OutputGraph
     followed = owner.call_user_compiler
     with HashMode():
@@ -232,7 +231,7 @@ def test_methods_of_torch_are_replaced_while_somebody_follows_and_no_longer(tmp_
         assert owner.call_user_compiler is original
 
 
-def test_memory_that_a_region_uses_again_was_digested_before() -> None:
+def test_memory_that_a_region_uses_again_was_digested_before():
     def run(_: Any, x: torch.Tensor) -> Any:
         inner = x.exp()
         ctypes.memset(inner.data_ptr(), 0, inner.nbytes)  # no dispatch, as in a kernel of inductor's
@@ -253,7 +252,7 @@ class LeftToEager(nn.Sequential):
         return super().forward(x)
 
 
-def test_modules_that_dynamo_leaves_to_eager_code_keep_their_names() -> None:
+def test_modules_that_dynamo_leaves_to_eager_code_keep_their_names():
     """What it leaves runs our hooks under its frame evaluation: compiled by themselves, they would do nothing."""
     model = nn.Module()
     model.net = LeftToEager(nn.Linear(3, 3), nn.LayerNorm(3))
@@ -272,7 +271,7 @@ def test_modules_that_dynamo_leaves_to_eager_code_keep_their_names() -> None:
     assert counter.frame_count == 1, "it is not compiled anew in each step"
 
 
-def test_a_module_of_torch_s_own_that_is_compiled_in_place_keeps_its_name() -> None:
+def test_a_module_of_torch_s_own_that_is_compiled_in_place_keeps_its_name():
     model = nn.Module()
     model.net = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
     counter = CompileCounter()
@@ -297,7 +296,7 @@ def test_a_module_of_torch_s_own_that_is_compiled_in_place_keeps_its_name() -> N
         ("inside", "det_tests.twice.default", None, {"compiled.Net_forward.outputs"}),
     ],
 )
-def test_who_starts_one_ulp(place: str, op: str, is_origin: bool | None, started_by: set[str], backend: Any) -> None:
+def test_who_starts_one_ulp(place, op, is_origin, started_by, backend):
     given = {False: batch(), True: nudged(batch())}
 
     def step(is_nudged: bool) -> None:
@@ -321,7 +320,7 @@ def test_who_starts_one_ulp(place: str, op: str, is_origin: bool | None, started
         assert (entering.name, entering.is_origin) == ("x", None if place == "unseen" else False)
 
 
-def test_another_graph_is_a_difference_in_structure() -> None:
+def test_another_graph_is_a_difference_in_structure():
     compiled = torch.compile(lambda x: x * x.shape[0], backend=opaque_backend())
     mode = HashMode()
     with torch.no_grad():
@@ -333,7 +332,7 @@ def test_another_graph_is_a_difference_in_structure() -> None:
     assert (first.op.rpartition(".")[2], first.kind, first.is_origin) == ("graph", "structure", True)
 
 
-def test_eager_steps_are_those_of_the_code_that_was_compiled(backend: Any) -> None:
+def test_eager_steps_are_those_of_the_code_that_was_compiled(backend):
     plain_model, model = net(), net()
     trained = torch.compile(model, backend=backend)
     state = state_of(model)

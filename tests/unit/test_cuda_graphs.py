@@ -36,7 +36,7 @@ def _graphs(compiles_anew: None) -> Iterator[None]:
 
 @pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="needs a build of torch with CUDA")
 @pytest.mark.parametrize("method", ["capture_begin", "replay"])
-def test_graphs_of_torch_call_the_methods_that_are_replaced(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_of_torch_call_the_methods_that_are_replaced(method, monkeypatch):
     graph = torch.cuda.CUDAGraph.__new__(torch.cuda.CUDAGraph)  # without the initialisation, which needs a device
     assert method in vars(OF_TORCH)
     monkeypatch.setattr(OF_TORCH, method, Mock(side_effect=KeyError("called")))
@@ -45,7 +45,7 @@ def test_graphs_of_torch_call_the_methods_that_are_replaced(method: str, monkeyp
         getattr(graph, method)()
 
 
-def test_what_a_replay_may_have_written_is_digested_anew() -> None:
+def test_what_a_replay_may_have_written_is_digested_anew():
     static = torch.zeros(3)
     graph = HostGraph(lambda: static.mul_(2))
 
@@ -71,7 +71,7 @@ def test_what_a_replay_may_have_written_is_digested_anew() -> None:
     assert counts == [0, 2, 1], "also where nothing is read afterwards"
 
 
-def test_what_waits_is_digested_before_a_replay_writes_it() -> None:
+def test_what_waits_is_digested_before_a_replay_writes_it():
     made: list[Tensor] = []
     graph = HostGraph(lambda: made[0].add_(5))
     with late_device():
@@ -80,7 +80,7 @@ def test_what_waits_is_digested_before_a_replay_writes_it() -> None:
     assert made[0].sum() == 18
 
 
-def test_what_a_collective_has_yet_to_bring_is_not_lost() -> None:
+def test_what_a_collective_has_yet_to_bring_is_not_lost():
     ledger = StorageLedger()
     tensor = torch.zeros(4)
     ledger.write(tensor, 3)
@@ -93,7 +93,7 @@ def test_what_a_collective_has_yet_to_bring_is_not_lost() -> None:
 # captures
 
 
-def test_a_capture_is_left_alone() -> None:
+def test_a_capture_is_left_alone():
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     static = torch.ones(2, 3)
@@ -119,7 +119,7 @@ def test_a_capture_is_left_alone() -> None:
     assert after.sum() == 18
 
 
-def test_what_is_observed_in_a_capture_is_said_to_be_left_out() -> None:
+def test_what_is_observed_in_a_capture_is_said_to_be_left_out():
     recorder = Recorder(Selection())
     observations = Observations(recorder, owner="a test")
     recorder.begin()
@@ -136,7 +136,7 @@ def test_what_is_observed_in_a_capture_is_said_to_be_left_out() -> None:
 # compiled regions that run as CUDA graphs
 
 
-def test_a_region_that_runs_as_a_cuda_graph_has_the_same_rows_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_region_that_runs_as_a_cuda_graph_has_the_same_rows_in_each_step(monkeypatch):
     monkeypatch.setattr(compiled_graphs, "_runs_as_cuda_graph", lambda *_: True)
     kept, out = torch.ones(3), torch.zeros(3)
     graph = HostGraph(lambda: out.copy_(kept.mul_(3)))
@@ -173,7 +173,7 @@ def test_a_region_that_runs_as_a_cuda_graph_has_the_same_rows_in_each_step(monke
     ("mode", "device", "is_graphed"),
     [("reduce-overhead", "cuda", True), ("default", "cuda", False), ("reduce-overhead", "cpu", False)],
 )
-def test_whether_inductor_makes_a_cuda_graph(mode: str, device: str, is_graphed: bool) -> None:
+def test_whether_inductor_makes_a_cuda_graph(mode, device, is_graphed):
     compiler = torch._TorchCompileInductorWrapper(mode, None, False)
     with FakeTensorMode():
         inputs = [2, torch.empty(1, device=device)]

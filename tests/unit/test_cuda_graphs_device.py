@@ -14,7 +14,6 @@ pytestmark = [*COMPILING, pytest.mark.gpu]
 
 
 def traces(fault_at: int = -1) -> list[StepTrace]:
-    """Return the traces of six steps: warmed up, captured, and then replayed, where nothing may wait for the device."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8)).cuda()
@@ -39,7 +38,7 @@ def traces(fault_at: int = -1) -> list[StepTrace]:
 
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # inductor's, on GPUs that have them
-def test_reduce_overhead() -> None:
+def test_reduce_overhead():
     reference = traces()
     assert len({trace.program.id for trace in reference[1:]}) == 1
     for one, other in zip(reference, traces(), strict=True):

@@ -23,7 +23,6 @@ OP = NondeterministicOp(op="aten.kthvalue", phase="forward", module="", source=(
 
 
 def write(path: Path, seeds: dict[int, int]) -> Path:
-    """Write a run of two ranks and two fits, with all that may lie beside the steps."""
     writers = [create(path, peers=OneOf(0, 2)), join(path, 1)]
     loss = Metric(dtype="float32", shape=(), digest=f"{1:016x}", value="0.5")
     writers[0].put_reading(Reading(where="epoch", number=3, step=3, epoch=0, metrics={"val_loss": loss}))
@@ -56,19 +55,18 @@ DAMAGES: dict[str, Callable[[bytes, bytes, random.Random], bytes | None]] = {
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory: Any) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     for name, seeds in (("reference", {}), ("current", {}), ("other", {2: 1})):
         write(folder / name, seeds)
     return folder
 
 
-def diff(capsys: pytest.CaptureFixture[str], *folders: Path) -> tuple[int, str, str]:
+def diff(capsys: Any, *folders: Path) -> tuple[int, str, str]:
     return main(["diff", *map(str, folders), "--json"]), *capsys.readouterr()
 
 
 def verdict_in(output: str) -> dict[str, Any]:
-    """Return the verdict without the line on findings: damaged evidence leaves them out, and changes no verdict."""
     content = json.loads(output)
     unread = "the findings of the current run could not be looked for"
     content["evidence"] = [line for line in content["evidence"] if not line.startswith(unread)]
@@ -78,9 +76,7 @@ def verdict_in(output: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("first", "num"), [(0, 40), pytest.param(40, 960, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
 )
-def test_no_damage_ends_in_a_match_that_skipped_something(
-    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], first: int, num: int
-) -> None:
+def test_no_damage_ends_in_a_match_that_skipped_something(runs, tmp_path, capsys, first, num):
     outcomes: Counter[int] = Counter()
     known: dict[str, tuple[int, str, str]] = {}
     for seed in range(first, first + num):

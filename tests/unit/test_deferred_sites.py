@@ -1,7 +1,7 @@
 """Sites whose digests are known at the step's end only: the same trace as on the host, and nothing waits before."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ def device() -> Iterator[LateDevice]:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in EVERY_DAY else pytest.mark.slow) for name in PROGRAMS]
 )
-def test_ops_are_traced_as_on_the_host(name: str) -> None:
+def test_ops_are_traced_as_on_the_host(name):
     torch.manual_seed(0)
     on_host = traced(PROGRAMS[name])
     torch.manual_seed(0)
@@ -57,7 +57,7 @@ class Written(nn.Module):
 
 
 @pytest.mark.parametrize("level", ["op", "module", "state"])
-def test_a_training_step_is_the_same_at_every_level(level: str) -> None:
+def test_a_training_step_is_the_same_at_every_level(level):
     def train(device: LateDevice) -> Iterator[tuple[StepTrace, Any]]:
         torch.manual_seed(1)
         model = Written()
@@ -87,7 +87,7 @@ def test_a_training_step_is_the_same_at_every_level(level: str) -> None:
 
 
 @pytest.mark.parametrize("place", [nullcontext, late_device])
-def test_an_op_that_raises_leaves_its_sites_out_and_the_step_goes_on(place: Callable[[], Any]) -> None:
+def test_an_op_that_raises_leaves_its_sites_out_and_the_step_goes_on(place):
     outside, rows = torch.ones(3, 3), torch.ones(4, 2)
 
     def body(is_raising: bool) -> None:
@@ -104,7 +104,7 @@ def test_an_op_that_raises_leaves_its_sites_out_and_the_step_goes_on(place: Call
         assert_same(traced(lambda: body(True)), traced(lambda: body(False)))
 
 
-def test_memory_that_fsdp_frees_was_read_before(device: LateDevice) -> None:
+def test_memory_that_fsdp_frees_was_read_before(device):
     # torch 2.11 and 2.12 have the latter only
     gather = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
 
@@ -138,9 +138,7 @@ def test_memory_that_fsdp_frees_was_read_before(device: LateDevice) -> None:
     ],
     ids=["another phase", "another extent", "a collective"],
 )
-def test_what_waits_is_launched_before_what_nobody_sees_through(
-    device: LateDevice, do: Callable[[HashMode, torch.Tensor], None]
-) -> None:
+def test_what_waits_is_launched_before_what_nobody_sees_through(device, do):
     mode = HashMode()
     mode.begin()
     x = torch.ones(3).exp()
@@ -173,7 +171,7 @@ def of_left_out(_: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("run", [of_observation_and_region, of_left_out])
-def test_what_is_written_unseen_is_read_before(tmp_path: Path, run: Callable[[Path], list[int]]) -> None:
+def test_what_is_written_unseen_is_read_before(tmp_path, run):
     on_host = run(tmp_path / "host")
     with late_device() as device:
         assert run(tmp_path / "late") == on_host
@@ -188,13 +186,12 @@ has_started, other_has_run = threading.Event(), threading.Event()
 
 @library.custom_op("det_tests::meets", mutates_args=())
 def meets(x: torch.Tensor) -> torch.Tensor:
-    """Run until another thread's op has been recorded, or half a second long."""
     has_started.set()
     other_has_run.wait(0.5)
     return x + 1
 
 
-def test_ops_of_two_threads_keep_their_own_digests() -> None:
+def test_ops_of_two_threads_keep_their_own_digests():
     x, y = torch.arange(3.0), torch.arange(4.0)
     mode = HashMode()
 
@@ -215,7 +212,7 @@ def test_ops_of_two_threads_keep_their_own_digests() -> None:
     assert [digests[place] for place in site_of(mode.trace, "exp.default").inputs] == [digest_tensor(y)]
 
 
-def test_memory_of_the_host_that_a_device_may_still_copy_into_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_the_host_that_a_device_may_still_copy_into_is_not_read(monkeypatch):
     waited: list[torch.device] = []
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
     monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
@@ -238,9 +235,7 @@ def test_memory_of_the_host_that_a_device_may_still_copy_into_is_not_read(monkey
         assert (trace.layout.entries[place].detail, trace.digests[place]) == (IN_FLIGHT, 0)
 
 
-def test_a_step_that_goes_on_after_recording_an_op_failed_is_refused(
-    device: LateDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_goes_on_after_recording_an_op_failed_is_refused(device, monkeypatch):
     digest = DeferredSites.digest
 
     def running_out(sites: DeferredSites, position: int, tensor: torch.Tensor, slot: Any) -> int:

@@ -5,7 +5,6 @@ import pickle
 import random
 import struct
 import threading
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -40,13 +39,12 @@ def refuse_every_way(tensor: object, error: type[Exception], message: str) -> No
 
 
 def stored_bytes(tensor: Tensor) -> bytes:
-    """Return the bytes in row-major order, element by element, without any code of the package."""
     elements = [tensor[index].reshape(1).view(torch.uint8) for index in np.ndindex(*tensor.shape)]
     return b"".join(element.numpy().tobytes() for element in elements)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_is_its_stored_bytes_in_row_major_order(dtype: torch.dtype) -> None:
+def test_every_dtype_is_its_stored_bytes_in_row_major_order(dtype):
     tensor = of_bits(dtype, 6, 5)
     assert digest_output(tensor) == digest_bytes(stored_bytes(tensor))
     base = of_bits(dtype, 6, 10)
@@ -62,7 +60,7 @@ def test_every_dtype_is_its_stored_bytes_in_row_major_order(dtype: torch.dtype) 
 @pytest.mark.parametrize(
     "dtype", [dtype for dtype in DTYPES if dtype.is_complex and dtype not in UNCONJUGATED], ids=str
 )
-def test_conjugate_and_negative_views_are_what_they_mean(dtype: torch.dtype) -> None:
+def test_conjugate_and_negative_views_are_what_they_mean(dtype):
     tensor = torch.complex(torch.arange(6.0), torch.arange(1.0, 7.0)).to(dtype).reshape(2, 3)
     conjugate, numbers = tensor.conj(), torch.arange(1.0, 7.0)
     for view, meant in (
@@ -78,7 +76,7 @@ def test_conjugate_and_negative_views_are_what_they_mean(dtype: torch.dtype) -> 
         assert digest_output(view) == digest_tensor(in_memory_order)
 
 
-def test_a_conjugate_view_that_torch_cannot_compute_is_an_error() -> None:
+def test_a_conjugate_view_that_torch_cannot_compute_is_an_error():
     for dtype in set(DTYPES) & UNCONJUGATED:
         view = of_bits(dtype, 3).conj()
         for digest in (digest_tensor, digest_output, lambda one: digest_tensors([one])):
@@ -86,7 +84,7 @@ def test_a_conjugate_view_that_torch_cannot_compute_is_an_error() -> None:
                 digest(view)
 
 
-def test_outputs_are_read_in_memory_order_where_they_are_dense_and_else_in_row_major_order() -> None:
+def test_outputs_are_read_in_memory_order_where_they_are_dense_and_else_in_row_major_order():
     tensor = torch.randn(2, 3, 4, 5)
     for order in ((0, 2, 3, 1), (3, 2, 1, 0), (1, 0, 2, 3)):
         permuted = tensor.permute(order)
@@ -100,7 +98,7 @@ def test_outputs_are_read_in_memory_order_where_they_are_dense_and_else_in_row_m
         assert digest_output(view) == digest_tensor(view.contiguous())
 
 
-def test_what_lies_in_order_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_lies_in_order_is_not_copied(monkeypatch):
     monkeypatch.setattr(components, "_digest", lambda tensor, memory_order: pytest.fail("took the way of copies"))
     tensor = torch.randn(2, 3, 4, 5)
     for plain in (tensor, tensor[1], nn.Parameter(tensor), torch.tensor(1.0), torch.empty(0, 3)):
@@ -109,7 +107,7 @@ def test_what_lies_in_order_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> No
         digest_output(dense)
 
 
-def test_tensors_that_share_memory_or_have_none_are_their_elements() -> None:
+def test_tensors_that_share_memory_or_have_none_are_their_elements():
     tensor = torch.randn(4)
     lazy = torch._lazy_clone(tensor)
     assert digest_tensor(lazy) == digest_tensor(tensor)
@@ -119,7 +117,7 @@ def test_tensors_that_share_memory_or_have_none_are_their_elements() -> None:
         assert {*digest_every_way(zero)} == {digest_tensor(torch.zeros(zero.shape))}
 
 
-def test_a_storage_that_is_freed_or_too_short_is_an_error_and_no_crash() -> None:
+def test_a_storage_that_is_freed_or_too_short_is_an_error_and_no_crash():
     for tensor in (torch.randn(1000), torch.randn(1000)[500:], torch.randn(40, 25).t(), torch.randn(100, 10)[:, ::3]):
         for num_bytes in (3995, 0):
             tensor.untyped_storage().resize_(num_bytes)
@@ -130,7 +128,6 @@ def test_a_storage_that_is_freed_or_too_short_is_an_error_and_no_crash() -> None
 
 
 def combined(*components: Tensor | int) -> int:
-    """Return the digest of a tensor that is made of these, or of what has these digests."""
     digests = [part if isinstance(part, int) else digest_tensor(part.contiguous()) for part in components]
     return digest_bytes(struct.pack(f"<{len(digests) + 1}Q", len(digests), *digests))
 
@@ -139,7 +136,7 @@ def assert_digest(tensor: Tensor, expected: int) -> None:
     assert digest_every_way(tensor) == [expected] * 4
 
 
-def test_mkldnn_and_nested_tensors_are_what_they_are_made_of() -> None:
+def test_mkldnn_and_nested_tensors_are_what_they_are_made_of():
     parts = [torch.randn(2, 3), torch.randn(4, 3)]
     assert_digest(parts[0].to_mkldnn(), digest_tensor(parts[0]))
     tensor = torch.nested.nested_tensor(parts, requires_grad=True)
@@ -152,7 +149,7 @@ def test_mkldnn_and_nested_tensors_are_what_they_are_made_of() -> None:
     assert_digest(torch.nested.nested_tensor_from_jagged(values, offsets, lengths), combined(values, offsets, lengths))
 
 
-def test_a_wrapper_subclass_is_its_inner_tensors_recursively() -> None:
+def test_a_wrapper_subclass_is_its_inner_tensors_recursively():
     left, right = torch.randn(3, 4), torch.randn(3, 4)
     pair = TwoTensor(left, right)
     assert_digest(pair, combined(left, right))
@@ -160,7 +157,7 @@ def test_a_wrapper_subclass_is_its_inner_tensors_recursively() -> None:
     assert_digest(pair.t(), combined(left.t(), right.t()))
 
 
-def test_what_a_collective_has_not_delivered_yet_is_waited_for() -> None:
+def test_what_a_collective_has_not_delivered_yet_is_waited_for():
     from torch.distributed import _functional_collectives as collectives
 
     class LateWork(torch.distributed.Work):
@@ -202,11 +199,11 @@ Hollow = type("Hollow", (TwoTensor,), {"__tensor_flatten__": lambda self: (["sha
         (lambda: [torch.ones(1)], "not of a list"),
     ],
 )
-def test_what_has_no_data_and_what_is_no_tensor_are_refused(make: Callable[[], Tensor], message: str) -> None:
+def test_what_has_no_data_and_what_is_no_tensor_are_refused(make, message):
     refuse_every_way(make(), TypeError, message)
 
 
-def test_in_a_gradient_transform_the_data_is_digested_and_a_batched_tensor_is_refused() -> None:
+def test_in_a_gradient_transform_the_data_is_digested_and_a_batched_tensor_is_refused():
     data = torch.randn(3, 4)
     seen = []
 
@@ -271,11 +268,10 @@ def tensors_of_every_kind() -> dict[str, Tensor]:
 
 
 def next_sequence_number() -> int:
-    """Return the number that autograd gives to the next node, which every node that is made increases."""
     return (torch.ones(1, requires_grad=True) * 1).grad_fn._sequence_nr()
 
 
-def test_no_mode_no_autograd_and_no_generator_notices_anything() -> None:
+def test_no_mode_no_autograd_and_no_generator_notices_anything():
     tensors, saved = tensors_of_every_kind(), []
     states = (torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate())
     for kind, tensor in tensors.items():
@@ -304,7 +300,7 @@ def test_no_mode_no_autograd_and_no_generator_notices_anything() -> None:
 # Memory of the host: at the borders, and in threads.
 
 
-def test_a_third_level_is_the_digest_of_the_hashes_below_it() -> None:
+def test_a_third_level_is_the_digest_of_the_hashes_below_it():
     # Three levels need 8 GiB: feed the join with as many leaf hashes as those would have.
     hashes = [value * 0x9E3779B97F4A7C15 % 2**64 for value in range(32769)]
     packed = np.asarray(hashes, dtype="<u8").tobytes()
@@ -312,7 +308,7 @@ def test_a_third_level_is_the_digest_of_the_hashes_below_it() -> None:
     assert host._join_leaves(hashes) == digest_bytes(packed)
 
 
-def test_every_contiguous_buffer_is_taken_and_nothing_else() -> None:
+def test_every_contiguous_buffer_is_taken_and_nothing_else():
     array = np.array([[1, 2], [3, 4]], dtype=np.uint8)
     for buffer in (bytearray(b"\1\2\3\4"), memoryview(b"\0\1\2\3\4")[1:], array, array.reshape(-1).view("<u4")):
         assert digest_bytes(buffer) == digest_bytes(b"\1\2\3\4")
@@ -324,7 +320,7 @@ def test_every_contiguous_buffer_is_taken_and_nothing_else() -> None:
             digest_bytes(value)
 
 
-def test_many_spans_are_hashed_by_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_spans_are_hashed_by_two_threads(monkeypatch):
     seen: set[int] = set()
     both_started = threading.Barrier(2, timeout=60)
     leaf_hashes = host._leaf_hashes
@@ -343,7 +339,7 @@ def test_many_spans_are_hashed_by_two_threads(monkeypatch: pytest.MonkeyPatch) -
     assert (len(seen), threading.enumerate()) == (2, before), "they have ended"
 
 
-def test_where_no_thread_can_be_started_the_digest_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_thread_can_be_started_the_digest_is_the_same(monkeypatch):
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 

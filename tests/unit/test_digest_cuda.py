@@ -24,7 +24,7 @@ def method() -> TritonDigest:
     return choice.method
 
 
-def test_ten_thousand_random_tensors(method: TritonDigest) -> None:
+def test_ten_thousand_random_tensors(method):
     for seed in range(10):
         there = device_cases.tensors(1000, largest=8 * MIB, seed=seed, device=torch.device("cuda"))
         here = device_cases.tensors(1000, largest=8 * MIB, seed=seed)
@@ -34,14 +34,14 @@ def test_ten_thousand_random_tensors(method: TritonDigest) -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [(512 << 20) + 1, (3 << 30) + 5, (8 << 30) + 1], ids=lambda size: f"{size} bytes")
-def test_tensors_whose_sums_do_not_fit(num_bytes: int, method: TritonDigest) -> None:
+def test_tensors_whose_sums_do_not_fit(num_bytes, method):
     if torch.cuda.mem_get_info()[0] < 2 * num_bytes:
         pytest.skip("needs a GPU with twice as much free memory")
     value = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device="cuda")
     assert digest_tensors([value[1:], value]) == digest_tensors([(host := value.cpu())[1:], host])
 
 
-def test_memory_of_another_stream_is_not_given_away_before_it_was_read(method: TritonDigest) -> None:
+def test_memory_of_another_stream_is_not_given_away_before_it_was_read(method):
     """The digests' stream is behind, the memory is dropped, and its own stream would have it again at once."""
     side = torch.cuda.Stream()
     expected = [digest_tensor(torch.full((MIB,), number, dtype=torch.uint8)) for number in range(20)]
@@ -60,7 +60,7 @@ def test_memory_of_another_stream_is_not_given_away_before_it_was_read(method: T
 
 
 @pytest.mark.parametrize("is_flushed", [True, False], ids=["flushed", "pending"])
-def test_a_write_on_another_stream_comes_after_the_reading(is_flushed: bool, method: TritonDigest) -> None:
+def test_a_write_on_another_stream_comes_after_the_reading(is_flushed, method):
     side = torch.cuda.Stream()
     value = torch.full((MIB,), 1, dtype=torch.uint8, device="cuda")
     side.wait_stream(torch.cuda.current_stream())

@@ -41,7 +41,7 @@ def digests(*values: float, length: int = 4) -> list[int]:
     return [digest_tensor(filled(value, length)) for value in values]
 
 
-def test_memory_that_waits_is_held_and_then_let_go_and_the_tensor_never() -> None:
+def test_memory_that_waits_is_held_and_then_let_go_and_the_tensor_never():
     queue = DigestQueue(LateDevice())
     value = filled(3)
     tensor, memory = weakref.ref(value), StorageWeakRef(value.untyped_storage())
@@ -54,7 +54,7 @@ def test_memory_that_waits_is_held_and_then_let_go_and_the_tensor_never() -> Non
     assert queue.finish() == digests(3)
 
 
-def test_the_count_and_the_bytes_have_their_budgets() -> None:
+def test_the_count_and_the_bytes_have_their_budgets():
     device, expected = LateDevice(), []
     queue = DigestQueue(device, max_tensors=3, max_bytes=100)
     for length, launched in ((4, []), (4, []), (4, []), (4, [3]), (20, [3]), (2, [3, 2]), (26, [3, 2, 1, 1])):
@@ -64,7 +64,7 @@ def test_the_count_and_the_bytes_have_their_budgets() -> None:
     assert queue.finish() == expected
 
 
-def test_a_write_on_another_stream_comes_after_the_reading() -> None:
+def test_a_write_on_another_stream_comes_after_the_reading():
     device = LateDevice()
     queue = DigestQueue(device, max_tensors=1)
     early, late, other = filled(1), filled(2), filled(3)
@@ -86,7 +86,7 @@ def test_a_write_on_another_stream_comes_after_the_reading() -> None:
     assert len(device.orders) == 2
 
 
-def test_a_write_that_may_go_anywhere_comes_after_all_reading() -> None:
+def test_a_write_that_may_go_anywhere_comes_after_all_reading():
     device = LateDevice()
     queue = DigestQueue(device)
     for stream, number in (("side", 1), ("other", 2), ("main", 3)):
@@ -97,7 +97,7 @@ def test_a_write_that_may_go_anywhere_comes_after_all_reading() -> None:
     assert queue.finish() == digests(1, 2, 3)
 
 
-def test_lost_digests_are_an_error_until_the_queue_is_emptied() -> None:
+def test_lost_digests_are_an_error_until_the_queue_is_emptied():
     queue, value = DigestQueue(LateDevice()), filled(2)
     add(queue, filled(1))
     queue.flush()
@@ -114,7 +114,7 @@ def test_lost_digests_are_an_error_until_the_queue_is_emptied() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_programs_give_the_digests_of_their_moment(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_programs_give_the_digests_of_their_moment(seed, monkeypatch):
     """Of two queues of one device, with room for so few sums that they are hashed now and then."""
     monkeypatch.setattr(triton_digest, "MAX_SUM_BYTES", 80 * 1024)
     draw, method = random.Random(seed), StreamedDigest()
@@ -161,7 +161,7 @@ def run_python(*arguments: str, **variables: str) -> str:
 @pytest.mark.parametrize(
     "num_cases", [pytest.param(24, marks=pytest.mark.slow), pytest.param(300, marks=pytest.mark.soak)]
 )
-def test_triton_in_its_interpreter_gives_the_bits_of_the_host(num_cases: int) -> None:
+def test_triton_in_its_interpreter_gives_the_bits_of_the_host(num_cases):
     pytest.importorskip("triton", reason=NEEDS_TRITON)
     folder = str(Path(__file__).parents[1])
     output = run_python(str(Path(device_cases.__file__)), str(num_cases), TRITON_INTERPRET="1", PYTHONPATH=folder)
@@ -211,13 +211,13 @@ for capability in (80, 90):
 
 
 @pytest.mark.slow
-def test_the_kernels_compile_once_for_gpus_that_are_not_there(tmp_path: Path) -> None:
+def test_the_kernels_compile_once_for_gpus_that_are_not_there(tmp_path):
     pytest.importorskip("triton", reason=NEEDS_TRITON)
     output = run_python("-c", COMPILE, TRITON_CACHE_DIR=str(tmp_path))
     assert output.splitlines() == ["compiled for 80", "compiled for 90"]
 
 
-def test_a_method_gives_the_bits_of_the_host_and_one_that_does_not_is_found() -> None:
+def test_a_method_gives_the_bits_of_the_host_and_one_that_does_not_is_found():
     device = LateDevice()
     device_cases.check(device, 60, largest=5 * 256 * 1024, seed=7)
     assert disagreement(device, device_cases.HOST) == ""
@@ -226,7 +226,7 @@ def test_a_method_gives_the_bits_of_the_host_and_one_that_does_not_is_found() ->
     assert disagreement(device, device_cases.HOST) == said
 
 
-def test_a_thread_that_comes_into_another_one_s_launch_waits_for_it() -> None:
+def test_a_thread_that_comes_into_another_one_s_launch_waits_for_it():
     device, has_begun, may_go_on = LateDevice(), threading.Event(), threading.Event()
     launch = device.launch
 
@@ -265,8 +265,8 @@ def test_a_thread_that_comes_into_another_one_s_launch_waits_for_it() -> None:
     ],
 )
 def test_without_triton_or_with_an_odd_one_each_tensor_is_copied_and_it_says_why(
-    is_interpreted: bool | None, error: Exception | None, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    is_interpreted, error, reason, monkeypatch
+):
     name = "det_callbacks.digest.device.triton_kernels"
     if is_interpreted is None:
         monkeypatch.setitem(sys.modules, "triton", None)
@@ -281,7 +281,7 @@ def test_without_triton_or_with_an_odd_one_each_tensor_is_copied_and_it_says_why
     assert str(device_choice(torch.device("mps", 0))) == "a copy to the host"
 
 
-def test_what_is_tried_on_a_device_is_none_of_the_program_s_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_tried_on_a_device_is_none_of_the_program_s_ops(monkeypatch):
     def choice(_device: torch.device) -> Choice:
         torch.ones(2)
         return Choice(method=LateDevice())
@@ -293,7 +293,7 @@ def test_what_is_tried_on_a_device_is_none_of_the_program_s_ops(monkeypatch: pyt
     assert mode.seen == []
 
 
-def test_a_device_is_given_no_dtype_to_copy_that_it_has_no_op_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_is_given_no_dtype_to_copy_that_it_has_no_op_for(monkeypatch):
     """CUDA copies a tensor of whole memory as bytes, and others by an op of the dtype (torch 2.13)."""
     value = torch.arange(24, dtype=torch.uint8).view(torch.uint3).view(4, 6)
     parts = [value, value.t(), value[:, ::2], value[:1].expand(3, 6)]

@@ -32,13 +32,12 @@ def entry(value: Any, *, is_machine: bool = True, changes_bits: bool = True) -> 
 
 
 def chosen(reference: dict[str, Any], current: dict[str, Any]) -> dict[str, tuple[Any, Any, bool]]:
-    """Return the differences of two environments with these choices: name -> values, and whether it changes bits."""
     found = compare_environments(capture_environment(choices=reference), capture_environment(choices=current))
     assert not any(one.is_machine for one in found)
     return {one.name: (one.reference, one.current, one.changes_bits) for one in found}
 
 
-def test_what_is_no_text_in_the_locale_becomes_json() -> None:
+def test_what_is_no_text_in_the_locale_becomes_json():
     argv = {"process": {"argv": ["tr\udcc3\udca4in.py", "\udce4", "\ud800", "ä"]}, "x\udcff": "\udcc3\udca4"}
     entries = capture_environment(choices=argv)
     assert entries["process.argv"].value == ["träin.py", r"\xe4", r"\ud800", "ä"]
@@ -46,7 +45,7 @@ def test_what_is_no_text_in_the_locale_becomes_json() -> None:
     msgspec.json.encode(entries)
 
 
-def test_another_optimizer_and_the_option_of_a_group_are_named() -> None:
+def test_another_optimizer_and_the_option_of_a_group_are_named():
     def options(kind: Any, *rates: float) -> dict[str, Any]:
         return optimizer_choices([kind([{"params": torch.ones(1), "lr": rate} for rate in rates])])
 
@@ -55,7 +54,7 @@ def test_another_optimizer_and_the_option_of_a_group_are_named() -> None:
     assert chosen(options(adam, 0.1), options(sgd, 0.1)) == {"optimizer": ("Adam", "SGD", True)}
 
 
-def test_the_learning_rate_is_the_one_that_was_chosen_also_where_a_scheduler_has_changed_it() -> None:
+def test_the_learning_rate_is_the_one_that_was_chosen_also_where_a_scheduler_has_changed_it():
     """A resumed training begins with another one than the training that it goes on with, and nobody chose that."""
     optimizer = torch.optim.SGD([torch.ones(1)], lr=0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -67,7 +66,7 @@ def test_the_learning_rate_is_the_one_that_was_chosen_also_where_a_scheduler_has
     assert before["optimizer.SGD"]["lr"] == 0.1
 
 
-def test_two_captures_in_one_process_are_equal_and_survive_json() -> None:
+def test_two_captures_in_one_process_are_equal_and_survive_json():
     choices = {"precision": "32-true", "hparams": {"lr": 0.1, "betas": (0.9, 0.999)}}
     first, second = capture_environment(choices=choices), capture_environment(choices=choices)
     assert compare_environments(first, second) == ()
@@ -93,9 +92,7 @@ def test_two_captures_in_one_process_are_equal_and_survive_json() -> None:
         ("MKL_NUM_THREADS", "1", ("env.MKL_NUM_THREADS", True, False)),
     ],
 )
-def test_one_change_is_one_difference_of_its_kind(
-    name: str, value: Any, expected: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_change_is_one_difference_of_its_kind(name, value, expected, monkeypatch):
     monkeypatch.setenv("MKL_NUM_THREADS", "2")
     others: dict[str, Any] = {"deterministic_algorithms": "disabled"}
     with enforce_determinism({**others, "seed": 1}):
@@ -129,7 +126,7 @@ WRITTEN: dict[str, tuple[Any, Any]] = {
 }
 
 
-def test_choices_are_flat_and_written_so_that_anyone_may_read_them() -> None:
+def test_choices_are_flat_and_written_so_that_anyone_may_read_them():
     given = {name: value for name, (value, _) in WRITTEN.items()}
     environment = capture_environment(choices={"hparams": {"all": given}, "strategy": None})
     entries = {name: entry for name, entry in environment.items() if name.startswith(("hparams", "strategy"))}
@@ -138,7 +135,7 @@ def test_choices_are_flat_and_written_so_that_anyone_may_read_them() -> None:
     assert not any(entry.is_machine for entry in entries.values())
 
 
-def test_a_configuration_differs_by_its_keys_and_acts_through_what_they_became() -> None:
+def test_a_configuration_differs_by_its_keys_and_acts_through_what_they_became():
     def choices(lr: float, flip: float) -> dict[str, Any]:
         return {"hparams": {"lr": lr}, "config": {"model": {"lr": lr}, "data": {"flip": flip, "api_key": str(flip)}}}
 
@@ -151,7 +148,7 @@ def test_a_configuration_differs_by_its_keys_and_acts_through_what_they_became()
     assert chosen(alone, {}) == {"config": ("3 keys", NOT_RECORDED, False)}
 
 
-def test_a_configuration_is_kept_without_our_part_and_what_each_run_has_of_its_own() -> None:
+def test_a_configuration_is_kept_without_our_part_and_what_each_run_has_of_its_own():
     setup_globals()
     config = {
         **{"lr": 0.1, "steps": "${lr}", "name": "net_${now:%Y-%m-%d_%H-%M-%S}", "missing": "???"},
@@ -178,15 +175,15 @@ def test_a_configuration_is_kept_without_our_part_and_what_each_run_has_of_its_o
     ],
 )
 def test_values_differ_by_type_and_what_one_side_lacks_differs_even_from_none(
-    reference: EnvironmentEntry | None, current: EnvironmentEntry | None, is_machine: bool, changes_bits: bool
-) -> None:
+    reference, current, is_machine, changes_bits
+):
     sides = [{} if side is None else {"x": side} for side in (reference, current)]
     (found,) = compare_environments(*sides)
     values = [NOT_RECORDED if side is None else side.value for side in (reference, current)]
     assert [found.reference, found.current, found.is_machine, found.changes_bits] == [*values, is_machine, changes_bits]
 
 
-def test_the_script_goes_by_its_name_in_the_project(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_script_goes_by_its_name_in_the_project(monkeypatch, tmp_path):
     main = ModuleType("__main__")  # whatever runs the tests
     monkeypatch.setitem(sys.modules, "__main__", main)
     scripts = {"src/train.py": "src/train.py", f"{tmp_path}/src/a.py": "src/a.py", "/home/somebody/a.py": "a.py"}
@@ -198,7 +195,7 @@ def test_the_script_goes_by_its_name_in_the_project(monkeypatch: pytest.MonkeyPa
     assert script_words() == ["-m", "project"]
 
 
-def test_words_are_kept_as_the_process_was_started_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_are_kept_as_the_process_was_started_without_secrets(monkeypatch):
     monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
     monkeypatch.setattr(sys, "argv", ["train.py"])  # a script took its own words out
     monkeypatch.setattr(sys, "orig_argv", ["python", "-u", "train.py", *COMMAND_LINE])
@@ -235,7 +232,7 @@ WITHHELD = {
 }
 
 
-def test_overrides_are_kept_but_for_secrets_places_and_ours_and_those_that_differ_are_named() -> None:
+def test_overrides_are_kept_but_for_secrets_places_and_ours_and_those_that_differ_are_named():
     found = capture_environment(choices=command_choice([*KEPT, *OURS, *WITHHELD]))["process.argv"]
     assert found.value == [*script_words(), *KEPT, *WITHHELD.values()]
     assert (found.is_machine, found.changes_bits) == (False, False)
@@ -250,7 +247,7 @@ def git(folder: Path, *arguments: str) -> str:
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
-def test_the_commit_of_the_program_and_the_files_that_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commit_of_the_program_and_the_files_that_differ(tmp_path, monkeypatch):
     folder, nothing = tmp_path / "repository", {"code.git_commit": None, "code.is_dirty": None}
     program, other = folder / "tools" / "train.py", folder / "größe.py"
     monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__file__=str(program)))

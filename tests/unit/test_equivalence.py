@@ -136,7 +136,7 @@ def test_what_an_op_writes_lies_in_the_second_run_as_in_the_first():
 
 
 @BETA_TENSORS
-def test_what_cannot_be_copied_or_has_nothing_to_compare_runs_once() -> None:
+def test_what_cannot_be_copied_or_has_nothing_to_compare_runs_once():
     holder = bytearray(4096)
     skip = (4 - torch.frombuffer(holder, dtype=torch.uint8).data_ptr()) % 64
     x = torch.sparse_coo_tensor([[0, 2]], [1.0, 2.0], (3,), check_invariants=False)
@@ -241,7 +241,7 @@ def raising(x: Tensor, first: int) -> None:
 
 
 @pytest.mark.parametrize("reason", ["raised", "second_run_raised"])
-def test_what_a_run_raises_is_counted_and_goes_through_where_it_is_the_program_s(reason: str):
+def test_what_a_run_raises_is_counted_and_goes_through_where_it_is_the_program_s(reason):
     def run() -> tuple[Any, ...]:
         seed()
         x = torch.ones(2)

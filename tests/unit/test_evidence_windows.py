@@ -10,7 +10,6 @@ POINTS = ("before a batch is drawn", "batch start", "after forward", "after back
 
 
 def fit(steps: int, *, drawn_at: tuple[int, str] | None = None, validates: bool = True) -> list[Row]:
-    """A fit whose generator is drawn from in each forward pass, and once more at one point."""
     state, rows = 100, [Row(0, "fit start", "torch.cpu", 100), Row(0, "fit start", "seed of torch.cpu", 5)]
     rows.append(Row(0, "fit start", "callbacks after on_train_batch_end", 0, "EMA, Plot"))
     for step in range(steps):
@@ -26,7 +25,6 @@ def fit(steps: int, *, drawn_at: tuple[int, str] | None = None, validates: bool 
 
 
 def compare(ours: list[Row], theirs: list[Row], step: int) -> Evidence:
-    """Return what is known of a step, the first or one after an equal one."""
     since = step - 1 if step else None
     found = [gather_window((row for row in rows if row.step <= step), since=since) for rows in (ours, theirs)]
     return compare_windows(*found, step)

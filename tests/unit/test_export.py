@@ -20,7 +20,6 @@ OF_SITE = ("phase", "module", "op", "occurrence", "output", "role", "name", "arg
 
 @pytest.fixture
 def run(tmp_path):
-    """Two ranks; a second attempt recorded a step of the first again, had other programs, and broke off in a fit."""
     path = tmp_path / "run"
     append(create(path, peers=OneOf(0, 2)), range(5), complete=False)
     append(join(path, 1), range(4), seed=1, complete=True)

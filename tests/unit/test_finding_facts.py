@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
 from stored_runs import append, create, record, resume
 
 from det_callbacks.findings import facts
@@ -14,7 +13,7 @@ from det_callbacks.runs.store import Run
 from det_callbacks.runs.stream import StreamFile
 
 
-def test_of_a_long_run_the_first_and_the_last_steps_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_long_run_the_first_and_the_last_steps_are_read(tmp_path: Path, monkeypatch: Any) -> None:
     run = Run.open(record(tmp_path / "run", range(100), range(30)), check_steps=False)
     monkeypatch.setattr(facts, "MAX_STEPS", 40)
     read: list[Any] = []
@@ -26,7 +25,7 @@ def test_of_a_long_run_the_first_and_the_last_steps_are_read(tmp_path: Path, mon
     assert (first, second) == ([*range(10), *range(90, 100)], [*range(10), *range(20, 30)])
 
 
-def test_few_large_steps_are_read_and_few_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_large_steps_are_read_and_few_programs(tmp_path: Path, monkeypatch: Any) -> None:
     writer = create(tmp_path / "run")
     for number in range(20):
         append(writer, range(5 * number, 5 * number + 5), num_sites=3 + number)
@@ -38,7 +37,7 @@ def test_few_large_steps_are_read_and_few_programs(tmp_path: Path, monkeypatch: 
     assert len(fit.records) == 2 * MIN_STEPS
 
 
-def test_the_evidence_of_the_first_steps_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_evidence_of_the_first_steps_is_read(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(facts, "MAX_NOTED", 7)
     writer = create(tmp_path / "run")
     for step in range(20):

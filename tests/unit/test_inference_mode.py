@@ -20,7 +20,7 @@ WEIGHT = torch.linspace(-1.0, 1.0, 80).view(5, 4, 4)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_step_in_inference_mode_has_the_sites_of_one_without_gradients(name: str):
+def test_a_step_in_inference_mode_has_the_sites_of_one_without_gradients(name):
     def sites_of(guard: AbstractContextManager[Any]) -> list[tuple[Any, ...]]:
         torch.manual_seed(4)
         model, inputs = MODELS[name]()
@@ -73,7 +73,7 @@ def watched() -> Iterator[None]:
 
 @pytest.mark.parametrize("mode", [HashMode, BitwiseEquivalenceMode, watched])
 @pytest.mark.parametrize("case", AUTOCAST)
-def test_autocast_goes_on_inside_composite_ops(case: str, mode: Callable[[], AbstractContextManager[Any]]):
+def test_autocast_goes_on_inside_composite_ops(case, mode):
     def computed() -> Tensor:
         torch.manual_seed(5)
         with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):

@@ -66,14 +66,14 @@ ONE, TWO = torch.ones(1), torch.zeros(2)
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_tensors_and_numbers_are_named_by_their_path(tree: Any, names: list[str]) -> None:
+def test_tensors_and_numbers_are_named_by_their_path(tree, names):
     assert [name for name, _ in flatten(tree, "", is_whole=True)] == names
     # private attributes are left out otherwise, unless a class shows them
     is_hidden = {"._hidden", "._private"}
     assert [name for name, _ in flatten(tree, "")] == [name for name in names if name not in is_hidden]
 
 
-def test_what_contains_itself_is_listed_once_and_what_is_nested_too_deeply_is_a_leaf() -> None:
+def test_what_contains_itself_is_listed_once_and_what_is_nested_too_deeply_is_a_leaf():
     around: list[Any] = [ONE]
     around += [around, around]
     parent, child = Plain(value=ONE), Plain(value=TWO)
@@ -87,6 +87,6 @@ def test_what_contains_itself_is_listed_once_and_what_is_nested_too_deeply_is_a_
 
 
 @pytest.mark.parametrize("leaf", [None, "text", torch.float32, Tensor, len, {1}, np.ones(2), torch.Generator()])
-def test_what_cannot_be_looked_into_is_a_leaf(leaf: Any) -> None:
+def test_what_cannot_be_looked_into_is_a_leaf(leaf):
     assert [name for name, _ in leaves([leaf], "b")] == ["b[0]"]
     assert not list(flatten([leaf], "b"))

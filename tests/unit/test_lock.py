@@ -26,7 +26,6 @@ READING = Reading(
 
 
 def in_another_process(body: Callable[[], object]) -> int:
-    """Do something in a fork that is left alone then; return its id once it has done it."""
     reading, writing = os.pipe()
     process = os.fork()
     if not process:

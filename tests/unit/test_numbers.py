@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -127,7 +128,7 @@ def test_views_and_gradients_and_packed_elements(one: Tensor, other: Tensor, exp
     assert (found.num_differing, found.max_ulps) == expected
 
 
-def test_what_float64_does_not_hold_is_neither_equal_nor_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_float64_does_not_hold_is_neither_equal_nor_given(monkeypatch: Any) -> None:
     monkeypatch.setattr(numbers, "CHUNK_ELEMENTS", 3)
     found = tensor_numbers(LABEL, torch.tensor([2**62]), torch.tensor([2**62 + 1]))
     assert (found.num_differing, found.max_ulps, found.max_absolute) == (1, 1, 1.0)

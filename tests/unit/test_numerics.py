@@ -7,7 +7,6 @@ import math
 import pickle
 import random
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_copy_is_equal_in_inference_mode_too_and_the_module_is_left_as_it_was(name: str) -> None:
+def test_a_copy_is_equal_in_inference_mode_too_and_the_module_is_left_as_it_was(name):
     model, inputs = MODELS[name]()
     for part in [*model.modules()][2:]:
         part.train(False)
@@ -40,7 +39,7 @@ def test_a_copy_is_equal_in_inference_mode_too_and_the_module_is_left_as_it_was(
     assert state_of(model) == before
 
 
-def test_a_wrong_backward_is_found_where_it_begins() -> None:
+def test_a_wrong_backward_is_found_where_it_begins():
     layers = [nn.Linear(4, 4) for _ in range(3)]
     base, control = (nn.Sequential(*layers) for _ in range(2))
     control.insert(2, Apply(lambda weight, value: value / 2 + value.detach() / 2))
@@ -51,7 +50,7 @@ def test_a_wrong_backward_is_found_where_it_begins() -> None:
     assert only(report, "gradient", "1.weight").numbers.max_relative == pytest.approx(0.5)
 
 
-def test_a_difference_of_one_ulp_has_its_figures() -> None:
+def test_a_difference_of_one_ulp_has_its_figures():
     ulp = torch.tensor([0, 2**-22, 0, 0])
     report = compared(lambda w, x: w * x, lambda w, x: w * x + ulp, torch.arange(1.0, 5.0), iterations=1)
     found = only(report, "output", "output")
@@ -63,7 +62,7 @@ def test_a_difference_of_one_ulp_has_its_figures() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_nan_and_infinity_on_one_side_are_beyond_and_on_both_no_difference(bad: float) -> None:
+def test_nan_and_infinity_on_one_side_are_beyond_and_on_both_no_difference(bad):
     def broken(weight: Tensor, x: Tensor) -> Tensor:
         return torch.where(torch.arange(4) == 2, bad, weight * x)
 
@@ -75,7 +74,7 @@ def test_nan_and_infinity_on_one_side_are_beyond_and_on_both_no_difference(bad: 
     assert only(compared(broken, lambda w, x: broken(w, x * (1 + 2**-22)), torch.ones(4)), "output", "output").close
 
 
-def test_a_gradient_that_one_side_lacks_or_that_of_an_input() -> None:
+def test_a_gradient_that_one_side_lacks_or_that_of_an_input():
     with_gradient, without = (lambda w, x: w * x), (lambda w, x: w.detach() * x + x.sum() * 0)
     found = only(report := compared(with_gradient, without, torch.ones(4)), "gradient", "weight")
     assert (found.kind, found.control, found.excess, report.first) == ("missing", None, math.inf, found)
@@ -90,7 +89,7 @@ def test_a_gradient_that_one_side_lacks_or_that_of_an_input() -> None:
     assert x.grad is None
 
 
-def test_other_shapes_dtypes_and_outputs() -> None:
+def test_other_shapes_dtypes_and_outputs():
     def base(weight: Tensor, x: Tensor) -> dict[str, Any]:
         return {"a": weight * x, "b": weight.sum(), "c": 3, "only": x, "text": "one", "d": [x.long(), 7, True, x[:0]]}
 
@@ -110,7 +109,7 @@ def test_other_shapes_dtypes_and_outputs() -> None:
     assert "float32 [4] in the base, float32 [3] in the control" in " ".join(str(report).split())
 
 
-def test_inputs_of_every_form_are_copied_for_each_side_and_each_iteration() -> None:
+def test_inputs_of_every_form_are_copied_for_each_side_and_each_iteration():
     def doubled(weight: Tensor, x: Tensor, mask: Tensor | None = None) -> Tensor:
         x.mul_(2)
         seen.append((float(x[1]), float(weight[0].detach())))
@@ -126,7 +125,7 @@ def test_inputs_of_every_form_are_copied_for_each_side_and_each_iteration() -> N
     assert compared(doubled, doubled, lambda _: (torch.randn(4), mask)).equal, "what is drawn is drawn once"
 
 
-def test_both_sides_draw_the_same_numbers_and_have_their_own_state() -> None:
+def test_both_sides_draw_the_same_numbers_and_have_their_own_state():
     counted: list[int] = []
 
     class Counting(nn.Module):
@@ -154,7 +153,7 @@ def test_both_sides_draw_the_same_numbers_and_have_their_own_state() -> None:
     assert torch.equal(module.generator.get_state(), state)
 
 
-def test_what_a_side_raises_names_the_side_and_leaves_nothing_behind() -> None:
+def test_what_a_side_raises_names_the_side_and_leaves_nothing_behind():
     model, inputs = MODELS["convolutions"]()
     before, factors = state_of(model), iter([1, 1, 1])
     said = r"The control \(Sequential\) raised StopIteration in iteration 1"
@@ -166,7 +165,7 @@ def test_what_a_side_raises_names_the_side_and_leaves_nothing_behind() -> None:
     assert state_of(model) == before
 
 
-def test_wrong_arguments_are_refused() -> None:
+def test_wrong_arguments_are_refused():
     layer, x, ran = nn.Linear(4, 4), torch.ones(4), nn.utils.spectral_norm(nn.Linear(4, 4))
     ran(torch.ones(1, 4))
     (compiled := nn.Linear(4, 4)).compile(backend="eager")
@@ -193,7 +192,7 @@ def test_wrong_arguments_are_refused() -> None:
         compare_modules(silent, silent, x)
 
 
-def test_memory_does_not_grow_with_the_iterations() -> None:
+def test_memory_does_not_grow_with_the_iterations():
     """What one iteration computed is gone when the next one is compared."""
     alive: list[int] = []
 
@@ -205,7 +204,7 @@ def test_memory_does_not_grow_with_the_iterations() -> None:
     assert max(alive[4:]) <= max(alive[2:4])
 
 
-def test_names_may_differ_by_wrappers() -> None:
+def test_names_may_differ_by_wrappers():
     inner = mlp()
     middle = nn.Sequential(copy.deepcopy(inner[:2]), inner[2:])
     partly = nn.Sequential(torch.compile(copy.deepcopy(inner[:2]), backend="eager"), copy.deepcopy(inner[2:]))
@@ -215,7 +214,7 @@ def test_names_may_differ_by_wrappers() -> None:
         assert said in str(report)
 
 
-def test_the_order_decides_what_is_first_and_the_excess_what_is_worst() -> None:
+def test_the_order_decides_what_is_first_and_the_excess_what_is_worst():
     report = compared(lambda w, x: w * x, lambda w, x: w * x * 2, torch.ones(4), iterations=1)
     some = only(report, "output", "output")
     small, large, bits = (replace(some, excess=excess) for excess in (2.0, 9.0, 0.5))
@@ -231,7 +230,7 @@ def test_the_order_decides_what_is_first_and_the_excess_what_is_worst() -> None:
     assert replace(some, excess=math.inf).to_dict()["excess"] == "inf"
 
 
-def test_a_wrong_transformation_is_named_first_in_the_table_the_json_and_the_error(tmp_path: Path) -> None:
+def test_a_wrong_transformation_is_named_first_in_the_table_the_json_and_the_error(tmp_path):
     base = Transformer()
     control = copy.deepcopy(base)
     control.blocks[1].norm2.eps = 1e-3

@@ -15,7 +15,7 @@ from det_callbacks import ModuleRunError, NothingComparedError, compare_compiled
 pytestmark = [*COMPILING, pytest.mark.usefixtures("single_thread")]
 
 
-def test_aot_eager_is_equal_and_was_compiled() -> None:
+def test_aot_eager_is_equal_and_was_compiled():
     model, inputs = MODELS["tied with dropout"]()
     before = state_of(model)
     report = compare_compiled(model, inputs, backend="aot_eager", iterations=2)
@@ -26,7 +26,7 @@ def test_aot_eager_is_equal_and_was_compiled() -> None:
 
 
 @pytest.mark.slow
-def test_inductor_is_within_tolerance() -> None:
+def test_inductor_is_within_tolerance():
     model, inputs = MODELS["transformer"]()
     report = compare_compiled(model, inputs, iterations=3)
     assert report.close, str(report)
@@ -45,7 +45,7 @@ def drop_an_addition(graph: fx.GraphModule, example_inputs: Any) -> Any:
     return graph.forward
 
 
-def test_a_backend_that_drops_a_residual_is_found() -> None:
+def test_a_backend_that_drops_a_residual_is_found():
     torch.manual_seed(0)
     model = Transformer(layers=1)
     report = compare_compiled(model, torch.randint(50, (2, 8)), backend=drop_an_addition, iterations=2)
@@ -54,7 +54,7 @@ def test_a_backend_that_drops_a_residual_is_found() -> None:
     assert report.notes[0].startswith("1 graph compiled by drop_an_addition")
 
 
-def test_giving_up_after_recompilations_is_an_error() -> None:
+def test_giving_up_after_recompilations_is_an_error():
     """Dynamo would go on in eager mode, which agrees with itself."""
 
     branching = Apply(lambda weight, x, power: weight * x * str(power).count("1"))
@@ -76,6 +76,6 @@ def failing(graph: Any, example_inputs: Any) -> Any:
         (torch.compile(mlp(), backend="eager"), {}, ValueError, "compiled already"),
     ],
 )
-def test_what_cannot_be_compared_is_no_result(module: Any, options: Any, error: Any, words: str) -> None:
+def test_what_cannot_be_compared_is_no_result(module, options, error, words):
     with pytest.raises(error, match=words):
         compare_compiled(module, torch.ones(2, 16), **{"backend": "eager", "iterations": 1, **options})

@@ -5,7 +5,6 @@ import gc
 import sys
 import weakref
 from collections import namedtuple
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -56,12 +55,11 @@ def watch(folder: Path, name: str, reference: Path | None = None, /, **values: A
 
 
 def kinds(observer: ObserverContext) -> list[tuple[str | None, str]]:
-    """Return name and kind of what differs."""
     return [(found.name, found.kind) for found in observer.mismatches]
 
 
 @pytest.mark.parametrize("function", [observe, observe_non_deterministic, observe_grad, observe_non_deterministic_grad])
-def test_without_an_observer_it_calls_nothing(function: Callable[[str, Tensor], object]) -> None:
+def test_without_an_observer_it_calls_nothing(function):
     called: list[str] = []
     tensor = torch.ones(2)
     sys.setprofile(lambda frame, event, argument: called.append(str(argument)) if event.endswith("call") else None)
@@ -82,13 +80,13 @@ def test_without_an_observer_it_calls_nothing(function: Callable[[str, Tensor], 
         ({"x": -0.0, "y": 2.0, "z": 3.0}, [("x", "content")]),
     ],
 )
-def test_shorter_longer_and_otherwise(tmp_path: Path, values: dict[str, Any], found: list[Any]) -> None:
+def test_shorter_longer_and_otherwise(tmp_path, values, found):
     reference = watch(tmp_path, "reference", x=1.0, y=2.0, z=3.0).path
     with pytest.warns(DivergenceWarning):
         assert kinds(watch(tmp_path, "current", reference, **values)) == found
 
 
-def test_what_is_a_name_and_what_cannot_be_a_name_or_an_observation(tmp_path: Path) -> None:
+def test_what_is_a_name_and_what_cannot_be_a_name_or_an_observation(tmp_path):
     endless: list[Any] = []
     endless.append(endless)
     with ObserverContext(tmp_path, "run"):
@@ -120,7 +118,7 @@ class Inner(nn.Module):
         return observe("x", x * 2)
 
 
-def test_occurrences_phases_and_modules_of_values_and_of_each_backward_pass(tmp_path: Path) -> None:
+def test_occurrences_phases_and_modules_of_values_and_of_each_backward_pass(tmp_path):
     inner, x = Inner(), torch.ones(2, requires_grad=True)
     with ObserverContext(tmp_path, "run") as observer:
         for _ in range(2):
@@ -139,7 +137,7 @@ def test_occurrences_phases_and_modules_of_values_and_of_each_backward_pass(tmp_
         ]
 
 
-def test_plain_values_are_replayed_exactly_in_what_is_returned(tmp_path: Path) -> None:
+def test_plain_values_are_replayed_exactly_in_what_is_returned(tmp_path):
     plain = [1j, complex("nan+1j"), 0.1, -0.0, float("inf"), float("nan"), 7, -(2**70), True, None, "tëxt"]
     point, pair = namedtuple("point", "x y"), dataclasses.make_dataclass("Pair", ["left", "right"])
     tree = {"time": point(1.5, 2), "plain": plain, "pair": pair(1, 2), "tensor": torch.ones(1)}
@@ -157,7 +155,7 @@ def test_plain_values_are_replayed_exactly_in_what_is_returned(tmp_path: Path) -
     assert observer.verdict.coverage.replayed == {"t": {"count": 16, "differing": 14, "mib_per_step": 4e-06}}
 
 
-def test_observers_change_no_bit(tmp_path: Path) -> None:
+def test_observers_change_no_bit(tmp_path):
     def train(*, is_observed: bool) -> Tensor:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 4))
@@ -190,7 +188,7 @@ def observed_in_a_worker(batch: list[int]) -> Tensor:
     return torch.tensor(batch)
 
 
-def test_a_worker_says_that_it_records_nothing(tmp_path: Path) -> None:
+def test_a_worker_says_that_it_records_nothing(tmp_path):
     options = {"num_workers": 1, "multiprocessing_context": "fork", "collate_fn": observed_in_a_worker}
     with ObserverContext(tmp_path, "run"):
         (batch,) = torch.utils.data.DataLoader([0, 1], batch_size=2, **options)
@@ -198,7 +196,7 @@ def test_a_worker_says_that_it_records_nothing(tmp_path: Path) -> None:
     assert names(tmp_path / "run") == ["batch"]
 
 
-def test_modules_of_earlier_steps_are_not_kept(tmp_path: Path) -> None:
+def test_modules_of_earlier_steps_are_not_kept(tmp_path):
     known = []
     with ObserverContext(tmp_path, "run") as observer:
         for _ in range(3):
@@ -213,7 +211,7 @@ def test_modules_of_earlier_steps_are_not_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::det_callbacks.DivergenceWarning")
-def test_a_gradient_that_never_comes_is_reported(tmp_path: Path) -> None:
+def test_a_gradient_that_never_comes_is_reported(tmp_path):
     def run(name: str, reference: Path | None, *, goes_back: bool) -> ObserverContext:
         x = torch.ones(2, requires_grad=True)
         left, right = torch.ones(2, 2, requires_grad=True).unbind()
@@ -236,7 +234,7 @@ def test_a_gradient_that_never_comes_is_reported(tmp_path: Path) -> None:
     assert ("grad of x", "structure") in kinds(current)
 
 
-def test_a_gradient_of_another_branch_is_left_alone(tmp_path: Path) -> None:
+def test_a_gradient_of_another_branch_is_left_alone(tmp_path):
     def gradients(name: str, scale: float, reference: Path | None = None) -> tuple[list[float], list[float]]:
         a, b = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
         left, right = a * 1, b * 1
@@ -249,7 +247,7 @@ def test_a_gradient_of_another_branch_is_left_alone(tmp_path: Path) -> None:
     assert gradients("c", 3.0, tmp_path / "r") == ([3.0], [2.0])
 
 
-def test_steps_are_marked_at_either_end_of_a_loop_and_another_number_of_them_differs(tmp_path: Path) -> None:
+def test_steps_are_marked_at_either_end_of_a_loop_and_another_number_of_them_differs(tmp_path):
     def run(num_steps: int, *, is_marked_first: bool = False, reference: Path | None = None) -> ObserverContext:
         name = f"{num_steps} steps, {is_marked_first}"
         with ObserverContext(tmp_path, name, reference) as observer:
@@ -270,7 +268,7 @@ def test_steps_are_marked_at_either_end_of_a_loop_and_another_number_of_them_dif
         assert [*kinds(other), other.verdict.first_divergence.kind] == [(None, kind), kind]
 
 
-def test_raising_at_the_end_of_the_step_that_differs_and_again_at_the_end(tmp_path: Path) -> None:
+def test_raising_at_the_end_of_the_step_that_differs_and_again_at_the_end(tmp_path):
     reference = ObserverContext(tmp_path, "reference")
     observer = ObserverContext(tmp_path, "current", tmp_path / "reference", raise_on_mismatch=True)
 
@@ -292,7 +290,7 @@ def test_raising_at_the_end_of_the_step_that_differs_and_again_at_the_end(tmp_pa
     assert (tmp_path / "current" / "verdict.json").is_file()
 
 
-def test_a_context_is_used_once_and_only_one_at_a_time(tmp_path: Path) -> None:
+def test_a_context_is_used_once_and_only_one_at_a_time(tmp_path):
     observer = ObserverContext(tmp_path, "run")
     with pytest.raises(TraceError, match="not open"):
         observer.next_step()
@@ -309,7 +307,7 @@ def test_a_context_is_used_once_and_only_one_at_a_time(tmp_path: Path) -> None:
         observer.next_step()
 
 
-def test_what_is_no_reference_no_folder_or_becomes_no_run(tmp_path: Path) -> None:
+def test_what_is_no_reference_no_folder_or_becomes_no_run(tmp_path):
     for name in ("", ".", "..", "a/b", "/etc", "a\\b", "a\0b", 3):
         with pytest.raises(ValueError, match="name of a run"):
             ObserverContext(tmp_path / "runs", name)
@@ -343,7 +341,7 @@ def test_what_is_no_reference_no_folder_or_becomes_no_run(tmp_path: Path) -> Non
     assert not {"run", "next"} & {path.name for path in tmp_path.iterdir()}
 
 
-def test_ops_are_sites_only_inside_regions(tmp_path: Path) -> None:
+def test_ops_are_sites_only_inside_regions(tmp_path):
     x = torch.ones(2, 2)
     with ObserverContext(tmp_path, "run") as observer:
         x + 1
@@ -368,7 +366,7 @@ def test_ops_are_sites_only_inside_regions(tmp_path: Path) -> None:
     assert ops == ["aten.mul.Tensor", "aten.mul.Tensor", "between", "aten.mm.default", "aten.div.Tensor"]
 
 
-def test_what_was_put_back_is_what_later_ops_read(tmp_path: Path) -> None:
+def test_what_was_put_back_is_what_later_ops_read(tmp_path):
     x = torch.ones(2)
     with ObserverContext(tmp_path, "run") as observer, enable_hash_mode():
         y = x.exp()

@@ -49,7 +49,7 @@ def train(
 
 
 @pytest.mark.parametrize("backend", rest_slow(["aot_eager", "inductor"], every=2))
-def test_observations_are_ops_of_one_graph_and_the_sites_of_eager_code(backend: str, tmp_path: Path) -> None:
+def test_observations_are_ops_of_one_graph_and_the_sites_of_eager_code(backend, tmp_path):
     compiled = torch.compile(noisy, fullgraph=True, backend=backend)
     _, gradient = train(tmp_path, "compiled", compiled)
     observer, replayed = train(tmp_path, "current", compiled, "compiled")
@@ -66,7 +66,7 @@ def test_observations_are_ops_of_one_graph_and_the_sites_of_eager_code(backend: 
     assert [site.name for site in eager][:6] == [f"hidden{path}" for path in paths]
 
 
-def test_without_an_observer_nothing_is_in_the_graph(tmp_path: Path) -> None:
+def test_without_an_observer_nothing_is_in_the_graph(tmp_path):
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(noisy, fullgraph=True, backend=counter)
 
@@ -86,7 +86,7 @@ def test_without_an_observer_nothing_is_in_the_graph(tmp_path: Path) -> None:
     assert counter.frame_count == 2
 
 
-def test_gradients_break_the_graph_and_say_so_once(tmp_path: Path) -> None:
+def test_gradients_break_the_graph_and_say_so_once(tmp_path):
     def model(weight: Tensor, x: Tensor, noise: Tensor) -> Tensor:
         hidden = weight * x
         observe_non_deterministic_grad("hidden", hidden)
@@ -102,7 +102,7 @@ def test_gradients_break_the_graph_and_say_so_once(tmp_path: Path) -> None:
         train(tmp_path, "full", torch.compile(model, fullgraph=True, backend="eager"))
 
 
-def test_observation_in_a_checkpointed_and_compiled_function(tmp_path: Path) -> None:
+def test_observation_in_a_checkpointed_and_compiled_function(tmp_path):
     def inner(x: Tensor) -> Tensor:
         return observe("inner", x.sin()).exp()
 
@@ -116,7 +116,7 @@ def test_observation_in_a_checkpointed_and_compiled_function(tmp_path: Path) -> 
     train(tmp_path, "current", compiled, "reference", steps=1)
 
 
-def test_a_size_that_is_only_known_when_the_graph_runs(tmp_path: Path) -> None:
+def test_a_size_that_is_only_known_when_the_graph_runs(tmp_path):
     def sized(x: Tensor) -> Tensor:
         return observe("q", {"x": x * 2, "n": x.shape[0]})["x"]
 

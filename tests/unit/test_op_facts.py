@@ -91,7 +91,7 @@ SCATTER_REDUCE_RAISES = ["when called on CUDA or MPS tensor"] if TORCH >= (2, 15
 SCATTER_PROD_RAISES = SCATTER_REDUCE_RAISES or ["when reduce='prod' and called on CUDA tensor"]
 
 
-def test_every_bullet_is_read_and_translated() -> None:
+def test_every_bullet_is_read_and_translated():
     _, *lists = DOCSTRING.split("normally-nondeterministic operations will")  # looked at in torch 2.13
     for behaviour, text in zip(("alternate algorithm", "error"), lists, strict=True):
         lines = [line for line in text.split("In addition,")[0].splitlines() if line.strip().startswith("* :")]
@@ -102,14 +102,14 @@ def test_every_bullet_is_read_and_translated() -> None:
     assert [op for fact in FACTS for op in fact.ops if not hasattr(torch.ops.aten, op.removeprefix("aten."))] == []
 
 
-def test_each_alias_is_documented_and_names_ops_that_there_are() -> None:
+def test_each_alias_is_documented_and_names_ops_that_there_are():
     documented = {fact.name for fact in DOCUMENTED}
     newer = {name for name, first in FIRST_DOCUMENTED.items() if first > TORCH}
     assert {*ALIASES, *CALLS} - documented == newer
     assert [op for ops in ALIASES.values() for op in ops if not hasattr(torch.ops.aten, op)] == []
 
 
-def test_a_docstring_without_the_lists_is_an_error() -> None:
+def test_a_docstring_without_the_lists_is_an_error():
     for docstring, missing in (
         ("", "alternate algorithm, error"),
         (DOCSTRING.replace("RuntimeError", "ValueError"), "error"),
@@ -121,15 +121,13 @@ def test_a_docstring_without_the_lists_is_an_error() -> None:
         assert caught.value.exit_code == 2
 
 
-def test_random_ops_are_those_that_torch_tags() -> None:
+def test_random_ops_are_those_that_torch_tags():
     named = {op for fact in FACTS if fact.behaviour == "random" for op in fact.ops}
     assert {"aten.rand", "aten.normal_", "aten.native_dropout", "aten.multinomial"} <= named
     assert not {"aten.relu", "aten.mm", "aten.convolution"} & named
 
 
 def applying(call: Call) -> set[tuple[str, str]]:
-    """Return name and condition of the documented facts that may be about what a call and its derivative run."""
-
     def body() -> None:
         output = call()
         if output.requires_grad:
@@ -148,7 +146,7 @@ def applying(call: Call) -> set[tuple[str, str]]:
     return {(found.name, found.condition) for found in DOCUMENTED for call in calls if may_apply(found, **call)}
 
 
-def test_a_bullet_about_several_names_is_a_fact_about_each() -> None:
+def test_a_bullet_about_several_names_is_a_fact_about_each():
     bullets = r"""
         * :func:`torch.bmm`, :func:`torch.nn.MaxPool3d`, and :func:`torch.nn.AvgPool3d`
           when attempting to differentiate an MPS tensor
@@ -179,7 +177,7 @@ def test_a_bullet_about_several_names_is_a_fact_about_each() -> None:
 # torch says so once, of a function that 2.15 documents as nondeterministic
 @pytest.mark.filterwarnings(r"ignore:index_reduce\(\) is in beta:UserWarning")
 @pytest.mark.parametrize("name", [name for name in CALLS if FIRST_DOCUMENTED.get(name, TORCH) <= TORCH])
-def test_the_ops_are_those_that_run(name: str) -> None:
+def test_the_ops_are_those_that_run(name):
     found = [applying(call) for call in CALLS[name]]
     assert all(name in dict(facts) for facts in found)
     assert {(fact.name, fact.condition) for fact in DOCUMENTED if fact.name == name} <= set().union(*found)
@@ -201,13 +199,13 @@ def test_the_ops_are_those_that_run(name: str) -> None:
         (lambda: torch.nn.NLLLoss()(torch.ones(2, 4, requires_grad=True), INDEX), []),
     ],
 )
-def test_arguments_and_phase_exclude_what_cannot_be_meant(call: Call, conditions: list[str]) -> None:
+def test_arguments_and_phase_exclude_what_cannot_be_meant(call, conditions):
     names = ("torch.Tensor.put_", "torch.Tensor.scatter_reduce", "torch.nn.", "torch.index_select")
     found = sorted(condition for name, condition in applying(call) if name.startswith(names))
     assert found == conditions
 
 
-def test_an_argument_of_unknown_value_excludes_nothing() -> None:
+def test_an_argument_of_unknown_value_excludes_nothing():
     documented = ("with accumulate=False", "with accumulate=True when called on a CPU tensor")
     put = {words: fact("torch.Tensor.index_put", words) for words in documented}
     call = {"op": "aten.index_put_.default", "phase": "forward"}

@@ -2,7 +2,6 @@
 
 import json
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -121,7 +120,7 @@ def test_what_differs_and_who_starts_it(fill, expected):
 
 @pytest.mark.parametrize("was_varying", [False, True])
 @pytest.mark.parametrize("is_varying", [False, True])
-def test_other_argument_is_named_with_both_values(was_varying: bool, is_varying: bool) -> None:
+def test_other_argument_is_named_with_both_values(was_varying, is_varying):
     reference = training_step(lr=0.1, lr_varies=was_varying)
     assert compare(reference, training_step(lr=0.1, lr_varies=is_varying)).num_differing == 0
     difference = compare(reference, training_step(lr=0.2, lr_varies=is_varying))
@@ -133,7 +132,7 @@ def test_other_argument_is_named_with_both_values(was_varying: bool, is_varying:
 
 @pytest.mark.parametrize("kind", ["varying", "arguments"])
 @pytest.mark.parametrize(("ours", "theirs"), [(1, 1.0), (True, 1), (0.0, -0.0), (float("inf"), 1e308), (-3, 3)])
-def test_argument_of_another_type_or_sign_is_seen(kind: str, ours: Any, theirs: Any) -> None:
+def test_argument_of_another_type_or_sign_is_seen(kind, ours, theirs):
     pair = both(lambda step, now: step.op("aten.add.Tensor", **{kind: {"alpha": theirs if now else ours}}))
     difference = compare(*pair)
     assert [item.kind for item in difference.divergences] == ["argument"]
@@ -142,7 +141,7 @@ def test_argument_of_another_type_or_sign_is_seen(kind: str, ours: Any, theirs: 
 
 
 @pytest.mark.parametrize(("other", "num_differing"), [(0.99, 0), (0.999, 1)])
-def test_digest_of_several_arguments_is_compared_with_constants(other: float, num_differing: int) -> None:
+def test_digest_of_several_arguments_is_compared_with_constants(other, num_differing):
     values = {"beta1": 0.9, "beta2": 0.99}
     reference, current = StepBuilder(), StepBuilder()
     reference.op("aten.lerp.Scalar", varying=values, arguments={"eps": 1.0})
@@ -151,7 +150,7 @@ def test_digest_of_several_arguments_is_compared_with_constants(other: float, nu
         assert [item.kind for item in compare(one, two).divergences] == ["argument"] * num_differing
 
 
-def test_an_unseen_write_is_not_proven_and_passes_on_what_it_starts() -> None:
+def test_an_unseen_write_is_not_proven_and_passes_on_what_it_starts():
     difference = compare(training_step(), training_step(noise_at=5, unseen_at=5))
     assert (difference.divergences[0].op, difference.divergences[0].is_origin) == ("aten.mul.Tensor", None)
     assert difference.origins == ()
@@ -159,7 +158,7 @@ def test_an_unseen_write_is_not_proven_and_passes_on_what_it_starts() -> None:
     assert len(difference.origins) == 1  # the update reads a gradient that differs already
 
 
-def test_what_is_described_is_bounded_and_not_what_is_counted() -> None:
+def test_what_is_described_is_bounded_and_not_what_is_counted():
     def fill(step: StepBuilder, now: bool) -> None:
         for index in range(2 * MAX_DESCRIBED):
             step.named(f"net.{index}", 2 * index + now)
@@ -185,7 +184,7 @@ def named_after(*, unseen: bool, is_shown: bool = True, in_place: bool = False) 
     return step
 
 
-def test_who_reads_memory_that_a_named_tensor_shows_to_be_changed_is_a_receiver() -> None:
+def test_who_reads_memory_that_a_named_tensor_shows_to_be_changed_is_a_receiver():
     difference = compare(named_after(unseen=False), named_after(unseen=True))
     assert [(item.op, item.is_origin) for item in difference.divergences] == [("", None), ("aten.mul_.Tensor", False)]
     assert difference.starting("written since")
@@ -211,7 +210,6 @@ NUMBER = TensorLayout(dtype="float", shape=())
 
 
 def noisy(name, read, **fields):
-    """Return what adds a call that gives other bits in the current step."""
     return lambda step, now: step.op(name, read, noise=now, **fields)
 
 
@@ -257,7 +255,6 @@ OTHER_BITS = noisy("aten.exp.default", "?y", module="last")
 
 
 def judged(*parts):
-    """Return what is said of the last part, where it differs."""
     pair = both(lambda step, now: [part(step, now) for part in parts])
     return [item.is_origin for item in compare(*pair).divergences if item.module == "last"]
 

@@ -10,7 +10,7 @@ PUT = "aten.put_.default"
 
 
 @pytest.mark.parametrize("text", ["", "put_", "net:put_", *(f"{phase}/{PUT}" for phase in ("bakward", "", "Forward"))])
-def test_what_is_no_pattern_is_refused_with_the_form_or_the_phases(text: str) -> None:
+def test_what_is_no_pattern_is_refused_with_the_form_or_the_phases(text):
     says = (
         "the phases are forward, backward, " if "/" in text else "write [phase/][module:]op with the op as namespace."
     )
@@ -42,5 +42,5 @@ def test_the_pattern_of_one_place_means_no_other(module: str) -> None:
         (f"Decoder:{PUT}", "forward", "decoder", False),
     ],
 )
-def test_which_places_are_meant(text: str, phase: str, module: str, is_meant: bool) -> None:
+def test_which_places_are_meant(text, phase, module, is_meant):
     assert OpPattern.parse(text).matches(phase, module, PUT) is is_meant

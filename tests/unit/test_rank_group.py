@@ -2,7 +2,6 @@
 
 import time
 from collections import OrderedDict
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -53,7 +52,7 @@ AT = "RankError: Rank {} of 2 is at the audit of the replicas after step {}, and
         (without_storage, (FAILED, "DetCallbacksError: cannot digest")),
     ],
 )
-def test_what_ranks_hear_of_each_other(body: Any, said: tuple[str, str], tmp_path: Path) -> None:
+def test_what_ranks_hear_of_each_other(body, said, tmp_path):
     for heard, begin in zip(run(body, tmp_path), said, strict=True):
         assert str(heard).startswith(begin)
 
@@ -70,13 +69,13 @@ OLD, MANY = {**FACTS, "torch.version": "2.12"}, {f"entry {number}": number for n
         ([MANY, {}], "; and 4 more"),
     ],
 )
-def test_who_starts_otherwise_is_named(told: list[dict[str, Any]], said: str) -> None:
+def test_who_starts_otherwise_is_named(told, said):
     with pytest.raises(SettingsError) as caught:
         require_same_start(Mock(world_size=2, gather=lambda *_, **__: told), {"environment": {}, "selection": {}}, None)
     assert said in str(caught.value)
 
 
-def test_facts_hold_versions_and_settings_and_no_seed() -> None:
+def test_facts_hold_versions_and_settings_and_no_seed():
     environment = msgspec.to_builtins(capture_environment(choices={"trainer": {"world_size": 2}}))
     environment["settings.seed"] = {"value": 5, "is_machine": False, "changes_bits": True}
     facts = start_facts({"environment": environment, "selection": {"level": "op"}})
@@ -112,7 +111,7 @@ def on_mesh(group: RankGroup, rank: int, planted: dict[str, int]) -> Any:
     return audit(group, module, optimizer), {name: ranks for name, (_, ranks) in held.items()}
 
 
-def test_only_what_a_mesh_replicates_is_compared_among_those_who_hold_it(tmp_path: Path) -> None:
+def test_only_what_a_mesh_replicates_is_compared_among_those_who_hold_it(tmp_path):
     # a step count goes with its parameter: that of the sharded one may differ
     planted = {"step of sharded": 1, "hybrid": 3, "across": 3, "everywhere": 1, "step of hybrid": 0}
     said = run(lambda group, rank: on_mesh(group, rank, planted), tmp_path, 4)
@@ -140,7 +139,7 @@ def disagree(group: RankGroup, rank: int) -> Any:
     return audit(group, module).differences
 
 
-def test_ranks_with_other_tensors_are_named(tmp_path: Path) -> None:
+def test_ranks_with_other_tensors_are_named(tmp_path):
     said = run(disagree, tmp_path)
     assert said[0] == said[1]
     found = {one.name: one.values for one in said[0]}
@@ -150,7 +149,7 @@ def test_ranks_with_other_tensors_are_named(tmp_path: Path) -> None:
     assert found["zero"][0].digest == format_digest(digest_tensor(torch.zeros(4, 1)))
 
 
-def test_what_is_left_out_is_counted() -> None:
+def test_what_is_left_out_is_counted():
     network = nn.Sequential(OrderedDict(body=nn.Linear(4, 8), norm=nn.BatchNorm1d(8), head=nn.Linear(8, 2)))
     network.register_buffer("scale", torch.ones(3))
     optimizer = torch.optim.AdamW(network.parameters())

@@ -57,7 +57,6 @@ def reader(folder: Path, step: int = 12) -> Replay:
 
 
 def save(folder: Path, *tensors: Tensor) -> Path:
-    """Save tensors of the host as step 12, under KEY, "1", "2" and so on; return the file."""
     saving = saver(folder)
     for index, tensor in enumerate(tensors):
         saving.exchange_apart(str(index) if index else KEY, tensor, op="op", deferred=None)
@@ -68,7 +67,6 @@ def save(folder: Path, *tensors: Tensor) -> Path:
 
 @contextmanager
 def step_on(device: LateDevice | None) -> Iterator[DeferredSites | None]:
-    """Settle at the end what was asked for of a late device; nothing may wait before."""
     if device is None:
         yield None
         return
@@ -97,7 +95,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     seed=st.integers(0, 1000),
 )
 def test_any_bits_come_back(
-    tmp_path_factory: pytest.TempPathFactory, dtype: torch.dtype, shape: Any, layout: str, is_late: bool, seed: int
+    tmp_path_factory: Any, dtype: torch.dtype, shape: Any, layout: str, is_late: bool, seed: int
 ) -> None:
     folder = tmp_path_factory.mktemp("replay")
     original, live, apart = (LAYOUTS[layout](of_bits(dtype, *shape, seed=seed + more)) for more in (0, 1, 2))
@@ -232,7 +230,7 @@ def test_what_was_not_saved_or_does_not_fit_is_an_error(tmp_path: Path) -> None:
             SavedStep(next(tmp_path.rglob("*.safetensors")), replace(PLACE, **change)).read("one")
 
 
-def test_every_damaged_byte_and_another_version_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_damaged_byte_and_another_version_are_found(tmp_path: Path, monkeypatch: Any) -> None:
     path = save(tmp_path, torch.randn(8))
     content = path.read_bytes()
     damaged = [content[:at] + bytes([content[at] ^ 0x11]) + content[at + 1 :] for at in range(0, len(content), 3)]
@@ -296,11 +294,9 @@ def trace(keeping: Keeper, body: Callable[[], Any], step: int = 0) -> StepTrace:
 
 
 def assert_kept(folder: Path, place: Divergence, output: Tensor, step: int = 0) -> None:
-    """Check that what an op wrote can be found by its digest."""
     path = tensor_path(stream_path(folder, 0, 0, 0), KEPT, step)
     saved = SavedStep(path, StepPlace(run_id=folder.name, rank=0, segment=0, step=step))
     kept = saved.find(place, format_digest(digest_tensor(output)))
-    assert kept is not None
     assert kept.bits.view("float32").tolist() == output.flatten().tolist()
 
 
@@ -313,7 +309,7 @@ def test_an_argument_that_varies_does_not_shift_what_is_kept(tmp_path: Path) -> 
         assert_kept(tmp_path / "run", ADD, torch.full((2,), 1 + alpha), step)
 
 
-def test_what_cannot_be_copied_or_written_is_left_out_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_copied_or_written_is_left_out_and_said(tmp_path: Path, monkeypatch: Any) -> None:
     keeping = keeper(tmp_path / "run", "aten._to_sparse.default", "aten.ones.default")
     trace(keeping, lambda: torch.ones(3, 3).to_sparse())
     assert (keeping.counts.num_tensors, keeping.counts.num_missing) == (1, 1)

@@ -72,7 +72,7 @@ class StandInDevices:
         self.is_capturing = False  # a CUDA graph: states can neither be read nor set
         self.queued: list[tuple[Any, ...]] = []  # what torch was asked to do once CUDA is initialised
 
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> "StandInDevices":
+    def install(self, monkeypatch: Any) -> "StandInDevices":
         """Put them in torch's place until the test ends; initialising and synchronising are errors."""
         put = monkeypatch.setattr
         put(torch.cuda, "is_initialized", lambda: self.is_initialized)
@@ -105,7 +105,7 @@ class StandInDevices:
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> StandInDevices:
+def cuda(monkeypatch: Any) -> StandInDevices:
     """Four devices, the current one with the index 1, and a context on 1 and 3."""
     torch.backends.cudnn.version()  # a build with CUDA asks the devices at the first call of a process
     return StandInDevices(4, contexts=(1, 3), current=1).install(monkeypatch)
@@ -119,7 +119,7 @@ def stored(states: GeneratorStates) -> GeneratorStates:
     return GeneratorStates(json.loads(json.dumps(states.states)))
 
 
-def test_a_process_that_has_not_used_cuda_is_asked_nothing(cuda: StandInDevices) -> None:
+def test_a_process_that_has_not_used_cuda_is_asked_nothing(cuda):
     cuda.is_initialized = False
     ledger = Ledger(GeneratorReader())
     ledger.mark("fit start", with_seeds=True)
@@ -132,8 +132,8 @@ def test_a_process_that_has_not_used_cuda_is_asked_nothing(cuda: StandInDevices)
 
 
 def test_the_current_device_has_no_index_unused_ones_no_name_and_an_op_reads_that_of_its_device(
-    cuda: StandInDevices,
-) -> None:
+    cuda,
+):
     homes, (_, own, _, other) = home_devices(), cuda.generators
     assert names() == ["torch.cuda", "torch.cuda:3"]
     for device, name in (("cuda", "torch.cuda"), ("cuda:1", "torch.cuda"), ("cuda:3", "torch.cuda:3")):
@@ -152,7 +152,7 @@ def test_the_current_device_has_no_index_unused_ones_no_name_and_an_op_reads_tha
     assert names() == ["torch.cuda"]
 
 
-def test_those_of_xpu_and_of_a_mac_are_named_saved_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_those_of_xpu_and_of_a_mac_are_named_saved_and_put_back(monkeypatch):
     *of_xpu, of_mac = (torch.Generator().manual_seed(index) for index in range(3))
     monkeypatch.setattr(torch.xpu, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.xpu, "default_generators", of_xpu)
@@ -167,9 +167,7 @@ def test_those_of_xpu_and_of_a_mac_are_named_saved_and_put_back(monkeypatch: pyt
     assert [torch.rand((), generator=one).item() for one in (*of_xpu, of_mac)] == first
 
 
-def test_what_an_op_draws_follows_from_the_state_of_its_own_device(
-    cuda: StandInDevices, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_an_op_draws_follows_from_the_state_of_its_own_device(cuda, monkeypatch):
     mode, indices = HashMode(), itertools.cycle((3, 1, 3))
     monkeypatch.setattr(traced, "generator_on", lambda _: ("cuda", index := next(indices), cuda.generators[index]))
     for current, own, other in ((1, "torch.cuda", "torch.cuda:3"), (3, "torch.cuda:1", "torch.cuda")):
@@ -188,7 +186,7 @@ def test_what_an_op_draws_follows_from_the_state_of_its_own_device(
         assert [(name, inputs) for _, name, inputs in rows] == expected
 
 
-def test_seeds_are_noted_and_in_a_capture_nothing_is_read_nor_put_back(cuda: StandInDevices) -> None:
+def test_seeds_are_noted_and_in_a_capture_nothing_is_read_nor_put_back(cuda):
     ledger, unread = Ledger(GeneratorReader()), ["torch.cuda", "torch.cuda:3", "noise on cuda"]
     ledger.mark("batch start", with_seeds=True)
     noted = {"torch.cpu", "torch.cuda", "seed of torch.cuda", "torch.cuda:3", "seed of torch.cuda:3"}
@@ -204,9 +202,7 @@ def test_seeds_are_noted_and_in_a_capture_nothing_is_read_nor_put_back(cuda: Sta
     assert unreadable.restore(ledger.held) == unread
 
 
-def test_each_device_gets_its_own_state_and_one_that_is_not_there_or_not_used_is_named(
-    cuda: StandInDevices, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_device_gets_its_own_state_and_one_that_is_not_there_or_not_used_is_named(cuda, monkeypatch):
     cuda.generators[1].offset, cuda.generators[3].offset = 8, 12
     states = stored(GeneratorStates.capture())
     for num_devices, current, missing, offsets in (
@@ -225,7 +221,7 @@ def test_each_device_gets_its_own_state_and_one_that_is_not_there_or_not_used_is
     assert cuda.queued == [("seed", 11)]
 
 
-def test_rewinding_and_settings_leave_the_generators_as_they_were(cuda: StandInDevices) -> None:
+def test_rewinding_and_settings_leave_the_generators_as_they_were(cuda):
     cuda.generators[2].offset = 8  # without a context: the op that is run again may be the first there
     point = RewindPoint()
     settings = DeterminismSettings(seed=3, cublas_workspace_config=None)
@@ -253,7 +249,7 @@ HELD: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
 
 
 @pytest.mark.parametrize(("make", "draw"), [*HELD, (lambda: random, lambda _: random.gauss(0, 1))])
-def test_the_digest_of_a_generator_follows_its_state(make: Callable[[], Any], draw: Callable[[Any], Any]) -> None:
+def test_the_digest_of_a_generator_follows_its_state(make, draw):
     generator, before, found = make(), random.getstate(), set()
     for _ in range(700):  # past the end of the 624 words, where all of them are made anew
         found.add(digest_generator(generator))
@@ -263,7 +259,7 @@ def test_the_digest_of_a_generator_follows_its_state(make: Callable[[], Any], dr
     random.setstate(before)
 
 
-def test_a_generator_reads_as_zero_until_something_draws_from_it() -> None:
+def test_a_generator_reads_as_zero_until_something_draws_from_it():
     """Also one that comes back to where it began: it was drawn from."""
     held = torch.Generator().manual_seed(1)
     point = RewindPoint()
@@ -293,7 +289,7 @@ class OfItsOwn(random.Random):
         return 3, (self.number,), None
 
 
-def test_the_state_of_a_python_generator_is_what_getstate_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_state_of_a_python_generator_is_what_getstate_tells(monkeypatch):
     for _ in range(700):  # past the end of its 624 words
         random.random()
     one, other = random.Random(3), OfItsOwn(3)
@@ -309,7 +305,7 @@ def test_the_state_of_a_python_generator_is_what_getstate_tells(monkeypatch: pyt
             assert state_bytes(generator) == read
 
 
-def test_every_generator_goes_on_from_where_it_was_read() -> None:
+def test_every_generator_goes_on_from_where_it_was_read():
     own = [random.random, lambda: random.gauss(0, 1), np.random.rand, np.random.randn, lambda: torch.rand(()).item()]
     held = {f"held[{index}]": make() for index, (make, _) in enumerate(HELD)}
 
@@ -329,7 +325,7 @@ def test_every_generator_goes_on_from_where_it_was_read() -> None:
     assert states.restore({}) == [*held]
 
 
-def test_generators_are_found_wherever_an_object_keeps_them() -> None:
+def test_generators_are_found_wherever_an_object_keeps_them():
     inner, outer = random.Random(0), [random.Random(1)]
     slotted = type("Slotted", (), {"__slots__": ("rng",)})()
     slotted.rng = random.Random(2)

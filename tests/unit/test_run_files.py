@@ -140,7 +140,6 @@ def test_the_text_of_source_lines_is_kept_once_and_only_where_it_is_certain(tmp_
 
 
 def whole(**changes: object) -> bytes:
-    """Return a run.json whose digest is right."""
     content = {**as_json(manifest_with()), **changes}
     return json.dumps({**content, "digest": _digest(content)}).encode()
 
@@ -247,7 +246,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     assert [(one.name, one.read_bytes()) for one in tmp_path.iterdir()] == [("file", b"before")]
 
 
-def test_only_the_named_steps_are_selected() -> None:
+def test_only_the_named_steps_are_selected():
     selection = Selection(only_steps=(7, 3, 7))
     assert [step for step in range(10) if selection.selects_step(step)] == [3, 7]
     assert (selection.is_every_step, selection.shown_steps) == (False, "only_steps=[3, 7]")

@@ -62,16 +62,14 @@ AT_START: dict[str, tuple[Any, str]] = {
 }
 
 
-def test_every_setting_is_tested() -> None:
+def test_every_setting_is_tested():
     names = {field.name for field in fields(DeterminismSettings)}
     assert {name for name, *_ in CASES} | {*AT_START, "allow"} == names == {*SETTINGS, "allow"}
     assert {name for name, setting in SETTINGS.items() if setting.when == "start"} == {*AT_START}
 
 
 @pytest.mark.parametrize(("name", "other", "value", "in_force"), CASES)
-def test_it_is_set_found_in_force_and_restored_after_an_exception(
-    name: str, other: Any, value: Any, in_force: Callable[[], bool]
-) -> None:
+def test_it_is_set_found_in_force_and_restored_after_an_exception(name, other, value, in_force):
     with enforce_determinism({case[0]: case[1] for case in CASES}):  # "in force" cannot be true by accident
         before = process_state()
         assert (in_force(), settings_in_force()[name]) == (False, other)
@@ -81,7 +79,7 @@ def test_it_is_set_found_in_force_and_restored_after_an_exception(
         assert process_state() == before
 
 
-def test_a_second_restore_does_nothing() -> None:
+def test_a_second_restore_does_nothing():
     enforced = enforce_determinism(DeterminismSettings(seed=3))
     os.environ |= {"PL_GLOBAL_SEED": "99", "CUBLAS_WORKSPACE_CONFIG": ":16:8"}  # a task's own doing goes back, too
     enforced.restore()
@@ -90,7 +88,7 @@ def test_a_second_restore_does_nothing() -> None:
         assert settings_in_force()["seed"] == 4
 
 
-def test_nothing_stays_half_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_stays_half_applied(monkeypatch):
     def refuse(value: str) -> None:
         monkeypatch.undo()  # the way back uses the same function
         raise KeyError(value)
@@ -101,7 +99,7 @@ def test_nothing_stays_half_applied(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 4294967295])
-def test_a_seed_draws_what_lightning_draws(seed: int) -> None:
+def test_a_seed_draws_what_lightning_draws(seed):
     def found() -> tuple[object, ...]:
         drawn = random.random(), float(np.random.random()), float(torch.rand(()))
         return (*drawn, os.environ["PL_GLOBAL_SEED"], os.environ["PL_SEED_WORKERS"])
@@ -113,7 +111,7 @@ def test_a_seed_draws_what_lightning_draws(seed: int) -> None:
         assert found() == ours
 
 
-def test_what_is_no_seed_or_no_precision_is_said() -> None:
+def test_what_is_no_seed_or_no_precision_is_said():
     with enforce_determinism(DeterminismSettings()):
         torch.manual_seed(2**40)
         torch.set_float32_matmul_precision("highest")
@@ -138,7 +136,7 @@ WRONG = {
 }
 
 
-def test_a_wrong_value_is_refused_by_name_with_the_allowed_ones() -> None:
+def test_a_wrong_value_is_refused_by_name_with_the_allowed_ones():
     for name, values in WRONG.items():
         for value, allowed in values.items():
             with pytest.raises(SettingsError, match=f"^{name}.*{re.escape(repr(value))}") as refused:
@@ -151,7 +149,7 @@ def test_a_wrong_value_is_refused_by_name_with_the_allowed_ones() -> None:
         DeterminismSettings(allow=("aten.put_.default", "kthvalue"))
 
 
-def test_what_comes_too_late_is_refused_and_nothing_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_comes_too_late_is_refused_and_nothing_applied(monkeypatch):
     wanted = {"nccl_algo": "Ring", "nccl_proto": "LL", "nccl_min_nchannels": 2, "nccl_max_nchannels": 4}
     backend = "gloo"
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)

@@ -14,7 +14,6 @@ SITE_PACKAGES = source._TORCH.removesuffix("/torch/")
 
 
 def called(filename: str, call: Callable[[], object], code: str = "def f():\n    return call()\n") -> Any:
-    """Call a function from code that claims to be in a file."""
     scope = {"call": call}
     exec(compile(code, filename, "exec"), scope)
     return scope["f"]()

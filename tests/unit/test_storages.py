@@ -44,7 +44,6 @@ NOTHING = -2
 
 
 def run(program: list[tuple[str, int, tuple]], dtype: torch.dtype) -> tuple[StepTrace, Iterator[tuple[int, set[int]]]]:
-    """Run a program of writes and reads; return for each read its site and who wrote what it reads, -1 for others."""
     outside = torch.ones(6, 4, dtype=dtype)
     source = torch.ones(6, 4, dtype=dtype)
 
@@ -77,7 +76,6 @@ def run(program: list[tuple[str, int, tuple]], dtype: torch.dtype) -> tuple[Step
 
 
 def through_inputs(program: Program, position: int) -> tuple[set[int], set[int]]:
-    """Return the ops that a site read, directly or through the input sites made for it, and those input sites."""
     ops: set[int] = set()
     rows: set[int] = set()
     waiting = list(program.sites[position].inputs)

@@ -27,7 +27,6 @@ from det_callbacks.runs.writer import RunWriter
 
 
 def seeds_of(path: Path, segment: int = 0) -> dict[int, int]:
-    """Return the steps of a fit, and with which seed each was written."""
     return {
         record.step: next(seed for seed in range(9) if (record.digests == digests_of(record.step, seed=seed)).all())
         for record in Run.open(path).rank(0).iterate()
@@ -171,7 +170,7 @@ def test_an_attempt_of_another_selection_is_refused_and_any_other_can_be_taken_b
     assert Run.open(path).rank(0).steps(0).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_the_old_run_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
+def test_the_old_run_stays_until_the_new_one_is_whole(tmp_path):
     path = record(tmp_path / "run", range(4))
     before = everything_in(path)
     for complete in (False, None):  # None: a kill

@@ -95,7 +95,6 @@ def test_no_flipped_bit_gives_other_content(path):
 
 
 def resized(message: bytes, more: int, *, at: int) -> bytes:
-    """Return a message with another length at one of the three places that tell it."""
     (length,) = struct.unpack_from("<q", message, at)
     return message[:at] + struct.pack("<q", length + more) + message[at + 8 :]
 
@@ -150,7 +149,7 @@ def test_a_file_of_another_place_version_or_kind_or_that_changes_after_it_was_op
             read()
 
 
-def test_what_was_written_is_read_in_order_and_a_kill_loses_the_last_steps_only(path: Path) -> None:
+def test_what_was_written_is_read_in_order_and_a_kill_loses_the_last_steps_only(path):
     def read(run_id: str = "this run") -> list[Row]:
         return list(read_evidence(path, run_id=run_id))
 

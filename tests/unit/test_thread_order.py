@@ -15,7 +15,6 @@ INPUTS = torch.linspace(-1, 1, 12).view(3, 4)
 
 
 def step(mode: HashMode, net: Branches, schedule: str, **beginning: object) -> StepTrace:
-    """Return the trace of a forward and a backward pass whose branches run in this order."""
     net.schedule = schedule
     net.zero_grad()
     return step_of(mode, lambda: net(INPUTS).square().sum().backward(), **beginning)
@@ -23,7 +22,7 @@ def step(mode: HashMode, net: Branches, schedule: str, **beginning: object) -> S
 
 @pytest.mark.parametrize("level", ["op", "module"])
 @pytest.mark.parametrize(("num_branches", "has_stem"), [(2, True), (3, False)])
-def test_the_order_of_threads_is_not_recorded(num_branches: int, has_stem: bool, level: str) -> None:
+def test_the_order_of_threads_is_not_recorded(num_branches, has_stem, level):
     torch.manual_seed(0)
     net = Branches(num_branches, has_stem=has_stem)
     mode = HashMode(net, level=level)
@@ -41,7 +40,7 @@ def test_the_order_of_threads_is_not_recorded(num_branches: int, has_stem: bool,
 
 
 @pytest.mark.parametrize("level", ["op", "module"])
-def test_a_site_comes_after_all_that_it_reads_and_in_the_order_of_its_thread(level: str) -> None:
+def test_a_site_comes_after_all_that_it_reads_and_in_the_order_of_its_thread(level):
     net = Branches(3)
     for schedule in SCHEDULES[3]:
         program = step(HashMode(net, level=level), net, schedule).program
@@ -55,7 +54,6 @@ def test_a_site_comes_after_all_that_it_reads_and_in_the_order_of_its_thread(lev
 
 
 def differing(net: Branches, schedule: str, expected: StepTrace) -> tuple[list[str], list[bool]]:
-    """Return the modules whose kernel gave other bits than expected, and which of that is no origin."""
     trace = step(HashMode(net), net, schedule, expected=Expectation.of(expected.digests))
     at = [at for at, site in enumerate(trace.program.sites) if "half" in site.op or "addmm" in site.op]
     other = [position for position in at if trace.digests[position] != expected.digests[position]]
@@ -63,8 +61,8 @@ def differing(net: Branches, schedule: str, expected: StepTrace) -> tuple[list[s
 
 
 def test_a_difference_in_a_thread_is_an_origin_unless_its_input_was_written_unseen(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     net = Branches(3)
     expected = step(HashMode(net), net, "001122")
     unchanged = Expectation.of(expected.digests)
@@ -78,7 +76,7 @@ def test_a_difference_in_a_thread_is_an_origin_unless_its_input_was_written_unse
     assert differing(net, "212100", expected) == (["branches.1.down", "head"], [True, False])
 
 
-def test_one_module_in_two_threads() -> None:
+def test_one_module_in_two_threads():
     shared = nn.Linear(4, 4)
 
     def run(first: int) -> None:
@@ -91,7 +89,7 @@ def test_one_module_in_two_threads() -> None:
     assert_same(traced(lambda: run(0), shared), traced(lambda: run(1), shared))
 
 
-def test_a_result_without_a_reader_has_its_place() -> None:
+def test_a_result_without_a_reader_has_its_place():
     net = nn.ModuleDict({"left": nn.Linear(4, 4), "right": nn.Linear(4, 4), "last": nn.Linear(4, 4)})
 
     def run(order: tuple[str, str]) -> None:
@@ -106,7 +104,7 @@ def test_a_result_without_a_reader_has_its_place() -> None:
     assert outputs == ["left", "right", "last"]
 
 
-def test_what_raises_in_a_thread_leaves_no_mode_there() -> None:
+def test_what_raises_in_a_thread_leaves_no_mode_there():
     class Raising(nn.Module):
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
             raise ValueError(inputs.tanh())

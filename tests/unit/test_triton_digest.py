@@ -61,7 +61,6 @@ class LateLaunchers:
 
 
 def late_kernels(**others: Any) -> SimpleNamespace:
-    """Return what stands for the module of the kernels."""
     names = {"VERSION": "0", "TILE_BYTES": TILE_BYTES, "SPANS_PER_LAUNCH": SPANS_PER_LAUNCH, "CONSTANTS": (17,)}
     return SimpleNamespace(**{**names, "Launchers": LateLaunchers, **others})
 
@@ -77,7 +76,6 @@ class StreamedDigest(TritonDigest):
             super().__init__(late_kernels(), torch.device("cpu"))
 
     def names(self) -> list[str]:
-        """Return the kernels that were launched since the last time."""
         found, self._launchers.launched = self._launchers.launched, []
         return found
 
@@ -111,7 +109,7 @@ def digests(values: list[torch.Tensor]) -> list[int]:
     return [digest_tensor(value) for value in values]
 
 
-def test_a_flush_is_one_launch_and_a_step_one_more(method: StreamedDigest) -> None:
+def test_a_flush_is_one_launch_and_a_step_one_more(method):
     values = random_bytes(5, 3 * LEAF_BYTES, 70_000)
     launched = [method.start(values) for _ in range(40)]
     assert method.names() == ["sum_blocks"] * 40
@@ -121,7 +119,7 @@ def test_a_flush_is_one_launch_and_a_step_one_more(method: StreamedDigest) -> No
     assert method.names() == ["sum_blocks", "hash_leaves"]
 
 
-def test_streams_have_their_own_launches_and_the_end_waits_for_those_that_are_asked_for(method: StreamedDigest) -> None:
+def test_streams_have_their_own_launches_and_the_end_waits_for_those_that_are_asked_for(method):
     values = random_bytes(100, 2 * LEAF_BYTES)
     launched = [method.start(values, stream) for stream in ("main", "side", "main")]
     other = method.start(values, "other")  # of another queue
@@ -134,7 +132,7 @@ def test_streams_have_their_own_launches_and_the_end_waits_for_those_that_are_as
     assert method.collect([other]) == digests(values)
 
 
-def test_the_allocator_is_told_of_every_storage_that_is_read(method: StreamedDigest) -> None:
+def test_the_allocator_is_told_of_every_storage_that_is_read(method):
     first, second = random_bytes(100, 50)
     method.launch([(first.untyped_storage(), 0, 100), (second.untyped_storage(), 7, 9)], "side")
     assert method.uses == [("side", first.data_ptr()), ("side", second.data_ptr())]
@@ -143,7 +141,7 @@ def test_the_allocator_is_told_of_every_storage_that_is_read(method: StreamedDig
     assert [memory.expired() for memory in memories] == [True, True], "and the memory is let go"
 
 
-def test_nothing_is_done_in_a_capture(method: StreamedDigest, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_done_in_a_capture(method, monkeypatch):
     (value,) = random_bytes(100)
     saved = method.start([value])
     plain = TritonDigest(late_kernels(), torch.device("cpu"))  # its streams are not the test's
@@ -161,9 +159,7 @@ def test_nothing_is_done_in_a_capture(method: StreamedDigest, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("kernel", ["sum_blocks", "hash_leaves"])
-def test_what_raises_loses_the_digests_of_its_stream_at_most(
-    kernel: str, method: StreamedDigest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_raises_loses_the_digests_of_its_stream_at_most(kernel, method, monkeypatch):
     """Ctrl-C too; never with wrong bits."""
     values, earlier = random_bytes(100, 2 * LEAF_BYTES), random_bytes(70)
     before, other = (method.start(earlier, stream) for stream in ("main", "side"))

@@ -147,7 +147,7 @@ def test_an_op_that_computes_something_else_is_no_unseen_write():
 
 
 @pytest.mark.parametrize("beta", [0, 1])
-def test_memory_that_an_op_is_told_to_ignore_is_not_read(beta: int):
+def test_memory_that_an_op_is_told_to_ignore_is_not_read(beta):
     x = torch.ones(1, 2, 2)
     trace = traced(lambda: torch.baddbmm(torch.empty(1, 2, 2), x, x, beta=beta))
     read = [trace.layout.entries[position] for position in site_of(trace, "baddbmm.default").inputs]
@@ -155,7 +155,7 @@ def test_memory_that_an_op_is_told_to_ignore_is_not_read(beta: int):
 
 
 @pytest.mark.parametrize("is_sorted", [True, False])
-def test_lengths_that_no_recorded_op_writes_make_no_origin(is_sorted: bool):
+def test_lengths_that_no_recorded_op_writes_make_no_origin(is_sorted):
     """What ``pad_packed_sequence`` returns as lengths is written by C++, into memory that an op allocated."""
 
     def body(*lengths: int):

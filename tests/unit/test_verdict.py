@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from verdicts import DIVERGED, DIVERGENCE, MATCH, NOT_COMPARABLE
@@ -18,14 +17,14 @@ FULL = replace(
 )
 
 
-def test_what_was_written_is_read() -> None:
+def test_what_was_written_is_read():
     for verdict in (MATCH, DIVERGED, FULL, replace(MATCH, coverage=replace(MATCH.coverage, steps=None))):
         read = Verdict.from_dict(json.loads(json.dumps(verdict.to_dict())))
         assert read == verdict
         assert hash(read.origins) == hash(verdict.origins)
 
 
-def test_another_structure_is_refused() -> None:
+def test_another_structure_is_refused():
     changes = [{"schema": 2}, {"verdict": "equal"}, {"counts": {"steps_compared": 1}}, {"first_divergence": 3}]
     for change in (*changes, {"environment": {"differences": [{"name": "x"}]}}, {"evidence": None}):
         with pytest.raises(ValueError, match=r"no verdict of schema|Expected|Invalid enum|missing required field"):
@@ -59,7 +58,7 @@ KEEP = {"level": "op", "only_steps": [3], "keep_tensors": ["forward/net.head:ate
         *((one, {}, None) for one in (OF_COLLECTIVE, OF_STATE, OF_CALL, MATCH)),
     ],
 )
-def test_what_more_can_be_recorded(verdict: Verdict, selection: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_what_more_can_be_recorded(verdict, selection, expected):
     found = replace(verdict, record_next=next_recording(verdict, Selection(**selection)))
     assert found.record_next == expected
     assert Verdict.from_dict(found.to_dict()) == found

@@ -18,12 +18,11 @@ def differing(name: str, reference: object, current: object, *, changes_bits: bo
 
 
 def updated(step: StepBuilder, now: bool) -> None:
-    """Update forty parameters, with another learning rate now."""
     for number in range(40):
         step.op("aten.add_.Tensor", f"w{number}", phase="optimizer", name=f"w{number}", varying={"alpha": -0.1 - now})
 
 
-def test_origins_that_are_alike_have_one_row_in_the_text_and_a_row_each_in_json_and_page(tmp_path) -> None:
+def test_origins_that_are_alike_have_one_row_in_the_text_and_a_row_each_in_json_and_page(tmp_path):
     verdict = judge(tmp_path, both(updated))
     section = verdict_lines(verdict).split("Origins (")[1].split("\n\n")[0]
     assert len(section.splitlines()) < 6, section
@@ -52,7 +51,7 @@ OLD, NEW = "0" * 40, "1" * 40
         ([differing(COMMIT, None, NEW)], "!another commit"),
     ],
 )
-def test_code_that_changed_is_named_in_the_first_lines(environment, said, tmp_path) -> None:
+def test_code_that_changed_is_named_in_the_first_lines(environment, said, tmp_path):
     verdict = judge(tmp_path, (training_step(), training_step(noise_at=3)), environment=environment)
     assert (said.removeprefix("!") in verdict.explanation) is not said.startswith("!"), verdict.explanation
     assert verdict.explanation in " ".join(verdict_lines(verdict).split("\n\n")[0].split())
@@ -60,7 +59,7 @@ def test_code_that_changed_is_named_in_the_first_lines(environment, said, tmp_pa
     assert (same.verdict, "since the reference" in same.explanation) == ("match", False)
 
 
-def test_whether_an_entry_can_change_bits_is_asked_of_the_machine_only() -> None:
+def test_whether_an_entry_can_change_bits_is_asked_of_the_machine_only():
     def row(*entries: EnvironmentDifference) -> list[str]:
         text = verdict_lines(replace(DIVERGED, environment=entries))
         return text.split("can change bits\n")[1].splitlines()[0].split()
@@ -80,12 +79,12 @@ def test_whether_an_entry_can_change_bits_is_asked_of_the_machine_only() -> None
         ({"is_origin": False, "op": "", "phase": "gradient", "name": "grad of w"}, "passed on: one of its inputs"),
     ],
 )
-def test_a_source_is_told_from_what_passed_a_difference_on(place, said) -> None:
+def test_a_source_is_told_from_what_passed_a_difference_on(place, said):
     verdict: Verdict = replace(DIVERGED, first_divergence=replace(DIVERGENCE, **place))
     assert said in verdict_lines(verdict)
 
 
-def test_the_headline_is_the_verdict_in_one_line(tmp_path) -> None:
+def test_the_headline_is_the_verdict_in_one_line(tmp_path):
     environment = [differing("optimizer.Adam.lr", 0.1, 0.2, changes_bits=True)]
     by_choice = judge(tmp_path, (training_step(), training_step(lr=0.2)), environment=environment)
     assert headline(by_choice) == "DIVERGED settings: optimizer.Adam.lr 0.1 -> 0.2 (step 7)"

@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,7 @@ def test_steps_that_were_not_stored_are_counted_and_the_first_that_differs_is_st
 
 
 @pytest.mark.parametrize("ends", ["stop", "early"])
-def test_steps_after_a_stop_are_not_missing(ends: str, reference: Path, tmp_path: Path) -> None:
+def test_steps_after_a_stop_are_not_missing(ends, reference, tmp_path):
     live = detector(reference, tmp_path / "current")
     run_fits(live, [steps_of(range(4), s3={"noise_at": 1})], ends=False)
     verdict = live.stop("StopError") if ends == "stop" else live.finish(is_early=True)
@@ -93,7 +93,7 @@ def test_steps_after_a_stop_are_not_missing(ends: str, reference: Path, tmp_path
     require_one_verdict(verdict, reference, tmp_path / "current")
 
 
-def test_what_is_not_over_is_no_match(reference: Path, tmp_path: Path) -> None:
+def test_what_is_not_over_is_no_match(reference, tmp_path):
     stopped = detector(reference, tmp_path / "stopped")
     run_fits(stopped, [steps_of(range(4))], ends=False)
     assert stopped.stop("KeyboardInterrupt") is None
@@ -126,7 +126,7 @@ def with_flipped_bits(path: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, of_another_run, without_a_stored_step, with_flipped_bits])
-def test_a_damaged_record_is_an_error(damage: Callable[[Path], Any], reference: Path, tmp_path: Path) -> None:
+def test_a_damaged_record_is_an_error(damage, reference, tmp_path):
     verified(reference, tmp_path / "current", s3={"noise_at": 1})
     for _ in damage(record_path(tmp_path / "current", 0)) or [None]:
         with pytest.raises(ReferenceFormatError) as caught:
@@ -134,7 +134,7 @@ def test_a_damaged_record_is_an_error(damage: Callable[[Path], Any], reference: 
         assert caught.value.exit_code == 2
 
 
-def test_a_verification_is_no_reference_and_belongs_to_its_own(reference: Path, tmp_path: Path) -> None:
+def test_a_verification_is_no_reference_and_belongs_to_its_own(reference, tmp_path):
     verified(reference, tmp_path / "current")
     with pytest.raises(ReferenceFormatError, match="is no reference"):
         compare_runs(tmp_path / "current", reference)
@@ -144,7 +144,7 @@ def test_a_verification_is_no_reference_and_belongs_to_its_own(reference: Path, 
 
 
 @pytest.mark.parametrize("reason", [TOGETHER, "ValueError"])
-def test_a_rank_that_was_stopped_before_is_not_known_to_agree(reason: str, tmp_path: Path) -> None:
+def test_a_rank_that_was_stopped_before_is_not_known_to_agree(reason, tmp_path):
     """What a collective delivered to one rank is its own fault only where all others put in what the reference did."""
     reference = record(tmp_path / "reference", {1: reducing_step()}, others=[{1: reducing_step()}])
     current = record(tmp_path / "current", {1: reducing_step(delivered="x")}, others=[{}], purpose="verify")

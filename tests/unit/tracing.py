@@ -13,34 +13,28 @@ from det_callbacks.trace.hash_mode import HashMode
 
 
 def traced(body: Callable[[], Any], model: nn.Module | None = None, **selection: Any) -> StepTrace:
-    """Return the trace of one step in a mode of its own."""
     return step_of(HashMode(model, **selection), body)
 
 
 def step_of(mode: HashMode, body: Callable[[], Any], **beginning: Any) -> StepTrace:
-    """Return the trace of the next step of a mode."""
     mode.begin(**beginning)
     with ExitStack() as step:
         step.push(mode)
         body()
-    assert mode.trace is not None
     assert len(mode.trace.program) == len(mode.trace.digests) == len(mode.trace.layout)
     return mode.trace
 
 
 def verified(body: Callable[[bool], Any]) -> StepTrace:
-    """Return the trace of a step with a change, where one without it is expected."""
     expected = Expectation.of(traced(lambda: body(False)).digests)
     return step_of(HashMode(), lambda: body(True), expected=expected)
 
 
 def label(site: Site) -> str:
-    """Return the name of a site's tensor, else its op without "aten.", else its role."""
     return site.name or site.op.removeprefix("aten.") or site.role
 
 
 def position_of(trace: StepTrace, op: str, number: int = 0) -> int:
-    """Return the position of the number-th site of an op ("mm.default") that is a tensor or a value."""
     found = [
         position
         for position, site in enumerate(trace.program.sites)
@@ -54,7 +48,6 @@ def site_of(trace: StepTrace, op: str, number: int = 0) -> Site:
 
 
 def reads_of(trace: StepTrace, op: str, number: int = 0) -> list[str]:
-    """Return what the number-th site of an op read, as labels in the order of their positions."""
     return [label(trace.program.sites[position]) for position in site_of(trace, op, number).inputs]
 
 
@@ -63,7 +56,6 @@ def with_role(trace: StepTrace, role: str) -> list[Site]:
 
 
 def digests_by_name(trace: StepTrace, phase: str) -> dict[str, int]:
-    """Return the digests of the named sites of a phase."""
     return {
         str(site.name): int(digest)
         for site, digest in zip(trace.program.sites, trace.digests, strict=True)
@@ -72,7 +64,6 @@ def digests_by_name(trace: StepTrace, phase: str) -> dict[str, int]:
 
 
 def assert_same(first: StepTrace, second: StepTrace) -> None:
-    """Check that two steps are equal in everything that is compared between runs."""
     assert first.program.sites == second.program.sites
     assert first.program.id == second.program.id
     assert first.layout_id == second.layout_id

@@ -1,7 +1,7 @@
-"""Determinism in a Hydra application: what the presets of ``pkg://det_callbacks.conf`` name as their targets.
+"""Targets of the presets in ``pkg://det_callbacks.conf``.
 
-Of a module that cannot be imported Hydra says only that it cannot locate the target. So this one imports what needs
-torch or Lightning when it is called, where the error can be shown as it is.
+For a module that cannot be imported, Hydra reports only that it cannot locate the target. So torch
+and Lightning are imported by the functions, whose errors can be shown.
 """
 
 import os
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 def determinism_callback(
     *, reference: str | None = None, current: str | None = None, **arguments: Any
 ) -> "DeterminismCallback":
-    """Return a :class:`DeterminismCallback` whose folders are those of this Hydra job.
+    """Return a :class:`DeterminismCallback` whose folders belong to this Hydra job.
 
-    Relative paths start at the directory where the program was started, also where Hydra changes the working
-    directory; ``current`` is by default ``determinism`` in the job's output directory. In a multirun each job has its
-    own folder below them, ``job-0``, ``job-1`` and so on in the order of the sweep: record and verify the same sweep.
+    Relative paths start where the program was started; ``current`` is by default ``determinism`` in
+    the job's output directory. In a multirun each job has a folder of its own, ``job-0``,
+    ``job-1``, in the order of the sweep.
     """
     from det_callbacks.integrations.hydra.job import callback_of_job  # noqa: PLC0415  # loads Lightning
 
@@ -38,12 +38,11 @@ def determinism_callback(
 
 
 class DeterminismJobCallback(Callback):
-    """Applies ``determinism.settings`` before the task function, takes them back after it, and sees to the exit status.
+    """Applies ``determinism.settings`` before the task function, and restores everything after it.
 
-    The status is 1 diverged, 2 could not do it, 3 not comparable; in a multirun that of the first job that failed. A
-    job in which no callback of ours ran a fit fails with 2, since it must not look verified; so does one whose settings
-    cannot be applied, and none starts after it. After each job generators, flags, threads, environment variables and
-    warning filters go back; not where a task leaves by KeyboardInterrupt or SystemExit, after which Hydra calls nobody.
+    The exit status is 1 diverged, 2 could not do it, 3 not comparable; in a multirun that of the
+    first job that failed. A job in which no callback of ours ran a fit fails with 2. Nothing is
+    restored if the task leaves by KeyboardInterrupt or SystemExit: Hydra then calls no callback.
     """
 
     _job: "Job"
@@ -66,7 +65,7 @@ class DeterminismJobCallback(Callback):
 
 @contextmanager
 def _ending_the_process_on_errors() -> Iterator[None]:
-    """Hydra turns exceptions of its callbacks into warnings; a SystemExit it lets pass."""
+    """End the process: Hydra turns other exceptions of its callbacks into warnings."""
     try:
         yield
     except Exception as error:
@@ -75,7 +74,7 @@ def _ending_the_process_on_errors() -> Iterator[None]:
 
 
 def _print_error(error: Exception) -> None:
-    """Print the message of an error of ours, and all of it where Hydra is asked for that, or it is our fault."""
+    """Print the message of our errors; the traceback of others, or if HYDRA_FULL_ERROR asks for it."""
     if isinstance(error, DetCallbacksError) and os.environ.get("HYDRA_FULL_ERROR", "0") in ("", "0"):
         from det_callbacks.report.console import print_error  # noqa: PLC0415  # loads rich
 

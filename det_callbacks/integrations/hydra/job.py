@@ -1,4 +1,4 @@
-"""One job of a Hydra application: its folders, and its settings from its start to its end."""
+"""One job of a Hydra application: its folders and settings."""
 
 import inspect
 import os
@@ -23,8 +23,8 @@ _ARGUMENTS = inspect.signature(DeterminismCallback).parameters
 
 
 def callback_of_job(reference: str | None, current: str | None, arguments: dict[str, Any]) -> DeterminismCallback:
-    """Return what ``determinism_callback`` does, which documents it."""
-    config = HydraConfig.get() if HydraConfig.initialized() else None  # None: composed by hand, outside hydra.main
+    # None if composed outside hydra.main
+    config = HydraConfig.get() if HydraConfig.initialized() else None
 
     def folder(path: str | None) -> Path | None:
         if path is None or config is None:
@@ -41,13 +41,10 @@ def callback_of_job(reference: str | None, current: str | None, arguments: dict[
 
 
 class Job:
-    """What is in force for one job, until it ends."""
-
     def __init__(self) -> None:
         self._undo = ExitStack()
 
     def begin(self, config: DictConfig) -> None:
-        """Apply the settings of a job that is about to start."""
         mode = OmegaConf.select(config, "determinism.mode")
         if mode is None:
             raise SettingsError(
@@ -58,17 +55,17 @@ class Job:
             self._open(config)
 
     def end(self, job_return: JobReturn) -> DetCallbacksError | None:
-        """Take the settings back; return the error of ours that the job ends with, which is then its return value."""
+        """Restore the settings; return our error that the job ends with, which becomes its exit status."""
         error: Any = take_unfinished()
         self._undo.close()
         if job_return.status == JobStatus.FAILED:
             error = _error_of(job_return)
             if isinstance(error, InstantiationException):
-                error = error.__cause__  # an argument of ours that hydra.utils.instantiate passed on
+                error = error.__cause__  # raised while hydra.utils.instantiate built the callback
         if not isinstance(error, DetCallbacksError):
             return None
-        # Hydra raises a failed job's return value when the run or the sweep ends, whatever the launcher; a SystemExit
-        # passes through it as it is
+        # Hydra raises the return value of a failed job at the end of the run; a SystemExit passes
+        # through it
         job_return.status = JobStatus.FAILED
         job_return.return_value = SystemExit(error.exit_code)
         return error
@@ -82,12 +79,12 @@ class Job:
                 "Add determinism.reference=refs/run1 (a folder, from where the program is started)."
             )
         self._undo.callback(os.environ.update, dict(os.environ))
-        self._undo.callback(os.environ.clear)  # is called before the update
+        self._undo.callback(os.environ.clear)  # runs before the update
         self._undo.enter_context(warnings.catch_warnings())
-        # Nothing to set is still everything to put back, so that no job leaks into the next.
+        # without settings, too, everything is restored: no job leaks into the next
         settings = config.determinism.settings
         self._undo.enter_context(enforce_determinism(DeterminismSettings.choose() if settings is None else settings))
-        # also where the job never ends: the task leaves by ``sys.exit``, perhaps with 0
+        # noticed also where the task leaves by ``sys.exit``
         mode = config.determinism.mode
         name = "ReplicaAuditCallback" if mode == "replicas" else "DeterminismCallback"
         error = NothingComparedError(
@@ -100,9 +97,8 @@ class Job:
 
 
 def _error_of(job_return: JobReturn) -> BaseException | None:
-    """Return what a failed job raised."""
     try:
         job_return.return_value  # noqa: B018  # raises it
-    except BaseException as error:  # noqa: BLE001  # whatever the user's code raised
+    except BaseException as error:  # noqa: BLE001  # the user's code may raise anything
         return error
     return None

@@ -1,7 +1,6 @@
 """DeterminismCallback: a training run recorded, or verified against a recorded one."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,58 +12,77 @@ from det_callbacks.errors import NothingComparedError, SelectionError
 from det_callbacks.integrations.lightning.checkpoint.watch import CheckpointWatch
 from det_callbacks.integrations.lightning.logged import CALLS, LoggedMetrics
 from det_callbacks.integrations.lightning.progress import ProgressReporter
-from det_callbacks.integrations.lightning.replaced import ReplacedInLightning
+from det_callbacks.integrations.lightning.replaced import PLACES
 from det_callbacks.integrations.lightning.trainer import LightningTraining
 from det_callbacks.internals.lightning import RESTORE, checkpoint_connector, is_training_done, require
 from det_callbacks.internals.twins import join_twins
 from det_callbacks.report.fits import no_metrics_text
 from det_callbacks.training.following import FollowedRun
+from det_callbacks.training.replaced import ReplacedMethods
 
 
 @join_twins
 class DeterminismCallback(FollowedRun, pl.Callback):
     """Record a training run, or verify it against a recorded one, bit for bit.
 
-    It changes no bit of the training: weights, losses and generator states are those of a run without it. At level op
-    it costs some 10 microseconds an op and a pass over every output at memory speed; see ``recipes/overhead``.
-    The arguments from ``level`` to ``compiled``, ``replay`` and ``keep_tensors`` are, while None, those that the
-    reference was recorded with; a verification refuses others. ``docs/reference/callback.md`` says more of each.
+    The training has the bits that it has without the callback. Level op costs some 10 microseconds
+    an op and a pass over every output at memory speed; see ``recipes/overhead``. The arguments from
+    ``level`` to ``compiled``, ``replay`` and ``keep_tensors`` default to those of the reference,
+    and a verification refuses others. ``docs/reference/callback.md`` says more of each argument.
 
     Args:
-        reference: folder of the reference: written by record, read by verify; None for an audit.
-        mode: "record" writes the reference, "verify" compares with it, "audit" runs ops twice, "disabled" does nothing.
-        current: folder for what verify or audit finds; None is a new one below the Trainer's log directory.
-        level: "op" (None) digests every op output of the chosen modules, "module" their outputs and output gradients,
-            "state" only batch, loss, gradients, parameters, buffers and optimizer state. Each holds the ones below.
-        modules: fnmatch patterns over module names; None is "*", everything; "!metric/NAME" leaves out what is logged.
-        phases: among "forward", "backward" and "optimizer"; None is all.
-        every_n_steps: steps whose number is a multiple of it are recorded; None is 1.
-        only_steps: numbers of the steps that are recorded instead, or audited (None: the first three).
-        compiled: of compiled regions "run" (None) records the ends and the ops seen inside; "eager" runs eager code.
-        steps: verify: "all" demands exactly the reference's steps, "common" compares those that both runs have.
-        on_divergence: "raise" stops at the first diverging step, "collect" raises at the end, "warn" warns there.
-        settings: set before training and put back after it; what comes too late is refused by name. None sets nothing.
-        replay: ops whose outputs record saves and verify puts back: ``[phase/][module:]op`` patterns, or a YAML file.
-        keep_tensors: ops whose outputs are kept, so that a verdict says by how much they differ: such patterns.
-        tensor_budget_mib: MiB that one step of a process may save, for replay and to keep together.
-        resume: with ``ckpt_path``: "exact" goes on as the uninterrupted run did, or refuses; "plain" is Lightning's.
-        audit_replicas_every_n_steps: how often replicas are compared, see ``ReplicaAuditCallback``; 0 never.
-        overwrite: record: replace a run that is there, once the new one is whole.
-        log_metrics: give the Trainer's loggers ``determinism/*`` metrics, and its progress bar a word.
+        reference: folder of the reference, which record writes and verify reads; None for an audit.
+        mode: "record" writes the reference, "verify" compares with it, "audit" runs ops twice,
+            "disabled" does nothing.
+        current: folder for what verify or audit finds; by default a new one below the Trainer's log
+            directory.
+        level: "op" (default) digests every op output of the chosen modules, "module" their outputs
+            and output gradients, "state" the batch, loss, gradients, parameters, buffers and
+            optimizer state. Each holds the ones after it.
+        modules: fnmatch patterns over module names; default "*". "!metric/NAME" leaves out a logged
+            value.
+        phases: some of "forward", "backward" and "optimizer"; all by default.
+        every_n_steps: record steps whose number is a multiple; 1 by default.
+        only_steps: record these step numbers instead, or audit them (by default the first three).
+        compiled: of compiled regions "run" (default) records the ends and the ops seen inside;
+            "eager" runs eager code.
+        steps: "all" demands exactly the reference's steps, "common" compares those that both runs
+            have.
+        on_divergence: "raise" stops at the first diverging step, "collect" raises at the end,
+            "warn" warns at the end.
+        settings: in force during training, and restored after it; refused by name if they come too
+            late.
+        replay: ops whose outputs record saves and verify restores: ``[phase/][module:]op``
+            patterns, or a YAML file.
+        keep_tensors: ops whose outputs are kept, so that a verdict has distances: such patterns.
+        tensor_budget_mib: MiB that a process may save in a step, for replay and keep_tensors
+            together.
+        resume: with ``ckpt_path``, "exact" continues as the uninterrupted run or refuses; "plain"
+            is Lightning's resume.
+        audit_replicas_every_n_steps: how often to compare replicas, see ``ReplicaAuditCallback``; 0
+            means never.
+        overwrite: replace a recorded run, once the new one is whole.
+        log_metrics: log ``determinism/*`` metrics, and show a word in the progress bar.
 
     Attributes:
-        verdict: the Verdict of a verification, or of a resumed recording that disagrees with its run; None before the
-            end of a fit, and while the reference holds more fits (or tests) than have run and nothing differs.
-        replica_report: the ReplicaReport of the last audit of the replicas; None before the first.
+        verdict: the Verdict of a verification, or of a resumed recording that disagrees with its
+            run. None before the end of a fit, and while further fits or tests of the reference are
+            missing and nothing differs.
+        replica_report: the ReplicaReport of the last audit of the replicas, or None.
         audit_report: the AuditReport of an audit; None before the end of a fit.
-        choices: what else was decided for the run, recorded in its environment (see ``capture_environment``).
+        choices: further entries for the recorded environment (see ``capture_environment``).
 
     Raises:
-        SelectionError, SettingsError: an argument is not one of the allowed ones (at construction), or comes too late.
-        ReferenceNotFoundError, ReferenceFormatError, RunExistsError: the reference is missing or damaged, or is there.
-        RunInUseError, WriteError: another process writes to the folder; nothing can be written, as on a full disk.
-        DivergenceError, NotComparableError: the run is not the reference, or not the run that it resumes.
-        ReplayError, ReplicaError, AuditError: too much is saved; replicas differ; an op differs from itself.
+        SelectionError, SettingsError: an argument is not allowed (at construction), or comes too
+            late.
+        ReferenceNotFoundError, ReferenceFormatError, RunExistsError: the reference is missing,
+            damaged, or in the way.
+        RunInUseError, WriteError: another process writes to the folder; nothing can be written, as
+            on a full disk.
+        DivergenceError, NotComparableError: the run is not the reference, or not the run that it
+            resumes.
+        ReplayError, ReplicaError, AuditError: too much is saved; replicas differ; an op differs
+            from itself.
         CheckpointMismatchError, CheckpointFormatError: a checkpoint is not what was saved.
         NotResumableError: a checkpoint cannot be resumed to the same run.
 
@@ -73,21 +91,21 @@ class DeterminismCallback(FollowedRun, pl.Callback):
     """
 
     _training: LightningTraining
-    gives_way = False  # steps aside where the Trainer has another one
+    gives_way = False  # lets another callback of the Trainer record
 
     @override
     def _begin_closed(self) -> None:
         super()._begin_closed()
-        join_twins(DeterminismCallback)  # pytorch_lightning may have been imported after this module
+        join_twins(DeterminismCallback)  # pytorch_lightning may be imported later than this module
         self._logged = LoggedMetrics()
         self._progress = ProgressReporter()
         self._checkpoints: CheckpointWatch | None = None
-        self._replaced = ReplacedInLightning()
+        self._replaced = ReplacedMethods(PLACES)
         self._call: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy takes along: the arguments and the verdict, never the files of a fit under way."""
-        # Lightning hangs methods of the module, and so the whole model, on each callback as `log` and `log_dict`.
+        """Return the arguments and the verdict, without the files of a fit."""
+        # not `log` and `log_dict`, methods of the module that Lightning sets on each callback
         options: dict[str, Any] = {"mode": "disabled", "on_divergence": self.on_divergence}
         fresh = vars(type(self)(None, **options, audit_replicas_every_n_steps=self.audit_replicas_every_n_steps))
         return {name: value if name.startswith("_") else vars(self)[name] for name, value in fresh.items()}
@@ -115,7 +133,7 @@ class DeterminismCallback(FollowedRun, pl.Callback):
         super()._prepare()
 
     @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         if self.mode == "disabled":
             return
 
@@ -125,20 +143,19 @@ class DeterminismCallback(FollowedRun, pl.Callback):
             self._begin_training(trainer)
 
         if trainer.strategy.restore_checkpoint_after_setup:
-            # those that shard load now, and until then Lightning does not say whether there is a checkpoint
+            # strategies that shard load now, and until then there is no telling whether they resume
             connector = checkpoint_connector(trainer)
-            self._replaced.put(connector, RESTORE, lambda one: partial(restore_and_begin, one))
+            self._replaced.around(connector, RESTORE, restore_and_begin)
         else:
             self._begin_training(trainer)
 
     def _begin_training(self, trainer: pl.Trainer) -> None:
         assert self._checkpoints is not None, "setup was called"
         self._begin_fit(is_resumed=self._checkpoints.is_resumed)
-        session, reference = self._session, None if self.reference is None else str(self.reference)
-        run_id = None if session.run is None else session.run.manifest.run_id
-        self._checkpoints.begin_fit({"id": run_id, "mode": self.mode, "reference": reference})
+        self._checkpoints.begin_fit(self._identity())
         self._follow()
-        session.idle_before, self._checkpoints.resuming.reader = self._checkpoints.resuming.idle, session.reader
+        resuming = self._checkpoints.resuming
+        self._session.idle_before, resuming.reader = resuming.idle, self._session.reader
         if self.log_metrics and self.mode != "audit":
             self._progress.begin_fit(trainer, is_recording=self.mode == "record")
 
@@ -148,21 +165,21 @@ class DeterminismCallback(FollowedRun, pl.Callback):
         self._logged.begin(self._session)
 
     @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, *_: Any, **__: Any) -> None:
         if self._is_open:
             self._hooks.attach(self._training)
             self._replicas.begin(self._training)
 
     @override
-    def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_sanity_check_start(self, *_: Any, **__: Any) -> None:
         self._hooks.mark("before the sanity check")
 
     @override
-    def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_sanity_check_end(self, *_: Any, **__: Any) -> None:
         self._hooks.mark("after the sanity check")
 
     @override
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         if self._is_fitting:
             self._stop_together(differs=self._logged.read_epoch(trainer))
             self._logged.whole_epoch = {}
@@ -192,21 +209,19 @@ class DeterminismCallback(FollowedRun, pl.Callback):
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, *_: Any, **__: Any) -> None:
-        if not self._is_open:
-            return
-        differs = self._hooks.end_step(self._step, trainer.current_epoch, outputs)
-        if self._watch is not None:
-            self._watch.close()
-        self._progress.after_step(self._session.progress())
-        if is_training_done(trainer.fit_loop.epoch_loop) or trainer.should_stop:
-            self._group.set_place("between")  # after the last batch there may be long validations, saves and hooks
-        error = self._replicas.after_step()
-        self._stop_together(differs=differs, asks_now=error is not None)  # what differs from the reference says more
-        if error is not None:
-            raise error
+        if self._is_open:
+            self._end_step(trainer.current_epoch, outputs)
 
     @override
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def _after_step(self) -> bool:
+        self._progress.after_step(self._session.progress())
+        trainer = self._training.trainer
+        if is_training_done(trainer.fit_loop.epoch_loop) or trainer.should_stop:
+            self._group.set_place("between")  # long validations, saves and hooks may follow
+        return False
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         self._group.set_place("between")
         self._hooks.drop_step()
         self._watch_ops(is_on=False)
@@ -214,7 +229,7 @@ class DeterminismCallback(FollowedRun, pl.Callback):
         self._logged.ended_epoch = trainer.current_epoch
 
     @override
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_start(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         self._group.set_place("between")
         if not trainer.sanity_checking:
             self._hooks.mark("before validation")
@@ -228,13 +243,13 @@ class DeterminismCallback(FollowedRun, pl.Callback):
             self._logged.note_batch(trainer, batch, *place)
 
     @override
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         self._watch_ops(is_on=False)
         if not trainer.sanity_checking:
             self._hooks.mark("after validation")
         session, call, epoch = self._session, self._call, trainer.current_epoch
         if trainer.sanity_checking:
-            self._logged.first_batches = {}  # Lightning throws away what is logged there
+            self._logged.first_batches = {}  # Lightning discards what is logged there
         elif call is not None and self._is_open:
             self._logged.read(trainer, call, session.num_calls(call), epoch=epoch)
             session.stages.append(call)
@@ -245,29 +260,25 @@ class DeterminismCallback(FollowedRun, pl.Callback):
 
     on_test_start, on_test_batch_start = on_validation_start, on_validation_batch_start
     on_test_end = on_validation_end
-    on_predict_start, on_predict_end = on_validation_start, on_validation_end  # predictions log no metrics
+    # predictions log no metrics
+    on_predict_start, on_predict_end = on_validation_start, on_validation_end
 
     @property
     def _is_fitting(self) -> bool:
         return self._is_open and self._call is None
 
     @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         if self._checkpoints is not None:
             self._checkpoints.resuming.end_training()
-        error = self._replicas.end()
-        if error is not None and self.mode == "record":
-            raise error  # before the run is complete: it is no reference
-        if self._is_fitting:
-            self._logged.read_epoch(trainer)
-        self._end()
-        if error is not None:
-            raise error
+        self._end_training()
 
     @override
     def _end(self, *, is_early: bool = False) -> None:
         if not self._is_open:
             return
+        if self._is_fitting and not is_early:
+            self._logged.read_epoch(self._training.trainer)
         try:
             super()._end(is_early=is_early)
         finally:
@@ -289,7 +300,7 @@ class DeterminismCallback(FollowedRun, pl.Callback):
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         try:
-            self._end()  # only a fit that has nothing to train comes here without on_train_end
+            self._end()  # of a fit without steps, which skips on_train_end
         finally:
             self._stage.close()
         left, self._call = self._call, None

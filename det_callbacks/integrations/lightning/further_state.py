@@ -23,8 +23,9 @@ Entry = tuple[str, Tensor | int | float | bool]
 class FurtherState:
     """Lists it as a step begins: then all callbacks have done what follows the step before.
 
-    What only decides when a training stops or where checkpoints lie (EarlyStopping, ModelCheckpoint) is left out.
-    Averaged weights are read where they lie; of other callbacks it asks for the ``state_dict``.
+    What only decides when a training stops or where checkpoints lie (EarlyStopping,
+    ModelCheckpoint) is left out. Averaged weights are read where they lie; of other callbacks it
+    asks for the ``state_dict``.
     """
 
     def __init__(self, trainer: pl.Trainer, own: pl.Callback, print_line: Callable[[str], None]) -> None:

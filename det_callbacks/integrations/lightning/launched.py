@@ -1,4 +1,4 @@
-"""The callback that ``det-callbacks record``, ``verify`` and ``check`` put into the Trainers of a script."""
+"""The callback that ``det-callbacks record``, ``verify`` and ``check`` add to a script's Trainers."""
 
 from functools import cache
 
@@ -12,7 +12,7 @@ from det_callbacks.integrations.lightning.progress import print_beside_bar
 
 
 class LaunchedCallback(DeterminismCallback):
-    """A DeterminismCallback of a script, all of whose fits are one run; one of the script's own is used instead."""
+    """Records all fits of a script as one run, unless the script has a DeterminismCallback."""
 
     gives_way = True
     _has_claimed = False
@@ -44,11 +44,11 @@ class LaunchedCallback(DeterminismCallback):
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         super().on_exception(trainer, pl_module, exception)
-        tell_command(exception)  # also where Hydra or the script catches it
+        tell_command(exception)  # Hydra or the script may catch it
 
 
-@cache  # a script of several Trainers is one run
+@cache  # one run of all Trainers
 def launched_callback(asked: str) -> LaunchedCallback:
-    """Return the callback of this process; from the first call on, its errors are printed without a traceback."""
+    """Return the callback of this process; from now on errors are printed without a traceback."""
     print_errors_plainly()
     return LaunchedCallback(**read_arguments(asked))

@@ -24,7 +24,8 @@ def find_generators(roots: Mapping[str, object], *, left: tuple[type, ...] = ())
 def follow(loader: Any, follower: Any) -> Callable[[], object]:
     """Call ``begin_iteration()``, ``begin_draw()`` and ``end_draw(batch)`` of a follower; return what ends that.
 
-    Several may end in any order. As long as it is followed, the loader has a subclass of its own, under the same name.
+    Several may end in any order. As long as it is followed, the loader has a subclass of its own,
+    under the same name.
     """
     if not hasattr(loader, "det_callbacks_followers"):
         loader.__class__ = _followed(type(loader))

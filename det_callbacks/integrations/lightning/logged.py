@@ -1,4 +1,4 @@
-"""What a module logs, read where Lightning has computed it."""
+"""Reads what a module logs after Lightning has computed it."""
 
 from typing import Any
 
@@ -24,32 +24,33 @@ from det_callbacks.trace.state.leaves import flatten
 from det_callbacks.training.metrics import generator_states, metric_of
 from det_callbacks.training.session import Session
 
-CALLS = {TrainerFn.VALIDATING: "trainer.validate", TrainerFn.TESTING: "trainer.test"}  # what logs without a fit
+# stages that log without a fit
+CALLS = {TrainerFn.VALIDATING: "trainer.validate", TrainerFn.TESTING: "trainer.test"}
 
 
 class LoggedMetrics:
     """Hands what the module logs on rank 0 to a session.
 
-    The metrics of a training epoch are computed after the last hook of the epoch, and read in the first one after it.
+    Lightning computes the metrics of an epoch after its last hook, so they are read in the next
+    hook.
     """
 
-    step = -1  # the last training batch that began; -1 before the first
-    is_resuming = False  # no training batch has begun since a checkpoint was loaded
-    whole_epoch: dict[str, str] | None = None  # evidence of the epoch under way; None: this process began in its middle
-    ended_epoch: int | None = None  # the one whose last hooks run; None once its metrics are read
+    step = -1  # the last batch that began
+    is_resuming = False  # no batch has begun since a checkpoint was loaded
+    # evidence of the open epoch; None if it began in another process
+    whole_epoch: dict[str, str] | None = None
+    ended_epoch: int | None = None  # the epoch whose last hooks run
     _session: Session | None = None
 
     def __init__(self) -> None:
-        self.first_batches: dict[str, str] = {}  # digests of each loader's, of the validation or test under way
+        self.first_batches: dict[str, str] = {}  # digests, by loader, of the open validation or test
         self._seen: dict[str, Any] = {}
 
     def begin(self, session: Session) -> None:
-        """Follow a fit, or a test or validation outside of one, that begins now."""
         self._session = session
         self.is_resuming, self.whole_epoch, self.ended_epoch = session.is_resumed, None, None
 
     def begin_step(self, trainer: pl.Trainer, step: int) -> None:
-        """Note that a training batch begins."""
         self.step = step
         if self.is_resuming:
             self.is_resuming = False
@@ -58,7 +59,6 @@ class LoggedMetrics:
             self._put_resumed(trainer, step - 1, is_first=True)
 
     def note_batch(self, trainer: pl.Trainer, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Keep the digests of the first batch of each loader of a validation or test."""
         if not batch_idx and trainer.is_global_zero:
             with unobserved():
                 for name, value in flatten(batch, f"{FIRST_BATCH}loader {dataloader_idx}: batch", is_whole=True):
@@ -66,19 +66,17 @@ class LoggedMetrics:
                         self.first_batches[name] = format_digest(digest_tensor(value))
 
     def read_epoch(self, trainer: pl.Trainer) -> bool:
-        """Read what was computed at the end of the last epoch, if one has ended; return whether it differs."""
         epoch, self.ended_epoch = self.ended_epoch, None
         whole, self.whole_epoch = self.whole_epoch, None
         if epoch is not None and whole is not None:
             return self.read(trainer, "epoch", self.step, epoch=epoch, **whole)
         if epoch is not None:
-            self._fresh(trainer, "epoch")  # a mean that began anew in the middle of the epoch
+            self._fresh(trainer, "epoch")  # means of half an epoch
             if not self.is_resuming:
                 self._put_resumed(trainer, self.step)
         return False
 
     def read(self, trainer: pl.Trainer, where: str, number: int, *, epoch: int, **evidence: str) -> bool:
-        """Read what was computed since the last time; return whether it differs. The place is that of a ``Reading``."""
         session = self._session
         if session is None or not trainer.is_global_zero:
             return False
@@ -101,9 +99,9 @@ class LoggedMetrics:
             self._session.resume_metrics(place, is_first=is_first)
 
     def _fresh(self, trainer: pl.Trainer, where: str) -> dict[str, Any]:
-        """Return what was logged there and computed since it was last returned: a value computed again is a new object.
+        """Return the values logged here since the last reading: Lightning makes a new object for each.
 
-        Other callbacks put values of their own beside it, such as the learning rate of the next epoch.
+        Other callbacks add values of their own, such as the next learning rate.
         """
         found = epoch_results(trainer.fit_loop.epoch_loop) if where == "epoch" else results(trainer)
         logged = {name for one in found.result_metrics for name in name_of_result(found, one, on_step=False)}
@@ -115,7 +113,6 @@ class LoggedMetrics:
 
 
 def _lengths(trainer: pl.Trainer, where: str) -> dict[str, str]:
-    """Return how many samples the data sets of the loaders have that were gone through."""
     loop: Any = trainer.test_loop if where == "trainer.test" else trainer.validate_loop
     loop = trainer.fit_loop.epoch_loop.val_loop if where == "validation" else loop
     sets: list[Any] = [getattr(loader, "dataset", None) for loader in combined_loader(loop).flattened]

@@ -1,4 +1,4 @@
-"""How far a run is, in the Trainer's loggers and in its progress bar (read at Lightning 2.6.6)."""
+"""Shows in the Trainer's loggers and progress bar how far a run is (read at Lightning 2.6.6)."""
 
 import sys
 from contextlib import nullcontext
@@ -28,10 +28,10 @@ KEY = "determinism"
 
 
 class ProgressReporter:
-    """Tells loggers and the progress bar how far the fits of one callback are; does nothing on other ranks than 0.
+    """Tells loggers and the progress bar of rank 0 how far a run is.
 
-    Loggers are given the metrics directly: what ``self.log`` takes could be monitored, and would be in the module's
-    results. What a logger draws from a generator is undone.
+    Loggers get the metrics directly: values of ``self.log`` would be among the module's results.
+    The generators are restored after a logger has run.
     """
 
     _trainer: pl.Trainer | None = None
@@ -40,20 +40,18 @@ class ProgressReporter:
     _step = 0
 
     def begin_fit(self, trainer: pl.Trainer, *, is_recording: bool) -> None:
-        """Follow a fit that is about to train, whose steps are recorded, or verified."""
         self.close()
         self._unlogged, self._is_recording = None, is_recording
         self._trainer = trainer if trainer.is_global_zero else None
 
     def after_step(self, progress: Progress) -> None:
-        """Take the state after a batch, and log it when the Trainer's own metrics are logged."""
         if self._trainer is None:
             return
-        # Lightning logs under the number of optimizer steps, right after the callbacks: ours are beside its own
+        # Lightning logs right after the callbacks, by the number of optimizer steps
         trainer: Any = self._trainer
         fit_loop, every = trainer.fit_loop, trainer.log_every_n_steps
         self._unlogged, self._step = progress, num_optimizer_steps(fit_loop.epoch_loop)
-        # another bar need not take text
+        # other bars may not take text
         if isinstance(trainer.progress_bar_callback, either(TQDMProgressBar, RichProgressBar)):
             numbers = {"num_steps": progress.num_steps, "num_differing": progress.num_differing}
             _bar_metrics(trainer)[KEY] = progress_word(**numbers, is_recording=self._is_recording)
@@ -61,7 +59,6 @@ class ProgressReporter:
             self._log(trainer, progress)
 
     def end_fit(self, verdict: Verdict | None) -> None:
-        """Log the last state and give the verdict; the bar is left alone from now on."""
         trainer = self._trainer
         self.close()
         if trainer is not None and self._unlogged is not None:
@@ -73,7 +70,6 @@ class ProgressReporter:
             states.put_back()
 
     def close(self) -> None:
-        """Leave the bar as it was; may be called more than once."""
         if self._trainer is not None:
             _bar_metrics(self._trainer).pop(KEY, None)
         self._trainer = None
@@ -87,7 +83,8 @@ class ProgressReporter:
             "replayed_mib": progress.num_bytes / 2**20,
         }
         if progress.chain is not None:
-            metrics["chain"] = progress.chain >> 40  # TensorBoard keeps float32, whose whole numbers have 24 bits
+            # TensorBoard keeps float32, whose whole numbers have 24 bits
+            metrics["chain"] = progress.chain >> 40
         states = RewindPoint()
         for logger in trainer.loggers:
             logger.log_metrics({f"{KEY}/{name}": float(value) for name, value in metrics.items()}, step=self._step)
@@ -108,13 +105,13 @@ def _give_verdict(logger: Logger, verdict: Verdict, step: int) -> None:
 
 
 def _bar_metrics(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return what ``trainer.progress_bar_metrics`` holds, without the computing of metrics that it begins with."""
+    """Return ``trainer.progress_bar_metrics`` without computing any metric."""
     metrics: dict[str, Any] = progress_bar_metrics(logger_connector(trainer))
-    return metrics  # a bar takes text as well
+    return metrics  # bars take text, too
 
 
 def print_beside_bar(trainer: pl.Trainer, text: str) -> None:
-    """Print a closing line on a line of its own, also where one of Lightning's progress bars is on the terminal."""
+    """Print a closing line so that a progress bar does not break it."""
     bar: Any = trainer.progress_bar_callback
     is_rich = isinstance(bar, either(RichProgressBar)) and bar.progress is not None and bar.progress.live.is_started
     with Tqdm.external_write_mode() if isinstance(bar, either(TQDMProgressBar)) else nullcontext():

@@ -1,4 +1,4 @@
-"""The proof that a resumed training is the training that was interrupted."""
+"""Proves that a resumed training is the training that was interrupted."""
 
 from collections.abc import Callable
 from contextlib import closing, suppress
@@ -33,32 +33,37 @@ def prove_resume(
     level: Literal["op", "module", "state"] = "op",
     resume: Resume = "exact",
 ) -> Verdict:
-    """Train, interrupt and resume, and compare with the same training uninterrupted, bit for bit.
+    """Prove that a resumed training has the bits of the uninterrupted one.
 
-    Three trainings from the generator states that this process has now: one of ``steps`` steps, recorded; one that
-    saves a checkpoint after ``stop_at`` steps (at an epoch's end in ``on_train_epoch_end``) and is interrupted when its
-    next batch has been drawn; and one that resumes from that checkpoint, verified against the first. It costs a little
-    more than twice the training, traced. The callers' generators are left as they were.
+    Three trainings start from the present generator states. The first trains ``steps`` steps and is
+    recorded. The second saves a checkpoint after ``stop_at`` steps (at an epoch's end in
+    ``on_train_epoch_end``), and is interrupted once its next batch is drawn. The third resumes from
+    it, and is verified. This costs a little more than two traced trainings. The generators are
+    restored.
 
-    Of several processes each runs the whole program, and so all of this: with ``strategy="ddp"``, a
-    ``ModelParallelStrategy`` or torchrun, not with those that spawn. Each gets the verdict, which is of all ranks.
+    With several processes each runs the whole program: ``strategy="ddp"``, a
+    ``ModelParallelStrategy`` or torchrun, not strategies that spawn. All get the verdict on all
+    ranks.
 
     Args:
-        make_trainer: returns a new Trainer, which must train for ``steps`` steps at least.
+        make_trainer: returns a new Trainer, which must train for at least ``steps`` steps.
         make_model: returns a new model, in the same way each time.
-        make_data: returns new data: what ``Trainer.fit`` takes after the model, or a tuple of training and validation
-            loaders.
-        stop_at: training batches before the interruption; at least 1.
-        steps: training batches in all; more than ``stop_at``.
-        folder: for the runs and the checkpoint; by default ``determinism/resume-NNN`` below the working directory.
+        make_data: returns what ``Trainer.fit`` takes after the model, or a tuple of training and
+            validation loaders.
+        stop_at: training batches before the interruption, at least 1.
+        steps: training batches in all, more than ``stop_at``.
+        folder: for the runs and the checkpoint; by default ``determinism/resume-NNN`` below the
+            working directory.
         level: of the digests: "op", "module" or "state".
         resume: as for DeterminismCallback; "plain" shows that the proof can fail.
 
     Returns:
-        The verdict on the resumed training, or on the interrupted one where not even that was repeated.
+        The verdict on the resumed training, or on the interrupted one if not even that was
+        repeated.
 
     Raises:
-        SelectionError: ``stop_at`` or ``steps`` is out of range, the training ends before, or processes are spawned.
+        SelectionError: ``stop_at`` or ``steps`` is out of range, the training ends before, or
+            processes are spawned.
         NotResumableError: the checkpoint cannot be resumed exactly, with the reasons.
 
     Example:
@@ -87,7 +92,7 @@ def prove_resume(
         try:
             trainer.fit(model, training, validation, ckpt_path=ckpt_path)
         finally:
-            generators.put_back(restarts_new=True)  # also those of devices that it was the first to use
+            generators.put_back(restarts_new=True)  # and of devices that it used first
 
     end = _End(steps)
     train(recorded(place / "reference"), end)
@@ -98,7 +103,7 @@ def prove_resume(
         )
     with suppress(TrainingInterruptedError):
         train(recorded(place / "interrupted"), _End(stop_at, checkpoint))
-    with closing(RankGroup().open()) as group:  # all have written what is compared
+    with closing(RankGroup().open()) as group:  # all ranks have written their files
         group.gather(lambda: None, task="proving a resume")
     before = compare_runs(place / "reference", place / "interrupted", steps="common")
     if before.verdict != "match":
@@ -116,11 +121,11 @@ def prove_resume(
 
 
 class TrainingInterruptedError(Exception):
-    """Ends a training as a user would, between two batches."""
+    """Interrupts a training between two batches, as a user would."""
 
 
 class _End(pl.Callback):
-    """Ends a training after so many batches, or saves a checkpoint then, as the last callback, and interrupts it."""
+    """Ends a training after some batches; with a checkpoint, saves it then and interrupts the training."""
 
     def __init__(self, num_steps: int, checkpoint: Path | None = None) -> None:
         self._num_steps, self._checkpoint = num_steps, checkpoint

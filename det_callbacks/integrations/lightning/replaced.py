@@ -1,13 +1,9 @@
-"""The registry of what is replaced in Lightning and in data loaders, always on the objects of one Trainer.
-
-All is put back when the fit ends or raises, but for what handles checkpoints: that stays until the next stage begins,
-since they are saved later, too. Read at Lightning 2.5 and 2.6; ``trace/compiled/replaced.py`` is the same for torch.
-"""
+"""Methods of Lightning's objects that are replaced until the fit ends, or, of checkpoints, until the next stage."""
 
 from collections.abc import Mapping
 
 from det_callbacks.internals.lightning import LOAD_LOADER_STATES, RESTORE
-from det_callbacks.training.replaced import OF_SAMPLERS, ReplacedMethods
+from det_callbacks.training.replaced import OF_SAMPLERS
 
 PLACES: Mapping[str, str] = {
     "training_step": "of the strategy: no hook encloses it in automatic and in manual optimization",
@@ -23,9 +19,3 @@ PLACES: Mapping[str, str] = {
     **OF_SAMPLERS,
 }
 """Each method that is replaced, with the reason."""
-
-
-class ReplacedInLightning(ReplacedMethods):
-    """Methods of single objects of Lightning that ours stand for, until ``restore``."""
-
-    places = PLACES

@@ -1,4 +1,4 @@
-"""ReplicaAuditCallback: the replicas of a Trainer, compared without a reference."""
+"""ReplicaAuditCallback: compares the replicas of a Trainer, without a reference."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,25 +21,28 @@ from det_callbacks.training.replicas import Replicas
 class ReplicaAuditCallback(Replicas, Callback):
     """Compare the replicas of a training on several ranks, without a reference.
 
-    Parameters, buffers and optimizer state that several ranks have to hold alike are compared by digest: under DDP all
-    of them; of DTensors on a mesh (FSDP2, tensor parallelism) those that are replicated along a dimension, among the
-    ranks of one shard. Left out, and counted in what it prints: shards that nobody else holds, running statistics of
-    batch norm, all buffers under DDP with ``broadcast_buffers=False``, and what DDP was told to ignore. An audit takes
-    one pass over that state at the speed of digests and one exchange of a few bytes, in a gloo group of its own.
+    Compares by digest what several ranks must hold alike: all parameters, buffers and optimizer
+    state under DDP; of DTensors (FSDP2, tensor parallelism) the parts replicated along a dimension
+    of the mesh. Left out, and counted in what it prints: shards of one rank, running statistics of
+    batch norm, buffers under ``broadcast_buffers=False``, and what DDP ignores. An audit takes a
+    pass over that state, and an exchange of a few bytes in a gloo group of its own.
     ``DeterminismCallback(audit_replicas_every_n_steps=...)`` does the same.
 
     Args:
-        every_n_steps: they are compared before the first step, after every n-th, and at the end of the fit.
-        on_divergence: "raise" stops at the first difference, "collect" raises it at the end, "warn" warns of it.
-        ignore: fnmatch patterns over names of tensors that may differ, with their optimizer state: "codebook.*".
+        every_n_steps: compare before the first step, after every n-th, and at the end of the fit.
+        on_divergence: "raise" stops at the first difference, "collect" raises at the end, "warn"
+            warns.
+        ignore: fnmatch patterns over names of tensors that may differ, with their optimizer state:
+            "codebook.*".
 
     Attributes:
-        replica_report: the ReplicaReport of the last audit; None before the first.
+        replica_report: the ReplicaReport of the last audit, or None.
 
     Raises:
-        SelectionError: an argument is not one of the allowed ones (at construction).
-        SettingsError: there is one process only, or the strategy does not say what has to be equal.
-        ReplicaError: replicas differ; ``.report`` says which tensors, on which ranks, and since when.
+        SelectionError: an argument is not allowed (at construction).
+        SettingsError: there is one process only, or the strategy does not say what must be equal.
+        ReplicaError: replicas differ; ``.report`` says which tensors, on which ranks, and since
+            when.
         NothingComparedError: no parameter has a replica, or the fit had nothing to train.
         RankError: a rank failed, is at another step, or does not come.
 
@@ -52,7 +55,7 @@ class ReplicaAuditCallback(Replicas, Callback):
     ) -> None:
         require_one_of("on_divergence", on_divergence, OnDivergence)
         require_whole("every_n_steps", every_n_steps, 1)
-        join_twins(ReplicaAuditCallback)  # pytorch_lightning may have been imported after this module
+        join_twins(ReplicaAuditCallback)  # pytorch_lightning may be imported later than this module
         super().__init__(every_n_steps, on_divergence, ignore=as_names("ignore", ignore))
 
     @override
@@ -65,7 +68,7 @@ class ReplicaAuditCallback(Replicas, Callback):
         self._num_audits = 0
 
     @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         note_fit()
         self.begin(LightningTraining(trainer, self))
 
@@ -75,7 +78,7 @@ class ReplicaAuditCallback(Replicas, Callback):
             raise error
 
     @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         if (error := self.end()) is not None:
             raise error
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch.distributed as dist
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -23,7 +22,7 @@ from det_callbacks.errors import SettingsError
 from det_callbacks.integrations.lightning.further_state import FurtherState
 from det_callbacks.integrations.lightning.loaders import find_generators, follow
 from det_callbacks.integrations.lightning.progress import print_beside_bar
-from det_callbacks.integrations.lightning.replaced import ReplacedInLightning
+from det_callbacks.integrations.lightning.replaced import PLACES
 from det_callbacks.internals.lightning import (
     LOAD_LOADER_STATES,
     PrefetchFetcher,
@@ -34,19 +33,16 @@ from det_callbacks.internals.lightning import (
     model_averager,
     validation_data,
 )
-from det_callbacks.internals.torch import DDP_IGNORED
 from det_callbacks.internals.twins import either, own_class, package_of
-from det_callbacks.ranks.replicas import ReplicatedState, replicated_state
 from det_callbacks.runs.evidence import AFTER, BEFORE
+from det_callbacks.training.replaced import ReplacedMethods
 from det_callbacks.training.training import LoaderFollower, Training, Wrap
 
 
 class LightningTraining(Training):
-    """The training of a Trainer, as the callback ``own`` of it sees it; the Trainer is ``trainer``."""
-
     def __init__(self, trainer: pl.Trainer, own: pl.Callback) -> None:
         self.trainer, self._own = trainer, own
-        self._replaced = ReplacedInLightning()
+        self._replaced = ReplacedMethods(PLACES)
         self._let_go: Callable[[], object] = lambda: None
         self._further = FurtherState(trainer, own, self.print_line)
         self.rank, self.world_size = trainer.global_rank, trainer.world_size
@@ -54,22 +50,19 @@ class LightningTraining(Training):
 
     @property
     def module(self) -> nn.Module:
-        """The LightningModule, to which names are relative."""
         return self.trainer.lightning_module
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
-        """Those that the strategy has set up."""
         return self.trainer.optimizers
 
     @property
     def schedulers(self) -> Sequence[tuple[object, str]]:
-        """Each with its interval."""
         return [(config.scheduler, config.interval) for config in self.trainer.lr_scheduler_configs]
 
     @property
     def loaders(self) -> Mapping[str, Any] | None:
-        """Those of the fit loop; it makes them after ``on_fit_start``, unless a scheduler asks for their length."""
+        """Those of the fit loop, which makes them after ``on_fit_start``."""
         loader = combined_loader(self.trainer.fit_loop)
         if loader is None:
             return None
@@ -78,33 +71,30 @@ class LightningTraining(Training):
 
     @property
     def step(self) -> int:
-        """The number of training batches, which goes on over a resume."""
         return self.trainer.fit_loop.epoch_loop.total_batch_idx
 
     @property
     def epoch(self) -> int:
-        """The current one."""
         return self.trainer.current_epoch
 
     @property
     def folder(self) -> Path:
-        """The log directory, which rank 0 tells all others."""
+        """The log directory, known to rank 0."""
         return Path(self.trainer.log_dir or self.trainer.default_root_dir)
 
     @property
     def num_drawn_ahead(self) -> int:
-        """A fetcher draws one ahead where the data has no length."""
+        """A fetcher draws one ahead if the data has no length."""
         fetcher = data_fetcher(self.trainer.fit_loop)
         return len(fetcher.batches) if isinstance(fetcher, either(PrefetchFetcher)) else 0
 
     @property
     def choices(self) -> Mapping[str, Any]:
-        """Options of the Trainer, and the hyperparameters of the module."""
         return {"trainer": _trainer_choices(self.trainer), "hparams": dict(self.trainer.lightning_module.hparams)}
 
     @property
     def hooks(self) -> Mapping[str, str]:
-        """Who has which hook before and after ours: the user's own first, and nobody who only draws bars."""
+        """The classes whose hooks run before and after ours, the user's first, without progress bars."""
         callbacks: list[pl.Callback] = vars(self.trainer)["callbacks"]
         place, module = callbacks.index(self._own), self.trainer.lightning_module
         found: dict[str, str] = {}
@@ -116,7 +106,8 @@ class LightningTraining(Training):
                 users = [one for one in others if getattr(type(one), hook, None) not in inherited]
                 names = [type(one).__qualname__ for one in users]
                 if order == AFTER and is_overridden(hook, module, own_class(module, pl.LightningModule)):
-                    names.insert(0, type(module).__qualname__)  # its hooks are called after those of all callbacks
+                    # its hooks run after those of all callbacks
+                    names.insert(0, type(module).__qualname__)
                 if names:
                     found[f"{order} {hook}"] = ", ".join(names)
         return found
@@ -129,8 +120,8 @@ class LightningTraining(Training):
     def follow_loaders(self, follower: LoaderFollower) -> None:
         loop = self.trainer.fit_loop
         begin = partial(self._load_and_follow, follower)
-        self._replaced.put(loop, LOAD_LOADER_STATES, lambda load: partial(begin, load))
-        if combined_loader(loop) is not None:  # already: a scheduler has asked for the number of steps
+        self._replaced.around(loop, LOAD_LOADER_STATES, begin)
+        if combined_loader(loop) is not None:  # a scheduler has asked for the number of steps
             begin(lambda: None)
 
     def _load_and_follow(self, follower: LoaderFollower, load: Callable[[], None]) -> None:
@@ -155,8 +146,8 @@ class LightningTraining(Training):
 
     @override
     def leave_out(self, wrap: Wrap) -> None:
-        # Lightning makes its sums when a name is first logged and clears them at an epoch's first batch, so a step that
-        # comes first after a resume has ops that the same step of the uninterrupted run has not
+        # Lightning creates sums when a name is first logged and clears them in each epoch's first
+        # batch, so the first step after a resume would have other ops
         results = epoch_results(self.trainer.fit_loop.epoch_loop)
         for name in ("log", "reset"):
             self._replaced.put(results, name, wrap)
@@ -166,42 +157,33 @@ class LightningTraining(Training):
         self._let_go()
         self._replaced.restore()
 
+    @property
     @override
-    def replicated_weights(self) -> dict[str, Tensor] | None:
-        module = self.module
-        if not isinstance(self.trainer.strategy, either(DDPStrategy)):
-            return None
-        ignored = set(getattr(module, DDP_IGNORED, ()))
-        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        return {name: tensor for name, tensor in tensors.items() if name not in ignored}
+    def ddp(self) -> DistributedDataParallel | None:
+        model = self.trainer.strategy.model
+        return model if isinstance(model, DistributedDataParallel) else None
 
     @override
-    def replicated_state(self, ignore: Sequence[str]) -> ReplicatedState:
-        strategy, model = self.trainer.strategy, self.trainer.strategy.model
-        options: dict[str, Any] = {"everybody": range(self.world_size), "ignore": ignore}
-        if isinstance(model, DistributedDataParallel):
-            # post-local SGD, read at Lightning 2.6.6: its replicas are only equal every now and then
-            if isinstance(strategy, either(DDPStrategy)) and model_averager(strategy) is not None:
-                raise SettingsError(
-                    "The replicas differ by design between two averagings of DDPStrategy(model_averaging_period=...), "
-                    "so an audit of them would say nothing. Leave the audit out, or the averaging."
-                )
-            options["everybody"] = dist.get_process_group_ranks(model.process_group)
-            options |= {"ddp_ignores": model.parameters_to_ignore, "has_own_buffers": not model.broadcast_buffers}
-        elif not isinstance(strategy, either(ModelParallelStrategy)):
+    def require_replicas(self) -> None:
+        strategy = self.trainer.strategy
+        if self.ddp is None and not isinstance(strategy, either(ModelParallelStrategy)):
             raise SettingsError(
                 f"{type(strategy).__name__} does not say which ranks hold the same parameters, so its replicas cannot "
                 "be compared. Those of DDP and of ModelParallelStrategy (FSDP2, tensor parallelism, meshes) can; "
                 "compare runs with DeterminismCallback for others."
             )
-        return replicated_state(self.module, self.optimizers, **options)
+        # post-local SGD (Lightning 2.6.6) makes replicas equal only now and then
+        if isinstance(strategy, either(DDPStrategy)) and model_averager(strategy) is not None:
+            raise SettingsError(
+                "The replicas differ by design between two averagings of DDPStrategy(model_averaging_period=...), "
+                "so an audit of them would say nothing. Leave the audit out, or the averaging."
+            )
 
 
 def _trainer_choices(trainer: pl.Trainer) -> dict[str, Any]:
     names = ["accumulate_grad_batches", "gradient_clip_val", "world_size", "limit_train_batches", "overfit_batches"]
     names += ["min_epochs", "max_epochs", "min_steps", "max_steps"]
-    # A validation may draw what the training then does not get. Nothing changes where it has no data to validate with,
-    # as Trainer.enable_validation has it, Lightning 2.6.6, which says no where the limit is 0.
+    # as in Trainer.enable_validation: only a validation may draw from generators
     if validation_data(trainer.fit_loop.epoch_loop.val_loop).is_defined():
         names += ["limit_val_batches", "val_check_interval", "check_val_every_n_epoch", "num_sanity_val_steps"]
     algorithm = trainer.gradient_clip_algorithm

@@ -1,6 +1,7 @@
 """Start-up code of the scripts that det-callbacks starts with settings; Python runs it before the script.
 
-Its folder leaves ``sys.path`` again, and a ``sitecustomize`` of the machine or of the user's runs as it would have.
+Its folder leaves ``sys.path`` again, and a ``sitecustomize`` of the machine or of the user's runs
+as it would have.
 """
 
 import importlib.util

@@ -1,8 +1,7 @@
-"""The buckets in which DDP adds up the gradients of the ranks: read when a checkpoint is saved, made again on resume.
+"""DDP's gradient buckets: read when a checkpoint is saved, made again on resume.
 
-A new DDP begins with one bucket and makes others after its first backward pass, from the order in which the gradients
-came. With three ranks and more the sums of other buckets have other bits, and at level op its collectives would be
-others with any number of ranks.
+A new DDP starts with one bucket and makes others after its first backward pass. Other buckets add
+up in another order, so that sums of three or more ranks have other bits.
 """
 
 from typing import Any
@@ -30,13 +29,12 @@ Buckets = tuple[tuple[str, ...], ...]
 
 
 def ddp_of(trainer: pl.Trainer) -> Any:
-    """Return the DDP module; None with another strategy, and before it is set up."""
     model = trainer.strategy.model
     return model if isinstance(model, DistributedDataParallel) else None
 
 
 def problem(trainer: pl.Trainer, wanted: Buckets) -> str | None:
-    """Return why what DDP keeps on each rank cannot be saved; None where it can."""
+    """Return why the state of DDP cannot be saved; None if it can."""
     ddp = ddp_of(trainer)
     if ddp is None:
         return None
@@ -47,7 +45,7 @@ def problem(trainer: pl.Trainer, wanted: Buckets) -> str | None:
         return str(error)
     if ddp.static_graph or has_hook_state:
         return "DDP(static_graph=True) and communication hooks with a state keep what nobody saves; leave them out"
-    # asked in this order: reading the buckets has DDP note what it says of its first step
+    # in this order: reading the buckets makes DDP note facts of its first step
     is_first = not ddp.find_unused_parameters and not read(ddp, wanted)
     if is_first and ddp_facts(ddp).get("prev_iteration_grad_ready_order_indices"):
         return "DDP was about to put the gradients in other buckets, as in its second step; save after that step"
@@ -55,20 +53,20 @@ def problem(trainer: pl.Trainer, wanted: Buckets) -> str | None:
 
 
 def read(ddp: Any, wanted: Buckets) -> Buckets:
-    """Return the buckets that DDP made after its first step, or was given; none where it keeps those of its start."""
+    """Return the buckets that DDP made after its first step, or was given."""
     if wanted or ddp is None or ddp.find_unused_parameters:
         return wanted
     if not ddp_facts(ddp).get("has_rebuilt_buckets"):
-        ddp.logger.set_runtime_stats_and_log()  # else it says so a forward pass later
+        ddp.logger.set_runtime_stats_and_log()  # else it reports them a forward pass later
     told, names = ddp_facts(ddp), _names(ddp)
     buckets = told["rebuilt_per_bucket_param_indices"].split(",") if told.get("has_rebuilt_buckets") else ()
     return tuple(tuple(names[int(index)] for index in bucket.split()) for bucket in buckets)
 
 
 def make(ddp: Any, wanted: Buckets) -> str:
-    """Let a new DDP module have the buckets that are wanted; return why it cannot, "" where it has them.
+    """Give a new DDP module these buckets; return why it cannot have them, or "".
 
-    It sees a backward pass of zeros, of the size of the gradients, which come in the order that they came in.
+    It runs a backward pass of zeros, in which the gradients become ready in their old order.
     """
     if ddp is None or not wanted:
         return ""
@@ -77,7 +75,7 @@ def make(ddp: Any, wanted: Buckets) -> str:
     made: Buckets = ()
     if sorted(order) == sorted(number):
         end = torch.zeros((), requires_grad=True) * 1
-        # each gradient calls it; its last act is a callback of the engine's, which exists in a backward pass only
+        # its last act needs the autograd engine, so it runs in a backward pass
         end.register_hook(lambda _: [mark_gradient(ddp.reducer, number[name]) for name in order] and None)
         ddp.reducer.prepare_for_backward([])
         end.backward()
@@ -99,6 +97,5 @@ def _has_hook_state(strategy: Any) -> bool:
 
 
 def _names(ddp: Any) -> list[str]:
-    """Return the names of the parameters whose gradients are added up, in the order of DDP's indices."""
     names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
     return [names[id(parameter)] for parameter in ddp_parameters(ddp)[0]]

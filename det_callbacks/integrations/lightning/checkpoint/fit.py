@@ -1,4 +1,4 @@
-"""Reads from Lightning's loops what a fit is in the middle of, and what stands in the way of resuming it (2.6.6)."""
+"""Reads from Lightning's loops where a fit is, and what prevents an exact resume (2.6.6)."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -28,23 +28,19 @@ from det_callbacks.internals.torch import left_out_of_state
 from det_callbacks.internals.twins import either
 
 GRADIENT, BUFFER = "gradient ", "buffer "
-"""How the names of tensors begin that are saved beside a checkpoint."""
+"""Prefixes of the names of tensors saved beside a checkpoint."""
 
 
 def is_epoch_over(trainer: pl.Trainer) -> bool:
-    """Return whether the data of the epoch is used up."""
     epoch_loop: Any = trainer.fit_loop.epoch_loop
     return bool(epoch_loop.batch_progress.is_last_batch or is_out_of_batches(epoch_loop)())
 
 
 def tensors_to_save(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
-    """Return the gradients that the next batch adds to, and buffers of another rank than 0: Lightning saves rank 0's.
-
-    DDP makes buffers equal before the next forward pass, or not at all. What is sharded is saved by the strategy.
-    """
+    """Return the gradients being accumulated, and the buffers of ranks above 0: Lightning saves rank 0's."""
     module, num_batches = trainer.lightning_module, trainer.fit_loop.epoch_loop.batch_progress.current.ready
     found: dict[str, torch.Tensor] = {}
-    # in manual optimization only the training step knows; those of an epoch's last batches are zeroed before the next
+    # the gradients of an epoch's last batches are zeroed before the next
     if not module.automatic_optimization or num_batches % trainer.accumulate_grad_batches:
         for name, parameter in module.named_parameters():
             if parameter.grad is not None:
@@ -59,10 +55,10 @@ def tensors_to_save(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
 
 
 def values(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return what a checkpoint has to bring back, by name; one pass over the weights."""
+    """Return what a checkpoint must bring back, by name; one pass over the weights."""
     module = trainer.lightning_module
     left_out = _non_persistent(module)
-    buffers = () if trainer.global_rank else module.named_buffers()  # Lightning saves those of rank 0
+    buffers = () if trainer.global_rank else module.named_buffers()
     found: dict[str, Any] = {"accumulate_grad_batches": trainer.accumulate_grad_batches}
     with unobserved():
         for name, tensor in (*module.named_parameters(), *buffers):
@@ -73,7 +69,7 @@ def values(trainer: pl.Trainer) -> dict[str, Any]:
                 try:
                     found[name] = format_digest(digest_tensor(tensor.detach()))
                 except DetCallbacksError:
-                    found[name] = None  # gathered, and freed until its next use: the shard behind it is not seen here
+                    found[name] = None  # gathered, and freed until its next use
     frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
     found["the list of frozen parameters"] = frozen
     restored = [scheduler.optimizer for scheduler in plateaus(trainer).values()]
@@ -81,14 +77,14 @@ def values(trainer: pl.Trainer) -> dict[str, Any]:
         for number, group in enumerate(optimizer.param_groups):
             for option, value in group.items():
                 if option != "params" and not (option == "lr" and optimizer in restored):
-                    # what a dcp checkpoint is made a file of has lists in place of tuples
+                    # dcp checkpoints turn tuples into lists
                     text = repr(value).translate(str.maketrans("()", "[]"))
                     found[f"{option} of group {number} of optimizer {index}"] = text
     return found
 
 
 def saved_states(trainer: pl.Trainer) -> dict[str, str]:
-    """Return states of callbacks and schedulers as text, of those that are not restored and save no checkpoints."""
+    """Return the states of callbacks and schedulers as text, but for those that are restored or save checkpoints."""
     states = {
         f"state of {callback.state_key}": callback.state_dict()
         for callback in vars(trainer)["callbacks"]
@@ -102,7 +98,7 @@ def saved_states(trainer: pl.Trainer) -> dict[str, str]:
 
 
 def plateaus(trainer: pl.Trainer) -> dict[str, ReduceLROnPlateau]:
-    """Return number -> each ReduceLROnPlateau, which Lightning updates after it saved at an epoch's end."""
+    """Return each ReduceLROnPlateau by number; Lightning saves before it updates them at an epoch's end."""
     return {
         str(index): config.scheduler
         for index, config in enumerate(trainer.lr_scheduler_configs)
@@ -112,7 +108,6 @@ def plateaus(trainer: pl.Trainer) -> dict[str, ReduceLROnPlateau]:
 
 
 def generators(trainer: pl.Trainer) -> dict[str, Held]:
-    """Return path -> generator for those that the module, the data and the callbacks hold."""
     roots: dict[str, Any] = {"module": trainer.lightning_module, "datamodule": getattr(trainer, "datamodule", None)}
     roots |= {f"train_dataloader[{index}]": loader for index, loader in enumerate(_loaders(trainer))}
     for one in vars(trainer)["callbacks"]:
@@ -121,9 +116,8 @@ def generators(trainer: pl.Trainer) -> dict[str, Held]:
 
 
 def problems(trainer: pl.Trainer) -> Iterator[str]:
-    """Yield why a checkpoint that is saved now cannot be resumed to the same run."""
     loop, loaders = trainer.fit_loop, _loaders(trainer)
-    batches: Any = loop.epoch_loop.batch_progress  # its class is wider than its declaration
+    batches: Any = loop.epoch_loop.batch_progress  # wider than its declaration
     epochs: Any = loop.epoch_progress.current
     fetcher = data_fetcher(loop)
     validated = loop.epoch_loop.val_loop.batch_progress
@@ -155,7 +149,7 @@ def problems(trainer: pl.Trainer) -> Iterator[str]:
 
 
 def has_more_to_come(trainer: pl.Trainer) -> bool:
-    """Return whether a validation, an epoch's end or a plateau's update, which a resume leaves out, is to come."""
+    """Return whether a validation, epoch end or plateau update, which a resume leaves out, is still to come."""
     loop, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop.batch_progress.current
     epochs: Any = loop.epoch_progress.current
     has_plateau = any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs)
@@ -168,7 +162,6 @@ def has_more_to_come(trainer: pl.Trainer) -> bool:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank has of a tensor: its shard, or all of it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -178,7 +171,7 @@ def _loaders(trainer: pl.Trainer) -> list[Any]:
 
 
 def _non_persistent(module: torch.nn.Module) -> set[str]:
-    """Return the names of buffers that no state_dict has."""
+    """Return the names of buffers that state_dict leaves out."""
     return {
         f"{prefix}.{name}" if prefix else name
         for prefix, one in module.named_modules()

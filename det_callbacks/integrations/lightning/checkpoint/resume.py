@@ -1,8 +1,7 @@
-"""Saves beside checkpoints, and restores, what makes a resumed training the one that was interrupted.
+"""Exact resume: saves and restores what Lightning's checkpoints leave out.
 
-Lightning restores weights, optimizers, schedulers and its loops. Generators, the position in the data and gradients
-that are being accumulated it does not, and some of its counters it restores to other values than an uninterrupted run
-has. Some methods of its loops, which run at the right moments, are replaced: see ``replaced.py``.
+These are generators, the position in the data, gradients being accumulated, and some counters of
+the loops.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,7 +22,7 @@ from det_callbacks.environment.rng import GeneratorStates, Held
 from det_callbacks.errors import NotResumableError
 from det_callbacks.integrations.lightning.checkpoint import buckets, fit
 from det_callbacks.integrations.lightning.loaders import follow
-from det_callbacks.integrations.lightning.replaced import ReplacedInLightning
+from det_callbacks.integrations.lightning.replaced import PLACES
 from det_callbacks.internals.lightning import LOAD_LOADER_STATES, Loop, combined_loader, end_restart
 from det_callbacks.internals.twins import own_class
 from det_callbacks.report.console import print_closing_line
@@ -31,6 +30,7 @@ from det_callbacks.report.tensors import unrestored_line
 from det_callbacks.runs.peers import Peers
 from det_callbacks.trace.state.generators import GeneratorReader
 from det_callbacks.trace.state.leaves import leaves
+from det_callbacks.training.replaced import ReplacedMethods
 
 _ENDED = (
     "it was saved before a validation or the end of an epoch, which Lightning leaves out when it resumes, and the "
@@ -43,47 +43,48 @@ _CHANGED = (
 
 
 class Resuming:
-    """Saves and restores, for one fit whose data is not set up yet, what Lightning's checkpoints leave out.
+    """Saves and restores the state of one fit that Lightning's checkpoints leave out.
 
-    Follows how the batches of the fit are drawn (1 to 5 microseconds a batch); a save takes a pass over the weights.
+    It follows how batches are drawn (1 to 5 microseconds a batch); a save takes a pass over the
+    weights.
     """
 
     def __init__(self, trainer: pl.Trainer, peers: Peers, *, is_exact: bool) -> None:
         self._trainer = trainer
         self._peers = peers
         self._is_exact = is_exact
-        self._buckets: buckets.Buckets = ()  # that a new DDP module begins with; empty for its own
-        self._replaced = ReplacedInLightning()
+        self._buckets: buckets.Buckets = ()  # of the checkpoint that is resumed
+        self._replaced = ReplacedMethods(PLACES)
         self._let_go: Callable[[], object] = lambda: None
-        # checkpoints that no batch has followed yet: path -> part, states of callbacks, whether the epoch had ended
+        # saved since the last batch: path -> part, states of callbacks, whether the epoch had ended
         self._saved: dict[str, tuple[Part, Mapping[str, str], bool]] = {}
         self._path = ""
         self._pending: Part | None = None
         self._tensors: dict[str, torch.Tensor] = {}
         self._position: DataPosition | None = None
         self._held: Mapping[str, Held] = {}
-        self.reader: GeneratorReader | None = None  # of the fit, once it has begun
-        self.idle: tuple[str, ...] | None = None  # generators that were idle when the loaded checkpoint was saved
+        self.reader: GeneratorReader | None = None  # of the open fit
+        self.idle: tuple[str, ...] | None = None  # generators unused when the checkpoint was saved
         self._restore_at_draw: Callable[[], object] | None = None
         if is_exact:
-            loop, put = trainer.fit_loop, self._replaced.put
-            put(loop, "setup_data", lambda one: partial(self._at_setup, loop, one))
-            put(loop, LOAD_LOADER_STATES, lambda one: partial(self._before_iteration, loop, one))
-            put(loop.epoch_loop, "on_run_start", lambda one: partial(self._at_epoch, loop, one))
+            loop, around = trainer.fit_loop, self._replaced.around
+            around(loop, "setup_data", partial(self._at_setup, loop))
+            around(loop, LOAD_LOADER_STATES, partial(self._before_iteration, loop))
+            around(loop.epoch_loop, "on_run_start", partial(self._at_epoch, loop))
 
     def detach(self) -> None:
-        """Leave loops and loaders as they were; what was read stays, for a checkpoint saved after the fit."""
+        """Leave loops and loaders as they were; a later checkpoint can still be saved."""
         self._replaced.restore()
         self._let_go()
         self._saved.clear()
 
     def save(self, path: str, id: str) -> bool:
-        """Write the part of this rank beside a checkpoint that is about to be saved; return whether it writes any."""
+        """Write this rank's part beside a checkpoint that is about to be saved; return whether it did."""
         if not self._is_exact:
             return False
         is_over = fit.is_epoch_over(self._trainer)
         problems = tuple(filter(None, (*fit.problems(self._trainer), buckets.problem(self._trainer, self._buckets))))
-        if self._pending is not None:  # the place in the data is not known yet
+        if self._pending is not None:  # the position in the data is unknown
             problems += ("it was saved before the first batch after a resume; save at the end of a batch",)
         part = self._read(id, is_over=is_over, position=None if is_over else self._position, problems=problems)
         if not problems:
@@ -96,13 +97,10 @@ class Resuming:
         return True
 
     def _complete(self, *, is_end: bool = False) -> None:
-        """Write the parts of the checkpoints saved since the last batch anew, before the next or when the fit ends.
-
-        What came in between, such as a validation, may have changed generators, and nothing else.
-        """
+        """Write the parts saved since the last batch again: a validation, say, may have moved generators."""
         saved, self._saved = self._saved, {}
         for path, (before, states, is_at_end) in saved.items():
-            # the checkpoint may have been removed; a longer fit has this end of an epoch elsewhere, or once more
+            # it may have been removed; a longer fit does not end this epoch here
             if not part_path(Path(path), before.rank).exists() or (is_end and not is_at_end):
                 continue
             part = self._read(before.id, is_over=before.is_epoch_over, position=None if is_end else self._position)
@@ -131,7 +129,7 @@ class Resuming:
         )
 
     def loaded(self, path: str, sidecar: Sidecar | None) -> None:
-        """Take over what stands beside a checkpoint that was loaded for the fit; all ranks do, or all raise."""
+        """Read what was saved beside a loaded checkpoint; all ranks succeed, or all raise."""
         if not self._is_exact:
             return
         self._path = path
@@ -165,11 +163,10 @@ class Resuming:
         )
 
     def begin_iteration(self) -> None:
-        """Keep the generators with which an iteration over the loader begins."""
         self._position = DataPosition(before_iteration=GeneratorStates.capture(self._held))
 
     def begin_draw(self) -> None:
-        """Restore what the next batch needs, and keep the generators before the first one."""
+        """Restore what the next batch needs, and keep the generators before the first batch."""
         restore, self._restore_at_draw = self._restore_at_draw, None
         if restore is not None:
             restore()
@@ -178,38 +175,38 @@ class Resuming:
             self._position = replace(self._position, before_first=GeneratorStates.capture(self._held))
 
     def end_draw(self, batch: Any) -> None:
-        """Count a batch that was drawn."""
         position = self._position
         if position is not None:
             digest = position.first_digest or _digest_batch(batch)
             self._position = replace(position, num_drawn=position.num_drawn + 1, first_digest=digest)
 
     def begin_fit(self) -> None:
-        """Give the strategy, which is set up now, the gradient buckets that it had."""
+        """Give the strategy, now set up, the gradient buckets of the checkpoint."""
         ddp = buckets.ddp_of(self._trainer)
         if self._pending is not None and (problem := buckets.make(ddp, self._buckets)):
             self._refuse(problem)
 
     def begin_epoch(self) -> None:
-        """Restore what was saved before the hooks of a new epoch run, where that is its moment."""
-        if (state := self._pending) is not None:  # on all ranks: a kill may have left parts of two moments
+        """Restore what must be in place before the hooks of a new epoch."""
+        # on all ranks: a killed save may have left parts of two moments
+        if (state := self._pending) is not None:
             restore = partial(self._restore, state, self._tensors) if state.position is None else lambda: None
             self._peers.run_on_all(restore, task="beginning an epoch")
 
     def end_training(self) -> None:
-        """Complete what was saved since the last batch: the hooks of the last epoch's end have run."""
         self._complete(is_end=True)
 
     def _at_setup(self, loop: Any, original: Callable[[], None]) -> None:
-        """Set the data of a fit up, with the counts of the loops as they have to be."""
+        """Set up the data of a fit, with corrected counts of the loops."""
         epochs, state = loop.epoch_progress, self._pending
-        # Also called before the loops are restored: a scheduler may ask for the number of steps.
+        # also called earlier, when a scheduler asks for the number of steps
         if state is not None and epochs.current.processed == epochs.current.ready > 0:
             if state.is_epoch_over:
-                # With max_steps Lightning takes the epoch for unfinished, and would train one batch too many in it.
-                own_class(loop, Loop).restarting.fset(loop, False)  # past the fit loop's own property
+                # with max_steps Lightning takes the epoch for unfinished, and would train one batch too
+                # many
+                own_class(loop, Loop).restarting.fset(loop, False)  # not the property of the fit loop
             else:
-                # Where a fit stops in the middle of an epoch, Lightning counts the epoch as processed.
+                # Lightning counts an epoch as processed that a fit stopped in the middle of
                 for progress in (epochs.current, epochs.total):
                     progress.processed -= 1
                     progress.completed = min(progress.completed, progress.processed)
@@ -223,7 +220,7 @@ class Resuming:
         self._let_go = follow(combined_loader(loop), self)
 
     def _at_epoch(self, loop: Any, original: Callable[[Any], None], fetcher: Any) -> None:
-        """Begin the batches of an epoch; after a load, go to the place in the data where the checkpoint was saved."""
+        """Begin the batches of an epoch; after a load, go to the position of the checkpoint."""
         self._held, before = fit.generators(self._trainer), self._position
         original(fetcher)
         if self._pending is None or loop.epoch_loop.done:
@@ -235,26 +232,26 @@ class Resuming:
     def _go_on(self, loop: Any, state: Part, fetcher: Any, *, is_new_iteration: bool) -> None:
         tensors, self._tensors = self._tensors, {}
         if state.position is not None:
-            # else Lightning would leave out the plateau schedulers' update at the end of this epoch
+            # else Lightning would skip the plateau schedulers at the end of this epoch
             end_restart(loop)
             self._restore(state, tensors)
             if changed := _differing(state.values, fit.values(self._trainer)):
                 self._refuse(f"Lightning restored it, and {changed} is not what it was then")
             self._draw_again(state.position, fetcher)
-            # once more before the draw: Lightning may go through a validation first that it has no need to run
+            # again before the draw: a validation may come first
             self._restore_at_draw = partial(self._restore, state, tensors)
         elif not is_new_iteration:
             fetcher.combined_loader.reset()
             iter(fetcher)
         for name, parameter in self._trainer.lightning_module.named_parameters():
             if (gradient := tensors.get(fit.GRADIENT + name)) is not None:
-                if parameter.grad is None:  # else a hook of the user's has made it: a view of a flat buffer, say
+                if parameter.grad is None:  # a user's hook may have made it a view of a flat buffer
                     parameter.grad = torch.empty_like(parameter, dtype=gradient.dtype)
                 fit.local_part(parameter.grad).copy_(gradient)
 
     def _draw_again(self, position: DataPosition, fetcher: Any) -> None:
-        """Draw again the batches that were trained on, and compare their number and the first with what was saved."""
-        fetcher.combined_loader.reset()  # without workers of the iterator that Lightning made
+        """Draw the trained batches again, and compare their number and the first one with the saved ones."""
+        fetcher.combined_loader.reset()  # without the workers that Lightning started
         position.before_iteration.restore(self._held)
         with suppress(StopIteration):
             iter(fetcher)
@@ -288,13 +285,12 @@ class Resuming:
 
 
 def _digest_batch(batch: Any) -> str:
-    """Return a digest of the tensors and plain values of a batch."""
     with unobserved():
         found = entries_of({"batch": dict(leaves(batch, "batch", is_whole=True))})
     return format_digest(digest_bytes(repr(found).encode()))
 
 
 def _differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """Return the first name whose value differs, and how many more do; empty when none does."""
+    """Return the first name whose value differs, with the number of others."""
     names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "") if names else ""

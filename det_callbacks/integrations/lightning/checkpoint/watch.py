@@ -1,7 +1,7 @@
-"""Where Lightning saves, loads and removes checkpoints: each gets its sidecar, and is compared with it when loaded.
+"""Writes digests beside each checkpoint that Lightning saves, and compares those it loads.
 
-Rank 0 removes the old sidecar first and writes the new one last, after the parts of all ranks and the checkpoint: a
-kill in between leaves a checkpoint without digests, which is loaded with a line.
+Rank 0 removes the old sidecar first and writes the new one last, so that a kill in between leaves a
+checkpoint without digests.
 """
 
 import shutil
@@ -15,7 +15,6 @@ import lightning.pytorch as pl
 from lightning.pytorch.plugins.io.async_plugin import AsyncCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
-from det_callbacks.checkpoint.check import compare_saved
 from det_callbacks.checkpoint.entries import entries_of
 from det_callbacks.checkpoint.files import (
     ANOTHER_PLACE,
@@ -23,52 +22,51 @@ from det_callbacks.checkpoint.files import (
     SIDECAR,
     beside,
     is_remote,
-    read_sidecar,
     write_sidecar,
 )
+from det_callbacks.checkpoint.loaded import require_saved, unchecked_line
 from det_callbacks.digest.unobserved import unobserved
-from det_callbacks.errors import CheckpointMismatchError
 from det_callbacks.integrations.lightning.checkpoint.resume import Resuming
-from det_callbacks.integrations.lightning.replaced import ReplacedInLightning
+from det_callbacks.integrations.lightning.replaced import PLACES
 from det_callbacks.internals.lightning import WrappingCheckpointIO
 from det_callbacks.internals.twins import either
 from det_callbacks.report.console import print_closing_line
-from det_callbacks.report.tensors import mismatch_text, uncovered_save_line
+from det_callbacks.report.tensors import uncovered_save_line
 from det_callbacks.runs.disk import writing
 from det_callbacks.runs.peers import Peers
+from det_callbacks.trace.state.optimizers import parameters_of
 from det_callbacks.training.arguments import Resume
+from det_callbacks.training.replaced import ReplacedMethods
 
 
 class CheckpointWatch:
-    """Gives every checkpoint of one stage of a Trainer its sidecar, compares those it loads, and resumes from them.
+    """Follows the checkpoints of one stage of a Trainer, and resumes from them.
 
-    Its methods replace the strategy's until ``close``, also after the fit: other callbacks save and remove checkpoints
-    on exceptions and in ``teardown``, later than any hook of ours. Loading a checkpoint that the same stage has saved
-    is no resume: Lightning's Tuner does so to take back what it has tried out.
+    It replaces methods of the strategy until ``close``, also after the fit: other callbacks save
+    checkpoints in ``teardown``. Loading a checkpoint of the same stage is no resume: Lightning's
+    Tuner does that.
     """
 
     def __init__(self, trainer: pl.Trainer, resume: Resume, peers: Peers) -> None:
         self._trainer = trainer
         self._is_fit = trainer.state.fn == TrainerFn.FITTING
         self._run: Mapping[str, str | None] | None = None
-        self._replaced = ReplacedInLightning()
+        self._replaced = ReplacedMethods(PLACES)
         self._is_uncovered_reported = False
         self._saved: set[str] = set()
         self.is_resumed = False
         self.resuming = Resuming(trainer, peers, is_exact=self._is_fit and resume == "exact")
         for name, wrapper in (("save", self._save), ("load", self._load), ("remove", self._remove)):
-            # the class's own method: a callback that this Trainer had before may stand there, too
+            # the method of the class: an earlier callback of this Trainer may have replaced it
             method: Any = getattr(type(trainer.strategy), f"{name}_checkpoint")
             ours: Any = partial(wrapper, partial(method, trainer.strategy))
             self._replaced.put(trainer.strategy, f"{name}_checkpoint", partial(lambda ours, _: ours, ours))
 
     def begin_fit(self, run: Mapping[str, str | None]) -> None:
-        """Take id, mode and reference of the run of a fit whose strategy is set up."""
         self._run = run
         self.resuming.begin_fit()
 
     def close(self) -> None:
-        """Follow the Trainer no more."""
         self.resuming.detach()
         self._replaced.restore()
 
@@ -96,13 +94,13 @@ class CheckpointWatch:
             print_closing_line(uncovered_save_line(path))
 
     def _begin_save(self, path: str) -> tuple[str, dict[str, Any]]:
-        """Agree on the identity of a save, and write each rank's part; return rank 0's path and what the sidecar holds.
+        """Agree on a save's identity and path, and write each rank's part; return the path and sidecar fields.
 
-        A metric in a file's name may make the path another one on each rank.
+        A metric in the file name may differ between ranks.
         """
         trainer = self._trainer
-        id = uuid.uuid4().hex  # drawn from the operating system, so no generator moves
-        # after an exception others may never come; then nothing is saved for an exact resume
+        id = uuid.uuid4().hex  # from the operating system: moves no generator
+        # after an exception the others may never come; then no exact resume is possible
         is_together = trainer.world_size == 1 or trainer.state.status != TrainerStatus.INTERRUPTED
         if trainer.world_size > 1 and is_together:
             with unobserved():
@@ -112,7 +110,7 @@ class CheckpointWatch:
             with unobserved():
                 trainer.strategy.barrier("what the ranks save for an exact resume")
         progress: Any = trainer.fit_loop.epoch_loop.batch_progress.total
-        num_batches = int(progress.processed)  # at a batch's end this one too, after an exception in it not
+        num_batches = int(progress.processed)  # includes the batch that just ended, not one that raised
         return path, {
             "id": id,
             "run": self._run,
@@ -122,16 +120,13 @@ class CheckpointWatch:
         }
 
     def _load(self, load: Callable[..., Any], checkpoint_path: Any, *rest: Any, **more: Any) -> Any:
-        """Load a checkpoint whose bytes are those that were saved; it is read once more than without this."""
+        """Load a checkpoint, if its bytes are those that were saved; reads it twice."""
         path = str(checkpoint_path)
         place = Path(path).resolve()
-        sidecar = None if is_remote(path) or not place.exists() else read_sidecar(place)
-        if sidecar is not None and not (report := compare_saved(place, sidecar)).equal:
-            names = tuple(entry.name for entry in report.entries)
-            raise CheckpointMismatchError(mismatch_text(report), report.path, names)
+        sidecar = None if is_remote(path) or not place.exists() else require_saved(place)
         checkpoint = load(checkpoint_path, *rest, **more)
         if sidecar is None:
-            print_closing_line(f"det_callbacks: {path} was loaded unchecked: no digests stand beside it")
+            print_closing_line(unchecked_line(path))
         if self._is_fit and path not in self._saved:
             self.is_resumed = True
             self.resuming.loaded(path, sidecar)
@@ -143,15 +138,15 @@ class CheckpointWatch:
         if self._trainer.is_global_zero and not is_remote(filepath):
             with writing(filepath, instead=ANOTHER_PLACE):
                 beside(Path(filepath), SIDECAR).unlink(missing_ok=True)
-            # another rank may write its own part of it at the same time; of a link nothing is removed
+            # another rank may be writing there
             shutil.rmtree(beside(Path(filepath), RESUME), ignore_errors=True)
 
 
 def _parameter_names(trainer: pl.Trainer) -> dict[str, str]:
-    """Return the path of each parameter's state in the optimizers' states -> its qualified name."""
+    """Return path of a state in the optimizers' states -> name of its parameter."""
     names = {id(parameter): name for name, parameter in trainer.lightning_module.named_parameters()}
     found: dict[str, str] = {}
     for number, optimizer in enumerate(trainer.optimizers):
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        found |= {f"{number}/state/{place}": names.get(id(one), "") for place, one in enumerate(parameters)}
+        for place, parameter in enumerate(parameters_of(optimizer)):
+            found[f"{number}/state/{place}"] = names.get(id(parameter), "")
     return found
