@@ -140,7 +140,7 @@ class TracedSession(Session):
         if patterns.replay:
             self.op_replay = OpReplay(patterns.replay, self.replay)
         if patterns.keep_tensors:
-            self.keeper = Keeper(patterns.keep_tensors, kept, budget)
+            self.keeper = Keeper(patterns.keep_tensors, kept, self.arguments.tensor_budget_mib)
 
     def _add(self, trace: StepTrace, *, step: int, epoch: int) -> bool:
         """Take a step; return whether to stop because it differs."""

@@ -1,0 +1,108 @@
+"""Rounding, or a real change, in words: one sentence, the jumps, and every site."""
+
+from math import ceil, prod
+
+from det_callbacks.digest.numbers import epsilon
+from det_callbacks.report.console import Section, Table, at_most, count
+from det_callbacks.verdict import Numerics, SiteNumerics
+
+PRINTED_SITES, PRINTED_JUMPS = 30, 5
+COLUMNS = ("elements", "ULP", "relative", "absolute", "x tolerance")
+"""What a table says of a measure."""
+
+
+def numerics_report(numerics: Numerics, *, lists_all: bool) -> list[Section]:
+    """Return the sentence, what was compared and how, the largest jumps, and the sites in the order of the steps."""
+    lines = [numerics_sentence(numerics), f"Compared: {_compared(numerics)}."]
+    lines += [f"Not compared: {number:,} because {why}." for why, number in numerics.not_compared.items() if number]
+    report = [Section(title="Numerics", lines=lines)]
+    if numerics.jumps:
+        items = [f"{_error(site)} at {_where(site)}; {_reads(site)}" for site in numerics.jumps]
+        shown = items if lists_all else at_most(PRINTED_JUMPS, items)
+        report.append(Section(title="Jumps, the largest first", items=shown))
+    listed = [site for site in numerics.sites if lists_all or site.kind != "equal"]
+    if listed:
+        rows = [(*_row(site), "yes" if site.within else "NO") for site in listed]
+        table = Table(
+            columns=("step", "phase", "module or name", "op", *COLUMNS, "within"),
+            rows=rows,
+            limit=len(rows) if lists_all else PRINTED_SITES,
+        )
+        report.append(Section(title=f"{'All' if lists_all else 'Differing'} sites, in order", table=table))
+    return report
+
+
+def numerics_sentence(numerics: Numerics) -> str:
+    """Return the conclusion in one sentence."""
+    jump, worst = numerics.first_jump, numerics.worst
+    if worst is None:
+        return f"No difference: the numbers of all {count(len(numerics.sites), 'site')} are equal."
+    if jump is not None:
+        return f"A real change starts at {_where(jump)} ({_error(jump)}; {_reads(jump)})."
+    if numerics.conclusion == "change":
+        first = next(site for site in numerics.sites if not site.within and site.is_start and site.reads is None)
+        begin = f"Beyond the tolerance, first at {_where(first)} ({_error(first)}); {_reads(first)}, so where it starts"
+        return f"{begin} is not known. Compare the first step of both, from the same weights and batch."
+    rounding = f"the worst is {_error(worst)} at {_where(worst)}, {multiple_text(worst.excess)} x the tolerance"
+    if not numerics.num_beyond:
+        return f"Rounding only: {rounding}."
+    return (
+        f"Rounding that adds up: no op adds more than rounding does to the error of what it reads, and yet "
+        f"{count(numerics.num_beyond, 'site')} are beyond the tolerance; {rounding}. Measure how far rounding goes: "
+        "det-callbacks check --numerics."
+    )
+
+
+def measured(site_ulp: int | None, relative: float | None, absolute: float | None, excess: float | None) -> list[str]:
+    """Return a measure as the cells of a table: ULPs, relative and absolute error, multiple of the tolerance."""
+    ulp = "NaN or inf" if site_ulp is None else f"{site_ulp:,}"
+    return [ulp, *("-" if it is None else f"{it:.2g}" for it in (relative, absolute)), multiple_text(excess)]
+
+
+def multiple_text(excess: float | None) -> str:
+    """Return a multiple of the tolerance: "0.25", "inf" where nothing is tolerated."""
+    return "inf" if excess is None else f"{excess:.3g}"
+
+
+def _compared(numerics: Numerics) -> str:
+    num_elements = sum(site.num_elements for site in numerics.sites)
+    whole = sum(prod(site.shape or ()) for site in numerics.sites)
+    of_all = "" if num_elements >= whole else f" of {whole:,}, an even sample"
+    bound = f"within the tolerance of {numerics.tolerance}"
+    bound += f" ({numerics.num_default:,} of them by torch.testing, not measured)" if numerics.num_default else ""
+    return (
+        f"{count(len(numerics.sites), 'site')} with {count(num_elements, 'element')}{of_all}; "
+        f"{numerics.num_differing:,} differ, {len(numerics.sites) - numerics.num_beyond:,} are {bound}"
+    )
+
+
+def _row(site: SiteNumerics) -> tuple[object, ...]:
+    whole = prod(site.shape or ())
+    elements = f"{site.num_elements:,}" + (f" of {whole:,}" if site.num_elements < whole else "")
+    output = f" output {site.output}" if site.output else ""
+    op = f"{site.op}#{site.occurrence}{output}"
+    numbers = measured(site.ulp, site.relative, site.absolute, site.excess)
+    return (site.step, site.phase, site.module or site.name or "-", op, elements, *numbers)
+
+
+def _where(site: SiteNumerics) -> str:
+    line = f" at {site.source[0]}" if site.source else ""
+    again = f" #{site.occurrence}" if site.occurrence else ""
+    rank = f" of rank {site.rank}" if site.rank else ""
+    place = f"in {site.module}" if site.module else f"of {site.name}" if site.name else ""
+    return f"{site.op}{again} {place or 'in no module'}{line} (step {site.step}{rank}, {site.phase})"
+
+
+def _error(site: SiteNumerics) -> str:
+    return "a NaN or an infinity on one side" if site.ulp is None else count(site.ulp, "ULP")
+
+
+def _reads(site: SiteNumerics) -> str:
+    through = f", through {', '.join(site.through[:3])}" if site.through else ""
+    if site.reads is None:
+        return f"what it reads differs and was not kept{through}"
+    if not site.reads:
+        return f"what it reads is equal{through}"
+    size = epsilon(site.dtype or "")
+    by = count(ceil(site.reads / size), "ULP") if size else f"{site.reads:.2g}"
+    return f"what it reads differs by {by}{through}"
