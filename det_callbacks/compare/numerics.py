@@ -206,7 +206,7 @@ class _Carried:
                 through = tuple(dict.fromkeys((*read[2], *([site.op] if site.role == "output" else ()))))
                 self._carried.append((*read[:2], through))
             else:  # it came from outside, and differs
-                self._carried.append((inf, False, (f"{site.role} {site.name or ''}".strip(),)))
+                self._carried.append((inf, False, (site.name or "a tensor made outside the trace",)))
 
     def read(self, position: int) -> tuple[float, bool, tuple[str, ...]]:
         """Return the largest error of what a site reads, whether any is beyond, and what is not known between."""

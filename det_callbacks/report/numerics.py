@@ -3,7 +3,7 @@
 from math import ceil, prod
 
 from det_callbacks.digest.numbers import epsilon
-from det_callbacks.report.console import Section, Table, at_most, count
+from det_callbacks.report.console import Section, Table, at_most, count, listed
 from det_callbacks.verdict import Numerics, SiteNumerics
 
 PRINTED_SITES, PRINTED_JUMPS = 30, 5
@@ -98,9 +98,9 @@ def _error(site: SiteNumerics) -> str:
 
 
 def _reads(site: SiteNumerics) -> str:
-    through = f", through {', '.join(site.through[:3])}" if site.through else ""
+    through = f", through {listed(site.through)}" if site.through else ""
     if site.reads is None:
-        return f"what it reads differs and was not kept{through}"
+        return f"what it reads differs and was not kept ({listed(site.through)})"
     if not site.reads:
         return f"what it reads is equal{through}"
     size = epsilon(site.dtype or "")

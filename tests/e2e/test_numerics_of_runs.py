@@ -1,0 +1,216 @@
+"""diff --numerics: rounding is told from a change, the change is named where it starts, and nothing is hidden."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faults import Training, below
+from torch import nn
+from trainers import LIGHTNING_ADVICE
+
+from det_callbacks import compare_runs
+from det_callbacks.cli import main
+from det_callbacks.integrations.loop import TrainingRun
+
+pytestmark = LIGHTNING_ADVICE
+
+ALL: Any = {"keep_tensors": ["*"], "only_steps": [0]}
+GROSS = Training(around=below(op="aten.addmm", module="net.4.up", step=0, is_gross=True))
+ONE_ULP = Training(around=below(op="aten.addmm", module="net.4.up", step=0))
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return a function that records the first step of a training with all its tensors, each once."""
+
+    known = dict[str, Path]()
+
+    def record(training: Training | None = None, **options: Any) -> Path:
+        key = f"{id(training)} {options}"
+        if key not in known:
+            folder = tmp_path_factory.mktemp("run") / "run"
+            known[key] = (training or Training()).record(folder, **{**ALL, **options})
+        return known[key]
+
+    return record
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_a_change_is_named_where_it_starts_with_what_it_reads(
+    recorded: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [str(recorded()), str(recorded(GROSS))]
+    capsys.readouterr()
+    assert main(["diff", *paths, "--numerics", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    numerics = found["numerics"]
+    assert (found["verdict"], numerics["conclusion"], numerics["tolerance"]) == ("diverged", "change", "torch.testing")
+    jump, first = numerics["first_jump"], found["first_divergence"]
+    for name in set(first) - {"numbers"}:
+        assert jump[name] == first[name], name
+    assert (jump["module"], jump["op"], jump["reads"], jump["within"]) == ("net.4.up", "aten.addmm.default", 0.0, False)
+    assert jump["absolute"] == pytest.approx(1, rel=1e-6)
+    assert jump["ulp"] > 10**6
+    assert numerics["worst"]["excess"] >= jump["excess"] > 1e4
+    # what only carries it on is beyond too, and starts nothing
+    beyond = [site for site in numerics["sites"] if not site["within"]]
+    assert len(beyond) == numerics["num_beyond"] > 50
+    assert [site["module"] for site in beyond if site["is_start"]] == ["net.4.up"]
+    equal = [site for site in numerics["sites"] if site["kind"] == "equal"]
+    assert {(site["ulp"], site["relative"], site["absolute"], site["within"]) for site in equal} == {(0, 0, 0, True)}
+    assert {"net.3.up"} <= {site["module"] for site in equal if site["phase"] == "forward"}
+
+    assert main(["diff", *paths, "--numerics", "--html", str(tmp_path / "page.html")]) == 1
+    for text in (capsys.readouterr().out, (tmp_path / "page.html").read_text()):
+        assert "A real change starts at aten.addmm.default in net.4.up at " in words(text)
+        assert "what it reads is equal" in words(text)
+
+
+def test_one_ulp_is_rounding_and_the_verdict_stays(
+    recorded: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [str(recorded()), str(recorded(ONE_ULP))]
+    assert main(["diff", *paths, "--numerics"]) == 1
+    assert "Rounding only: the worst is " in words(capsys.readouterr().out)
+    numerics = compare_runs(*paths, numerics=True).numerics
+    assert (numerics.conclusion, numerics.first_jump, numerics.num_beyond, numerics.jumps) == ("rounding", None, 0, ())
+    first = next(site for site in numerics.sites if site.kind != "equal")
+    assert (first.module, first.ulp, first.within, first.reads) == ("net.4.up", 1, True, 0.0)
+    assert max(site.growth for site in numerics.sites) < 10
+
+
+def test_equal_runs_have_no_difference(recorded: Callable[..., Path], tmp_path: Path) -> None:
+    verdict = compare_runs(recorded(), Training().record(tmp_path / "run", **ALL), numerics=True)
+    numerics = verdict.numerics
+    assert (verdict.exit_code, numerics.conclusion, numerics.worst, numerics.num_differing) == (0, "none", None, 0)
+    assert len(numerics.sites) > 200
+    assert compare_runs(recorded(), tmp_path / "run").to_dict().keys() == verdict.to_dict().keys() - {"numerics"}
+
+
+def test_a_sample_of_the_elements_finds_the_same_change_and_is_said(
+    recorded: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    reference, small = recorded(), recorded(GROSS, tensor_budget_mib=0.02)
+    assert ", of them by a sample" not in capsys.readouterr().out
+    assert main(["diff", str(reference), str(small), "--numerics"]) == 1
+    printed = words(capsys.readouterr().out)
+    assert "A real change starts at aten.addmm.default in net.4.up at " in printed
+    assert ", an even sample; " in printed
+    verdicts = [compare_runs(reference, run, numerics=True) for run in (recorded(GROSS), small)]
+    whole, sample = (one.numerics.first_jump for one in verdicts)
+    assert sample.num_elements < whole.num_elements == 128
+    assert (sample.op, sample.module, sample.step) == (whole.op, whole.module, whole.step)
+    assert sample.relative == pytest.approx(whole.relative, rel=1e-3)  # the size is that of the whole tensor
+    assert sample.shape == whole.shape == (8, 16)
+
+
+def test_recordings_without_tensors_say_how_to_keep_them(
+    recorded: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = Training().record(tmp_path / "plain")
+    assert main(["diff", str(plain), str(recorded()), "--numerics"]) == 2
+    error = capsys.readouterr().err
+    assert f"{plain} kept no tensors" in error
+    assert f"det-callbacks record {plain} --overwrite --only-steps 0 --keep '*' -- python train.py" in error
+    other = Training().record(tmp_path / "other", keep_tensors=["*"], only_steps=[1])
+    assert main(["diff", str(other), str(recorded()), "--numerics"]) == 2
+    assert "kept no tensor that both have" in capsys.readouterr().err
+    assert main(["diff", str(recorded()), str(recorded(GROSS)), "--tolerance", str(tmp_path)]) == 2
+    assert "add --numerics" in capsys.readouterr().err
+    assert main(["diff", str(recorded()), str(recorded(GROSS)), "--numerics", "--tolerance", str(tmp_path)]) == 2
+    assert "det-callbacks check --numerics --to" in capsys.readouterr().err
+
+
+# loops of our own
+
+
+def loop(folder: Path, model: Callable[[], nn.Module], inputs: torch.Tensor, **options: Any) -> Path:
+    """Train a step on the mean square of what a model returns, and record it."""
+    torch.manual_seed(0)
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    run = TrainingRun(folder, mode="record", model=net, optimizers=[optimizer], **{**ALL, **options})
+    with run, run.step(inputs):
+        loss = net(inputs).float().square().mean()
+        loss.backward()
+        optimizer.step()
+    return folder
+
+
+def layers(function: Callable[[torch.Tensor], torch.Tensor], width: int = 8) -> nn.Module:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, width), nn.Linear(width, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(function(self.first(x)))
+
+    return Net()
+
+
+@pytest.fixture
+def inputs() -> torch.Tensor:
+    return torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
+
+
+def numerics_of(reference: Path, current: Path, **options: Any) -> Any:
+    return compare_runs(reference, current, numerics=True, **options).numerics
+
+
+def test_another_op_in_its_place_is_looked_through_and_named(tmp_path: Path, inputs: torch.Tensor) -> None:
+    reference = loop(tmp_path / "relu", partial(layers, torch.relu), inputs)
+    current = loop(tmp_path / "gelu", partial(layers, nn.functional.gelu), inputs)
+    found = numerics_of(reference, current)
+    jump = found.first_jump
+    assert (found.conclusion, jump.module, jump.op, jump.reads) == ("change", "second", "aten.addmm.default", 0.0)
+    assert set(jump.through) == {"aten.relu.default", "aten.gelu.default"}
+    assert found.not_compared["only the reference has it"] >= 1
+
+
+def test_bfloat16_against_float32_is_rounding(tmp_path: Path, inputs: torch.Tensor) -> None:
+    def half(x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x.bfloat16()).float()
+
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x.bfloat16() * 1.1).float()
+
+    reference = loop(tmp_path / "float32", partial(layers, torch.tanh), inputs)
+    found = numerics_of(reference, loop(tmp_path / "bf16", partial(layers, half), inputs))
+    tanh = next(site for site in found.sites if site.op == "aten.tanh.default")
+    assert (found.conclusion, tanh.dtype, tanh.kind) == ("rounding", "bfloat16", "structure")
+    assert 0 < tanh.ulp <= 2
+    changed = numerics_of(reference, loop(tmp_path / "changed", partial(layers, broken), inputs))
+    assert (changed.conclusion, changed.first_jump.op) == ("change", "aten.tanh.default")
+
+
+def test_other_shapes_are_counted_and_the_rest_is_compared(tmp_path: Path, inputs: torch.Tensor) -> None:
+    reference = loop(tmp_path / "a", partial(layers, torch.tanh), inputs)
+    found = numerics_of(reference, loop(tmp_path / "b", partial(layers, torch.tanh), inputs[:8]))
+    assert found.not_compared["of another shape"] >= 3
+    assert {site.shape for site in found.sites if site.kind != "equal"} >= {(8, 8), (4, 8)}  # of the weights
+
+
+def test_a_weight_that_differs_was_not_kept_so_nothing_says_that_it_is_rounding(
+    tmp_path: Path, inputs: torch.Tensor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def changed() -> nn.Module:
+        net = layers(torch.tanh)
+        with torch.no_grad():
+            net.second.weight.mul_(1.5)
+        return net
+
+    paths = [loop(tmp_path / "a", partial(layers, torch.tanh), inputs), loop(tmp_path / "b", changed, inputs)]
+    found = numerics_of(*paths)
+    assert (found.conclusion, found.first_jump) == ("change", None)
+    main(["diff", *map(str, paths), "--numerics"])
+    printed = words(capsys.readouterr().out)
+    assert "first at aten.addmm.default in second at " in printed
+    assert "what it reads differs and was not kept (second.weight), so where it starts is not known" in printed
