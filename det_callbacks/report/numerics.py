@@ -2,6 +2,7 @@
 
 from math import ceil, prod
 
+from det_callbacks.compare.nonfinite import NonFinite
 from det_callbacks.digest.numbers import epsilon
 from det_callbacks.report.console import Section, Table, at_most, count, listed
 from det_callbacks.verdict import Numerics, SiteNumerics
@@ -51,6 +52,26 @@ def numerics_sentence(numerics: Numerics) -> str:
         f"{count(numerics.num_beyond, 'site')} are beyond the tolerance; {rounding}. Measure how far rounding goes: "
         "det-callbacks check --numerics."
     )
+
+
+def nonfinite_sentence(found: NonFinite) -> str:
+    """Return which op made the first NaN or infinity, with its line."""
+    parts = [f"{number:,} {what}" for number, what in ((found.num_nan, "NaN"), (found.num_inf, "infinite")) if number]
+    rank = f" of rank {found.rank}" if found.rank else ""
+    site = found.site
+    line = f" at {site.source[0]}" if site.source else ""
+    known = "what it reads is finite"
+    if found.num_unknown:
+        known = f"no kept tensor that it reads has any, and {count(found.num_unknown, 'tensor')} were not kept"
+    text = (
+        f"The first number that is not finite comes from {site.op} in {site.module or 'no module'}{line} (step "
+        f"{found.step}{rank}, {site.phase}): {' and '.join(parts)} of {count(found.num_elements, 'element')}; {known}"
+    )
+    if found.first_nan is None:
+        return text
+    nan = found.first_nan
+    line = f" at {nan.source[0]}" if nan.source else ""
+    return f"{text}. {nan.op} in {nan.module or 'no module'}{line} makes the first NaN of it"
 
 
 def measured(site_ulp: int | None, relative: float | None, absolute: float | None, excess: float | None) -> list[str]:

@@ -14,6 +14,7 @@ from det_callbacks.compare.evidence import Evidence, find_evidence
 from det_callbacks.compare.facts import LENGTHS, Facts, choices_of_steps
 from det_callbacks.compare.metrics import MetricComparison, MetricDifference
 from det_callbacks.compare.names import ModuleNames
+from det_callbacks.compare.nonfinite import first_nonfinite
 from det_callbacks.compare.numbers import next_recording, with_numbers
 from det_callbacks.compare.numerics import Rounding, compare_numerics
 from det_callbacks.compare.ranks import RankFindings, RankWalk, WholeSteps
@@ -23,6 +24,7 @@ from det_callbacks.errors import NothingComparedError, ReferenceFormatError, Sel
 from det_callbacks.findings.table import find_findings
 from det_callbacks.report.console import capitalised, count, listed
 from det_callbacks.report.metrics import advise_metric, explain_metric, metric_lines
+from det_callbacks.report.numerics import nonfinite_sentence
 from det_callbacks.report.sentences import code_lines, explain_match, explain_ranks, explain_whole_steps, steps_agree
 from det_callbacks.runs.environment import FOLLOWED, GENERATOR, LOST, compare_environments
 from det_callbacks.runs.metrics import read_metrics
@@ -145,8 +147,14 @@ def compare_runs(
         verdict,
         record_next=next_recording(verdict, ours.manifest.selection),
         findings=findings,
-        evidence=(*verdict.evidence, *unread),
+        evidence=(*verdict.evidence, *unread, *_nonfinite(ours, theirs)),
     )
+
+
+def _nonfinite(*runs: Run) -> list[str]:
+    """Return where the runs, as far as they kept tensors, have the first number that is not finite."""
+    found = {"reference": first_nonfinite(runs[0]), "current run": first_nonfinite(runs[1])}
+    return [f"{name}: {nonfinite_sentence(one)}" for name, one in found.items() if one is not None]
 
 
 def _findings(current: Run) -> tuple[tuple[Finding, ...], tuple[str, ...]]:

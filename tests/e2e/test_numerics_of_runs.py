@@ -14,7 +14,9 @@ from trainers import LIGHTNING_ADVICE
 
 from det_callbacks import compare_runs
 from det_callbacks.cli import main
+from det_callbacks.compare.nonfinite import first_nonfinite
 from det_callbacks.integrations.loop import TrainingRun
+from det_callbacks.runs.store import Run
 
 pytestmark = LIGHTNING_ADVICE
 
@@ -214,3 +216,42 @@ def test_a_weight_that_differs_was_not_kept_so_nothing_says_that_it_is_rounding(
     printed = words(capsys.readouterr().out)
     assert "first at aten.addmm.default in second at " in printed
     assert "what it reads differs and was not kept (second.weight), so where it starts is not known" in printed
+
+
+# the first number that is not finite
+
+
+class Attention(nn.Module):
+    """Masked attention, whose infinities are meant, and a logarithm that may get a zero."""
+
+    def __init__(self, *, zero: bool, is_whole_row: bool = False) -> None:
+        super().__init__()
+        self.query, self.zero, self.is_whole_row = nn.Linear(8, 8), zero, is_whole_row
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.query(x) @ x.t()
+        mask = torch.ones(16, 16, dtype=torch.bool).triu(0 if self.is_whole_row else 1)
+        weights = scores.masked_fill(mask, -torch.inf).softmax(-1)
+        return torch.log(weights.sum(-1).square() * (0 if self.zero else 1)) * 0
+
+
+def test_the_first_number_that_is_not_finite_is_named_with_its_line(
+    tmp_path: Path, inputs: torch.Tensor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finite = loop(tmp_path / "finite", partial(Attention, zero=False), inputs)
+    assert first_nonfinite(Run.open(finite)) is None  # of a mask
+    zero = loop(tmp_path / "zero", partial(Attention, zero=True), inputs)
+    capsys.readouterr()
+    assert main(["show", str(zero)]) == 0
+    shown = words(capsys.readouterr().out)
+    line = "test_numerics_of_runs.py:"
+    assert "The first number that is not finite comes from aten.log.default in no module at " in shown
+    assert line in shown
+    assert "(step 0, forward): 16 infinite of 16 elements; what it reads is finite. aten.mul.Tensor in" in shown
+    assert main(["diff", str(finite), str(zero)]) == 1
+    assert "current run: The first number that is not finite comes from aten.log.default" in words(
+        capsys.readouterr().out
+    )
+    found = first_nonfinite(Run.open(loop(tmp_path / "row", partial(Attention, zero=False, is_whole_row=True), inputs)))
+    assert (found.site.op, found.num_inf, found.num_unknown) == ("aten.masked_fill.Scalar", 136, 0)
+    assert found.first_nan.op == "aten._softmax.default"

@@ -221,7 +221,7 @@ def test_two_dtypes_are_compared_by_their_numbers_in_those_of_the_coarser() -> N
         measured(one, one[1:])
 
 
-@pytest.mark.parametrize("dtype", ALL + (torch.bool, torch.complex64, torch.complex32, torch.complex128), ids=str)
+@pytest.mark.parametrize("dtype", [*ALL, torch.bool, torch.complex64, torch.complex32, torch.complex128], ids=str)
 def test_the_tolerances_are_those_of_torch_testing(dtype: torch.dtype) -> None:
     assert tuple(numbers.default_tolerance(str(dtype).removeprefix("torch."))) == default_tolerances(dtype)
     if dtype.is_floating_point:
