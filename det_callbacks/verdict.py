@@ -241,7 +241,7 @@ class Numerics:
         first_jump: where a change starts: an op beyond its tolerance that reads nothing beyond it, and whose error is
             at least 10 times that of what it reads and the dtype's epsilon. The largest, in the first step with any.
         worst: the site that is farthest beyond its tolerance, or nearest to it.
-        num_default: sites whose tolerance is that of ``torch.testing``, since the measured ones have none for them.
+        num_default: differing sites with the tolerance of ``torch.testing``, since the measured ones have none of them.
         not_compared: why sites that a run kept were not compared -> how many.
         jumps: all of them of that step, the largest first.
         sites: all that were compared, in the order of the steps.

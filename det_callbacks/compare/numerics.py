@@ -67,19 +67,16 @@ class Rounding:
             raise damaged(path, f"it is no measured tolerance ({error!r})") from error
         return cls(path=path, bounds=bounds)
 
-    @staticmethod
-    def write(folder: Path, numerics: Numerics) -> Path:
-        """Write how far the sites of a run and of its perturbed twin are apart; null where that has no number."""
-        sites = [[*_place(site), site.relative] for site in numerics.sites]
-        path = folder / ROUNDING_FILE
-        content = json.dumps({"schema": _SCHEMA, "sites": sites})
-        replace_atomically(path, content.encode(), instead="name another folder (--to)")
-        return path
-
     def bound(self, site: Divergence, dtype: str) -> float | None:
         """Return the relative error that is tolerated at a site; None where it was not measured."""
         known = self.bounds.get(_place(site))
         return None if known is None else MARGIN * max(known, epsilon(dtype))
+
+
+def write_rounding(folder: Path, numerics: Numerics) -> None:
+    """Write how far the sites of a run and of its perturbed twin are apart; null where that has no number."""
+    content = json.dumps({"schema": _SCHEMA, "sites": [[*_place(site), site.relative] for site in numerics.sites]})
+    replace_atomically(folder / ROUNDING_FILE, content.encode(), instead="name another folder (--to)")
 
 
 def _key(rank: int, segment: int, step: int, phase: str, module: str, op: str, occurrence: int, output: int) -> _Place:

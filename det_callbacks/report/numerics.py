@@ -47,11 +47,12 @@ def numerics_sentence(numerics: Numerics) -> str:
     rounding = f"the worst is {_error(worst)} at {_where(worst)}, {multiple_text(worst.excess)} x the tolerance"
     if not numerics.num_beyond:
         return f"Rounding only: {rounding}."
-    return (
-        f"Rounding that adds up: no op adds more than rounding does to the error of what it reads, and yet "
-        f"{count(numerics.num_beyond, 'site')} are beyond the tolerance; {rounding}. Measure how far rounding goes: "
-        "det-callbacks check --numerics."
+    text = (
+        "Rounding that adds up: no op adds more than rounding does to the error of what it reads, and yet "
+        f"{count(numerics.num_beyond, 'site')} are beyond the tolerance; {rounding}."
     )
+    is_measured = numerics.tolerance != "torch.testing"
+    return text if is_measured else f"{text} Measure how far rounding goes: det-callbacks check --numerics."
 
 
 def nonfinite_sentence(found: NonFinite) -> str:
@@ -72,6 +73,17 @@ def nonfinite_sentence(found: NonFinite) -> str:
     nan = found.first_nan
     line = f" at {nan.source[0]}" if nan.source else ""
     return f"{text}. {nan.op} in {nan.module or 'no module'}{line} makes the first NaN of it"
+
+
+def rounding_sentence(numerics: Numerics) -> str:
+    """Return how far the change of a last bit was carried."""
+    numbers = [site for site in numerics.sites if site.relative]
+    far = max(numbers, key=lambda site: site.relative or 0.0, default=None)
+    most = "" if far is None else f"; the largest is {_error(far)} ({far.relative:.2g} relative) at {_where(far)}"
+    return (
+        f"Rounding: with the last bit of its first inputs changed, {numerics.num_differing:,} of "
+        f"{count(len(numerics.sites), 'site')} differ{most}."
+    )
 
 
 def measured(site_ulp: int | None, relative: float | None, absolute: float | None, excess: float | None) -> list[str]:

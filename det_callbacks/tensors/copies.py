@@ -115,7 +115,7 @@ def copy_bits(tensor: Tensor, deferred: DeferredSites | None, *, first: int = 0,
     """
     with unobserved():
         inner = plain(tensor)
-        memory = _memory(inner) if every == 1 else _memory(inner).reshape(-1)[first::every]
+        memory = memory_of(inner) if every == 1 else memory_of(inner).reshape(-1)[first::every]
         if deferred is not None and deferred.is_deferred(inner):
             bits = deferred.fetch(memory)
         elif inner.is_cpu and inner.is_contiguous() and every == 1:
@@ -154,7 +154,7 @@ def write_bits(saved: SavedTensor, live: Tensor, deferred: DeferredSites | None 
         inner = plain(live)
         if not inner.numel():
             return
-        memory = _memory(inner)
+        memory = memory_of(inner)
         bits = torch.from_numpy(saved.bits).view(memory.dtype).reshape(memory.shape)
         if deferred is not None and deferred.is_deferred(inner):
             deferred.before_writes((inner,))
@@ -172,7 +172,7 @@ def misfit(saved: SavedTensor, live: Tensor) -> str:
     return "" if known == shown else f"it is {known} and the live tensor is {shown}"
 
 
-def _memory(tensor: Tensor) -> Tensor:
+def memory_of(tensor: Tensor) -> Tensor:
     """Return an integer tensor over the memory of a plain tensor, of its shape."""
     integers = torch.empty(0, dtype=_INTEGERS[tensor.element_size()], device=tensor.device)
     return integers.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())

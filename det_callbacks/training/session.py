@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from det_callbacks.audit.result import AuditReport
 from det_callbacks.compare.evidence import BATCH
-from det_callbacks.environment.variables import FILL_MEMORY
+from det_callbacks.environment.variables import FILL_MEMORY, PERTURB
 from det_callbacks.errors import TraceError
 from det_callbacks.findings.table import ignored_findings
 from det_callbacks.observers.observations import REGISTRY, Observations
@@ -22,6 +22,7 @@ from det_callbacks.runs.steps import Expectation, StepTrace
 from det_callbacks.tensors.copies import TensorBudget
 from det_callbacks.tensors.files import KEPT, REPLAY, SavedStep, StepWriter
 from det_callbacks.tensors.keep import Keeper
+from det_callbacks.tensors.perturb import Perturbation
 from det_callbacks.tensors.replay import OpReplay, Replay
 from det_callbacks.trace.compiled.replaced import forget_compiled
 from det_callbacks.trace.hash_mode import HashMode
@@ -123,6 +124,7 @@ class TracedSession(Session):
         self.replay = Replay()
         self.op_replay: OpReplay | None = None
         self.keeper: Keeper | None = None
+        self._perturbation = Perturbation() if PERTURB in os.environ else None
         self._step_writers: list[StepWriter] = []
         self._of_rank = "" if peers.world_size == 1 else f" of rank {peers.rank}"
 
@@ -168,7 +170,8 @@ class TracedSession(Session):
         if FILL_MEMORY in os.environ:
             recorder.undigested.fill = int(os.environ[FILL_MEMORY])
         recorder.plans.nondeterministic_ops = ops
-        recorder.output_hooks.every = tuple(hook for hook in (self.op_replay, self.keeper) if hook is not None)
+        hooks = self.op_replay, self._perturbation, self.keeper  # which keeps what the others wrote
+        recorder.output_hooks.every = tuple(hook for hook in hooks if hook is not None)
         owner = f"the {self.arguments.called} of {self.path}"
         self._observations = Observations(recorder, owner=owner, level=selection.level)
         REGISTRY.activate(self._observations)
@@ -196,6 +199,8 @@ class TracedSession(Session):
             self._evidence.begin("batch start", known if self.idle_before is None else self.idle_before)
         self._optimized.note_measured()  # now: within a step nothing waits for a device
         if selection.selects_step(step):
+            if self._perturbation is not None:
+                self._perturbation.begin(batch)
             # one that an exception had ended is done again after a resume; a step that was chosen by number is the same
             # one whether its fit came to it from the start or from a checkpoint
             is_first = step == 0 or (self._is_first and selection.only_steps is None)
@@ -252,6 +257,8 @@ class TracedSession(Session):
         self._hash_mode.record_values("state", outputs, "outputs")
         self._observations.end()
         trace = self._hash_mode.finish()
+        if self._perturbation is not None:
+            self._perturbation.end_step()
         for number, digest in enumerate(self._hash_mode.sketch):
             self._evidence.note(BATCH, f"sample {number}", digest)
         self.flush(step)

@@ -15,6 +15,8 @@ from trainers import LIGHTNING_ADVICE
 from det_callbacks import compare_runs
 from det_callbacks.cli import main
 from det_callbacks.compare.nonfinite import first_nonfinite
+from det_callbacks.environment.variables import PERTURB
+from det_callbacks.errors import SelectionError
 from det_callbacks.integrations.loop import TrainingRun
 from det_callbacks.runs.store import Run
 
@@ -216,6 +218,33 @@ def test_a_weight_that_differs_was_not_kept_so_nothing_says_that_it_is_rounding(
     printed = words(capsys.readouterr().out)
     assert "first at aten.addmm.default in second at " in printed
     assert "what it reads differs and was not kept (second.weight), so where it starts is not known" in printed
+
+
+class Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(10, 8), nn.Linear(8, 4)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embedding(tokens))
+
+
+def test_the_last_bit_of_the_first_inputs_is_changed_and_of_tokens_that_of_their_embeddings(
+    tmp_path: Path, inputs: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs[0] = torch.tensor([0.0, -0.0, torch.inf, torch.nan, 1.0, 1.0, 1.0, 1.0])
+    before = inputs.clone()
+    tokens = torch.arange(10)
+    reference = loop(tmp_path / "a", Tokens, tokens)
+    monkeypatch.setenv(PERTURB, "1")
+    loop(tmp_path / "b", partial(layers, torch.tanh), inputs)
+    assert (inputs != before).sum() == 16 * 8 - 4 + 1  # NaN is never equal
+    assert torch.equal(inputs[1:].view(torch.int32) ^ 1, before[1:].view(torch.int32))
+    found = numerics_of(reference, loop(tmp_path / "c", Tokens, tokens))
+    first = next(site for site in found.sites if site.kind != "equal")
+    assert (first.op, first.ulp, found.conclusion) == ("aten.embedding.default", 1, "rounding")
+    with pytest.raises(SelectionError, match="No floating-point number goes into the first step"):
+        loop(tmp_path / "d", Tokens, tokens, phases=["backward"])
 
 
 # the first number that is not finite
