@@ -1,6 +1,6 @@
 """Rounding, or a real change, in words: one sentence, the jumps, and every site."""
 
-from math import ceil, prod
+from math import ceil, inf, prod
 
 from det_callbacks.compare.nonfinite import NonFinite
 from det_callbacks.digest.numbers import epsilon
@@ -18,7 +18,7 @@ def numerics_report(numerics: Numerics, *, lists_all: bool) -> list[Section]:
     lines += [f"Not compared: {number:,} because {why}." for why, number in numerics.not_compared.items() if number]
     report = [Section(title="Numerics", lines=lines)]
     if numerics.jumps:
-        items = [f"{_error(site)} at {_where(site)}; {_reads(site)}" for site in numerics.jumps]
+        items = [f"{ulps_text(site.ulp)} at {_where(site)}; {_reads(site)}" for site in numerics.jumps]
         shown = items if lists_all else at_most(PRINTED_JUMPS, items)
         report.append(Section(title="Jumps, the largest first", items=shown))
     listed = [site for site in numerics.sites if lists_all or site.kind != "equal"]
@@ -39,12 +39,14 @@ def numerics_sentence(numerics: Numerics) -> str:
     if worst is None:
         return f"No difference: the numbers of all {count(len(numerics.sites), 'site')} are equal."
     if jump is not None:
-        return f"A real change starts at {_where(jump)} ({_error(jump)}; {_reads(jump)})."
+        return f"A real change starts at {_where(jump)} ({ulps_text(jump.ulp)}; {_reads(jump)})."
     if numerics.conclusion == "change":
         first = next(site for site in numerics.sites if not site.within and site.is_start and site.reads is None)
-        begin = f"Beyond the tolerance, first at {_where(first)} ({_error(first)}); {_reads(first)}, so where it starts"
-        return f"{begin} is not known. Compare the first step of both, from the same weights and batch."
-    rounding = f"the worst is {_error(worst)} at {_where(worst)}, {multiple_text(worst.excess)} x the tolerance"
+        return (
+            f"Beyond the tolerance, first at {_where(first)} ({ulps_text(first.ulp)}); {_reads(first)}, so where it "
+            "starts is not known. Compare the first step of both, from the same weights and batch."
+        )
+    rounding = f"the worst is {ulps_text(worst.ulp)} at {_where(worst)}, {multiple_text(worst.excess)} x the tolerance"
     if not numerics.num_beyond:
         return f"Rounding only: {rounding}."
     text = (
@@ -79,22 +81,27 @@ def rounding_sentence(numerics: Numerics) -> str:
     """Return how far the change of a last bit was carried."""
     numbers = [site for site in numerics.sites if site.relative]
     far = max(numbers, key=lambda site: site.relative or 0.0, default=None)
-    most = "" if far is None else f"; the largest is {_error(far)} ({far.relative:.2g} relative) at {_where(far)}"
+    most = (
+        "" if far is None else f"; the largest is {ulps_text(far.ulp)} ({far.relative:.2g} relative) at {_where(far)}"
+    )
     return (
         f"Rounding: with the last bit of its first inputs changed, {numerics.num_differing:,} of "
         f"{count(len(numerics.sites), 'site')} differ{most}."
     )
 
 
-def measured(site_ulp: int | None, relative: float | None, absolute: float | None, excess: float | None) -> list[str]:
+def measured(ulp: int | None, relative: float | None, absolute: float | None, excess: float | None) -> list[str]:
     """Return a measure as the cells of a table: ULPs, relative and absolute error, multiple of the tolerance."""
-    ulp = "NaN or inf" if site_ulp is None else f"{site_ulp:,}"
-    return [ulp, *("-" if it is None else f"{it:.2g}" for it in (relative, absolute)), multiple_text(excess)]
+    return [
+        "NaN or inf" if ulp is None else f"{ulp:,}",
+        *("-" if it is None else f"{it:.2g}" for it in (relative, absolute)),
+        multiple_text(excess),
+    ]
 
 
 def multiple_text(excess: float | None) -> str:
     """Return a multiple of the tolerance: "0.25", "inf" where nothing is tolerated."""
-    return "inf" if excess is None else f"{excess:.3g}"
+    return "inf" if excess is None or excess == inf else f"{excess:.3g}"
 
 
 def _compared(numerics: Numerics) -> str:
@@ -126,8 +133,9 @@ def _where(site: SiteNumerics) -> str:
     return f"{site.op}{again} {place or 'in no module'}{line} (step {site.step}{rank}, {site.phase})"
 
 
-def _error(site: SiteNumerics) -> str:
-    return "a NaN or an infinity on one side" if site.ulp is None else count(site.ulp, "ULP")
+def ulps_text(ulp: int | None) -> str:
+    """Return "3 ULPs", or what has no such number."""
+    return "a NaN or an infinity on one side" if ulp is None else count(ulp, "ULP")
 
 
 def _reads(site: SiteNumerics) -> str:
