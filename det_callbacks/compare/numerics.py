@@ -226,7 +226,7 @@ class _StepNumerics:
         self._kept = [kept_sites(*side) for side in zip(views, saved, strict=True)]
         ours, theirs = views[0] if names is None else names.renamed(views[0]), views[1]
         self._views, self._difference = (ours, theirs), StepDifference(ours, theirs, align(ours, theirs))
-        self._fused = [] if names is None else names.fused(*self._views)
+        self._fused = [] if names is None else names.fused(views[0], theirs)
         self.not_compared: Counter[str] = Counter()
         self.num_default = 0  # sites whose tolerance was not measured
 
@@ -237,7 +237,8 @@ class _StepNumerics:
             for row in rows:
                 side.note(row.positions[number], row)
             side.carry()
-        return [self._site(row, sides) for row in rows if row.place is not None]
+        kept = sorted((row for row in rows if row.place is not None), key=lambda row: row.positions[1][0])
+        return [self._site(row, sides) for row in kept]
 
     def _rows(self) -> Iterator[_Row]:
         found = self._difference
@@ -259,7 +260,8 @@ class _StepNumerics:
             if not all(at in kept for side, kept in zip((lefts, rights), self._kept, strict=True) for at in side):
                 self.not_compared["of fused modules, and not all of them kept"] += 1
                 continue
-            whole = next(row for row, pair in enumerate(found.pairs) if pair in ((lefts[0], -1), (-1, rights[0])))
+            side, position = (1, rights[0]) if len(rights) == 1 else (0, lefts[0])
+            whole = next(row for row, pair in enumerate(found.pairs) if pair[side] == position)
             yield self._compared(found.describe(whole), lefts, rights)
 
     def _equal(self, row: int, *, has_bits: bool) -> _Row:

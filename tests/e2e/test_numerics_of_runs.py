@@ -284,3 +284,86 @@ def test_the_first_number_that_is_not_finite_is_named_with_its_line(
     found = first_nonfinite(Run.open(loop(tmp_path / "row", partial(Attention, zero=False, is_whole_row=True), inputs)))
     assert (found.site.op, found.num_inf, found.num_unknown) == ("aten.masked_fill.Scalar", 136, 0)
     assert found.first_nan.op == "aten._softmax.default"
+
+
+# the same model in other words
+
+
+class Attended(nn.Module):
+    """Self-attention without heads, its projections apart or as one."""
+
+    def __init__(self, *, is_fused: bool, wrong: bool = False) -> None:
+        super().__init__()
+        parts = [nn.Linear(8, 8) for _ in range(3)]
+        self.wrong = wrong
+        if is_fused:
+            with torch.random.fork_rng():  # what comes after it draws the same weights
+                self.qkv_proj = nn.Linear(8, 24)
+            with torch.no_grad():
+                for name in ("weight", "bias"):
+                    getattr(self.qkv_proj, name).copy_(torch.cat([getattr(part, name) for part in parts]))
+        else:
+            self.to_q, self.to_k, self.to_v = parts
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if hasattr(self, "qkv_proj"):
+            query, key, value = self.qkv_proj(x).chunk(3, -1)
+        else:
+            query, key, value = self.to_q(x), self.to_k(x), self.to_v(x)
+        scores = (query @ key.t()) * (1.25 if self.wrong else 1)
+        return torch.softmax(scores, -1) @ value
+
+
+class Wrapped(nn.Module):
+    def __init__(self, name: str, **options: Any) -> None:
+        super().__init__()
+        self.name = name
+        self.add_module(name, nn.Sequential(nn.LayerNorm(8), Attended(**options), nn.Linear(8, 4)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.get_submodule(self.name)(x)
+
+
+RULES = """
+encoder.* -> blocks.*
+encoder.1.to_q, encoder.1.to_k, encoder.1.to_v -> blocks.1.qkv_proj   # concatenated
+"""
+
+
+def test_renamed_and_fused_modules_are_mapped_by_a_file(
+    tmp_path: Path, inputs: torch.Tensor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reference = loop(tmp_path / "reference", partial(Wrapped, "encoder", is_fused=False), inputs)
+    port = loop(tmp_path / "port", partial(Wrapped, "blocks", is_fused=True), inputs)
+    wrong = loop(tmp_path / "wrong", partial(Wrapped, "blocks", is_fused=True, wrong=True), inputs)
+    (tmp_path / "names.txt").write_text(RULES)
+
+    without = numerics_of(reference, port)
+    assert not [site for site in without.sites if site.module.startswith("blocks")]
+    found = numerics_of(reference, port, names=tmp_path / "names.txt")
+    modules = {site.module for site in found.sites if site.phase == "forward"}
+    assert {"blocks.0", "blocks.1", "blocks.1.qkv_proj", "blocks.2"} <= modules
+    fused = next(site for site in found.sites if site.module == "blocks.1.qkv_proj" and site.phase == "forward")
+    assert (fused.shape, fused.num_elements, fused.ulp <= 4) == ((16, 24), 16 * 24, True)
+    assert sum(found.not_compared.values()) < sum(without.not_compared.values())
+    assert found.conclusion in ("rounding", "none")
+    swapped = tmp_path / "swapped.txt"
+    swapped.write_text("blocks.* -> encoder.*\nblocks.1.qkv_proj -> encoder.1.to_q, encoder.1.to_k, encoder.1.to_v\n")
+    back = numerics_of(port, reference, names=swapped)
+    fused = next(site for site in back.sites if site.module == "encoder.1.qkv_proj" and site.phase == "forward")
+    assert fused.num_elements == 16 * 24
+
+    changed = numerics_of(reference, wrong, names=tmp_path / "names.txt")
+    assert (changed.conclusion, changed.first_jump.module) == ("change", "blocks.1")
+    paths = [str(reference), str(port)]
+    for text, says in (
+        ("encoder.*", "names.txt:1: 'encoder.*' maps no modules"),
+        ("a.* -> b", "maps no modules"),
+        ("a, b -> c, d", "maps no modules"),
+        ("a -> ", "maps no modules"),
+    ):
+        (tmp_path / "names.txt").write_text(text)
+        assert main(["diff", *paths, "--numerics", "--names", str(tmp_path / "names.txt")]) == 2
+        assert says in capsys.readouterr().err
+    assert main(["diff", *paths, "--numerics", "--names", str(tmp_path / "none.txt")]) == 2
+    assert "cannot be read" in capsys.readouterr().err
