@@ -189,13 +189,89 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SiteNumerics:
+    """By how much a site differs whose tensors both runs kept; the first fields are those of a ``Divergence``.
+
+    Attributes:
+        kind: also "equal", where the bits are.
+        ulp: largest distance in units in the last place; ``relative`` and ``absolute`` are the largest errors. All are
+            None where one side alone has a NaN or an infinity. Elements smaller than the root mean square of their
+            tensor count at that size, since next to zero ULPs and relative errors say little.
+        within: whether every element is within the tolerance; ``excess`` is the largest difference as a multiple of it,
+            None where that is infinite.
+        num_elements: how many were compared: fewer than the shape has where a sample was kept.
+        reads: largest relative error of what the op reads; None where it is not known.
+        growth: the error as a multiple of that, or of the dtype's epsilon where that is larger; None without either.
+        is_start: whether nothing that it reads is beyond its tolerance.
+        through: what is not known between the op and what it is compared with: ops that only one run has or kept, and
+            inputs that differ.
+    """
+
+    rank: int
+    step: int
+    phase: str
+    module: str
+    op: str
+    occurrence: int
+    output: int
+    name: str | None
+    kind: Kind | Literal["equal"]
+    source: tuple[str, ...]
+    shape: tuple[int, ...] | None
+    dtype: str | None
+    reference_digest: str | None
+    current_digest: str | None
+    is_origin: bool | None
+    segment: int
+    ulp: int | None
+    relative: float | None
+    absolute: float | None
+    within: bool
+    excess: float | None
+    num_elements: int
+    reads: float | None
+    growth: float | None
+    is_start: bool
+    through: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numerics:
+    """Whether two runs differ by rounding or by a real change, at the sites whose tensors both kept.
+
+    Attributes:
+        conclusion: "none" if all numbers are equal; "change" if an op beyond its tolerance has an error that what it
+            reads does not explain; else "rounding", which may add up to more than the tolerance.
+        tolerance: "torch.testing", or the file with the measured one.
+        first_jump: where a change starts: an op beyond its tolerance that reads nothing beyond it, and whose error is
+            at least 10 times that of what it reads and the dtype's epsilon. The largest, in the first step with any.
+        worst: the site that is farthest beyond its tolerance, or nearest to it.
+        num_default: differing sites with the tolerance of ``torch.testing``, since the measured ones have none of them.
+        not_compared: why sites that a run kept were not compared -> how many.
+        jumps: all of them of that step, the largest first.
+        sites: all that were compared, in the order of the steps.
+    """
+
+    conclusion: Literal["rounding", "change", "none"]
+    tolerance: str
+    first_jump: SiteNumerics | None
+    worst: SiteNumerics | None
+    num_differing: int
+    num_beyond: int
+    num_default: int
+    not_compared: Mapping[str, int]
+    jumps: tuple[SiteNumerics, ...]
+    sites: tuple[SiteNumerics, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """Match, diverged or not comparable, with the evidence.
 
     ``first_divergence`` is the least by step, position and rank. ``evidence`` led to the cause, a
     line each, in the order of time. ``record_next`` has the arguments of ``DeterminismCallback``
-    that record what is missing to learn more, if anything. ``findings`` of the current run change
-    neither the verdict nor the exit status.
+    that record what is missing to learn more, if anything. ``findings`` of the current run and
+    ``numerics``, if they were asked for, change neither the verdict nor the exit status.
     """
 
     verdict: VerdictName
@@ -211,6 +287,7 @@ class Verdict:
     coverage: Coverage
     environment: tuple[EnvironmentDifference, ...] = ()
     findings: tuple[Finding, ...] = ()
+    numerics: Numerics | None = None
 
     @classmethod
     def refused(
@@ -238,6 +315,8 @@ class Verdict:
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form of schema 1, as ``det-callbacks diff --json`` prints it."""
         content = as_json(self)
+        if self.numerics is None:
+            del content["numerics"]
         return {"schema": VERDICT_SCHEMA, **content, "environment": {"differences": content["environment"]}}
 
     @classmethod

@@ -19,10 +19,12 @@ from typing import IO, Any, Literal
 from det_callbacks.cli.parser import SCRIPT_OPTIONS
 from det_callbacks.cli.trainers import TRAINERS, nothing_text
 from det_callbacks.compare.evidence import read_window
+from det_callbacks.compare.numerics import compare_numerics, write_rounding
 from det_callbacks.compare.record import REPORT_FILE, VERDICT_FILE
-from det_callbacks.environment.variables import FILL_MEMORY, LAUNCH, NUM_WORKERS, REFUSAL
+from det_callbacks.environment.variables import FILL_MEMORY, LAUNCH, NUM_WORKERS, PERTURB, REFUSAL
 from det_callbacks.errors import CheckError, ReferenceFormatError, RunExistsError
 from det_callbacks.report.console import STYLES, Section, Table, make_console, print_line, print_report, printable
+from det_callbacks.report.numerics import rounding_sentence
 from det_callbacks.report.verdict import verdict_report
 from det_callbacks.runs.disk import make_folder, writing
 from det_callbacks.runs.files import MANIFEST
@@ -31,7 +33,7 @@ from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import EXIT_CODES, Verdict
 
-RECORDING, PLAIN = "recording", "plain"
+RECORDING, PLAIN, PERTURBED = "recording", "plain", "perturbed"
 FACTORS = ("workers", "threads", "hash-seed", "memory")  # in this order
 GRACE_SECONDS = 20.0  # for an interrupted script to end
 
@@ -69,12 +71,14 @@ class Script:
 
     def record(self, run: Path, *, overwrite: bool = False, output: Path | None = None) -> CheckedRun:
         before = _manifest(run)
-        reason, nothing = self._start("record", output, mode="record", reference=str(run), overwrite=overwrite)
+        title = "record" if self.name == PLAIN else f"record, {self.name}, {self.change}"
+        reason, nothing = self._start(title, output, mode="record", reference=str(run), overwrite=overwrite)
         if not reason and _manifest(run) == before:
             reason = nothing
         elif not reason and (incomplete := Run.open(run).incomplete_reason):
             reason = f"the script ended well, and its recording is incomplete: {incomplete}"
-        return CheckedRun(name=RECORDING, outcome="failed" if reason else "recorded", reason=reason, output=output)
+        name = RECORDING if self.name == PLAIN else self.name
+        return CheckedRun(name=name, outcome="failed" if reason else "recorded", reason=reason, output=output)
 
     def verify(self, reference: Path, current: Path, output: Path | None = None) -> CheckedRun:
         title = "verify" if self.name == PLAIN else f"verify, {self.name}, {self.change}"
@@ -221,6 +225,8 @@ def verify(options: argparse.Namespace) -> int:
 def check(options: argparse.Namespace) -> int:
     """Run a script twice, and print the verdicts that are no match and a table of what was varied."""
     script, vary = _script(options), options.vary.split(",") if options.vary else []
+    if options.numerics:
+        return _measure(script, options, vary)
     if unknown := [factor for factor in vary if factor not in FACTORS]:
         raise CheckError(f"There is no {unknown[0]!r} to vary; there are {', '.join(FACTORS)}.")
     if "memory" in vary and platform.libc_ver()[0] != "glibc":
@@ -247,6 +253,30 @@ def check(options: argparse.Namespace) -> int:
     if names := [run.name for run in runs[2:] if run.outcome == "diverged"]:
         facts += f"; its bits depend on {', '.join(names)}"
     return _end("check", runs, f"; {facts}; kept in {home}")
+
+
+def _measure(script: Script, options: argparse.Namespace, vary: Sequence[str]) -> int:
+    """Record a script twice, once with the last bit of its first inputs changed, and keep how far that carries."""
+    if vary:
+        raise CheckError("--vary compares bits, and --numerics measures what rounding does: run one after the other.")
+    home = new_folder(options.to, "determinism-check", option="--to")
+    script = replace(script, arguments={"keep_tensors": ["*"], "only_steps": [0], **script.arguments})
+    other = replace(script, variables={PERTURB: "1"}, name=PERTURBED, change="the last bit of the first inputs")
+    runs = [script.record(home / "reference", output=home / f"{RECORDING}.txt")]
+    if runs[0].outcome == "recorded":
+        runs.append(other.record(home / PERTURBED, output=home / f"{PERTURBED}.txt"))
+    for run in runs:
+        if run.output is not None and (options.verbose or run.outcome == "failed"):
+            print_line(make_console(), f"{run.name} printed:", "bold")
+            sys.stdout.write(printable(run.output.read_text(encoding="utf-8", errors="replace"), sys.stdout))
+    if runs[-1].outcome == "failed":
+        return _end("check", runs, f"; kept in {home}")
+    numerics = compare_numerics(Run.open(home / "reference"), Run.open(home / PERTURBED))
+    if not numerics.num_differing:
+        raise CheckError(f"The last bit of the first inputs changed nothing that was kept: see {home}.")
+    write_rounding(home, numerics)
+    print_report([Section(), Section(lines=[rounding_sentence(numerics)]), Section()])
+    return _end("check", runs, f"; det-callbacks diff REFERENCE CURRENT --numerics --tolerance {home}")
 
 
 def _row(run: CheckedRun) -> tuple[str, ...]:

@@ -37,9 +37,12 @@ def show(options: argparse.Namespace) -> int:
 def diff(options: argparse.Namespace) -> int:
     from det_callbacks.verify.judge import compare_runs  # noqa: PLC0415  # takes longer to load than a run to show
 
+    numbers = {name: getattr(options, name) for name in ("numerics", "tolerance", "names")}
+    if not options.numerics and (options.tolerance or options.names):
+        raise SelectionError("--tolerance and --names are for numbers: add --numerics.")
     console = make_console(stderr=True)
     with console.status("comparing steps"):
-        verdict = compare_runs(options.reference, options.current, steps=options.steps or "all")
+        verdict = compare_runs(options.reference, options.current, steps=options.steps or "all", **numbers)
     print_found(options, verdict.to_dict, lambda: verdict_report(verdict))
     if options.html is not None:
         from det_callbacks.report.page import write_report  # noqa: PLC0415  # loads jinja2, for a page alone

@@ -118,6 +118,9 @@ _ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
     "--rank": {"type": _number, "default": 0, "metavar": "R", "help": "of this process (default 0)"},
     "--segment": {"type": _number, "default": 0, "metavar": "S", "help": "of this fit of the run (default 0)"},
     "--html": {"metavar": "FILE", "help": "write a report to look at, too: one file that loads nothing"},
+    "--numerics": {"action": "store_true", "help": "numbers, not bits: rounding, or a change? (check measures it)"},
+    "--tolerance": {"metavar": "RUN", "help": "what rounding does, measured by check --numerics (--to RUN)"},
+    "--names": {"metavar": "FILE", "help": "modules with other names in CURRENT: *.to_q, *.to_k -> *.qk, one a line"},
     "--against": {"metavar": "RUN", "help": "ask for what was in force in this run; show how this machine differs"},
     "--used-by": {"metavar": "RUN", "help": "only those that this run uses, with their modules"},
     "--to": {"metavar": "DIR", "help": "new or empty folder to write to"},
@@ -134,6 +137,7 @@ _ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
     "--only-steps": {"type": _numbers, "metavar": "N,N", "help": "record these batches, by number"},
     "--replay": {"type": _ops, "metavar": "OPS", "help": "ops whose outputs are put back: patterns, or a YAML file"},
     "--keep": {"type": _ops, "metavar": "OPS", "help": "ops whose tensors are kept, to say by how much they differ"},
+    "--tensor-budget-mib": {"type": float, "metavar": "MIB", "help": "of kept tensors a step, above it samples"},
     "--steps": {"choices": ("all", "common"), "help": "all (default) demands the reference's; common: those of both"},
     "--on-divergence": {"choices": ("raise", "collect", "warn"), "help": "raise (default) stops there; others go on"},
     "--seed": {"type": _number, "metavar": "N", "help": "seed of all generators, set before the script's first line"},
@@ -141,14 +145,19 @@ _ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
 }
 SCRIPT_OPTIONS = [*_ARGUMENTS][[*_ARGUMENTS].index("--level") :]
 """Of commands that start a script, and of pyproject.toml: arguments of ``DeterminismCallback``, and settings."""
+_OF_CHECK = "--vary --numerics --to -v/--verbose"
+_NUMBERS = "--numerics --tolerance --names"
 _COMMANDS: Mapping[str, tuple[str, str]] = {
     # name -> what it does, and its arguments
     "show": ("Show what a run holds.", "run_folder --json --step --rank --segment"),
     "findings": ("Look for what is reproducible and wrong in a run; exit 1 when there is some.", "run_folder --json"),
-    "diff": ("Compare a run with its reference.", "reference current --json --steps --html"),
+    "diff": (
+        "Compare a run with its reference.",
+        f"reference current --json --steps --html {_NUMBERS}",
+    ),
     "record": ("Run a script that trains with a Lightning Trainer, and record its training.", "run_folder --overwrite"),
     "verify": ("Run a script, and verify its training against a recorded one.", "run_folder --current"),
-    "check": ("Run a script twice, recording and then verifying, and say what differs.", "--vary --to -v/--verbose"),
+    "check": ("Run a script twice, recording and then verifying, and say what differs.", _OF_CHECK),
     "doctor": ("Show which determinism settings are in force; exit 1 when one asked for is not.", "--json --against"),
     "ops": ("Show what the installed torch says of ops that are not deterministic, or draw.", "--json --used-by"),
     "export": ("Write a run as a Parquet data set, which DuckDB, Polars and Spark query as it is.", "run_folder --to"),

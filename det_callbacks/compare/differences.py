@@ -121,7 +121,7 @@ class StepDifference:
         return tuple(map(self.describe, self.starting("here")[:MAX_DESCRIBED]))
 
     def describe(self, row: int) -> Divergence:
-        """Return a differing row as the verdict has it."""
+        """Return a row as the verdict has it; one that does not differ has the kind of other bits, too."""
         left, right = self.pairs[row]
         site, ours, theirs = self.site(row), self.reference, self.current
         layout = theirs.layout.entries[right] if right >= 0 else ours.layout.entries[left]
@@ -137,7 +137,7 @@ class StepDifference:
             occurrence=site.occurrence,
             output=site.output,
             name=site.name or before.name,
-            kind=self.kinds[row],
+            kind=self.kinds.get(row, "content"),
             source=site.source or before.source or self._lines_of_reader(row),
             shape=None if layout is None else layout.shape,
             dtype=None if layout is None else layout.dtype,

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from det_callbacks.compare.collectives import FirstDifference
 from det_callbacks.compare.facts import COLLECTIVES
 from det_callbacks.digest.numbers import tensor_numbers
@@ -13,7 +15,7 @@ from det_callbacks.runs.patterns import OpPattern, as_patterns
 from det_callbacks.runs.program import REGION
 from det_callbacks.runs.selection import PHASES, Selection
 from det_callbacks.runs.store import Run
-from det_callbacks.tensors.files import KEPT, LEFT_OUT, SavedStep, SavedTensor
+from det_callbacks.tensors.files import KEPT, LEFT_OUT, SavedStep, SavedTensor, common_elements
 from det_callbacks.verdict import Divergence, Numbers, TensorNumbers, Verdict
 
 MAX_RANKS = 16
@@ -62,7 +64,11 @@ def _numbers(divergence: Divergence, sides: Sequence[SavedStep]) -> Numbers:
     one, other = found
     label = TensorNumbers(tensor=f"output {divergence.output}", shape=one.shape, dtype=one.dtype)
     if (one.shape, one.dtype) == (other.shape, other.dtype):
-        return Numbers(output=(tensor_numbers(label, one.bits, other.bits),))
+        one, other = common_elements(one, other)
+        if one.every > 1:
+            what = f"{label.tensor}, {one.num_saved:,} of {label.num_elements:,} elements"
+            label = replace(label, tensor=what, shape=(one.num_saved,))
+        return Numbers(output=(tensor_numbers(label, np.ravel(one.bits), np.ravel(other.bits)),))
     shapes = [f"{side.dtype} {list(side.shape)}" for side in found]
     problem = f"{shapes[0]} in the reference and {shapes[1]} now, so that no element has a partner"
     return Numbers(output=(TensorNumbers(tensor=label.tensor, problem=problem),))

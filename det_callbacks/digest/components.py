@@ -266,7 +266,11 @@ def tensor_numbers(label: TensorNumbers, reference: torch.Tensor, current: torch
     if reference.shape != current.shape or reference.dtype != current.dtype:
         raise ValueError("tensors of two dtypes or shapes have no elements in common")
     label = replace(label, shape=tuple(reference.shape), dtype=str(reference.dtype).removeprefix("torch."))
+    return numbers_of_bytes(label, host_bytes(reference), host_bytes(current))
+
+
+def host_bytes(tensor: torch.Tensor) -> np.ndarray:
+    """Return the bytes of a strided tensor's elements, row-major, as uint8 on the host."""
     with unobserved():
-        plain = (side.detach().resolve_conj().resolve_neg() for side in (reference, current))
-        sides = (_as_integers(side).contiguous().cpu() for side in plain)
-        return numbers_of_bytes(label, *(side.numpy().reshape(-1).view(np.uint8) for side in sides))
+        plain = _as_integers(tensor.detach().resolve_conj().resolve_neg())
+        return plain.contiguous().cpu().numpy().reshape(-1).view(np.uint8)

@@ -5,12 +5,17 @@ ones backwards. ``m(i) = i`` for ``i >= 0`` and ``m(i) = -2**(n-1) - i`` below m
 which neighbouring numbers are neighbouring integers (Bruce Dawson, "Comparing Floating Point Numbers", 2012). The
 distance of two numbers in ULPs is ``abs(m(a) - m(b))``: 1 for neighbours, 0 for the two zeros, which differ all the
 same. Integers count by their difference.
+
+Next to zero that distance says little: 1e-9 and -1e-9 are two billion float32 numbers apart. So ``measure``, which
+tells rounding from a change, counts ULPs and relative errors at the size of an element, or at the root mean square of
+its tensor where the element is smaller.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from math import inf
-from typing import Any
+from math import ceil, inf
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,9 +29,165 @@ _UNSIGNED = frozenset({"bool", "uint8", "uint16", "uint32", "uint64"})
 _SIGNED = frozenset({"int8", "int16", "int32", "int64"})
 _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"})
 _KNOWN = _UNSIGNED | _SIGNED | _FLOATS
+_WIDTHS = {dtype: int(re.sub(r"\D*(\d*).*", r"\1", dtype) or 8) // 8 for dtype in _KNOWN}
+_LARGEST = float(np.finfo(np.float64).max)
 _POWERS = np.array([1 << power for power in range(64)], dtype=np.uint64)
 
 _Array = np.ndarray[Any, Any]
+
+
+class Tolerance(NamedTuple):
+    """``abs(reference - current) <= atol + rtol * abs(reference)``, element by element."""
+
+    rtol: float
+    atol: float
+
+
+_TOLERANCES: Mapping[str, Tolerance] = {
+    "float16": Tolerance(1e-3, 1e-5),
+    "bfloat16": Tolerance(1.6e-2, 1e-5),
+    "float32": Tolerance(1.3e-6, 1e-5),
+    "float64": Tolerance(1e-7, 1e-7),
+}
+_EPSILONS: Mapping[str, float] = {
+    **{"float64": 2**-52, "float32": 2**-23, "float16": 2**-10, "bfloat16": 2**-7},
+    **{"float8_e4m3fn": 2**-3, "float8_e5m2": 2**-2},
+}
+
+
+def epsilon(dtype: str) -> float:
+    """Return the distance from 1 to the next number of a dtype; 0 for integers, which do not round."""
+    return _EPSILONS.get(_PARTS.get(dtype, dtype), 0.0)
+
+
+def default_tolerance(dtype: str) -> Tolerance:
+    """Return what ``torch.testing.assert_close`` tolerates for a dtype: nothing for integers and float8."""
+    return _TOLERANCES.get(_PARTS.get(dtype, dtype), Tolerance(0.0, 0.0))
+
+
+def coarser(one: str, other: str) -> str:
+    """Return that of two dtypes whose numbers are farther apart."""
+    return max(one, other, key=epsilon)
+
+
+def can_measure(dtype: str) -> bool:
+    """Return whether the numbers of a dtype are known."""
+    return dtype in _KNOWN or dtype in _PARTS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measure:
+    """By how much a tensor differs; the largest of all elements that were compared, each on its own.
+
+    Attributes:
+        ulp: in units in the last place of the element, or of the tensor's root mean square where that is larger,
+            rounded up; of an integer its difference. None where one side alone is infinite or NaN; ``relative`` and
+            ``absolute`` likewise.
+        relative: by the element, or by the root mean square where that is larger.
+        excess: as a multiple of the tolerance; infinite where nothing is tolerated.
+    """
+
+    num_elements: int
+    num_differing: int = 0
+    ulp: int | None = 0
+    relative: float | None = 0.0
+    absolute: float | None = 0.0
+    excess: float = 0.0
+
+
+def measure(
+    reference: _Array,
+    current: _Array,
+    dtypes: tuple[str, str],
+    *,
+    tolerance: Tolerance | None = None,
+    root_mean_square: float | None = None,
+) -> Measure:
+    """Return by how much elements differ; two dtypes are compared by the numbers, in ULPs of the coarser one.
+
+    ``reference`` and ``current`` are their bytes as uint8, of as many elements. NaN equals NaN here, and the zeros are
+    equal. ``root_mean_square`` is that of the whole tensor, where these elements are a sample of it. ``tolerance`` is
+    by default that of ``torch.testing`` for the coarser dtype. It works in chunks, in some 100 MiB of memory.
+    """
+    dtype = coarser(*dtypes)
+    rtol, atol = default_tolerance(dtype) if tolerance is None else tolerance
+    sides = [_words(side, kind) for side, kind in zip((reference, current), dtypes, strict=True)]
+    num = len(sides[0][0])
+    if num != len(sides[1][0]):
+        raise ValueError(f"{num} and {len(sides[1][0])} elements have no partners; compare tensors of one shape")
+    if dtypes[0] == dtypes[1] and np.array_equal(sides[0][0], sides[1][0]):
+        return Measure(num_elements=num)
+    size = root_mean_square
+    if size is None:
+        size = statistics(*sides[0])["norm"] / max(num, 1) ** 0.5
+    num_differing, is_finite, ulp, relative, absolute, excess = 0, True, 0.0, 0.0, 0.0, 0.0
+    for start in range(0, num, CHUNK_ELEMENTS):
+        chunks = [(words[start : start + CHUNK_ELEMENTS], kind) for words, kind in sides]
+        ours, theirs = (_wide(*chunk) for chunk in chunks)
+        with np.errstate(invalid="ignore"):  # infinities
+            apart = np.abs(ours - theirs)
+        if dtypes[0] == dtypes[1] and not epsilon(dtype):  # in float64 two large integers could be equal
+            left, right = (_ordered(*chunk) for chunk in chunks)
+            apart = (np.maximum(left, right).astype(np.uint64) - np.minimum(left, right).astype(np.uint64)).astype(
+                float
+            )
+        is_same = (ours == theirs) | (np.isnan(ours) & np.isnan(theirs))
+        has_number = np.isfinite(apart)
+        differs = np.where(has_number, apart > 0, ~is_same)
+        num_differing += int(differs.sum())
+        is_finite = is_finite and not bool((differs & ~has_number).any())
+        (places,) = np.nonzero(differs & has_number)
+        apart, sizes = apart[places], np.abs(ours[places])
+        scale = np.maximum(sizes, size)
+        scale = np.where(scale > 0, scale, np.abs(theirs[places]))  # the reference is all zeros
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            relative = max(relative, float(np.max(apart / scale, initial=0)))
+            excess = max(excess, float(np.max(apart / (atol + rtol * sizes), initial=0)))
+            ulp = max(ulp, float(np.max(apart / _spacing(scale, dtype), initial=0)))
+        absolute = max(absolute, float(np.max(apart, initial=0)))
+    if not is_finite or not np.isfinite([ulp, relative, absolute]).all():
+        nothing: dict[str, Any] = dict.fromkeys(("ulp", "relative", "absolute"))
+        return Measure(num_elements=num, num_differing=num_differing, excess=inf, **nothing)
+    sizes_of: dict[str, Any] = {"ulp": ceil(ulp), "relative": relative, "absolute": absolute, "excess": excess}
+    return Measure(num_elements=num, num_differing=num_differing, **sizes_of)
+
+
+def statistics(words: _Array, dtype: str) -> dict[str, Any]:
+    """Return the norm, mean and largest size of the finite elements, and how many are NaN and infinite."""
+    squares = total = largest = 0.0
+    num_finite = num_nan = num_inf = 0
+    for start in range(0, len(words), CHUNK_ELEMENTS):
+        values = _wide(words[start : start + CHUNK_ELEMENTS], dtype)
+        finite = values[np.isfinite(values)]
+        num_nan += int(np.isnan(values).sum())
+        num_inf += int(np.isinf(values).sum())
+        num_finite += len(finite)
+        with np.errstate(over="ignore"):
+            squares += float(np.square(finite).sum())
+        total += float(finite.sum())
+        largest = max(largest, float(np.max(np.abs(finite), initial=0)))
+    figures = {"norm": min(squares, _LARGEST) ** 0.5, "mean": total / max(num_finite, 1), "largest": largest}
+    return {**figures, "nan": num_nan, "inf": num_inf}
+
+
+def _words(content: _Array, dtype: str) -> tuple[_Array, str]:
+    """Return the elements of a tensor, as integers of their size, and their dtype; those of a complex one by parts."""
+    dtype = _PARTS.get(dtype, dtype)
+    return np.ascontiguousarray(content).view(f"u{_WIDTHS[dtype]}"), dtype
+
+
+def _wide(words: _Array, dtype: str) -> _Array:
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        return _values(words, dtype).astype(np.float64)
+
+
+def _spacing(sizes: _Array, dtype: str) -> _Array:
+    """Return the distance from numbers to the next larger ones of a dtype; 1 for integers."""
+    if not epsilon(dtype):
+        return np.ones_like(sizes)
+    _, exponents = np.frexp(sizes)
+    spacing: _Array = np.ldexp(epsilon(dtype), exponents - 1)
+    return spacing
 
 
 def tensor_numbers(label: TensorNumbers, reference: _Array, current: _Array) -> TensorNumbers:

@@ -9,5 +9,8 @@ REFUSAL = "refusal"
 FILL_MEMORY = "DET_CALLBACKS_FILL_MEMORY"
 """``DeterminismCallback`` fills the memory that recorded ops only allocate with this byte, at level op."""
 
+PERTURB = "DET_CALLBACKS_PERTURB"
+"""``DeterminismCallback`` changes the last bit of what goes into the first step that is recorded."""
+
 NUM_WORKERS = "DET_CALLBACKS_NUM_WORKERS"
 """``DeterminismCallback`` gives the training's DataLoaders so many workers."""

@@ -105,17 +105,19 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
 
 def _end(error: "DetCallbacksError", config: pytest.Config, *, command: str) -> NoReturn:
     """End a test that differs or could not be compared; pytest's short summary shows the first line."""
-    from det_callbacks.report.verdict import headline, is_certain_change, verdict_lines  # noqa: PLC0415  # loads numpy
+    from det_callbacks.report.numerics import numerics_sentence  # noqa: PLC0415  # loads numpy
+    from det_callbacks.report.verdict import headline, is_certain_change, verdict_lines  # noqa: PLC0415  # likewise
 
     verdict = getattr(error, "verdict", None)
     if verdict is None:
         pytest.fail(f"{type(error).__name__}: {error}", pytrace=False)
-    outcome = config.getini("determinism_not_comparable")
+    outcome = "fail" if verdict.numerics is not None else config.getini("determinism_not_comparable")
     if verdict.verdict == "not_comparable" and outcome != "fail" and not is_certain_change(verdict):
         differing = [f"{it.name}: {it.reference} -> {it.current}" for it in verdict.environment if it.is_machine]
         reason = f"the training is not comparable: {verdict.explanation} ({'; '.join(differing)})"
         (pytest.skip if outcome == "skip" else pytest.xfail)(reason)
-    lines = [headline(verdict), "", verdict_lines(verdict), ""]
+    first = headline(verdict) if verdict.numerics is None else numerics_sentence(verdict.numerics)
+    lines = [first, "", verdict_lines(verdict), ""]
     if verdict.cause == "initial_weights":
         lines.append(
             "A model that was built before training_snapshot() was called may have other weights: call it first."

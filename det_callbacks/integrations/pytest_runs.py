@@ -30,12 +30,16 @@ from det_callbacks.training.fits import take_unfinished
 from det_callbacks.verdict import Verdict
 from det_callbacks.verify.judge import compare_runs
 
+_NUMBERS: Mapping[str, Any] = {"only_steps": [0, 1], "keep_tensors": ["*"], "tensor_budget_mib": 4}
+"""What is recorded where numbers are compared, unless a test says otherwise."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Training:
     reference: Path
     folder: Path
     is_recording: bool
+    tolerance: str | Path | None = None  # of numbers; None where bits are compared
 
 
 class TrainingRuns:
@@ -59,9 +63,14 @@ class TrainingRuns:
         *,
         name: str | None = None,
         settings: DeterminismSettings | Mapping[str, Any] | None = None,
+        tolerance: str | Path | None = None,
         **arguments: Any,
     ) -> Any:
         """Return a DeterminismCallback that records or verifies; its settings are in force from now on.
+
+        With a ``tolerance``, numbers are compared instead of bits: of the tensors of the first two
+        steps, or those that ``keep_tensors`` and ``only_steps`` choose, a sample of 4 MiB a step or
+        ``tensor_budget_mib``. It is "torch.testing", or a folder of ``det-callbacks check --numerics``.
 
         A function is called instead, with what makes the ``TrainingRun`` of its loop:
         ``follow(model=..., optimizers=...)``; returned is what it returns. ``name`` tells several
@@ -91,9 +100,14 @@ class TrainingRuns:
                 str(reference),
             )
         folder = self._new_folder() / "run"
-        self._trainings[name] = _Training(reference=reference, folder=folder, is_recording=is_recording)
-        arguments |= {"settings": settings, **({"mode": "record"} if is_recording else {"current": folder})}
-        place = folder if is_recording else reference
+        self._trainings[name] = _Training(
+            reference=reference, folder=folder, is_recording=is_recording, tolerance=tolerance
+        )
+        is_to_record = is_recording or tolerance is not None  # two recordings are compared by their numbers
+        if tolerance is not None:
+            arguments = {**_NUMBERS, **arguments}
+        arguments |= {"settings": settings, **({"mode": "record"} if is_to_record else {"current": folder})}
+        place = folder if is_to_record else reference
         if train is None:
             return DeterminismCallback(place, **arguments)
         return train(partial(TrainingRun, place, **arguments))
@@ -116,20 +130,47 @@ class TrainingRuns:
 
 def _check(training: _Training) -> None:
     """Raise if a training did not end, or differs, by the verdict's file: ``ddp_spawn`` returns no attributes."""
-    done, file = ("recorded", MANIFEST) if training.is_recording else ("compared", VERDICT_FILE)
+    is_recorded = training.is_recording or training.tolerance is not None
+    done, file = ("recorded", MANIFEST) if is_recorded else ("compared", VERDICT_FILE)
     if not (training.folder / file).exists():
         raise NothingComparedError(
             f"Nothing was {done}: no training came to its end with the reference {training.reference}. Give the "
             "callback to the Trainer, callbacks=[callback], and call trainer.fit; or train in a loop of your own in "
             "`with follow(model=..., optimizers=...) as run:`."
         )
+    if is_recorded and (reason := Run.open(training.folder).incomplete_reason) is not None:
+        raise NothingComparedError(f"The recording is incomplete, so it is not kept: {reason}")
     if training.is_recording:
-        if (reason := Run.open(training.folder).incomplete_reason) is not None:
-            raise NothingComparedError(f"The recording is incomplete, so it is not kept: {reason}")
         return
-    verdict = Verdict.from_dict(json.loads((training.folder / VERDICT_FILE).read_bytes()))
-    if verdict.verdict != "match":
+    if training.tolerance is None:
+        verdict = Verdict.from_dict(json.loads((training.folder / VERDICT_FILE).read_bytes()))
+    else:
+        verdict = _compared(training)
+    if not _agrees(verdict):
         raise divergence_error(verdict_lines(verdict), verdict)
+
+
+def _compared(training: _Training) -> Verdict:
+    """Return the verdict on a recording and its reference, with their numbers where these are what counts."""
+    if training.tolerance is None:
+        return compare_runs(training.reference, training.folder)
+    ours, theirs = (Run.open(path) for path in (training.reference, training.folder))
+    steps = [
+        {(segment, *run.rank(rank).steps(segment)) for rank in run.ranks for segment in run.segments}
+        for run in (ours, theirs)
+    ]
+    if steps[0] != steps[1]:
+        raise NothingComparedError(
+            f"The training has other steps than its reference {training.reference}, so not all of their numbers can be "
+            "compared. Train as many steps, or record the reference again."
+        )
+    tolerance = None if training.tolerance == "torch.testing" else training.tolerance
+    return compare_runs(training.reference, training.folder, numerics=True, tolerance=tolerance)
+
+
+def _agrees(verdict: Verdict) -> bool:
+    """Return whether a training is its reference: in its bits or, where these were compared, in its numbers."""
+    return verdict.verdict == "match" if verdict.numerics is None else not verdict.numerics.num_beyond
 
 
 def _keep(training: _Training) -> str:
@@ -138,7 +179,7 @@ def _keep(training: _Training) -> str:
     is_there = (target / MANIFEST).exists()
     if is_there:
         try:
-            if compare_runs(target, training.folder).verdict == "match":
+            if _agrees(_compared(training)):
                 return "unchanged"
         except DetCallbacksError:  # damaged, or another selection: replace it
             pass

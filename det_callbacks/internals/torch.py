@@ -328,9 +328,7 @@ leaves_with_path: Callable[[Any], list[tuple[Any, Any]]] = TORCH.needed(
     "torch.utils._pytree.tree_leaves_with_path", "the tensors in what a module takes and returns", for_=COMPARING
 )
 path_text: Callable[[Any], str] = TORCH.needed("torch.utils._pytree.keystr", "their names", for_=COMPARING)
-default_tolerances: Callable[..., tuple[float, float]] = TORCH.needed(
-    "torch.testing._comparison.default_tolerances", "the tolerances of torch.testing.assert_close", for_=COMPARING
-)
+
 
 # Generators.
 

@@ -16,25 +16,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from det_callbacks.digest.components import tensor_numbers
+from det_callbacks.digest.components import host_bytes
+from det_callbacks.digest.numbers import Tolerance, default_tolerance, measure
 from det_callbacks.errors import ModuleRunError, NothingComparedError
 from det_callbacks.internals import dynamo
-from det_callbacks.internals.torch import COMPARING, TORCH, default_tolerances, leaves_with_path, path_text
+from det_callbacks.internals.torch import COMPARING, TORCH, leaves_with_path, path_text
 from det_callbacks.numerics.result import PHASES, Kind, NumericsReport, Phase, TensorComparison
 from det_callbacks.observers.values import leaves_of
 from det_callbacks.report.console import count
 from det_callbacks.runs.patterns import as_names
 from det_callbacks.settings import MAX_SEED, DeterminismSettings, enforce_determinism
 from det_callbacks.trace.op.components import has_parts
-from det_callbacks.verdict import TensorNumbers
-
-_CHUNK_ELEMENTS = 1 << 22  # that are compared with their tolerance together
 
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any] | Callable[[int], Any]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Values = dict[tuple[Phase, str], Tensor]
 """(phase, name) -> a copy of a tensor that an iteration computed, in its order; a number is a tensor too."""
-Tolerances = tuple[float, float] | None  # (rtol, atol); None for those of ``torch.testing``
 
 
 def compare_modules(
@@ -101,7 +98,7 @@ def compare_modules(
         raise ValueError(f"iterations is a number from 1 on; got {iterations!r}")
     if type(seed) is not int or not 0 <= seed <= MAX_SEED:
         raise ValueError(f"seed is a number from 0 to {MAX_SEED}; got {seed!r}")
-    given = None if rtol is None or atol is None else (float(rtol), float(atol))
+    given = None if rtol is None or atol is None else Tolerance(float(rtol), float(atol))
     is_lone = (rtol is None) != (atol is None)
     if is_lone or not all(0 <= tolerance < math.inf for tolerance in given or ()):
         raise ValueError(f"rtol and atol are given together, finite and not negative; got {rtol!r} and {atol!r}")
@@ -133,7 +130,7 @@ def compare_modules(
     )
 
 
-def _compared(base: Values, control: Values, iteration: int, given: Tolerances) -> list[TensorComparison]:
+def _compared(base: Values, control: Values, iteration: int, given: Tolerance | None) -> list[TensorComparison]:
     """Return the comparisons of an iteration, in the order of the base; what the control alone has stands last."""
     return [
         _comparison(key, base.get(key), control.get(key), iteration, given)
@@ -144,34 +141,22 @@ def _compared(base: Values, control: Values, iteration: int, given: Tolerances) 
 
 
 def _comparison(
-    key: tuple[Phase, str], base: Tensor | None, control: Tensor | None, iteration: int, given: Tolerances
+    key: tuple[Phase, str], base: Tensor | None, control: Tensor | None, iteration: int, given: Tolerance | None
 ) -> TensorComparison:
     kind: Kind = "extra" if base is None else "missing" if control is None else "structure"
     measured: dict[str, Any] = {"excess": math.inf}
     if base is not None and control is not None and (base.shape, base.dtype) == (control.shape, control.dtype):
-        rtol, atol = given or default_tolerances(base.dtype)
-        numbers = tensor_numbers(TensorNumbers(tensor=key[1]), base, control)
-        kind = "content" if numbers.num_differing else "equal"
-        excess = _excess(base, control.to(base.device), rtol, atol) if numbers.num_differing else 0.0
-        measured = {"numbers": numbers, "rtol": rtol, "atol": atol, "excess": excess}
+        dtype = str(base.dtype).removeprefix("torch.")
+        # integers have to be equal, whatever is given
+        has_numbers = base.is_floating_point() or base.is_complex()
+        tolerance = given if given is not None and has_numbers else default_tolerance(dtype)
+        ours, theirs = host_bytes(base), host_bytes(control)
+        kind = "equal" if np.array_equal(ours, theirs) else "content"
+        found = measure(ours, theirs, (dtype, dtype), tolerance=tolerance)
+        rtol, atol = tolerance
+        measured = {"measure": found, "excess": found.excess, "rtol": rtol, "atol": atol}
     sides: dict[str, Any] = {"base": _described(base), "control": _described(control)}
     return TensorComparison(iteration=iteration, phase=key[0], name=key[1], kind=kind, **sides, **measured)
-
-
-def _excess(base: Tensor, control: Tensor, rtol: float, atol: float) -> float:
-    """Return the largest difference as a multiple of the tolerance; a NaN or an infinity on both sides is none."""
-    if not base.is_floating_point() and not base.is_complex():
-        return math.inf
-    wide = torch.complex128 if base.is_complex() else torch.float64
-    largest = 0.0
-    chunks = (side.reshape(-1).split(_CHUNK_ELEMENTS) for side in (base, control))
-    for left, right in zip(*chunks, strict=True):
-        left, right = left.to(wide), right.to(wide)
-        is_same = (left == right) | (left.isnan() & right.isnan())
-        tolerated = atol + rtol * left.abs()
-        excess = ((left - right).abs() / tolerated).nan_to_num(math.inf, math.inf)
-        largest = max(largest, float(excess.masked_fill(is_same, 0).max()))
-    return largest
 
 
 def _described(value: Tensor | None) -> str | None:

@@ -2,15 +2,16 @@
 
 import json
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from det_callbacks.digest.numbers import Measure
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.report.console import Section, Table, count, to_text
+from det_callbacks.report.numerics import COLUMNS, measured, multiple_text, ulps_text
 from det_callbacks.runs.disk import replace_atomically
-from det_callbacks.verdict import TensorNumbers, as_json
+from det_callbacks.verdict import as_json
 
 Phase = Literal["initial", "module", "output", "loss", "gradient", "parameter", "buffer"]
 Kind = Literal["equal", "content", "structure", "missing", "extra"]
@@ -27,7 +28,6 @@ _PHASE_WORDS = {
     "parameter": "parameter after the step",
     "buffer": "buffer after the step",
 }
-_SIZES = {"max abs": "max_absolute", "max rel": "max_relative", "max ULPs": "max_ulps"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class TensorComparison:
     kind: Kind
     base: str | None  # what the base has: "float32 [4, 8]"; None where it has nothing
     control: str | None  # likewise
-    numbers: TensorNumbers | None = None  # by how much they differ; None where the elements cannot be matched
+    measure: Measure | None = None  # by how much they differ; None where the elements cannot be matched
     rtol: float = 0.0
     atol: float = 0.0
     excess: float = 0.0  # the largest difference as a multiple of what is tolerated there; infinite where none is
@@ -68,7 +68,11 @@ class TensorComparison:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data; an infinite excess is the text "inf"."""
         excess = self.excess if math.isfinite(self.excess) else "inf"
-        return {**as_json(replace(self, excess=0.0)), "close": self.close, "excess": excess}
+        known = None if self.measure is None else replace(self.measure, excess=0.0)
+        content = as_json(replace(self, excess=0.0, measure=known))
+        if known is not None:
+            content["measure"]["excess"] = excess
+        return {**content, "close": self.close, "excess": excess}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,27 +188,21 @@ def _summary(report: NumericsReport) -> Table:
         if not found:
             continue
         differing = [tensor for tensor in found if not tensor.equal]
-        numbers = [tensor.numbers for tensor in differing if tensor.numbers is not None]
-        counts = (len(found), len(differing), sum(not tensor.close for tensor in found))
-        sizes = (_largest(getattr(known, size) for known in numbers) for size in _SIZES.values())
-        excess = _largest(tensor.excess for tensor in differing)
+        known = [tensor.measure for tensor in differing if tensor.measure is not None]
+        largest: dict[str, Any] = {
+            name: max((getattr(one, name) for one in known if one.ulp is not None), default=None)
+            for name in ("ulp", "relative", "absolute")
+        }
+        excess = max((tensor.excess for tensor in differing), default=0.0)
+        cells = measured(**largest, excess=excess) if differing else ["-"] * 4
         since = f"iteration {min(tensor.iteration for tensor in differing)}" if differing else "-"
-        rows.append((name, *counts, *sizes, excess, since))
-    columns = ("compared", "tensors", "differ", "beyond", *_SIZES, "x tolerance", "differ since")
+        counts = (len(found), len(differing), sum(not tensor.close for tensor in found))
+        rows.append((name, *counts, *cells, since))
+    columns = ("compared", "tensors", "differ", "beyond", *COLUMNS[1:], "differ since")
     return Table(columns=columns, rows=rows)
 
 
 def _how(found: TensorComparison) -> str:
-    numbers = found.numbers
-    if found.kind != "content" or numbers is None or numbers.worst_values is None:
+    if found.measure is None:
         return f"{found.base or 'missing'} in the base, {found.control or 'missing'} in the control"
-    place = f" at {list(numbers.worst)}" if numbers.worst else ""
-    values = f"{numbers.worst_values[0]} in the base, {numbers.worst_values[1]} in the control"
-    return f"up to {found.excess:.3g} x the tolerance; {values}{place}"
-
-
-def _largest(values: Iterable[float | None]) -> str:
-    value = max((value for value in values if value is not None), default=None)
-    if value is None:
-        return "-"
-    return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
+    return f"{ulps_text(found.measure.ulp)}, {multiple_text(found.excess)} x the tolerance"

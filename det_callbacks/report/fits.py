@@ -52,7 +52,8 @@ def recorded_line(
         f"in {path}",
     ]
     if kept is not None:
-        parts[-1] += f"; kept {count(kept.num_tensors, 'tensor')} ({size(kept.num_bytes)})"
+        parts[-1] += f"; kept {count(kept.num_tensors, 'tensor')} ({size(kept.num_bytes)}"
+        parts[-1] += f", {kept.num_sampled:,} of them by a sample of their elements)" if kept.num_sampled else ")"
         parts += [f"and NOT those of {count(kept.num_missing, 'call')} {kept.reason}"] if kept.num_missing else []
     return f"det_callbacks: {', '.join(parts)}"
 

@@ -4,8 +4,10 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+from det_callbacks.compare.nonfinite import first_nonfinite
 from det_callbacks.digest.host import format_digest
 from det_callbacks.report.console import Section, Table, count, listed
+from det_callbacks.report.numerics import nonfinite_sentence
 from det_callbacks.runs.metrics import read_metrics
 from det_callbacks.runs.program import READS, Program, Site, StepRecord, StepView, TensorLayout
 from det_callbacks.runs.store import RankRun, Run
@@ -17,6 +19,7 @@ HEAD = 10  # rows shown from either end of a long table
 def run_to_dict(run: Run, rank: RankRun) -> dict[str, Any]:
     """Return identity, selection, and a row for each step of a rank."""
     readings = [(segment, one) for segment in run.segments for one in read_metrics(run, segment).by_key.values()]
+    found = first_nonfinite(run)
     return {
         "schema": 1,
         "path": str(run.path),
@@ -31,6 +34,7 @@ def run_to_dict(run: Run, rank: RankRun) -> dict[str, Any]:
         "resumed_from": [{"segment": segment, "step": step} for segment, step in sorted(run.resumed_steps)],
         "replay": list(run.manifest.replay),
         "keep_tensors": list(run.manifest.keep_tensors),
+        "first_nonfinite": None if found is None else asdict(found),
         "metrics": [{"segment": segment, **asdict(reading)} for segment, reading in readings],
         "steps": [_record_to_dict(record) for record in rank.iterate()],
     }
@@ -81,6 +85,8 @@ def run_report(run: Run, rank: RankRun) -> list[Section]:
         lines.append(f"resumed: segment {segment} went on from a checkpoint with step {step}")
     chosen = {"saved for replay": run.manifest.replay, "tensors kept": run.manifest.keep_tensors}
     lines += [f"{what}: {', '.join(patterns)}" for what, patterns in chosen.items() if patterns]
+    if (nonfinite := first_nonfinite(run)) is not None:
+        lines.append(nonfinite_sentence(nonfinite))
     metrics = [read_metrics(run, segment).by_key.values() for segment in run.segments]
     if names := sorted({name for readings in metrics for reading in readings for name in reading.metrics}):
         lines.append(f"metrics (--json has their values): {listed(names, limit=HEAD)}")

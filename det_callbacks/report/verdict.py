@@ -10,6 +10,7 @@ from typing import Any
 from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError
 from det_callbacks.report.console import STYLES, Section, Table, count, listed, to_text
 from det_callbacks.report.findings import findings_report
+from det_callbacks.report.numerics import numerics_report
 from det_callbacks.report.run import ops_text, output_text
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import MAX_ORIGINS, Divergence, EnvironmentDifference, TensorNumbers, Verdict
@@ -107,6 +108,8 @@ def details_report(verdict: Verdict, *, lists_all: bool) -> list[Section]:
     Unless ``lists_all``, origins of one kind share a row.
     """
     first, origins, report = verdict.first_divergence, verdict.origins, list[Section]()
+    if verdict.numerics is not None:
+        report += numerics_report(verdict.numerics, lists_all=lists_all)
     if first is not None:
         report.append(Section(title="First divergence", facts=_facts(first), code=_source_text(verdict)))
     measured = next((one for one in (first, *origins) if one is not None and one.numbers is not None), None)

@@ -28,6 +28,10 @@ TENSOR_BUDGET_MIB = 1024.0
 _RESERVED_MIB = 64
 """What is left free on the disk when a run begins: the digests of the run have to fit too."""
 
+STATISTICS = ("squares", "sum", "nan", "inf", "largest")
+"""Of all elements: the sums of the finite ones' squares and of themselves, the numbers of others, the largest size."""
+_CHUNK_ELEMENTS = 1 << 22
+
 _INTEGERS = INTEGERS | {16: torch.complex128}
 
 
@@ -66,7 +70,7 @@ def require_apart(tensor: Tensor) -> None:
 
 
 class TensorBudget:
-    """Copies tensors of the step under way, of which one process may save so many MiB: replay and keep together."""
+    """Copies tensors of the step under way, of which one process may save so many MiB for replay."""
 
     def __init__(self, mib: float = TENSOR_BUDGET_MIB) -> None:
         self._mib = mib
@@ -104,14 +108,17 @@ def require_room(path: Path, budget_mib: float) -> None:
         )
 
 
-def copy_bits(tensor: Tensor, deferred: DeferredSites | None) -> SavedTensor:
-    """Return a copy of a plain tensor's bits as they are now; a device's arrive when ``deferred`` is settled."""
+def copy_bits(tensor: Tensor, deferred: DeferredSites | None, *, first: int = 0, every: int = 1) -> SavedTensor:
+    """Return a copy of a plain tensor's bits as they are now; a device's arrive when ``deferred`` is settled.
+
+    Every n-th element is copied, in row-major order.
+    """
     with unobserved():
         inner = plain(tensor)
-        memory = _memory(inner)
+        memory = memory_of(inner) if every == 1 else memory_of(inner).reshape(-1)[first::every]
         if deferred is not None and deferred.is_deferred(inner):
             bits = deferred.fetch(memory)
-        elif inner.is_cpu and inner.is_contiguous():
+        elif inner.is_cpu and inner.is_contiguous() and every == 1:
             # In one thread: torch's own copy waits for its thread pool, which on a busy machine took 8 ms for 10 MiB
             # where the copy itself takes 0.3.
             bits = torch.empty(inner.nbytes, dtype=torch.uint8)
@@ -121,7 +128,24 @@ def copy_bits(tensor: Tensor, deferred: DeferredSites | None) -> SavedTensor:
         flat = bits.reshape(-1)
         flat = flat.as_strided(flat.shape, (1,))  # a single element keeps any stride, and has to be seen as bytes
         content = np.asarray(flat.view(torch.uint8))
-        return SavedTensor(dtype=_name(inner.dtype), shape=tuple(inner.shape), bits=content)
+        shape = tuple(inner.shape)
+        return SavedTensor(dtype=_name(inner.dtype), shape=shape, bits=content, first=first, every=every)
+
+
+def statistics_of(tensor: Tensor, deferred: DeferredSites) -> Tensor:
+    """Return ``STATISTICS`` of all elements of a plain tensor as float64; a device's arrive when it is settled."""
+    with unobserved(), torch.no_grad():
+        inner = plain(tensor)
+        values = (torch.view_as_real(inner) if inner.is_complex() else inner).reshape(-1)
+        sums, largest = torch.zeros(2, 4, dtype=torch.float64, device=inner.device)
+        for part in values.split(_CHUNK_ELEMENTS) if len(values) else ():
+            wide = part.to(torch.float64)
+            finite = wide.nan_to_num(0, 0, 0)
+            counts = wide.isnan().sum(), wide.isinf().sum()
+            sums = sums + torch.stack([finite.square().sum(), finite.sum(), *counts])
+            largest = torch.maximum(largest, finite.abs().amax())
+        found = torch.cat([sums, largest[:1]])
+        return deferred.fetch(found) if deferred.is_deferred(inner) else found.cpu()
 
 
 def write_bits(saved: SavedTensor, live: Tensor, deferred: DeferredSites | None = None) -> None:
@@ -130,7 +154,7 @@ def write_bits(saved: SavedTensor, live: Tensor, deferred: DeferredSites | None 
         inner = plain(live)
         if not inner.numel():
             return
-        memory = _memory(inner)
+        memory = memory_of(inner)
         bits = torch.from_numpy(saved.bits).view(memory.dtype).reshape(memory.shape)
         if deferred is not None and deferred.is_deferred(inner):
             deferred.before_writes((inner,))
@@ -148,7 +172,7 @@ def misfit(saved: SavedTensor, live: Tensor) -> str:
     return "" if known == shown else f"it is {known} and the live tensor is {shown}"
 
 
-def _memory(tensor: Tensor) -> Tensor:
+def memory_of(tensor: Tensor) -> Tensor:
     """Return an integer tensor over the memory of a plain tensor, of its shape."""
     integers = torch.empty(0, dtype=_INTEGERS[tensor.element_size()], device=tensor.device)
     return integers.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -23,7 +23,7 @@ from det_callbacks.runs.files import damaged
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import Divergence
 
-TENSORS_FORMAT_VERSION = 1
+TENSORS_FORMAT_VERSION = 2
 
 MIB = 2**20
 REPLAY = "replay"  # what is put back while verifying
@@ -59,8 +59,23 @@ class SavedTensor:
     dtype: str
     shape: tuple[int, ...]
     bits: np.ndarray
-    """Its bytes, row-major: uint8; of a device's tensor they arrive when its step is settled."""
+    """The bytes of its elements, row-major: uint8; of a device's tensor they arrive when its step is settled."""
+    first: int = 0
+    every: int = 1
+    """Which elements ``bits`` has: every n-th, n a power of 2, from ``first`` on."""
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_saved(self) -> int:
+        """How many of its elements were saved."""
+        return len(range(self.first, prod(self.shape), self.every))
+
+    def thinned(self, place: int, every: int) -> "SavedTensor":
+        """Return every n-th element of the whole tensor, n a multiple of ``self.every``; see ``sample_start``."""
+        width = self.bits.nbytes // max(self.num_saved, 1)
+        first = place % every
+        elements = self.bits.reshape(self.num_saved, width)[(first - self.first) // self.every :: every // self.every]
+        return replace(self, bits=elements, first=first, every=every)
 
     @property
     def digest(self) -> int:
@@ -70,10 +85,14 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptCounts:
-    """What was kept of the tensors of ops, and how many calls were not, with the step and the reason of the first."""
+    """What was kept of the tensors of ops, and how many calls were not, with the step and the reason of the first.
+
+    ``num_sampled`` of the tensors have a sample of their elements only.
+    """
 
     num_tensors: int = 0
     num_bytes: int = 0
+    num_sampled: int = 0
     num_missing: int = 0
     reason: str = ""
 
@@ -81,9 +100,26 @@ class KeptCounts:
         return KeptCounts(
             num_tensors=self.num_tensors + other.num_tensors,
             num_bytes=self.num_bytes + other.num_bytes,
+            num_sampled=self.num_sampled + other.num_sampled,
             num_missing=self.num_missing + other.num_missing,
             reason=self.reason or other.reason,
         )
+
+
+def sample_start(name: str) -> int:
+    """Return a number that a name stands for: modulo n it is the first of every n-th element that is kept.
+
+    So two runs keep the same elements of what has the same name, and a smaller sample is part of a larger one.
+    """
+    return digest_bytes(name.encode())
+
+
+def common_elements(one: SavedTensor, other: SavedTensor) -> tuple[SavedTensor, SavedTensor]:
+    """Return two tensors of one shape with the elements that both have."""
+    every = max(one.every, other.every)
+    place = max(one, other, key=lambda side: side.every).first
+    ours, theirs = (side if side.every == every else side.thinned(place, every) for side in (one, other))
+    return ours, theirs
 
 
 def tensor_path(stream: Path, kind: str, step: int) -> Path:
@@ -120,16 +156,21 @@ class StepWriter:
         if not tensors and not values:
             return
         # large elements first, as the format's own writer does, so that all of them are aligned
-        order = sorted(tensors, key=lambda key: -tensors[key].bits.nbytes // max(prod(tensors[key].shape), 1))
+        order = sorted(tensors, key=lambda key: -tensors[key].bits.nbytes // max(tensors[key].num_saved, 1))
         sections: dict[str, Any] = {}
         offset = 0
         for key in order:
             name, size = _SAFETENSORS.get(tensors[key].dtype), tensors[key].bits.nbytes
-            shape = list(tensors[key].shape) if name else [size]
+            whole = [*tensors[key].shape] if tensors[key].every == 1 else [tensors[key].num_saved]
+            shape = whole if name else [size]
             sections[key] = {"dtype": name or "U8", "shape": shape, "data_offsets": [offset, offset + size]}
             offset += size
         entries = {
-            key: {"dtype": saved.dtype, "shape": saved.shape, "digest": format_digest(saved.digest), **saved.options}
+            key: {
+                **{name: getattr(saved, name) for name in ("dtype", "shape", "first", "every")},
+                "digest": format_digest(saved.digest),
+                **saved.options,
+            }
             for key, saved in tensors.items()
         }
         content = {"format_version": TENSORS_FORMAT_VERSION, "entries": entries, "values": dict(values)}
@@ -192,7 +233,8 @@ class SavedStep:
             bits = np.fromfile(self.path, dtype=np.uint8, count=end - begin, offset=begin)
         except OSError as error:
             raise damaged(self.path, f"{key!r} cannot be read ({error})") from error
-        saved = SavedTensor(dtype=entry.pop("dtype"), shape=tuple(entry.pop("shape")), bits=bits, options=entry)
+        known = {name: entry.pop(name) for name in ("dtype", "first", "every")}
+        saved = SavedTensor(**known, shape=tuple(entry.pop("shape")), bits=bits, options=entry)
         if len(bits) != end - begin or format_digest(saved.digest) != entry.pop("digest"):
             raise damaged(self.path, f"the bits of {key!r} are not those that were saved")
         return saved

@@ -1,43 +1,74 @@
 """Keeping what chosen ops wrote, so that a verdict can say by how much they differ."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from det_callbacks.digest.host import format_digest
+from det_callbacks.digest.numbers import can_measure
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.runs.steps import StepTrace
-from det_callbacks.tensors.copies import TensorBudget
-from det_callbacks.tensors.files import LEFT_OUT, KeptCounts, SavedTensor, StepWriter
+from det_callbacks.tensors.copies import STATISTICS, TENSOR_BUDGET_MIB, copy_bits, plain, statistics_of
+from det_callbacks.tensors.files import LEFT_OUT, MIB, KeptCounts, SavedTensor, StepWriter, sample_start
 from det_callbacks.tensors.replay import OpSelection
 from det_callbacks.trace.op.components import holds_data
 from det_callbacks.trace.op.deferred_sites import DeferredSites
+
+MIN_ELEMENTS = 16
+"""So many elements of a tensor are kept however small the budget is."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Copy:
+    """A copy of a tensor, and ``STATISTICS`` of all its elements where its numbers are known."""
+
+    saved: SavedTensor
+    start: int  # see ``sample_start``
+    statistics: Tensor | None
+    is_deferred: bool  # its bits arrive when the step is settled
+
+    def limit(self, num_elements: int) -> None:
+        """Go on with a sample of at most so many elements."""
+        every = _every(prod(self.saved.shape), num_elements)
+        if every > self.saved.every:
+            self.saved = self.saved.thinned(self.start, every)
+            if not self.is_deferred:
+                self.saved = replace(self.saved, bits=np.array(self.saved.bits))  # without the memory of the rest
+
+
+def _every(num_elements: int, limit: int) -> int:
+    """Return the least power of 2 so that of every so many elements one makes no more than the limit."""
+    return 1 << (-(-num_elements // limit) - 1).bit_length() if num_elements > limit else 1
 
 
 class Keeper(OpSelection):
     """Copies what chosen ops write, and writes the steps that are to be kept.
 
-    A call is kept whole or not at all. Tensors that exceed the budget or the disk, or that are not plain, are counted
-    with the reason, and the run goes on: no digest depends on them. ``counts`` are those of all fits.
+    Where a step would exceed its budget, an even sample of each tensor is kept: at most so many elements of each that
+    all fit, the same ones in every run. Tensors that are not plain, or that the disk does not take, are counted with
+    the reason, and the run goes on: no digest depends on them. ``counts`` are those of all fits.
     """
 
     needs_rows = True
 
-    def __init__(self, patterns: Sequence[str], writer: StepWriter, budget: TensorBudget | None = None) -> None:
+    def __init__(self, patterns: Sequence[str], writer: StepWriter, budget_mib: float = TENSOR_BUDGET_MIB) -> None:
         super().__init__(patterns)
         self.counts = KeptCounts()
-        self.writer, self._budget = writer, budget or TensorBudget()
+        self.writer, self._budget = writer, budget_mib * MIB
+        self._limit = 1 << 62  # elements of a tensor
         self.begin()
 
     def begin(self, *, is_wanted: bool = True) -> None:
         """Start a step, and forget the one under way; without ``is_wanted`` nothing of it is copied."""
         self._is_wanted = is_wanted
-        self._calls: list[tuple[str, int, dict[int, SavedTensor]]] = []  # op, position of its first site, outputs
+        self._calls: list[tuple[str, int, dict[int, _Copy]]] = []  # op, position of its first site, outputs
         self._left_out: list[str] = []
-        self._budget.num_bytes = 0
+        self._num_bytes = 0
 
     def exchange(
         self, phase: str, module: str, op: str, outputs: Sequence[Any], position: int, deferred: DeferredSites
@@ -47,13 +78,27 @@ class Keeper(OpSelection):
             return outputs
         held = [index for index, out in enumerate(outputs) if isinstance(out, Tensor) and holds_data(out)]
         try:
-            copies = self._budget.copy([outputs[index] for index in held], op, deferred)
+            copies = {index: self._copy(f"{op}.{index}", outputs[index], deferred) for index in held}
         except (DetCallbacksError, torch.OutOfMemoryError) as error:  # the training goes on
             self._left_out.append(str(error))
             return outputs
         if copies:
-            self._calls.append((op, position, dict(zip(held, copies, strict=True))))
+            self._calls.append((op, position, copies))
+            self._num_bytes += sum(copy.saved.bits.nbytes for copy in copies.values())
+        while self._num_bytes > self._budget and self._limit > MIN_ELEMENTS:
+            kept = [copy for _, _, known in self._calls for copy in known.values()]
+            self._limit = max(max(copy.saved.num_saved for copy in kept) // 2, MIN_ELEMENTS)
+            for copy in kept:
+                copy.limit(self._limit)
+            self._num_bytes = sum(copy.saved.bits.nbytes for copy in kept)
         return outputs
+
+    def _copy(self, name: str, tensor: Tensor, deferred: DeferredSites) -> _Copy:
+        inner = plain(tensor)
+        start, every = sample_start(name), _every(inner.numel(), self._limit)
+        saved = copy_bits(tensor, deferred, first=start % every, every=every)
+        known = statistics_of(tensor, deferred) if can_measure(saved.dtype) else None
+        return _Copy(saved=saved, start=start, statistics=known, is_deferred=deferred.is_deferred(inner))
 
     def write(self, trace: StepTrace, step: int) -> None:
         """Write what was kept of a step that ended, before the step itself is appended to its stream."""
@@ -65,11 +110,13 @@ class Keeper(OpSelection):
             tensors = {}
         reason = f"from step {step} on: {self._left_out[0]}" if self._left_out else ""
         size, num_missing = sum(saved.bits.nbytes for saved in tensors.values()), len(self._left_out)
-        self.counts += KeptCounts(num_tensors=len(tensors), num_bytes=size, num_missing=num_missing, reason=reason)
+        num_sampled = sum(saved.every > 1 for saved in tensors.values())
+        numbers = {"num_tensors": len(tensors), "num_bytes": size, "num_sampled": num_sampled}
+        self.counts += KeptCounts(**numbers, num_missing=num_missing, reason=reason)
         self.begin()
 
 
-def _entries(trace: StepTrace, op: str, first: int, outputs: dict[int, SavedTensor]) -> dict[str, SavedTensor]:
+def _entries(trace: StepTrace, op: str, first: int, outputs: dict[int, _Copy]) -> dict[str, SavedTensor]:
     """Return the copies of a call by key, with the site that each belongs to; none where it made no sites."""
     sites, first = trace.program.sites, trace.place_of(first)
     if first < len(sites) and sites[first].role == "argument":
@@ -82,5 +129,9 @@ def _entries(trace: StepTrace, op: str, first: int, outputs: dict[int, SavedTens
         place = {name: getattr(site, name) for name in ("phase", "module", "op", "occurrence", "output")}
         digest = format_digest(int(trace.digests[first + index]))
         key = f"{site.phase}/{site.module}:{site.op}#{site.occurrence}.{site.output}"
-        entries[key] = replace(copy, options={"site_digest": digest, **place})
+        options = {"site_digest": digest, **place}
+        if copy.statistics is not None:
+            options["statistics"] = dict(zip(STATISTICS, copy.statistics.tolist(), strict=True))
+        bits = np.ascontiguousarray(copy.saved.bits).reshape(-1)
+        entries[key] = replace(copy.saved, bits=bits, options=options)
     return entries

@@ -1,5 +1,6 @@
 """The arguments of a run, and what run.json says of them and of the training."""
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ import msgspec
 from det_callbacks.digest.host import format_digest
 from det_callbacks.environment.capture import capture_environment, command_choice
 from det_callbacks.environment.rng import digest_generator
+from det_callbacks.environment.variables import PERTURB
 from det_callbacks.errors import SelectionError
 from det_callbacks.runs.environment import GENERATOR, OPTIMIZER, EnvironmentEntry
 from det_callbacks.runs.patterns import as_patterns
@@ -137,6 +139,8 @@ def manifest_of(training: Training, arguments: RunArguments, *, is_resumed: bool
         names = [f"{type(scheduler).__name__} each {interval}" for scheduler, interval in schedulers]
         chosen["optimizer.lr_scheduler"] = ", ".join(names) or "none"
     chosen |= {**_started_by(), **arguments.choices, "settings": {"allow": allow}}
+    if PERTURB in os.environ:
+        chosen["inputs of the first step"] = "last bit changed"
     starts = {} if is_resumed else _generator_starts()
     environment = {**capture_environment(choices=chosen, lightning=training.framework), **starts}
     return {

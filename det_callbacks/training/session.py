@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from typing_extensions import override
 
 from det_callbacks.audit.result import AuditReport
-from det_callbacks.environment.variables import FILL_MEMORY
+from det_callbacks.environment.variables import FILL_MEMORY, PERTURB
 from det_callbacks.errors import TraceError
 from det_callbacks.findings.table import ignored_findings
 from det_callbacks.observers.observations import REGISTRY, Observations
@@ -22,6 +22,7 @@ from det_callbacks.runs.steps import Expectation, StepTrace
 from det_callbacks.tensors.copies import TensorBudget
 from det_callbacks.tensors.files import KEPT, REPLAY, SavedStep, StepWriter
 from det_callbacks.tensors.keep import Keeper
+from det_callbacks.tensors.perturb import Perturbation
 from det_callbacks.tensors.replay import OpReplay, Replay
 from det_callbacks.trace.compiled.replaced import forget_compiled
 from det_callbacks.trace.hash_mode import HashMode
@@ -118,6 +119,7 @@ class TracedSession(Session):
         self.replay = Replay()
         self.op_replay: OpReplay | None = None
         self.keeper: Keeper | None = None
+        self._perturbation = Perturbation() if PERTURB in os.environ else None
         self._step_writers: list[StepWriter] = []
         self._of_rank = "" if peers.world_size == 1 else f" of rank {peers.rank}"
 
@@ -134,7 +136,7 @@ class TracedSession(Session):
         if patterns.replay:
             self.op_replay = OpReplay(patterns.replay, self.replay)
         if patterns.keep_tensors:
-            self.keeper = Keeper(patterns.keep_tensors, kept, budget)
+            self.keeper = Keeper(patterns.keep_tensors, kept, self.arguments.tensor_budget_mib)
 
     def _add(self, trace: StepTrace, *, step: int, epoch: int) -> bool:
         raise NotImplementedError
@@ -161,7 +163,8 @@ class TracedSession(Session):
         if FILL_MEMORY in os.environ:
             recorder.undigested.fill = int(os.environ[FILL_MEMORY])
         recorder.plans.nondeterministic_ops = ops
-        recorder.output_hooks.every = tuple(hook for hook in (self.op_replay, self.keeper) if hook is not None)
+        hooks = self.op_replay, self._perturbation, self.keeper  # which keeps what the others wrote
+        recorder.output_hooks.every = tuple(hook for hook in hooks if hook is not None)
         owner = f"the {self.arguments.called} of {self.path}"
         self._observations = Observations(recorder, owner=owner, level=selection.level)
         REGISTRY.activate(self._observations)
@@ -189,8 +192,9 @@ class TracedSession(Session):
             self._evidence.begin("batch start", known if self.idle_before is None else self.idle_before)
         self._optimized.note_measured()  # not within the step, which must not wait for a device
         if selection.selects_step(step):
-            # step 0 is repeated after a resume if an exception ended it; with only_steps, no step is
-            # special
+            if self._perturbation is not None:
+                self._perturbation.begin(batch)
+            # step 0 is repeated after a resume if an exception ended it; with only_steps, no step is special
             is_first = step == 0 or (self._is_first and selection.only_steps is None)
             self._hash_mode.begin(batch=batch, is_first=is_first, expected=self._begin_tensors(step))
             self._observations.begin(self.replay)
@@ -244,6 +248,8 @@ class TracedSession(Session):
         self._hash_mode.record_values("state", outputs, "outputs")
         self._observations.end()
         trace = self._hash_mode.finish()
+        if self._perturbation is not None:
+            self._perturbation.end_step()
         for number, digest in enumerate(self._hash_mode.sketch):
             self._evidence.note(BATCH, f"{SAMPLE}{number}", digest)
         self.flush(step)

@@ -13,7 +13,10 @@ from det_callbacks.compare.collectives import Classification, FirstDifference, c
 from det_callbacks.compare.evidence import Evidence, find_evidence
 from det_callbacks.compare.facts import LENGTHS, Facts, choices_of_steps
 from det_callbacks.compare.metrics import MetricComparison, MetricDifference
+from det_callbacks.compare.names import ModuleNames
+from det_callbacks.compare.nonfinite import first_nonfinite
 from det_callbacks.compare.numbers import next_recording, with_numbers
+from det_callbacks.compare.numerics import Rounding, compare_numerics
 from det_callbacks.compare.ranks import RankFindings, RankWalk, WholeSteps
 from det_callbacks.compare.record import TOGETHER, Tally, read_records
 from det_callbacks.compare.step import compare_steps
@@ -21,6 +24,7 @@ from det_callbacks.errors import NothingComparedError, ReferenceFormatError, Sel
 from det_callbacks.findings.table import find_findings
 from det_callbacks.report.console import capitalised, count, listed
 from det_callbacks.report.metrics import advise_metric, explain_metric, metric_lines
+from det_callbacks.report.numerics import nonfinite_sentence
 from det_callbacks.report.sentences import code_lines, explain_match, explain_ranks, explain_whole_steps, steps_agree
 from det_callbacks.runs.environment import FOLLOWED, GENERATOR, LOST, compare_environments
 from det_callbacks.runs.metrics import read_metrics
@@ -46,7 +50,15 @@ CHAINS_NOTE = (
 )
 
 
-def compare_runs(reference: str | Path, current: str | Path, *, steps: Literal["all", "common"] = "all") -> Verdict:
+def compare_runs(
+    reference: str | Path,
+    current: str | Path,
+    *,
+    steps: Literal["all", "common"] = "all",
+    numerics: bool = False,
+    tolerance: str | Path | None = None,
+    names: str | Path | None = None,
+) -> Verdict:
     """Compare a run with its reference, bit for bit.
 
     Steps up to the first difference of a rank are compared by their chains, later ones one at a time, in 200
@@ -58,6 +70,10 @@ def compare_runs(reference: str | Path, current: str | Path, *, steps: Literal["
         current: folder of the run to compare, or of a verification.
         steps: "all" demands exactly the reference's steps: another one, or one that is not there, is a divergence.
             "common" compares the steps that both runs have. Of a verification, what it was asked for holds.
+        numerics: also say by how much they differ, and whether that is rounding, at the sites whose tensors both kept.
+        tolerance: folder of ``det-callbacks check --numerics``, which measured what rounding does; None for what
+            ``torch.testing`` tolerates for each dtype.
+        names: file that says which modules have another name in the current run; see ``ModuleNames``.
 
     Returns:
         The verdict; the ``exit_code`` of the command line is its own. Runs of another number of processes are
@@ -67,7 +83,7 @@ def compare_runs(reference: str | Path, current: str | Path, *, steps: Literal["
         ReferenceNotFoundError: there is no run at one of the paths.
         ReferenceFormatError: a file of a run is damaged or missing, or the reference is incomplete and ``steps`` is
             "all", or it is not the one that a verification was compared with.
-        SelectionError: the runs recorded other modules, phases or another level.
+        SelectionError: the runs recorded other modules, phases or another level; for ``numerics`` one kept no tensors.
         NothingComparedError: the runs have no step in common, or no site.
         ValueError: ``steps`` is another word.
 
@@ -77,6 +93,16 @@ def compare_runs(reference: str | Path, current: str | Path, *, steps: Literal["
     """
     if steps not in ("all", "common"):
         raise ValueError(f'steps must be "all" or "common"; got {steps!r}.')
+    if numerics:
+        found = compare_numerics(
+            Run.open(reference, check_steps=False),
+            Run.open(current, check_steps=False),
+            tolerance=None if tolerance is None else Rounding.read(tolerance),
+            names=None if names is None else ModuleNames.read(names),
+        )
+        return replace(compare_runs(reference, current, steps=steps), numerics=found)
+    if tolerance is not None or names is not None:
+        raise ValueError("tolerance and names belong to numerics=True.")
     ours, theirs = runs = [Run.open(path, check_steps=False) for path in (reference, current)]
     environment = compare_environments(ours.manifest.environment, theirs.manifest.environment)
     if ours.manifest.world_size != theirs.manifest.world_size:
@@ -121,8 +147,14 @@ def compare_runs(reference: str | Path, current: str | Path, *, steps: Literal["
         verdict,
         record_next=next_recording(verdict, ours.manifest.selection),
         findings=findings,
-        evidence=(*verdict.evidence, *unread),
+        evidence=(*verdict.evidence, *unread, *_nonfinite(ours, theirs)),
     )
+
+
+def _nonfinite(*runs: Run) -> list[str]:
+    """Return where the runs, as far as they kept tensors, have the first number that is not finite."""
+    found = {"reference": first_nonfinite(runs[0]), "current run": first_nonfinite(runs[1])}
+    return [f"{name}: {nonfinite_sentence(one)}" for name, one in found.items() if one is not None]
 
 
 def _findings(current: Run) -> tuple[tuple[Finding, ...], tuple[str, ...]]:

@@ -1,5 +1,6 @@
 """``det-callbacks record``, ``verify`` and ``check`` on scripts that know nothing of it."""
 
+import json
 import os
 import random
 import re
@@ -13,6 +14,7 @@ from trainers import LIGHTNING_ADVICE
 
 from det_callbacks import compare_runs
 from det_callbacks.environment.variables import LAUNCH
+from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.integrations.launch import callbacks
 from det_callbacks.runs.store import Run as StoredRun
 
@@ -40,6 +42,41 @@ def test_a_script_is_recorded_and_verified_as_it_is(run_command):
     assert "\nDIVERGED\nStep 1" in done.text
     assert done.last.endswith(f"report: {Path('other/run/report.html').absolute()}")
     assert Path("other/run/report.html").stat().st_size > 1000
+
+
+def test_what_rounding_does_is_measured_and_is_the_tolerance_of_a_diff(run_command):
+    done = run_command("check", "--numerics", "--to", "tol")
+    assert (done.status, done.errors) == (0, "")
+    assert "Rounding: with the last bit of its first inputs changed, " in done.text
+    assert done.last.endswith(f"det-callbacks diff REFERENCE CURRENT --numerics --tolerance {Path('tol').absolute()}")
+    reference, perturbed = (StoredRun.open(Path("tol", name)) for name in ("reference", "perturbed"))
+    assert "inputs of the first step" in perturbed.manifest.environment
+    assert "inputs of the first step" not in reference.manifest.environment
+
+    plain = compare_runs(reference.path, perturbed.path, numerics=True)
+    measured = compare_runs(reference.path, perturbed.path, numerics=True, tolerance="tol").numerics
+    assert (plain.numerics.tolerance, measured.tolerance) == ("torch.testing", "tol/rounding.json")
+    assert plain.first_divergence.name == "batch[0]"
+    assert (measured.conclusion, measured.num_beyond, measured.num_default) == ("rounding", 0, 0)
+    assert 0 < measured.worst.excess <= 0.1 + 1e-9  # ten times what was measured is tolerated
+    first = next(site for site in measured.sites if site.op == "aten.addmm.default")
+    assert 0 < first.relative < 1e-6
+
+    # what was measured as less is beyond; a site that was not measured has the tolerance of torch.testing
+    path = Path("tol", "rounding.json")
+    content = json.loads(path.read_text())
+    optimized = [site for site in content["sites"] if site[3] == "optimizer"]
+    path.write_text(json.dumps({**content, "sites": [[*site[:8], site[8] / 1e4] for site in optimized]}))
+    found = compare_runs(reference.path, perturbed.path, numerics=True, tolerance="tol").numerics
+    others = [site for site in found.sites if site.phase != "optimizer" and site.relative]
+    assert found.num_default == len(others) > 10
+    path.write_text("{}")
+    with pytest.raises(ReferenceFormatError, match="it is no measured tolerance"):
+        compare_runs(reference.path, perturbed.path, numerics=True, tolerance="tol")
+    done = run_command("check", "--numerics", "--vary", "threads", "--to", "other")
+    assert (done.status, "one after the other" in done.errors) == (2, True)
+    done = run_command("check", "--numerics", "--level", "state", "--to", "other")
+    assert (done.status, 'keep_tensors needs level="op"' in done.text) == (2, True)
 
 
 def test_what_goes_wrong_has_a_status_and_is_said_once(run_command):

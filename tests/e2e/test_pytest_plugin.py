@@ -313,3 +313,55 @@ def test_processes_of_xdist_report_together(project):
     assert done.status == 0, done.text
     assert "references of trainings: 1 matched, 2 recorded\n" in done.text
     assert done.text.count("  tests/__determinism__/") == 1
+
+
+TOLERANT = """
+    import os
+
+    import torch
+
+    PLANTED = os.environ.get("PLANTED", "")
+
+    def loop(follow):
+        model = torch.nn.Linear(64, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with follow(model=model, optimizers=optimizer) as run:
+            for step in range(1 if PLANTED == "shorter" else 3):
+                batch = torch.randn(512, 64)
+                with run.step(batch):
+                    if PLANTED == "rounding" and step == 0:
+                        batch += 2e-7
+                    out = model(batch)
+                    out = torch.tanh(out) if PLANTED == "change" and step == 1 else out
+                    out.square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    def test_numbers(training_snapshot):
+        training_snapshot(loop, tolerance="torch.testing", tensor_budget_mib=0.05)
+
+    def test_bits(training_snapshot):
+        training_snapshot(loop)
+"""
+
+
+def test_with_a_tolerance_numbers_are_compared_and_the_failure_shows_the_jump(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_net.py").write_text(textwrap.dedent(TOLERANT))
+    (tmp_path / "pytest.ini").write_text("[pytest]\ndeterminism_not_comparable = skip\n")
+    assert run_in(tmp_path, "--determinism-record").counts(passed=2)
+    (run,) = (tmp_path / "tests").rglob("test_numbers/run.json")
+    assert sum(file.stat().st_size for file in run.parent.rglob("*.safetensors")) < 200_000
+    done = run_in(tmp_path, PLANTED="rounding")
+    assert done.counts(passed=1, failed=1), done.text
+    assert "FAILED tests/test_net.py::test_bits - " in done.text
+    done = run_in(tmp_path, "-k", "numbers", "--determinism-record", PLANTED="rounding")
+    assert "1 unchanged" in done.text, "it is within the tolerance, so it is not recorded again"
+    done = run_in(tmp_path, "-k", "numbers", PLANTED="change")
+    assert done.counts(failed=1, deselected=1), done.text
+    assert "Failed: A real change starts at " in done.text
+    assert "through aten.tanh.default" in done.text
+    assert "Jumps, the largest first" in done.text
+    done = run_in(tmp_path, "-k", "numbers", PLANTED="shorter")
+    assert done.counts(failed=1, deselected=1), done.text
+    assert "The training has other steps than its reference" in done.text

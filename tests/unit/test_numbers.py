@@ -1,6 +1,7 @@
 """By how much two tensors differ: against a count of one element at a time in Python's own numbers."""
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.testing._comparison import default_tolerances
 
 from det_callbacks.digest import numbers
 from det_callbacks.digest.components import tensor_numbers
@@ -151,3 +153,76 @@ def test_what_has_no_elements_in_common_is_refused() -> None:
             tensor_numbers(LABEL, one, other)
     with pytest.raises(ValueError, match="not two tensors of 3 elements"):
         numbers.tensor_numbers(TensorNumbers(tensor="x", shape=(3,)), np.zeros(12, np.uint8), np.zeros(8, np.uint8))
+
+
+def bytes_of(tensor: Tensor) -> np.ndarray:
+    return np.frombuffer(tensor.contiguous().view(torch.uint8).numpy().tobytes(), dtype=np.uint8)
+
+
+def measured(one: Tensor, other: Tensor, **options: Any) -> numbers.Measure:
+    names = str(one.dtype).removeprefix("torch."), str(other.dtype).removeprefix("torch.")
+    return numbers.measure(bytes_of(one), bytes_of(other), names, **options)
+
+
+@settings(max_examples=60, deadline=None)
+@given(pairs(), st.sampled_from([3, 1 << 20]))
+def test_a_measure_is_what_a_loop_over_the_elements_finds(case, chunk):
+    dtype, first, second = case
+    one, other = of_bits(first, dtype), of_bits(second, dtype)
+    with mock.patch.object(numbers, "CHUNK_ELEMENTS", chunk):
+        found = measured(one, other)
+    rtol, atol = default_tolerances(dtype)
+    ours, theirs = one.double().tolist(), other.double().tolist()
+    finite = [value for value in ours if math.isfinite(value)]
+    size = math.sqrt(min(sum(value * value for value in finite), sys.float_info.max) / max(len(ours), 1))
+    is_same = [a == b or (math.isnan(a) and math.isnan(b)) for a, b in zip(ours, theirs, strict=True)]
+    if dtype in INTEGERS:
+        is_same = [a == b for a, b in zip(one.tolist(), other.tolist(), strict=True)]
+    assert (found.num_elements, found.num_differing) == (len(ours), is_same.count(False))
+    if not all(
+        same or (math.isfinite(a) and math.isfinite(b)) for a, b, same in zip(ours, theirs, is_same, strict=True)
+    ):
+        assert (found.ulp, found.relative, found.absolute, found.excess) == (None, None, None, math.inf)
+        return
+    apart = [0.0 if same else abs(a - b) for a, b, same in zip(ours, theirs, is_same, strict=True)]
+    if dtype in INTEGERS:
+        apart = [float(abs(a - b)) for a, b in zip(one.tolist(), other.tolist(), strict=True)]
+    if found.absolute is None:
+        assert not math.isfinite(sum(apart)) or dtype == torch.float64
+        return
+    assert found.absolute == max(apart, default=0)
+    is_within = all(not gap or gap <= atol + rtol * abs(a) for gap, a in zip(apart, ours, strict=True))
+    assert (found.excess <= 1 + 1e-12) >= is_within >= (found.excess <= 1 - 1e-12)
+    scales = [max(abs(a), size) or abs(b) for a, b in zip(ours, theirs, strict=True)]
+    errors = [gap / scale for gap, scale in zip(apart, scales, strict=True) if gap]
+    assert found.relative == pytest.approx(max(errors, default=0), rel=1e-9)
+
+
+def test_an_ulp_is_one_of_the_element_or_of_the_size_of_its_tensor() -> None:
+    one = torch.tensor([4.0, 1e-9, 3.0, -4.0])
+    other = torch.tensor([4.0, -1e-9, 3.0, -4.0])
+    found = measured(one, other)
+    assert (found.ulp, found.absolute) == (1, 2 * one[1].double())
+    assert found.relative == pytest.approx(2e-9 / (41 / 4) ** 0.5, rel=1e-6)
+    other[2:3] += 5 * 2**-22
+    assert measured(one, other).ulp == 5
+    sample = measured(one[1:2], other[1:2], root_mean_square=(41 / 4) ** 0.5)
+    assert (sample.ulp, sample.num_elements) == (1, 1)
+
+
+def test_two_dtypes_are_compared_by_their_numbers_in_those_of_the_coarser() -> None:
+    one = torch.randn(1000)
+    found = measured(one, one.bfloat16())
+    assert found.ulp == 1
+    assert found.relative < 2**-8
+    assert not measured(one.bfloat16(), one.bfloat16().float()).num_differing
+    assert measured(one.bfloat16(), (one * 1.1).float()).ulp > 10
+    with pytest.raises(ValueError, match="have no partners"):
+        measured(one, one[1:])
+
+
+@pytest.mark.parametrize("dtype", [*ALL, torch.bool, torch.complex64, torch.complex32, torch.complex128], ids=str)
+def test_the_tolerances_are_those_of_torch_testing(dtype: torch.dtype) -> None:
+    assert tuple(numbers.default_tolerance(str(dtype).removeprefix("torch."))) == default_tolerances(dtype)
+    if dtype.is_floating_point:
+        assert numbers.epsilon(str(dtype).removeprefix("torch.")) == torch.finfo(dtype).eps

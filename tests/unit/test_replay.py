@@ -32,7 +32,16 @@ from det_callbacks.errors import DetCallbacksError, ReferenceFormatError, Replay
 from det_callbacks.runs.files import stream_path
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.tensors.copies import TensorBudget
-from det_callbacks.tensors.files import KEPT, REPLAY, SavedStep, StepPlace, StepWriter, tensor_path
+from det_callbacks.tensors.files import (
+    KEPT,
+    REPLAY,
+    SavedStep,
+    SavedTensor,
+    StepPlace,
+    StepWriter,
+    common_elements,
+    tensor_path,
+)
 from det_callbacks.tensors.keep import Keeper
 from det_callbacks.tensors.replay import Replay
 from det_callbacks.trace.hash_mode import HashMode
@@ -240,8 +249,8 @@ def test_every_damaged_byte_and_another_version_are_found(tmp_path: Path, monkey
         with pytest.raises(ReferenceFormatError, match="step-000000012"):
             reader(tmp_path).exchange(KEY, torch.randn(8), op="op", deferred=None)
     path.write_bytes(content)
-    monkeypatch.setattr("det_callbacks.tensors.files.TENSORS_FORMAT_VERSION", 2)
-    with pytest.raises(ReferenceFormatError, match=r"step-000000012.*its format version is 1, and 2 is read here"):
+    monkeypatch.setattr("det_callbacks.tensors.files.TENSORS_FORMAT_VERSION", 3)
+    with pytest.raises(ReferenceFormatError, match=r"step-000000012.*its format version is 2, and 3 is read here"):
         reader(tmp_path).exchange(KEY, torch.randn(8), op="op", deferred=None)
 
 
@@ -255,7 +264,7 @@ def test_others_can_read_the_file(tmp_path: Path) -> None:
     for one, other in zip(found, tensors, strict=True):
         assert one.dtype in (other.dtype, torch.uint8)
         assert digest_tensor(one) == digest_tensor(other)
-    assert (header["format_version"], header["run_id"], header["step"]) == (1, "run", 12)
+    assert (header["format_version"], header["run_id"], header["step"]) == (2, "run", 12)
     assert header["entries"][KEY]["dtype"] == str(DTYPES[0]).removeprefix("torch.")
 
 
@@ -278,10 +287,10 @@ def test_a_step_recorded_again_replaces_what_it_saved(tmp_path: Path) -> None:
 ADD = replace(DIVERGENCE, step=0, module="", op="aten.add.Tensor", shape=(2,))
 
 
-def keeper(folder: Path, *patterns: str, budget: TensorBudget | None = None) -> Keeper:
+def keeper(folder: Path, *patterns: str, budget_mib: float = 8.0) -> Keeper:
     stream = stream_path(folder, 0, 0, 0)
     stream.parent.mkdir(parents=True, exist_ok=True)
-    return Keeper(patterns, StepWriter(stream, KEPT, run_id=folder.name), budget or TensorBudget(8.0))
+    return Keeper(patterns, StepWriter(stream, KEPT, run_id=folder.name), budget_mib)
 
 
 def trace(keeping: Keeper, body: Callable[[], Any], step: int = 0) -> StepTrace:
@@ -314,30 +323,64 @@ def test_what_cannot_be_copied_or_written_is_left_out_and_said(tmp_path: Path, m
     trace(keeping, lambda: torch.ones(3, 3).to_sparse())
     assert (keeping.counts.num_tensors, keeping.counts.num_missing) == (1, 1)
     assert "has the layout sparse_coo, so its bits cannot be saved" in keeping.counts.reason
-    for name, error in (("copies.copy_bits", torch.OutOfMemoryError()), ("files.StepWriter.write", WriteError("full"))):
+    for name, error in (("keep.copy_bits", torch.OutOfMemoryError()), ("files.StepWriter.write", WriteError("full"))):
         with monkeypatch.context() as patch:
             patch.setattr(f"det_callbacks.tensors.{name}", mock.Mock(side_effect=error))
             trace(keeping, lambda: torch.ones(2))
     assert (keeping.counts.num_tensors, keeping.counts.num_missing) == (1, 3)
 
 
-def test_one_budget_serves_what_a_step_keeps_and_saves(tmp_path: Path) -> None:
-    budget = TensorBudget(0.002)
-    keeping = keeper(tmp_path / "run", "aten.mm.default", budget=budget)
-    replay = Replay(StepWriter(stream_path(tmp_path / "run", 0, 0, 0), REPLAY, run_id="run"), budget)
+def test_replay_saves_whole_tensors_within_the_budget_of_a_step(tmp_path: Path) -> None:
+    replay = Replay(StepWriter(stream_path(tmp_path / "run", 0, 0, 0), REPLAY, run_id="run"), TensorBudget(0.002))
+    replay.exchange("key", torch.ones(256), op="op", deferred=None)  # a half of the budget
+    with pytest.raises(ReplayError, match=r"save 0\.00338 MiB with op, and tensor_budget_mib is 0\.002\."):
+        replay.exchange("more", torch.ones(629), op="op", deferred=None)
+    replay.begin(None)
+    replay.exchange("each step has it for itself", torch.ones(512), op="op", deferred=None)
+
+
+def kept_in(folder: Path, step: int = 0) -> dict[str, SavedTensor]:
+    path = tensor_path(stream_path(folder, 0, 0, 0), KEPT, step)
+    saved = SavedStep(path, StepPlace(run_id=folder.name, rank=0, segment=0, step=step))
+    return {key: saved.read(key) for key in saved.entries}
+
+
+def test_above_the_budget_the_same_even_sample_of_elements_is_kept_with_statistics_of_all(tmp_path: Path) -> None:
+    values = torch.randn(3, 1000)
+    values[1, 7] = torch.nan
 
     def body() -> None:
-        replay.exchange("key", torch.ones(256), op="op", deferred=None)  # a half of the budget
-        torch.mm(torch.ones(16, 8), torch.ones(8, 32))  # does not fit
-        torch.mm(torch.ones(8, 8), torch.ones(8, 8))
-        with pytest.raises(RuntimeError, match="mat1 and mat2"):
-            torch.mm(torch.ones(2, 2), torch.ones(3, 3))
-        with pytest.raises(ReplayError, match=r"save 0\.00362 MiB with op, and tensor_budget_mib is 0\.002\."):
-            replay.exchange("more", torch.ones(629), op="op", deferred=None)
+        (values.t() + 0).contiguous()  # not contiguous itself
+        values + 0
+        torch.ones(5) + 0
 
-    trace(keeping, body)
-    assert (keeping.counts.num_tensors, keeping.counts.num_missing) == (1, 1)
-    replay.exchange("each step has it for itself", torch.ones(512), op="op", deferred=None)
+    # whole: 24,020 bytes; at most 1,000 elements, and at most 125 elements of each tensor
+    kept = {}
+    for budget in (8.0, 0.008, 0.001):
+        folder = tmp_path / str(budget)
+        keeping = keeper(folder, "aten.add.Tensor", budget_mib=budget)
+        trace(keeping, body)
+        kept[budget] = [*kept_in(folder).values()]
+        assert keeping.counts.num_bytes <= budget * 2**20
+        assert keeping.counts.num_sampled == (0 if budget == 8 else 2)
+    whole, some, few = ([tensor.every for tensor in kept[budget]] for budget in kept)
+    assert (whole, some, few) == ([1, 1, 1], [4, 4, 1], [32, 32, 1])
+    for one, other in ((8.0, 0.008), (0.008, 0.001), (8.0, 0.001)):
+        for ours, theirs in zip(kept[one], kept[other], strict=True):
+            assert (ours.shape, ours.options["statistics"]) == (theirs.shape, theirs.options["statistics"])
+            left, right = common_elements(ours, theirs)
+            assert right is theirs
+            assert left.bits.tobytes() == right.bits.tobytes()
+    flat = values.flatten()
+    of_values = kept[0.001][1]
+    sample = flat[of_values.first :: 32]
+    assert of_values.bits.tobytes() == sample.numpy().tobytes()
+    finite = flat[flat.isfinite()].double()
+    statistics = of_values.options["statistics"]
+    assert (statistics["nan"], statistics["inf"]) == (1, 0)
+    assert statistics["largest"] == finite.abs().max()
+    for name, known in (("sum", finite.sum()), ("squares", finite.square().sum())):
+        assert statistics[name] == pytest.approx(float(known))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it compiles

@@ -1,0 +1,124 @@
+"""The same model in other words: modules that have another name in the current run, or were fused or split there."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from det_callbacks.errors import SelectionError
+from det_callbacks.runs.program import Program, Site, StepView
+
+Group = tuple[list[int], list[int]]
+"""Positions in the reference and in the current step of outputs that are one tensor, concatenated."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """Patterns of modules in the reference and in the current run; one of the two sides has a single one."""
+
+    reference: tuple[str, ...]
+    current: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleNames:
+    """Which modules of the reference are which of the current run, by rules in a file.
+
+    A line is ``reference -> current``: two patterns of module names, each as its own run has them, in which a ``*``
+    stands for the same text on both sides. The first that matches counts. Several patterns on one side, separated by commas, are modules that the other run has as one: their outputs
+    are concatenated in this order::
+
+        encoder.layer.* -> blocks.*
+        *.to_q, *.to_k, *.to_v -> *.qkv_proj        # a comment
+    """
+
+    path: Path
+    rules: tuple[_Rule, ...]
+
+    @classmethod
+    def read(cls, path: str | Path) -> "ModuleNames":
+        """Return the rules in a file; raise ``SelectionError``, which names the line, where it cannot be read."""
+        try:
+            lines = Path(path).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise SelectionError(f"The file of module names {path} cannot be read: {error}") from error
+        rules = []
+        for number, line in enumerate(lines, start=1):
+            text = line.partition("#")[0].strip()
+            if not text:
+                continue
+            left, arrow, right = text.partition("->")
+            sides = [tuple(part.strip() for part in side.split(",")) for side in (left, right)]
+            stars = {pattern.count("*") for side in sides for pattern in side}
+            if not arrow or not all(map(all, sides)) or min(map(len, sides)) > 1 or len(stars) > 1:
+                raise SelectionError(
+                    f'{path}:{number}: {line.strip()!r} maps no modules. Write "reference -> current", patterns with '
+                    'as many "*" each; of modules that were fused, "*.to_q, *.to_k, *.to_v -> *.qkv_proj".'
+                )
+            rules.append(_Rule(*sides))
+        return cls(Path(path), tuple(rules))
+
+    def renamed(self, view: StepView) -> StepView:
+        """Return a step of the reference with the names of the current run."""
+        sites = [
+            replace(site, module=self._rename(site.module), name=None if site.name is None else self._in(site.name))
+            for site in view.program.sites
+        ]
+        counts = {**view.program.counts, "text": view.program.text}
+        return replace(view, program=Program.of(sites, **counts))
+
+    def _in(self, name: str) -> str:
+        """Return the name of a parameter, or what is of one, with the new name of its module."""
+        what, of, parameter = name.rpartition(" of ")
+        module, dot, last = parameter.rpartition(".")
+        return f"{what}{of}{self._rename(module)}{dot}{last}"
+
+    def _rename(self, module: str) -> str:
+        for rule in self.rules:
+            if len(rule.reference) == len(rule.current) == 1:
+                found = _matched(rule.reference[0], module)
+                if found is not None:
+                    return _filled(rule.current[0], found)
+        return module
+
+    def fused(self, reference: StepView, current: StepView) -> list[Group]:
+        """Return the outputs of fused modules: of the same op, called as often, in each of them."""
+        return [
+            group
+            for rule in self.rules
+            if len(rule.reference) != len(rule.current)
+            for group in _groups(rule, reference.program.sites, current.program.sites)
+        ]
+
+
+def _groups(rule: _Rule, reference: Sequence[Site], current: Sequence[Site]) -> Iterator[Group]:
+    patterns = rule.reference, rule.current
+    several = int(len(rule.current) > 1)
+    sides = reference, current
+    places: list[dict[tuple[object, ...], int]] = [
+        {
+            (number, tuple(found), site.phase, site.op, site.occurrence, site.output): position
+            for position, site in enumerate(sites)
+            if site.role == "output"
+            for number, pattern in enumerate(known)
+            if (found := _matched(pattern, site.module)) is not None
+        }
+        for sites, known in zip(sides, patterns, strict=True)
+    ]
+    for (_, *key), whole in places[1 - several].items():
+        parts = [places[several].get((number, *key)) for number in range(len(patterns[several]))]
+        known = [part for part in parts if part is not None]
+        if len(known) == len(parts):
+            yield ([whole], known) if several else (known, [whole])
+
+
+def _matched(pattern: str, module: str) -> list[str] | None:
+    """Return what the stars of a pattern stand for in a module's name, None where it does not match."""
+    found = re.fullmatch("(.*)".join(map(re.escape, pattern.split("*"))), module)
+    return None if found is None else list(found.groups())
+
+
+def _filled(pattern: str, found: Sequence[str]) -> str:
+    """Return a pattern with texts in the places of its stars."""
+    first, *rest = pattern.split("*")
+    return first + "".join(text + part for text, part in zip(found, rest, strict=True))

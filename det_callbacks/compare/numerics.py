@@ -1,0 +1,355 @@
+"""Rounding, or a real change: by how much two recordings differ at every site whose tensors both kept.
+
+An error is set in relation to the errors of what the op read: where rounding is carried on, an op multiplies it by a
+little; where something was changed, an error appears that nothing explains. What was not kept, or has no partner, is
+looked through: its error is that of what it read itself.
+"""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from dataclasses import fields as dataclass_fields
+from math import inf, prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from det_callbacks.compare.align import align
+from det_callbacks.compare.differences import StepDifference
+from det_callbacks.compare.names import ModuleNames
+from det_callbacks.digest.host import format_digest
+from det_callbacks.digest.numbers import Measure, can_measure, coarser, epsilon, measure
+from det_callbacks.errors import NothingComparedError, SelectionError
+from det_callbacks.runs.disk import replace_atomically
+from det_callbacks.runs.files import damaged
+from det_callbacks.runs.program import StepView
+from det_callbacks.runs.store import Run
+from det_callbacks.tensors.files import KEPT, SavedStep, SavedTensor, common_elements
+from det_callbacks.verdict import Divergence, Numerics, SiteNumerics
+
+JUMP = 10.0
+"""An op that multiplies the error of what it reads by so much, or makes so many epsilons of its own, is a jump."""
+ROUNDING_FILE = "rounding.json"
+"""How far rounding alone carries each site of a training, in the folder of ``det-callbacks check --numerics``."""
+MARGIN = 10.0
+"""Of what one perturbed run shows, so much more is tolerated: another kernel rounds at every op, and not at first."""
+
+_SCHEMA = 1
+_Place = tuple[int, int, int, str, str, str, int, int]
+"""Rank, segment, step, phase, module, op, occurrence and output of a site."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounding:
+    """How far rounding carries each site, as a relative error; ``path`` is where that was measured."""
+
+    path: Path
+    bounds: Mapping[_Place, float]
+
+    @classmethod
+    def read(cls, folder: str | Path) -> "Rounding":
+        """Return what ``det-callbacks check --numerics`` measured into a folder."""
+        path = Path(folder) / ROUNDING_FILE
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if content["schema"] != _SCHEMA:
+                raise ValueError(f"its schema is {content['schema']!r}, and {_SCHEMA} is read here")
+            bounds = {_key(*site[:8]): inf if site[8] is None else float(site[8]) for site in content["sites"]}
+        except FileNotFoundError as error:
+            raise SelectionError(
+                f"{folder} holds no measured tolerance ({ROUNDING_FILE}). Measure one: "
+                f"det-callbacks check --numerics --to {folder} -- python train.py"
+            ) from error
+        except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+            raise damaged(path, f"it is no measured tolerance ({error!r})") from error
+        return cls(path=path, bounds=bounds)
+
+    def bound(self, site: Divergence, dtype: str) -> float | None:
+        """Return the relative error that is tolerated at a site; None where it was not measured."""
+        known = self.bounds.get(_place(site))
+        return None if known is None else MARGIN * max(known, epsilon(dtype))
+
+
+def write_rounding(folder: Path, numerics: Numerics) -> None:
+    """Write how far the sites of a run and of its perturbed twin are apart; null where that has no number."""
+    content = json.dumps({"schema": _SCHEMA, "sites": [[*_place(site), site.relative] for site in numerics.sites]})
+    replace_atomically(folder / ROUNDING_FILE, content.encode(), instead="name another folder (--to)")
+
+
+def _key(rank: int, segment: int, step: int, phase: str, module: str, op: str, occurrence: int, output: int) -> _Place:
+    return (int(rank), int(segment), int(step), str(phase), str(module), str(op), int(occurrence), int(output))
+
+
+def _place(site: Divergence | SiteNumerics) -> _Place:
+    return (site.rank, site.segment, site.step, site.phase, site.module, site.op, site.occurrence, site.output)
+
+
+def compare_numerics(
+    reference: Run, current: Run, *, tolerance: Rounding | None = None, names: ModuleNames | None = None
+) -> Numerics:
+    """Compare what two runs kept of the same steps.
+
+    Raises:
+        SelectionError: a run kept nothing; the message says how to keep tensors.
+        NothingComparedError: they kept nothing of a step and a site that both have.
+        ReferenceFormatError: what was kept is damaged.
+    """
+    for run in (reference, current):
+        if not run.manifest.keep_tensors:
+            raise SelectionError(
+                f"{run.path} kept no tensors, so by how much it differs cannot be told. Record both sides again with "
+                f"them: det-callbacks record {run.path} --overwrite --only-steps 0 --keep '*' -- python train.py"
+            )
+    found, counts, num_default = list[SiteNumerics](), Counter[str](), 0
+    for views, kept in _common_steps(reference, current):
+        step = _StepNumerics(views, kept, tolerance, names)
+        found += step.sites()
+        counts += step.not_compared
+        num_default += step.num_default
+    if not found:
+        reasons = "".join(f"; {number:,} sites: {reason}" for reason, number in counts.items())
+        raise NothingComparedError(
+            f"{reference.path} and {current.path} kept no tensor that both have, of a step that both have{reasons}. "
+            "Record both with the same only_steps and keep_tensors."
+        )
+    differing = [site for site in found if site.kind != "equal" and site.absolute != 0]
+    beyond = [site for site in found if not site.within]
+    # what it reads may not be known, and then nothing says that it is rounding
+    unexplained = [site for site in beyond if site.is_start and (site.reads is None or _growth(site) >= JUMP)]
+    jumps = [site for site in unexplained if site.reads is not None]
+    first = min(((site.segment, site.step) for site in jumps), default=None)
+    jumps = sorted((site for site in jumps if (site.segment, site.step) == first), key=_growth, reverse=True)
+    return Numerics(
+        conclusion="change" if unexplained else "rounding" if differing else "none",
+        tolerance=str(tolerance.path) if tolerance is not None else "torch.testing",
+        first_jump=jumps[0] if jumps else None,
+        worst=max(differing, key=_excess, default=None),
+        num_differing=len(differing),
+        num_beyond=len(beyond),
+        num_default=num_default,
+        not_compared=dict(counts),
+        jumps=tuple(jumps),
+        sites=tuple(found),
+    )
+
+
+def _growth(site: SiteNumerics) -> float:
+    return inf if site.growth is None else site.growth
+
+
+def _excess(site: SiteNumerics) -> float:
+    return inf if site.excess is None else site.excess
+
+
+def _common_steps(reference: Run, current: Run) -> Iterator[tuple[list[StepView], list[SavedStep]]]:
+    """Yield the steps of which both runs kept something."""
+    for rank in sorted({*reference.ranks} & {*current.ranks}):
+        ours, theirs = reference.rank(rank), current.rank(rank)
+        for segment in sorted({*ours.segments} & {*theirs.segments}):
+            for step in np.intersect1d(ours.steps(segment), theirs.steps(segment)).tolist():
+                place: dict[str, Any] = {"rank": rank, "segment": segment, "step": step}
+                kept = [SavedStep.of(run, **place, kind=KEPT) for run in (reference, current)]
+                if all(saved.exists for saved in kept):
+                    yield [run.view(**place) for run in (reference, current)], kept
+
+
+def kept_sites(view: StepView, saved: SavedStep) -> dict[int, str]:
+    """Return the key of what was kept by the position of its site; of a site with other bits it is not kept."""
+    found = {}
+    for position, site in enumerate(view.program.sites):
+        key = f"{site.phase}/{site.module}:{site.op}#{site.occurrence}.{site.output}"
+        digest = format_digest(int(view.record.digests[position]))
+        if site.role == "output" and saved.entries.get(key, {}).get("site_digest") == digest:
+            found[position] = key
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    """A site of both steps with its positions in each: several where modules were fused, none where it is not there."""
+
+    positions: tuple[Sequence[int], Sequence[int]]
+    place: Divergence | None = None  # None where it was not kept
+    measure: Measure | None = None  # None where it is not known
+
+
+class _Carried:
+    """What errors each site of a step has, also where it was not kept: then it has those of what it read.
+
+    An error is a relative one, infinite where it is not known or beyond all numbers.
+    """
+
+    def __init__(self, view: StepView) -> None:
+        self._sites = view.program.sites
+        self._known: dict[int, tuple[float, bool]] = {}  # by position: the error, and whether it is beyond
+        self._carried: list[tuple[float, bool, tuple[str, ...]]] = []
+
+    def note(self, positions: Sequence[int], row: _Row) -> None:
+        """Note what was measured."""
+        if row.measure is not None:
+            error = inf if row.measure.relative is None else row.measure.relative
+            self._known.update((position, (error, row.measure.excess > 1)) for position in positions)
+
+    def carry(self) -> None:
+        """Go through the step."""
+        for position, site in enumerate(self._sites):
+            known, read = self._known.get(position), self.read(position)
+            if known is not None:
+                self._carried.append((*known, ()))
+            elif site.inputs or site.op:
+                through = tuple(dict.fromkeys((*read[2], *([site.op] if site.role == "output" else ()))))
+                self._carried.append((*read[:2], through))
+            else:  # it came from outside, and differs
+                self._carried.append((inf, False, (site.name or "a tensor made outside the trace",)))
+
+    def read(self, position: int) -> tuple[float, bool, tuple[str, ...]]:
+        """Return the largest error of what a site reads, whether any is beyond, and what is not known between."""
+        read = [self._carried[place] for place in self._sites[position].inputs]
+        through = tuple(dict.fromkeys(name for _, _, names in read for name in names))
+        return max((one[0] for one in read), default=0.0), any(one[1] for one in read), through
+
+
+class _StepNumerics:
+    """The numerics of one step of one rank."""
+
+    def __init__(
+        self,
+        views: Sequence[StepView],
+        saved: Sequence[SavedStep],
+        rounding: Rounding | None,
+        names: ModuleNames | None,
+    ) -> None:
+        self._saved, self._rounding = saved, rounding
+        self._kept = [kept_sites(*side) for side in zip(views, saved, strict=True)]
+        ours, theirs = views[0] if names is None else names.renamed(views[0]), views[1]
+        self._views, self._difference = (ours, theirs), StepDifference(ours, theirs, align(ours, theirs))
+        self._fused = [] if names is None else names.fused(views[0], theirs)
+        self.not_compared: Counter[str] = Counter()
+        self.num_default = 0  # sites whose tolerance was not measured
+
+    def sites(self) -> list[SiteNumerics]:
+        """Return every site that both kept, in the order of the step."""
+        rows, sides = [*self._rows()], [_Carried(view) for view in self._views]
+        for number, side in enumerate(sides):
+            for row in rows:
+                side.note(row.positions[number], row)
+            side.carry()
+        kept = sorted((row for row in rows if row.place is not None), key=lambda row: row.positions[1][0])
+        return [self._site(row, sides) for row in kept]
+
+    def _rows(self) -> Iterator[_Row]:
+        found = self._difference
+        in_groups = [{at for group in self._fused for at in group[side]} for side in (0, 1)]
+        for row, (left, right) in enumerate(found.pairs):
+            is_kept = [position in kept for position, kept in zip((left, right), self._kept, strict=True)]
+            if left in in_groups[0] or right in in_groups[1]:
+                continue
+            if min(left, right) < 0:
+                side = "the reference" if right < 0 else "the current run"
+                self.not_compared[f"only {side} has it"] += any(is_kept)
+            elif not found.differs[row]:
+                yield self._equal(row, has_bits=all(is_kept))
+            elif all(is_kept):
+                yield self._compared(found.describe(row), (left,), (right,))
+            else:
+                self.not_compared["only one run kept it"] += any(is_kept)
+        for lefts, rights in self._fused:
+            if not all(at in kept for side, kept in zip((lefts, rights), self._kept, strict=True) for at in side):
+                self.not_compared["of fused modules, and not all of them kept"] += 1
+                continue
+            side, position = (1, rights[0]) if len(rights) == 1 else (0, lefts[0])
+            whole = next(row for row, pair in enumerate(found.pairs) if pair[side] == position)
+            yield self._compared(found.describe(whole), lefts, rights)
+
+    def _equal(self, row: int, *, has_bits: bool) -> _Row:
+        positions = self._difference.pairs[row]
+        entry = self._saved[1].entries[self._kept[1][positions[1]]] if has_bits else {}
+        num = len(range(entry["first"], prod(entry["shape"]), entry["every"])) if has_bits else 0
+        return _Row(
+            positions=((positions[0],), (positions[1],)),
+            place=self._difference.describe(row) if has_bits else None,
+            measure=Measure(num_elements=num),
+        )
+
+    def _compared(self, place: Divergence, lefts: Sequence[int], rights: Sequence[int]) -> _Row:
+        row = _Row(positions=(lefts, rights))
+        sides = [[self._read(side, at) for at in positions] for side, positions in enumerate((lefts, rights))]
+        whole = min(sides, key=len)[0].shape
+        one, other = (_joined(tensors, whole) for tensors in sides)
+        if one is None or other is None or one.shape != other.shape:
+            self.not_compared["of another shape"] += 1
+            return row
+        dtypes = one.dtype, other.dtype
+        if not all(map(can_measure, dtypes)):
+            self.not_compared["of a dtype whose numbers are not known"] += 1
+            return row
+        size = _root_mean_square(one)
+        one, other = common_elements(one, other)
+        known = measure(np.ravel(one.bits), np.ravel(other.bits), dtypes, root_mean_square=size)
+        bound = None if self._rounding is None else self._rounding.bound(place, coarser(*dtypes))
+        if bound is not None:
+            known = replace(known, excess=_multiple(known.relative, bound))
+        self.num_default += self._rounding is not None and bound is None
+        return replace(row, place=replace(place, dtype=coarser(*dtypes)), measure=known)
+
+    def _read(self, side: int, position: int) -> SavedTensor:
+        return self._saved[side].read(self._kept[side][position])
+
+    def _site(self, row: _Row, sides: Sequence[_Carried]) -> SiteNumerics:
+        place, known = row.place, row.measure
+        if place is None or known is None:
+            raise ValueError("it was not compared")
+        read = [side.read(at) for side, positions in zip(sides, row.positions, strict=True) for at in positions]
+        reads = max(error for error, _, _ in read)
+        least = max(reads, epsilon(place.dtype or "")) or 1.0
+        has_growth = known.relative is not None and reads < inf
+        fields = {one.name: getattr(place, one.name) for one in dataclass_fields(place) if one.name != "numbers"}
+        if not known.num_differing:
+            fields["kind"] = "equal"
+        return SiteNumerics(
+            **fields,
+            ulp=known.ulp,
+            relative=known.relative,
+            absolute=known.absolute,
+            within=known.excess <= 1,
+            excess=known.excess if known.excess < inf else None,
+            num_elements=known.num_elements,
+            reads=reads if reads < inf else None,
+            growth=(known.relative or 0.0) / least if has_growth else None,
+            is_start=not any(is_beyond for _, is_beyond, _ in read),
+            through=tuple(dict.fromkeys(name for _, _, names in read for name in names)),
+        )
+
+
+def _joined(tensors: Sequence[SavedTensor], shape: tuple[int, ...]) -> SavedTensor | None:
+    """Return one tensor, or several put together along the axis that makes this shape; None where there is none."""
+    one = tensors[0]
+    if len(tensors) == 1:
+        return one
+    if any(tensor.every > 1 or len(tensor.shape) != len(shape) or tensor.dtype != one.dtype for tensor in tensors):
+        return None
+    parts = [tensor.bits.reshape(*tensor.shape, tensor.bits.nbytes // max(tensor.num_saved, 1)) for tensor in tensors]
+    for axis in range(len(shape)):
+        others = {tensor.shape[:axis] + tensor.shape[axis + 1 :] for tensor in tensors}
+        if others == {shape[:axis] + shape[axis + 1 :]} and sum(part.shape[axis] for part in parts) == shape[axis]:
+            return SavedTensor(dtype=one.dtype, shape=shape, bits=np.concatenate(parts, axis).reshape(-1))
+    return None
+
+
+def _multiple(error: float | None, bound: float) -> float:
+    """Return an error, None for one without a number, as a multiple of what is tolerated."""
+    if error == 0 or bound == inf:
+        return 0.0
+    return error / bound if error is not None and bound else inf
+
+
+def _root_mean_square(saved: SavedTensor) -> float | None:
+    """Return that of all finite elements of a tensor, None where its statistics were not kept."""
+    known = saved.options.get("statistics")
+    if known is None:
+        return None
+    num_finite = prod(saved.shape) * (2 if saved.dtype.startswith("complex") else 1) - known["nan"] - known["inf"]
+    return math.sqrt(known["squares"] / max(num_finite, 1))

@@ -1,0 +1,149 @@
+"""Rounding, or a real change, in words: one sentence, the jumps, and every site."""
+
+from math import ceil, inf, prod
+
+from det_callbacks.compare.nonfinite import NonFinite
+from det_callbacks.digest.numbers import epsilon
+from det_callbacks.report.console import Section, Table, at_most, count, listed
+from det_callbacks.verdict import Numerics, SiteNumerics
+
+PRINTED_SITES, PRINTED_JUMPS = 30, 5
+COLUMNS = ("elements", "ULP", "relative", "absolute", "x tolerance")
+"""What a table says of a measure."""
+
+
+def numerics_report(numerics: Numerics, *, lists_all: bool) -> list[Section]:
+    """Return the sentence, what was compared and how, the largest jumps, and the sites in the order of the steps."""
+    lines = [numerics_sentence(numerics), f"Compared: {_compared(numerics)}."]
+    lines += [f"Not compared: {number:,} because {why}." for why, number in numerics.not_compared.items() if number]
+    report = [Section(title="Numerics", lines=lines)]
+    if numerics.jumps:
+        items = [f"{ulps_text(site.ulp)} at {_where(site)}; {_reads(site)}" for site in numerics.jumps]
+        shown = items if lists_all else at_most(PRINTED_JUMPS, items)
+        report.append(Section(title="Jumps, the largest first", items=shown))
+    listed = [site for site in numerics.sites if lists_all or site.kind != "equal"]
+    if listed:
+        rows = [(*_row(site), "yes" if site.within else "NO") for site in listed]
+        table = Table(
+            columns=("step", "phase", "module or name", "op", *COLUMNS, "within"),
+            rows=rows,
+            limit=len(rows) if lists_all else PRINTED_SITES,
+        )
+        report.append(Section(title=f"{'All' if lists_all else 'Differing'} sites, in order", table=table))
+    return report
+
+
+def numerics_sentence(numerics: Numerics) -> str:
+    """Return the conclusion in one sentence."""
+    jump, worst = numerics.first_jump, numerics.worst
+    if worst is None:
+        return f"No difference: the numbers of all {count(len(numerics.sites), 'site')} are equal."
+    if jump is not None:
+        return f"A real change starts at {_where(jump)} ({ulps_text(jump.ulp)}; {_reads(jump)})."
+    if numerics.conclusion == "change":
+        first = next(site for site in numerics.sites if not site.within and site.is_start and site.reads is None)
+        return (
+            f"Beyond the tolerance, first at {_where(first)} ({ulps_text(first.ulp)}); {_reads(first)}, so where it "
+            "starts is not known. Compare the first step of both, from the same weights and batch."
+        )
+    rounding = f"the worst is {ulps_text(worst.ulp)} at {_where(worst)}, {multiple_text(worst.excess)} x the tolerance"
+    if not numerics.num_beyond:
+        return f"Rounding only: {rounding}."
+    text = (
+        "Rounding that adds up: no op adds more than rounding does to the error of what it reads, and yet "
+        f"{count(numerics.num_beyond, 'site')} are beyond the tolerance; {rounding}."
+    )
+    is_measured = numerics.tolerance != "torch.testing"
+    return text if is_measured else f"{text} Measure how far rounding goes: det-callbacks check --numerics."
+
+
+def nonfinite_sentence(found: NonFinite) -> str:
+    """Return which op made the first NaN or infinity, with its line."""
+    parts = [f"{number:,} {what}" for number, what in ((found.num_nan, "NaN"), (found.num_inf, "infinite")) if number]
+    rank = f" of rank {found.rank}" if found.rank else ""
+    site = found.site
+    line = f" at {site.source[0]}" if site.source else ""
+    known = "what it reads is finite"
+    if found.num_unknown:
+        known = f"no kept tensor that it reads has any, and {count(found.num_unknown, 'tensor')} were not kept"
+    text = (
+        f"The first number that is not finite comes from {site.op} in {site.module or 'no module'}{line} (step "
+        f"{found.step}{rank}, {site.phase}): {' and '.join(parts)} of {count(found.num_elements, 'element')}; {known}"
+    )
+    if found.first_nan is None:
+        return text
+    nan = found.first_nan
+    line = f" at {nan.source[0]}" if nan.source else ""
+    return f"{text}. {nan.op} in {nan.module or 'no module'}{line} makes the first NaN of it"
+
+
+def rounding_sentence(numerics: Numerics) -> str:
+    """Return how far the change of a last bit was carried."""
+    numbers = [site for site in numerics.sites if site.relative]
+    far = max(numbers, key=lambda site: site.relative or 0.0, default=None)
+    most = (
+        "" if far is None else f"; the largest is {ulps_text(far.ulp)} ({far.relative:.2g} relative) at {_where(far)}"
+    )
+    return (
+        f"Rounding: with the last bit of its first inputs changed, {numerics.num_differing:,} of "
+        f"{count(len(numerics.sites), 'site')} differ{most}."
+    )
+
+
+def measured(ulp: int | None, relative: float | None, absolute: float | None, excess: float | None) -> list[str]:
+    """Return a measure as the cells of a table: ULPs, relative and absolute error, multiple of the tolerance."""
+    return [
+        "NaN or inf" if ulp is None else f"{ulp:,}",
+        *("-" if it is None else f"{it:.2g}" for it in (relative, absolute)),
+        multiple_text(excess),
+    ]
+
+
+def multiple_text(excess: float | None) -> str:
+    """Return a multiple of the tolerance: "0.25", "inf" where nothing is tolerated."""
+    return "inf" if excess is None or excess == inf else f"{excess:.3g}"
+
+
+def _compared(numerics: Numerics) -> str:
+    num_elements = sum(site.num_elements for site in numerics.sites)
+    whole = sum(prod(site.shape or ()) for site in numerics.sites)
+    of_all = "" if num_elements >= whole else f" of {whole:,}, an even sample"
+    bound = f"within the tolerance of {numerics.tolerance}"
+    bound += f" ({numerics.num_default:,} of them by torch.testing, not measured)" if numerics.num_default else ""
+    return (
+        f"{count(len(numerics.sites), 'site')} with {count(num_elements, 'element')}{of_all}; "
+        f"{numerics.num_differing:,} differ, {len(numerics.sites) - numerics.num_beyond:,} are {bound}"
+    )
+
+
+def _row(site: SiteNumerics) -> tuple[object, ...]:
+    whole = prod(site.shape or ())
+    elements = f"{site.num_elements:,}" + (f" of {whole:,}" if site.num_elements < whole else "")
+    output = f" output {site.output}" if site.output else ""
+    op = f"{site.op}#{site.occurrence}{output}"
+    numbers = measured(site.ulp, site.relative, site.absolute, site.excess)
+    return (site.step, site.phase, site.module or site.name or "-", op, elements, *numbers)
+
+
+def _where(site: SiteNumerics) -> str:
+    line = f" at {site.source[0]}" if site.source else ""
+    again = f" #{site.occurrence}" if site.occurrence else ""
+    rank = f" of rank {site.rank}" if site.rank else ""
+    place = f"in {site.module}" if site.module else f"of {site.name}" if site.name else ""
+    return f"{site.op}{again} {place or 'in no module'}{line} (step {site.step}{rank}, {site.phase})"
+
+
+def ulps_text(ulp: int | None) -> str:
+    """Return "3 ULPs", or what has no such number."""
+    return "a NaN or an infinity on one side" if ulp is None else count(ulp, "ULP")
+
+
+def _reads(site: SiteNumerics) -> str:
+    through = f", through {listed(site.through)}" if site.through else ""
+    if site.reads is None:
+        return f"what it reads differs and was not kept ({listed(site.through)})"
+    if not site.reads:
+        return f"what it reads is equal{through}"
+    size = epsilon(site.dtype or "")
+    by = count(ceil(site.reads / size), "ULP") if size else f"{site.reads:.2g}"
+    return f"what it reads differs by {by}{through}"
