@@ -262,3 +262,44 @@ def test_tensors_that_are_overwritten_are_told_apart_behind_a_detour():
         assert_same(trace, traced(lambda skips=skips: step(skips), model=model))
         written = [site.name for site in trace.program.sites if site.op == "aten.zero_.default"]
         assert written == ["running_mean", "running_var"][skips:]
+
+
+def test_what_is_too_much_is_forgotten_program_by_program_the_oldest_first(monkeypatch):
+    monkeypatch.setattr("det_callbacks.trace.op.call_graph.MAX_BYTES", 100_000)
+    built: list[Any] = []
+    settle = CallGraph._settle
+    monkeypatch.setattr(CallGraph, "_settle", lambda graph, node: (built.append(node.func), settle(graph, node))[1])
+
+    def step(number: int) -> None:
+        part = X.exp()
+        for _ in range(number % 7):
+            part = part.sin()
+        for _ in range(20):
+            part = part + X[: number % 2 + 2].sum() if number % 5 else part * number
+
+    mode = HashMode()
+    graph = mode.recorder.step.graph
+    programs: dict[int, int] = {}
+    num_forgotten = 0
+    for number in range(60):
+        for shift in (0, 1, 0):  # what the last steps did is known, also where all that was before had to go
+            built.clear()
+            before = graph.num_bytes
+            trace = step_of(mode, lambda number=number, shift=shift: step(number + shift))
+            assert programs.setdefault(number + shift, trace.program.id) == trace.program.id
+            num_forgotten += graph.num_bytes < before
+            assert graph.num_bytes <= 100_000 + 60 * 2000
+        assert len(built) <= 2, "of some 30"
+        assert_same(trace, traced(lambda number=number: step(number)))
+    assert num_forgotten > 5
+
+
+def test_a_step_that_is_too_much_by_itself_is_known_in_the_next_one(monkeypatch):
+    monkeypatch.setattr("det_callbacks.trace.op.call_graph.MAX_BYTES", 1000)
+    mode = HashMode()
+    first, second = [step_of(mode, lambda: [X.exp() for _ in range(9)]) for _ in range(2)]
+    assert second.program is first.program
+    num_nodes = mode.recorder.step.graph.num_nodes
+    for function in (torch.sin, torch.cos, torch.tan, torch.tanh, torch.abs, torch.neg, torch.sqrt, torch.sign):
+        step_of(mode, lambda function=function: [function(X) for _ in range(3)])
+    assert mode.recorder.step.graph.num_nodes < 2 * num_nodes

@@ -13,7 +13,7 @@ size) is left out of the program, and the step has one digest of all those of a 
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from types import CodeType
@@ -24,11 +24,11 @@ import numpy as np
 from det_callbacks.runs.program import ArgumentTag, Program, Site, SiteRow, argument_bits
 from det_callbacks.trace.attribution.source import read_text
 
-MAX_BYTES = 48 << 20  # of calls, as estimated; more are forgotten when the next step begins
+MAX_BYTES = 48 << 20  # of calls, as estimated; when a step begins with more, those of earlier programs are forgotten
 MAX_PROGRAM_ROWS = 200_000  # of the programs that are kept, some 30 bytes each
 MAX_TEXT = 4_000_000  # characters of arguments; of those that come later, a step has the digest only
 
-_BYTES_OF_CALL, _BYTES_OF_ROW, _BYTES_OF_ITEM = 1600, 1000, 40  # measured with tracemalloc, rounded up
+_BYTES_OF_CALL, _BYTES_OF_ROW, _BYTES_OF_ITEM = 800, 1000, 40  # measured with tracemalloc, rounded up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +78,14 @@ class _Alike:
             self.num_used += 1
         return self.all[self.num_used] if self.num_used < len(self.all) else None
 
+    def keep(self, made: set[CallRows]) -> None:
+        """Forget all rows but these, between two steps."""
+        self.all = [one for one in self.all if one in made]
+        readers, self.readers = self.readers, {}
+        for label, rows in readers.items():
+            if left := [one for one in rows if one in made]:
+                self.readers[label] = left
+
 
 @dataclass(slots=True, eq=False)
 class CallNode:
@@ -94,7 +102,7 @@ class CallNode:
     keywords: tuple[str, ...] = ()
     exact: str | None = None  # text form of ``consts`` where equality would be too weak (1 == 1.0 == True, 0.0 == -0.0)
     numbers: tuple[int, ...] = ()  # indices of the arguments that belong to the step, and not to the program
-    any_number: frozenset[int] = frozenset()  # of those that take any kind of number: 1, 1.0 and True are not the same
+    any_number: tuple[int, ...] = ()  # of those that take any kind of number: 1, 1.0 and True are not the same
     bits: int = 0  # the digest of the ``numbers``
     tag: ArgumentTag = "digest"
     # while it is built: what it reads, its sites, and the positions that each reads, where the sites do not tell it
@@ -123,6 +131,18 @@ class CallNode:
     def module(self) -> str:
         """Qualified name of the module it belongs to."""
         return self.scope.module
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes, as estimated, without the rows, which calls share."""
+        return _BYTES_OF_CALL + _BYTES_OF_ITEM * (len(self.made.rows) + len(self.read) + len(self.reads))
+
+    def chain(self) -> "Iterator[CallNode]":
+        """Yield it, and the other calls with its hash."""
+        node: CallNode | None = self
+        while node is not None:
+            yield node
+            node = node.other
 
     def is_call(self, call: tuple[Any, ...]) -> bool:
         """Return whether a call is this one again, but for its arguments that are no tensors."""
@@ -156,14 +176,13 @@ class CallGraph:
         self._num_characters = 0
         self.text: dict[str, tuple[str, ...]] = {}  # see ``Program.text``; as much as there is code that calls ops
         self.step = 0
-        self._forget()
-
-    def _forget(self) -> None:
         self.num_nodes = 0
         self.num_bytes = 0
+        self._limit = MAX_BYTES
         self._num_labels = 0
         self._calls: dict[int, CallNode] = {}  # by a hash of all but the arguments; the one built last
         self._site_rows: dict[Site, dict[tuple[str, ...], SiteRow]] = {}
+        self._sources: dict[tuple[str, ...], tuple[str, ...]] = {}  # shared by calls; as much as ``text``
         self._alike: dict[Hashable, _Alike] = {}  # by op, place and rows
         self._programs: OrderedDict[tuple[CallNode, ...], Program] = OrderedDict()
         self._has_strayed = True  # whether a call was not the likely one, since the last program
@@ -177,12 +196,58 @@ class CallGraph:
         self.label_at = self.labels.__getitem__
 
     def begin(self) -> None:
-        """Start a step; forget everything once it is too much."""
+        """Start a step; forget the calls of earlier programs once all of them are too much."""
         self.step += 1
-        if self.num_bytes > MAX_BYTES:
+        self._start()
+        if self.num_bytes > self._limit:
             self._forget()
-        else:
-            self._start()
+
+    def _forget(self) -> None:
+        """Keep the calls of the last program, and of those before it up to three quarters of the bound."""
+        programs, self._programs = self._programs, OrderedDict()
+        kept: set[CallNode] = set()
+        self.num_bytes = 0
+        while programs:
+            calls, program = programs.popitem()
+            new = set(calls) - kept
+            num_bytes = sum(call.num_bytes for call in new)
+            if kept and self.num_bytes + num_bytes > MAX_BYTES * 3 // 4:
+                break
+            kept |= new
+            self.num_bytes += num_bytes
+            self._programs[calls] = program
+            self._programs.move_to_end(calls, last=False)
+        self.num_nodes = len(kept)
+        self._last = None
+        for call in (self._root, *kept):
+            call.previous = None
+            if call.likely not in kept:
+                call.likely = None
+        calls_by_hash, self._calls = self._calls, {}
+        for key, first in calls_by_hash.items():
+            last: CallNode | None = None
+            for call in first.chain() if first.other else (first,):
+                if call not in kept:
+                    continue
+                if last is None:
+                    self._calls[key] = call
+                else:
+                    last.other = call
+                last = call
+            if last is not None:
+                last.other = None
+        made = {call.made for call in kept}
+        for alike in self._alike.values():
+            alike.keep(made)
+        self._alike = {key: alike for key, alike in self._alike.items() if alike.all}
+        rows = {row for one in made for row in one.rows}
+        for site, by_source in [*self._site_rows.items()]:
+            self._site_rows[site] = {source: row for source, row in by_source.items() if row in rows}
+            if not self._site_rows[site]:
+                del self._site_rows[site]
+        self.num_bytes += _BYTES_OF_ROW * len(rows)
+        # the last program may take more than the bound by itself
+        self._limit = max(MAX_BYTES, self.num_bytes * 4 // 3)
 
     def labels_of(
         self, reads: Sequence[int | None], mark: int, edges: Sequence[Sequence[int]] = ()
@@ -287,8 +352,9 @@ class CallGraph:
         node.num_read = tuple(map(len, edges))
         first, own = len(self.labels), made.labels
         node.read = tuple([self.labels[at] if at < first else own[at - first] for one in edges for at in one])
+        node.source = self._sources.setdefault(node.source, node.source)
         self.num_nodes += 1
-        self.num_bytes += _BYTES_OF_CALL + _BYTES_OF_ITEM * (len(rows) + len(node.read) + len(node.reads))
+        self.num_bytes += node.num_bytes
 
     def _row_of(self, site: Site) -> SiteRow:
         bare = replace(site, inputs=()) if site.inputs else site

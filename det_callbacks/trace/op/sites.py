@@ -59,7 +59,7 @@ def build_op(
     names = list(_names_of_arguments(plan, args, kwargs))
     assert len(names) == len(node.consts), plan.name
     node.numbers = tuple(index for index, value in enumerate(node.consts) if is_number(value))
-    node.any_number = frozenset(
+    node.any_number = tuple(
         index for index, name in enumerate(names) if name.partition("[")[0] in plan.number_arguments
     )
     graph.set_numbers(node, node.consts)
