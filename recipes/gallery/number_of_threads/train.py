@@ -1,4 +1,4 @@
-"""A network whose sums several threads share; ``--fixed`` gives torch one thread, whatever the machine has."""
+"""A network whose sums several threads share, as many as the last word says; ``--fixed`` gives torch one thread."""
 
 import sys
 
@@ -7,8 +7,7 @@ from torch import nn
 
 from det_callbacks import DetCallbacksError, TrainingRun
 
-if "--fixed" in sys.argv:
-    torch.set_num_threads(1)
+torch.set_num_threads(1 if "--fixed" in sys.argv else int(sys.argv[-1]))
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(28, 64), nn.ReLU(), nn.Linear(64, 28))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
