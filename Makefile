@@ -14,7 +14,7 @@ NEWEST_PYTHON := 3.14
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo docs causes findings test test-versions test-slow test-soak mutations lint format clean
+.PHONY: demo docs causes findings bugs test test-versions test-slow test-soak mutations lint format clean
 
 # Record a training, verify it, then plant a fault that must be found: only exit status 1, diverged, is right there.
 demo: $(INSTALLED)
@@ -68,6 +68,10 @@ causes: $(INSTALLED)
 # docs/reference/findings.md, from the files in det_callbacks/findings.
 findings: $(INSTALLED)
 	$(BIN)/python tests/rule_pages.py findings
+
+# docs/bugs.md, from the READMEs in recipes/gallery.
+bugs: $(INSTALLED)
+	$(BIN)/python tests/bugs_page.py
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix $(CODE)

@@ -1,0 +1,31 @@
+"""The benchmark of planted faults: a small run finds them all, and says what torch's DebugMode makes of the same."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "faults"
+
+
+@pytest.mark.slow
+def test_a_run_of_each_change_finds_them_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(RECIPE)
+    for name in ("run", "faults", "trainings"):  # other recipes, and the tests, have modules of these names
+        monkeypatch.setitem(sys.modules, name, None)
+        del sys.modules[name]
+    summary = importlib.import_module("run").main(["--faults", "25", "--json", str(tmp_path / "faults.json")])
+    written = json.loads((tmp_path / "faults.json").read_text())
+    assert written == json.loads(json.dumps(summary))
+    assert (written["false_alarms"], written["bits_changed"]) == ([], [])
+    assert len({(one["fault"]["change"], one["fault"]["phase"]) for one in written["faults"]}) == 25
+    for one in written["faults"]:
+        ours = one["ours"]
+        assert (ours["detected"], ours["located"], ours["is_cause_right"]) == (True, True, True), one
+    swapped = [one for one in written["faults"] if one["fault"]["change"] == "all elements moved"]
+    assert any(not one["debug_mode"]["hash_tensor"]["located"] for one in swapped)
+    assert "all " in capsys.readouterr().out
