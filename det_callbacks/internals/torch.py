@@ -11,7 +11,7 @@ import torch
 from torch import Generator, Tensor, UntypedStorage, nn
 from torch.utils.checkpoint import CheckpointFunction
 
-from det_callbacks.internals.names import PrivateNames
+from det_callbacks.internals.names import MISSING, PrivateNames
 
 TORCH = PrivateNames("torch")
 
@@ -106,18 +106,25 @@ def forward_code(node: object) -> CodeType | None:
     return getattr(forward, "__code__", None)
 
 
-def scaler_state(scaler: object) -> dict[str, Any]:
-    """Return the state of a gradient scaler as tensors; its ``state_dict`` waits for the device."""
-    parts = {"scale": ("_scale", "_init_scale", torch.float32)}
-    parts["growth_tracker"] = ("_growth_tracker", "_init_growth_tracker", torch.int32)
-    found: dict[str, Any] = {}
-    for name, (current, initial, dtype) in parts.items():
-        value = getattr(scaler, current, None)
-        if value is None and (number := getattr(scaler, initial, None)) is not None:
-            value = torch.tensor(number, dtype=dtype)  # it makes the tensor when it first scales a loss
-        if value is not None:
-            found[name] = value
-    return found
+_make_scale: Callable[[Any, torch.device], None] = TORCH.optional(
+    "torch.amp.GradScaler._lazy_init_scale_growth_tracker",
+    "makes the tensors of a gradient scaler, which its first use does otherwise",
+    without=lambda scaler, device: None,
+    lost="at level op a resumed run with a gradient scaler differs from the run without a break",
+)
+
+
+def scaler_state(scaler: Any) -> dict[str, Tensor]:
+    """Return the state of a gradient scaler as tensors; its ``state_dict`` waits for the device.
+
+    They are made now if the scaler was not used yet. Otherwise the first step after a resume had ops
+    that the same step of the uninterrupted run has not.
+    """
+    if scaler.is_enabled() and getattr(scaler, "_scale", MISSING) is None:
+        _make_scale(scaler, torch.device(getattr(scaler, "_device", "cpu")))
+    parts = {"scale": "_scale", "growth_tracker": "_growth_tracker"}
+    state = {name: getattr(scaler, attribute, None) for name, attribute in parts.items()}
+    return {name: tensor for name, tensor in state.items() if tensor is not None}
 
 
 # Storages and memory.
