@@ -52,6 +52,7 @@ class _TrainerTraining(LoopTraining):
         super().__init__(model, [optimizer])
         scheduler: Any = trainer.lr_scheduler
         self.schedulers = [(getattr(scheduler, "scheduler", scheduler), "step")]
+        self.scaler = trainer.accelerator.scaler
         self.folder = Path(str(trainer.args.output_dir))
         self.choices = _choices(trainer.args, self.module)
 

@@ -9,10 +9,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.environment.rng import Held
-from det_callbacks.internals.torch import DDP_IGNORED
+from det_callbacks.internals.torch import DDP_IGNORED, scaler_state
 from det_callbacks.ranks.replicas import ReplicatedState, replicated_state
 from det_callbacks.report.console import print_closing_line
+from det_callbacks.runs.program import STATE_OF
+from det_callbacks.trace.state.leaves import flatten
 from det_callbacks.training.draws import Draws
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -62,7 +65,8 @@ class Training:
     choices: Mapping[str, Any]
     hooks: Mapping[str, str]  # by point of a step: what else is called there, and may move a generator
     # each with when it steps ("epoch"); None if unknown
-    schedulers: Sequence[tuple[object, str]] | None = None
+    schedulers: Sequence[tuple[Any, str]] | None = None
+    scaler: Any = None  # of gradients in mixed precision
     loaders: Mapping[str, Any] | None  # by name; None before they are known
     module: nn.Module
     optimizers: Sequence[Optimizer]
@@ -85,7 +89,15 @@ class Training:
 
     def further_state(self) -> Iterator[tuple[str, Tensor | int | float | bool]]:
         """Yield other state that decides the next step, as it begins; must not wait for a device."""
-        yield from ()
+        with unobserved():
+            for number, (scheduler, _) in enumerate(self.schedulers or ()):
+                name = type(scheduler).__name__
+                shown = f"{name} {number}" if number else name
+                for key, value in scheduler.state_dict().items():
+                    yield from flatten(value, f"{STATE_OF}{shown}: {key}")
+            if self.scaler is not None:
+                for key, tensor in scaler_state(self.scaler).items():
+                    yield f"{STATE_OF}the gradient scaler: {key}", tensor
 
     @property
     def ddp(self) -> DistributedDataParallel | None:

@@ -279,6 +279,43 @@ def test_a_resume_without_its_generators_is_named(tmp_path):
     assert verdict.first_divergence.step == 4
 
 
+@pytest.mark.parametrize("name", ["LambdaLR: last_epoch", "the gradient scaler: scale"])
+def test_a_scaler_or_a_scheduler_that_a_resume_loses_is_named(tmp_path, monkeypatch, name):
+    """The scaler is put where Accelerate has it on a GPU."""
+
+    class Scaled(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            kwargs["optimizer"].scaler = scaler
+
+    def fit(mode: str, resume: str | None = None) -> DeterminismCallback:
+        nonlocal scaler
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1)
+        callback = DeterminismCallback(tmp_path / "run", mode=mode, on_divergence="collect")  # type: ignore[arg-type]
+        fit = Fit(tmp_path, Scaled(), callback, **SAVED)
+        fit.trainer.accelerator.scaler = scaler
+        with suppress(DivergenceError):
+            fit.train(resume)
+        return callback
+
+    scaler: Any = None
+    fit("record")
+    checkpoint = str(tmp_path / "out" / "checkpoint-2")
+    resumed = fit("verify", checkpoint).verdict
+    assert resumed.verdict == "match", resumed.explanation
+    lost = "_load_scaler" if "scaler" in name else "_load_optimizer_and_scheduler"
+    load = getattr(Trainer, lost)
+
+    def load_without(trainer: Trainer, place: str) -> None:
+        if "scaler" not in name:
+            load(trainer, place)
+            trainer.lr_scheduler.last_epoch = 0
+
+    monkeypatch.setattr(Trainer, lost, load_without)
+    verdict = fit("verify", checkpoint).verdict
+    assert (verdict.verdict, verdict.cause, verdict.first_divergence.step) == ("diverged", "checkpoint", 2)
+    assert f"state of {name}" in verdict.explanation
+
+
 def test_a_recording_goes_on_from_a_checkpoint(tmp_path):
     record(tmp_path, **{**SAVED, "max_steps": 5})
     Fit(tmp_path, DeterminismCallback(tmp_path / "run", mode="record"), **SAVED).train(

@@ -1,4 +1,4 @@
-"""State of a Trainer beside model and optimizers that decides the next step: of schedulers, the scaler, averages."""
+"""State of a Trainer's callbacks that decides the next step, such as averaged weights."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ProgressBar, 
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from det_callbacks.internals.torch import BUFFERS, PARAMETERS, scaler_state
+from det_callbacks.internals.torch import BUFFERS, PARAMETERS
 from det_callbacks.internals.twins import either
 from det_callbacks.runs.program import STATE_OF
 from det_callbacks.trace.op.components import holds_data
@@ -17,10 +17,8 @@ from det_callbacks.trace.state.named_sites import StateWalker
 
 MAX_BYTES = 1 << 20  # of the tensors in the ``state_dict`` of a callback that is asked for it at each step
 
-Entry = tuple[str, Tensor | int | float | bool]
 
-
-class FurtherState:
+class StateOfCallbacks:
     """Lists it as a step begins: then all callbacks have done what follows the step before.
 
     What only decides when a training stops or where checkpoints lie (EarlyStopping,
@@ -33,15 +31,8 @@ class FurtherState:
         self._asked: list[tuple[str, pl.Callback]] | None = None
         self._walkers = dict[nn.Module, StateWalker]()
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors and numbers with their names."""
-        trainer = self._trainer
-        for number, config in enumerate(trainer.lr_scheduler_configs):
-            scheduler = config.scheduler
-            yield from _named(type(scheduler).__name__, number, scheduler.state_dict())
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        if scaler is not None:
-            yield from _named("the gradient scaler", 0, scaler_state(scaler))
         for name, callback in self._callbacks():
             for attribute, average in self._averages(callback):
                 walker = self._walkers.setdefault(average, StateWalker(average))
@@ -90,13 +81,7 @@ class FurtherState:
                 )
 
 
-def _named(owner: str, number: int, state: dict[str, Any]) -> Iterator[Entry]:
-    shown = f"{owner} {number}" if number else owner
-    for key, value in state.items():
-        yield from flatten(value, f"{STATE_OF}{shown}: {key}")
-
-
-def _tensors(name: str, callback: pl.Callback) -> Iterator[Entry]:
+def _tensors(name: str, callback: pl.Callback) -> Iterator[tuple[str, Tensor]]:
     found: Any = callback.state_dict()
     for path, value in flatten(found, ""):
         if isinstance(value, Tensor) and holds_data(value):

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import SettingsError
-from det_callbacks.integrations.lightning.further_state import FurtherState
+from det_callbacks.integrations.lightning.further_state import StateOfCallbacks
 from det_callbacks.integrations.lightning.loaders import find_generators, follow
 from det_callbacks.integrations.lightning.progress import print_beside_bar
 from det_callbacks.integrations.lightning.replaced import PLACES
@@ -44,7 +44,7 @@ class LightningTraining(Training):
         self.trainer, self._own = trainer, own
         self._replaced = ReplacedMethods(PLACES)
         self._let_go: Callable[[], object] = lambda: None
-        self._further = FurtherState(trainer, own, self.print_line)
+        self._of_callbacks = StateOfCallbacks(trainer, own, self.print_line)
         self.rank, self.world_size = trainer.global_rank, trainer.world_size
         self.framework = package_of(trainer)
 
@@ -57,8 +57,12 @@ class LightningTraining(Training):
         return self.trainer.optimizers
 
     @property
-    def schedulers(self) -> Sequence[tuple[object, str]]:
+    def schedulers(self) -> Sequence[tuple[Any, str]]:
         return [(config.scheduler, config.interval) for config in self.trainer.lr_scheduler_configs]
+
+    @property
+    def scaler(self) -> Any:
+        return getattr(self.trainer.precision_plugin, "scaler", None)
 
     @property
     def loaders(self) -> Mapping[str, Any] | None:
@@ -137,8 +141,9 @@ class LightningTraining(Training):
 
     @override
     def further_state(self) -> Iterator[tuple[str, Tensor | int | float | bool]]:
+        yield from super().further_state()
         with unobserved():
-            yield from self._further.entries()
+            yield from self._of_callbacks.entries()
 
     @override
     def mark_forward(self, mark: Wrap) -> None:
