@@ -281,11 +281,9 @@ def test_a_resume_without_its_generators_is_named(tmp_path):
 
 @pytest.mark.parametrize("name", ["LambdaLR: last_epoch", "the gradient scaler: scale"])
 def test_a_scaler_or_a_scheduler_that_a_resume_loses_is_named(tmp_path, monkeypatch, name):
-    """The scaler is put where Accelerate has it on a GPU."""
-
     class Scaled(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            kwargs["optimizer"].scaler = scaler
+            kwargs["optimizer"].scaler = scaler  # as on a GPU
 
     def fit(mode: str, resume: str | None = None) -> DeterminismCallback:
         nonlocal scaler
@@ -300,8 +298,7 @@ def test_a_scaler_or_a_scheduler_that_a_resume_loses_is_named(tmp_path, monkeypa
     scaler: Any = None
     fit("record")
     checkpoint = str(tmp_path / "out" / "checkpoint-2")
-    resumed = fit("verify", checkpoint).verdict
-    assert resumed.verdict == "match", resumed.explanation
+    assert fit("verify", checkpoint).verdict.verdict == "match"
     lost = "_load_scaler" if "scaler" in name else "_load_optimizer_and_scheduler"
     load = getattr(Trainer, lost)
 
@@ -312,7 +309,7 @@ def test_a_scaler_or_a_scheduler_that_a_resume_loses_is_named(tmp_path, monkeypa
 
     monkeypatch.setattr(Trainer, lost, load_without)
     verdict = fit("verify", checkpoint).verdict
-    assert (verdict.verdict, verdict.cause, verdict.first_divergence.step) == ("diverged", "checkpoint", 2)
+    assert (verdict.cause, verdict.first_divergence.step) == ("checkpoint", 2)
     assert f"state of {name}" in verdict.explanation
 
 
