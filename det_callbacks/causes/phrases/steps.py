@@ -36,8 +36,6 @@ def explain_first(facts: Facts) -> str:
     first, origin = facts.first, facts.origin
     is_entered = first.start == "outside"
     what = _explain_sources(facts) if is_entered else f"{place(facts)}, {describe(first)}"
-    if facts.normed_gradient is not None:
-        what += f"; output {first.divergence.output} is the norm of {facts.normed_gradient}"
     if origin is None or origin.row == first.row:
         return what
     return f"{what}; {'in addition, ' if is_entered else 'an origin is '}{describe(origin)}"
