@@ -205,27 +205,23 @@ def _pair_inputs(
         has_same_roles = [one.role for one in ours] == [one.role for one in theirs]
         if has_same_roles and _have_compatible_names([one.name for one in ours], [one.name for one in theirs]):
             partners.update(zip(leads[1], leads[0], strict=True))
-    for key_of in (_exact_key, _name_key):
-        paired = {*partners.values()}
-        ours_left = [place for unit in units[0] for place in unit.leads if place not in paired]
-        theirs_left = [place for unit in units[1] for place in unit.leads if place not in partners]
-        pairs = _pair_by_key(
-            [(key_of(views[0], place), place) for place in ours_left],
-            [(key_of(views[1], place), place) for place in theirs_left],
-        )
-        partners.update((place, partner) for partner, place in pairs if partner >= 0)
+    paired = {*partners.values()}
+    ours_left = [place for unit in units[0] for place in unit.leads if place not in paired]
+    theirs_left = [place for unit in units[1] for place in unit.leads if place not in partners]
+    pairs = _pair_by_key(
+        [(_input_key(views[0], place), place) for place in ours_left],
+        [(_input_key(views[1], place), place) for place in theirs_left],
+    )
+    partners.update((place, partner) for partner, place in pairs if partner >= 0)
     return partners
 
 
-def _exact_key(view: StepView, place: int) -> tuple[Hashable, ...]:
+def _input_key(view: StepView, place: int) -> tuple[Hashable, ...]:
+    """Return what input rows of one tensor have in common: its name, or else its layout and bits."""
     site = view.program.sites[place]
+    if site.role in ("input", "graph_output") and site.name:
+        return site.role, site.name
     return site.role, site.name, view.layout.entries[place], int(view.record.digests[place])
-
-
-def _name_key(view: StepView, place: int) -> tuple[Hashable, ...]:
-    """Return what rows with other bits have in common; () for none."""
-    site = view.program.sites[place]
-    return (site.role, site.name) if site.role in ("input", "graph_output") and site.name else ()
 
 
 def _pair_by_key(ours: Sequence[tuple[Hashable, int]], theirs: Sequence[tuple[Hashable, int]]) -> Pairs:
@@ -233,7 +229,7 @@ def _pair_by_key(ours: Sequence[tuple[Hashable, int]], theirs: Sequence[tuple[Ha
     unused: defaultdict[Hashable, list[int]] = defaultdict(list)
     for key, place in reversed(ours):
         unused[key].append(place)
-    return [(unused[key].pop() if key != () and unused[key] else -1, place) for key, place in theirs]
+    return [(unused[key].pop() if unused[key] else -1, place) for key, place in theirs]
 
 
 def _pair_outputs(views: tuple[StepView, StepView], ours: _Unit, theirs: _Unit) -> Pairs:

@@ -149,19 +149,23 @@ def find_evidence(reference: Run, current: Run, difference: StepDifference) -> E
     evidence = compare_windows(ours, theirs, step)
     if not any(difference.site(row).phase == "data" for row in difference.starting("outside")):
         return evidence
-    if _is_handed_alike((ours, difference.reference), (theirs, difference.current)):
-        evidence = replace(evidence, batch=replace(evidence.batch, is_loaded_alike=True))
     known, samples = ours.samples(step), theirs.samples(step)
     others = [value for value in samples if value not in known][:SKETCHED]
     found_at, is_whole = None, False
     if others:
         found_at, is_whole = _find_samples(reference, *place, others=others, samples=samples)
-    batch = replace(evidence.batch, was_searched=bool(others), found_at=found_at, is_whole=is_whole)
+    batch = replace(
+        evidence.batch,
+        is_loaded_alike=_is_loaded_alike((ours, difference.reference), (theirs, difference.current)),
+        was_searched=bool(others),
+        found_at=found_at,
+        is_whole=is_whole,
+    )
     return replace(evidence, batch=batch)
 
 
-def _is_handed_alike(*sides: tuple[Window, StepView]) -> bool:
-    """Return whether the loaders handed out the same, and at least one step changed the batch after that."""
+def _is_loaded_alike(*sides: tuple[Window, StepView]) -> bool | None:
+    """Return whether the loaders handed out the same; None if neither run changed the batch after that."""
     given, noted = [], []
     for window, view in sides:
         rows = window.batch(view.record.step)
@@ -169,7 +173,9 @@ def _is_handed_alike(*sides: tuple[Window, StepView]) -> bool:
         of_batch = ((site, bits) for site, bits in sites if (site.phase, site.role) == ("data", "named"))
         given.append({f"{site.name} as loaded": bits for site, bits in of_batch})
         noted.append({name: row.value for name, row in rows.items() if name.endswith(" as loaded")})
-    return any(noted) and given[0] | noted[0] == given[1] | noted[1]
+    if any(noted) and given[0] | noted[0] == given[1] | noted[1]:
+        return True
+    return False if all(noted) else None
 
 
 def read_window(run: Run, rank: int, segment: int, step: int) -> Window | None:
@@ -333,7 +339,6 @@ def _batch_change(reference: Window, current: Window, step: int) -> BatchChange:
         return all(name in ours and name in theirs and ours[name].value == theirs[name].value for name in names)
 
     names = [name for name in theirs if name.startswith(INDICES) and name in ours]
-    loaded = [name for name in theirs if name.endswith(" as loaded") and name in ours]
     drawn = [(json.loads(ours[name].text), json.loads(theirs[name].text)) for name in names]
     indices: Literal["same", "reordered", "cut", "other"] | None = None
     if names and is_alike(names):
@@ -352,7 +357,6 @@ def _batch_change(reference: Window, current: Window, step: int) -> BatchChange:
     settings = {name: (before.get(name, "none"), now.get(name, "none")) for name in {**before, **now}}
     return BatchChange(
         indices=indices,
-        is_loaded_alike=is_alike(loaded) if loaded else None,
         first_index=next(firsts, None),
         settings={name: pair for name, pair in settings.items() if pair[0] != pair[1]},
     )

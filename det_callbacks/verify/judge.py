@@ -350,18 +350,18 @@ class _Judge:
             metric = None
         if metric is not None and earliest is not None and metric.follows_from(*earliest.moment):
             metric = None
-        order = min((one.order for one in (earliest, lacking, metric) if one is not None), default=None)
-        shown_whole = explain_whole_steps(whole, show_rank=self.show_rank)
-        if metric is not None and metric.order == order:
-            return self._answer_metric(metric, agree if not whole else "")
-        if lacking is not None and lacking.order == order:
-            return _Answer(lacking.divergence(), "structure", capitalised(shown_whole) + agree)
-        if earliest is None:
+        found = [one for one in (earliest, lacking, metric) if one is not None]
+        if not found:
             return _Answer(None, None, explain_match(self.tally, num_ranks=self._num_ranks))
-        shown = earliest.among(ranks)
+        shown_whole = explain_whole_steps(whole, show_rank=self.show_rank)
+        leader = min(found, key=lambda one: one.order)
+        if isinstance(leader, MetricDifference):
+            return self._answer_metric(leader, agree if not whole else "")
+        if isinstance(leader, WholeSteps):
+            return _Answer(leader.divergence(), "structure", capitalised(shown_whole) + agree)
+        shown = leader.among(ranks)
         if ranks is not None and ranks.is_collective:
             return _Answer(shown, "collective", f"Step {shown.step}, {shown.phase}: {explain_ranks(ranks)}")
-        leader = earliest
         if ranks is not None and ranks.ranks("origin"):
             leader = min((first[rank] for rank in ranks.ranks("origin")), key=lambda one: one.order)
         facts = self._facts(leader)

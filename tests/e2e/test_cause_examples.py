@@ -105,7 +105,7 @@ EXAMPLES: Mapping[str, Callable[[Path], Verdict]] = {
     "restored state": changed(options={"is_resumed": True}, weight=3),
     "initial state": planted("another seed"),
     "another epoch": planted("epochs of another length"),
-    "generator before the data": planted("callback draws at the epoch's end"),
+    "generator before data": planted("callback draws at the epoch's end"),
     "batch": planted("unsorted listing"),
     "generator": planted("validation draws"),
     "unrecorded steps": built(read_a_weight, selection=Selection(only_steps=(7,))),

@@ -360,6 +360,12 @@ WRITES = {
         "what ran there: on_before_optimizer_step of WritesGradient",
         callbacks=(WritesGradient,),
     ),
+    "a gradient that is clipped": planted(
+        "external_write",
+        "grad of net.5.bias, which it reads, was changed earlier in the step",
+        base={"trainer": {"gradient_clip_val": 0.5}},
+        callbacks=(WritesGradient,),
+    ),
     "a weight between the passes": planted(
         "external_write",
         "net.5.weight",

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from det_callbacks.causes.phrases.sites import both_layouts, describe, reads_another_part, side_of, source_name
+from det_callbacks.causes.phrases.sites import both_layouts, describe, side_of, source_name
 from det_callbacks.compare.differences import Finding
 from det_callbacks.compare.facts import Facts
 from det_callbacks.report.console import listed
@@ -36,8 +36,6 @@ def explain_first(facts: Facts) -> str:
     first, origin = facts.first, facts.origin
     is_entered = first.start == "outside"
     what = _explain_sources(facts) if is_entered else f"{place(facts)}, {describe(first)}"
-    if facts.normed_gradient is not None:
-        what += f"; output {first.divergence.output} is the norm of {facts.normed_gradient}"
     if origin is None or origin.row == first.row:
         return what
     return f"{what}; {'in addition, ' if is_entered else 'an origin is '}{describe(origin)}"
@@ -71,8 +69,6 @@ def how_it_entered(phase: str, found: Sequence[Finding], facts: Facts) -> str:
     if phase == "data" and facts.has_equal_samples:
         return f"{subject} holds the same samples in a different order ({shown})"
     if "structure" in kinds and layouts is not None:
-        if reads_another_part(layouts):
-            return f"a different part of {subject} was read ({shown}): {both_layouts(layouts)}"
         return f"{subject} has a different structure ({shown}): {both_layouts(layouts)}"
     if kinds == {"missing", "extra"}:
         return f"{part} exists in one run only ({shown})"
