@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from det_callbacks.digest.components import digest_tensor, digest_tensors
+from det_callbacks.digest.components import tensor_bits
+from det_callbacks.digest.device.deferred import Bits, DeferredDigests, value_of
 from det_callbacks.digest.host import digest_bytes, format_digest
 from det_callbacks.errors import DetCallbacksError
 
@@ -57,7 +58,7 @@ def digest_state(state: nn.Module | Mapping[Any, Any]) -> StateDigest:
     searched in mappings, lists, tuples and dataclasses, names joined by points ("state.0.exp_avg"), at
     most 20 levels deep; texts and other objects are left out.
 
-    Costs one pass over the memory, large states in two threads. Tensors of other devices are copied to
+    Costs one pass over the memory. Tensors of other devices are copied to
     the host, one at a time. Of a DTensor it is this rank's shard.
 
     Raises:
@@ -96,18 +97,15 @@ def digest_state(state: nn.Module | Mapping[Any, Any]) -> StateDigest:
 
 
 def _digests(entries: list[_Entry]) -> list[int]:
-    tensors = [value for _, value in entries if isinstance(value, Tensor)]
-    try:
-        known = iter(digest_tensors(tensors))
-    except TypeError:
-        for name, value in entries:
-            try:
-                if isinstance(value, Tensor):
-                    digest_tensor(value)
-            except TypeError as error:
-                raise TypeError(f"{name}: {error}") from error
-        raise
-    return [next(known) if isinstance(value, Tensor) else _digest_number(value) for _, value in entries]
+    deferred = DeferredDigests()
+    found: list[Bits] = []
+    for name, value in entries:
+        try:
+            found.append(tensor_bits(value, deferred) if isinstance(value, Tensor) else _digest_number(value))
+        except TypeError as error:
+            raise TypeError(f"{name}: {error}") from error
+    known = deferred.finish()
+    return [value_of(bits, known) for bits in found]
 
 
 def _digest_number(value: bool | int | float) -> int:

@@ -5,20 +5,19 @@ Importing Dynamo takes seconds, so ``later`` names are looked up when they are a
 
 import re
 import sys
-from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
 from det_callbacks.internals.torch import TORCH
 
 _SLOWER = "torch.compile may take longer while a run is recorded"
-_set_strategy: Any = TORCH.optional(
+_set_strategy = TORCH.optional(
     "torch._C._dynamo.eval_frame.set_code_exec_strategy",
     "keeps Dynamo from looking at functions that run between the parts of a compiled one",
     lost=_SLOWER,
 )
-_make_strategy: Any = TORCH.optional("torch._C._dynamo.eval_frame._FrameExecStrategy", "likewise", lost=_SLOWER)
-_actions: Any = TORCH.optional("torch._C._dynamo.eval_frame._FrameAction", "likewise", lost=_SLOWER)
+_make_strategy = TORCH.optional("torch._C._dynamo.eval_frame._FrameExecStrategy", "likewise", lost=_SLOWER)
+_actions = TORCH.optional("torch._C._dynamo.eval_frame._FrameAction", "likewise", lost=_SLOWER)
 
 
 def skip(code: CodeType) -> None:
@@ -33,7 +32,7 @@ def break_graph_at(function: Any, reason: str) -> None:
     function._torchdynamo_disable_msg = reason
 
 
-OBSERVE_IN_ORDER: Any = TORCH.optional(
+OBSERVE_IN_ORDER = TORCH.optional(
     "torch._library.effects.EffectType.ORDERED",
     "keeps an op that returns nothing in a graph",
     lost="what compiled functions observe is left out",
@@ -62,9 +61,9 @@ def inductor_graph() -> Any:
 
 _inductor_graph = TORCH.later("torch._inductor.output_code.CompiledFxGraph", "tells of what was compiled before")
 _LAZY_GRAPH = "torch.fx._lazy_graph_module._LazyGraphModule"
-LazyGraph: Any = TORCH.needed_class(_LAZY_GRAPH, "a graph that Dynamo writes later")
+LazyGraph = TORCH.needed_class(_LAZY_GRAPH, "a graph that Dynamo writes later")
 LAZY_FORWARD = TORCH.name_of(f"{_LAZY_GRAPH}._lazy_forward", "the method that writes it, and then runs it")
-write_lazy_graph: Callable[[Any], Any] = TORCH.needed(f"{_LAZY_GRAPH}.force_recompile", "writes it")
+write_lazy_graph = TORCH.needed(f"{_LAZY_GRAPH}.force_recompile", "writes it")
 
 # What is forgotten when a run begins.
 

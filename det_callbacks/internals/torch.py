@@ -29,7 +29,7 @@ _UNNAMED_REPEATED = "ops that activation checkpointing repeats have no module"
 graph_task_id: Callable[[], int] = TORCH.needed(
     "torch._C._current_graph_task_id", "the number of the backward pass that runs, -1 outside any"
 )
-current_node: Callable[[], Any] = TORCH.optional(
+current_node = TORCH.optional(
     "torch._C._current_autograd_node",
     "the autograd node that runs",
     without=lambda: None,
@@ -50,13 +50,13 @@ top_hooks: Callable[[bool], tuple[Any, Any] | None] = TORCH.optional(
 sequence_number: Callable[[Any], int] = TORCH.attribute(
     "torch.autograd.graph.Node._sequence_nr", "the number that an autograd node was made with", reads=methodcaller
 )
-_run_backward: Any = TORCH.optional(
+_run_backward = TORCH.optional(
     "torch.autograd.graph._engine_run_backward",
     "the frame of every backward pass that Python starts",
     lost="ops of autograd's formulas are taken for ops of hooks, and have no source line",
 )
 RUN_BACKWARD: CodeType | None = None if _run_backward is None else _run_backward.__code__
-_call_module: Any = TORCH.optional(
+_call_module = TORCH.optional(
     "torch.nn.Module._call_impl",
     "the frame of every call of a module",
     lost="ops in the backward of Python autograd Functions have no module",
@@ -173,11 +173,9 @@ else:
     TorchDispatchMode = TORCH.needed_class(
         "torch.utils._python_dispatch.TorchDispatchMode", "sees every op of the thread that entered it"
     )
-FakeTensor: Any = TORCH.needed_class("torch._subclasses.fake_tensor.FakeTensor", "a tensor without data")
-FunctionalTensor: Any = TORCH.needed_class(
-    "torch._subclasses.functional_tensor.FunctionalTensor", "a tensor without data"
-)
-DispatchKey: Any = TORCH.needed("torch._C.DispatchKey", "names the kernels of an op")
+FakeTensor = TORCH.needed_class("torch._subclasses.fake_tensor.FakeTensor", "a tensor without data")
+FunctionalTensor = TORCH.needed_class("torch._subclasses.functional_tensor.FunctionalTensor", "a tensor without data")
+DispatchKey = TORCH.needed("torch._C.DispatchKey", "names the kernels of an op")
 is_functional: Callable[[Tensor], bool] = TORCH.optional(
     "torch._is_functional_tensor",
     "whether a tensor stands for another one while functorch traces",
@@ -194,7 +192,7 @@ is_grad_tracking: Callable[[Tensor], bool] = TORCH.needed(
     "torch._C._functorch.is_gradtrackingtensor", "whether it is torch.func.grad that has"
 )
 untransformed: Callable[[Tensor], Tensor] = TORCH.needed("torch._C._functorch.get_unwrapped", "the tensor inside")
-MKLDNN: Any = TORCH.optional(
+MKLDNN = TORCH.optional(
     "torch._mkldnn",
     "the layout of tensors that oneDNN has packed",
     lost="tensors of that layout are refused by digests",
@@ -211,14 +209,14 @@ JAGGED_CACHES = frozenset({"_min_seqlen_tensor", "_max_seqlen_tensor"})  # of a 
 # Dispatch.
 
 schema_of = TORCH.attribute("torch.ops.aten.abs.default._schema", "what an op declares of its arguments")
-current_mode: Callable[[], Any] = TORCH.needed(
+current_mode = TORCH.needed(
     "torch.utils._python_dispatch._get_current_dispatch_mode", "the dispatch mode that was entered last"
 )
 push_mode: Callable[[Any], None] = TORCH.needed(
     "torch.utils._python_dispatch._push_mode", "enters a mode again inside its own handler"
 )
-pop_mode: Callable[[], Any] = TORCH.needed("torch.utils._python_dispatch._pop_mode", "leaves it")
-without_modes: Callable[[], Any] = TORCH.needed(
+pop_mode = TORCH.needed("torch.utils._python_dispatch._pop_mode", "leaves it")
+without_modes = TORCH.needed(
     "torch.utils._python_dispatch._disable_current_modes", "keeps all dispatch modes from seeing what runs inside"
 )
 num_dispatch_modes: Callable[[], int] = TORCH.optional(
@@ -233,20 +231,16 @@ num_function_modes: Callable[[], int] = TORCH.optional(
     without=lambda: 1,
     lost="digests of tensors are slower",
 )
-without_dispatch: Callable[[], Any] = TORCH.needed(
+without_dispatch = TORCH.needed(
     "torch._C._DisableTorchDispatch", "keeps dispatch modes and tensor subclasses from seeing what runs inside"
 )
-without_function_modes: Callable[[], Any] = TORCH.needed(
+without_function_modes = TORCH.needed(
     "torch._C.DisableTorchFunction", "keeps torch-function modes from seeing what runs inside"
 )
-without_transforms: Callable[[], Any] = TORCH.needed(
-    "torch._C._DisableFuncTorch", "keeps torch.func from seeing what runs inside"
-)
-below_autograd: Callable[[], Any] = TORCH.needed(
-    "torch._C._AutoDispatchBelowAutograd", "keeps autograd from seeing what runs inside"
-)
-without_autocast: Callable[[], Any] = TORCH.needed("torch._C._DisableAutocast", "runs ops without autocast")
-exclude_key: Callable[[Any, bool], Any] = TORCH.needed(
+without_transforms = TORCH.needed("torch._C._DisableFuncTorch", "keeps torch.func from seeing what runs inside")
+below_autograd = TORCH.needed("torch._C._AutoDispatchBelowAutograd", "keeps autograd from seeing what runs inside")
+without_autocast = TORCH.needed("torch._C._DisableAutocast", "runs ops without autocast")
+exclude_key = TORCH.needed(
     "torch._C._SetExcludeDispatchKeyGuard", "runs the ops inside a kernel with autocast, as without a dispatch mode"
 )
 has_kernels: Callable[[str], bool] = TORCH.needed("torch._C._dispatch_has_kernel", "whether an op is TorchScript's own")
@@ -296,7 +290,7 @@ def overload_name(func: Any) -> str:
     return func.name().partition(".")[2] or "default"
 
 
-CudaGraph: Any = TORCH.needed(
+CudaGraph = TORCH.needed(
     "torch.cuda.graphs._CUDAGraph", "the class whose methods capture and replay every CUDA graph; empty without CUDA"
 )
 
@@ -330,7 +324,7 @@ left_out_of_state: Callable[[nn.Module], set[str]] = attrgetter(
 
 # Data.
 
-DataLoaderIter: Any = TORCH.needed_class("torch.utils.data.dataloader._BaseDataLoaderIter", "leads to the data set")
+DataLoaderIter = TORCH.needed_class("torch.utils.data.dataloader._BaseDataLoaderIter", "leads to the data set")
 leaves_with_path: Callable[[Any], list[tuple[Any, Any]]] = TORCH.needed(
     "torch.utils._pytree.tree_leaves_with_path", "the tensors in what a module takes and returns", for_=COMPARING
 )
@@ -370,26 +364,26 @@ def mps_generators() -> tuple[Generator, ...]:
 
 # Several processes.
 
-default_store: Callable[[], Any] = TORCH.needed(
+default_store = TORCH.needed(
     "torch.distributed.distributed_c10d._get_default_store", "where processes leave word without a collective"
 )
 process_group_named: Callable[[str], Any] = TORCH.needed(
     "torch.distributed.distributed_c10d._resolve_process_group", "the process group that an op names"
 )
-ddp_facts: Callable[[Any], Any] = TORCH.needed(
+ddp_facts = TORCH.needed(
     "torch.nn.parallel.DistributedDataParallel._get_ddp_logging_data", "what DDP says of its buckets", for_=OF_BUCKETS
 )
-ddp_parameters: Callable[[Any], Any] = TORCH.needed(
+ddp_parameters = TORCH.needed(
     "torch.nn.parallel.DistributedDataParallel._build_params_for_reducer",
     "the parameters in the order of DDP's numbers",
     for_=OF_BUCKETS,
 )
-mark_gradient: Callable[[Any, int], Any] = TORCH.needed(
+mark_gradient = TORCH.needed(
     "torch.distributed.Reducer._autograd_hook", "tells DDP that a gradient is there", for_=OF_BUCKETS
 )
 rebuild_buckets: Callable[[Any], bool] = TORCH.needed(
     "torch.distributed.Reducer._rebuild_buckets", "lets DDP make its buckets again", for_=OF_BUCKETS
 )
-gradient_buckets: Callable[[Any], Any] = TORCH.needed(
+gradient_buckets = TORCH.needed(
     "torch.distributed.Reducer._get_zeros_like_grad_buckets", "which parameters are in which bucket", for_=OF_BUCKETS
 )
