@@ -9,7 +9,7 @@ import torch
 from torch.nn.parameter import Parameter, is_lazy
 
 from det_callbacks.digest.device.deferred import Bits, DeferredDigests, derived, value_of
-from det_callbacks.digest.host import digest_bytes, digest_memory
+from det_callbacks.digest.host import digest_bytes, digest_memory, digest_spans
 from det_callbacks.digest.numbers import tensor_numbers as numbers_of_bytes
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import DetCallbacksError
@@ -79,12 +79,13 @@ def tensor_bits(tensor: torch.Tensor, deferred: DeferredDigests | None, *, memor
 
 
 def digest_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return ``digest_tensor`` of each; those of devices are fetched together."""
+    """Return ``digest_tensor`` of each; device tensors are fetched together, large host tensors use two threads."""
     deferred = DeferredDigests()
     with unobserved():
-        found = [_digest(tensor, deferred, memory_order=False) for tensor in tensors]
+        found = [_span(tensor, False) or _digest(tensor, deferred, memory_order=False) for tensor in tensors]
+    in_place = iter(digest_spans([span for span in found if isinstance(span, tuple)]))
     known = deferred.finish()
-    return [value_of(bits, known) for bits in found]
+    return [next(in_place) if isinstance(bits, tuple) else value_of(bits, known) for bits in found]
 
 
 def _span(tensor: torch.Tensor, memory_order: bool) -> tuple[int, int] | None:

@@ -58,7 +58,7 @@ def digest_state(state: nn.Module | Mapping[Any, Any]) -> StateDigest:
     searched in mappings, lists, tuples and dataclasses, names joined by points ("state.0.exp_avg"), at
     most 20 levels deep; texts and other objects are left out.
 
-    Costs one pass over the memory. Tensors of other devices are copied to
+    Costs one pass over the memory, large states in two threads. Tensors of other devices are copied to
     the host, one at a time. Of a DTensor it is this rank's shard.
 
     Raises:

@@ -5,7 +5,6 @@ import pickle
 import random
 import struct
 import threading
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -99,8 +98,8 @@ def test_outputs_are_read_in_memory_order_where_they_are_dense_and_else_in_row_m
         assert digest_output(view) == digest_tensor(view.contiguous())
 
 
-def test_what_lies_in_order_is_not_copied(monkeypatch):
-    monkeypatch.setattr(components, "_plain", lambda tensor, memory_order: pytest.fail("took the way of copies"))
+def test_what_lies_in_order_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(components, "_digest", lambda tensor, memory_order: pytest.fail("took the way of copies"))
     tensor = torch.randn(2, 3, 4, 5)
     for plain in (tensor, tensor[1], nn.Parameter(tensor), torch.tensor(1.0), torch.empty(0, 3)):
         digest_every_way(plain)
@@ -298,7 +297,7 @@ def test_no_mode_no_autograd_and_no_generator_notices_anything():
     assert torch.equal(leaf.grad, torch.full_like(leaf, 2))
 
 
-# Memory of the host.
+# Memory of the host: at the borders, and in threads.
 
 
 def test_a_third_level_is_the_digest_of_the_hashes_below_it():
@@ -319,6 +318,35 @@ def test_every_contiguous_buffer_is_taken_and_nothing_else():
     for value in ("text", 5, None):
         with pytest.raises(TypeError, match="bytes-like"):
             digest_bytes(value)
+
+
+def test_many_spans_are_hashed_by_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[int] = set()
+    both_started = threading.Barrier(2, timeout=60)
+    leaf_hashes = host._leaf_hashes
+
+    def noted(piece: tuple[int, int]) -> list[int]:
+        if threading.get_ident() not in seen:
+            seen.add(threading.get_ident())
+            both_started.wait()
+        return leaf_hashes(piece)
+
+    sizes = [0, 1, 1024, 5 * MIB + 3, 0, 300_000, 12 * MIB, 17]
+    arrays = [np.frombuffer(random.randbytes(size), dtype=np.uint8) for size in sizes]
+    expected, before = [digest_bytes(array.tobytes()) for array in arrays], threading.enumerate()
+    monkeypatch.setattr(host, "_leaf_hashes", noted)
+    assert host.digest_spans([(array.ctypes.data, array.nbytes) for array in arrays]) == expected
+    assert (len(seen), threading.enumerate()) == (2, before), "they have ended"
+
+
+def test_where_no_thread_can_be_started_the_digest_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    data = random.randbytes(17 * MIB)
+    expected = digest_bytes(data)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert digest_bytes(data) == expected
 
 
 # digest_state: which weights these are, by name.

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from det_callbacks.digest.components import tensor_bits
 from det_callbacks.digest.device.deferred import Bits
-from det_callbacks.digest.host import digest_memory
+from det_callbacks.digest.host import digest_spans
 from det_callbacks.internals.torch import CHILDREN, storage_address
 from det_callbacks.runs.program import AFTER_STEP, IN_FLIGHT, Role, Site, SiteRow, scalar_bits
 from det_callbacks.trace.attribution.backward import scope_in
@@ -116,7 +116,7 @@ class NamedSites:
             return found
         self._step_to(label, phase, owner, reads, names)
         first = step.num_sites
-        digests = [digest_memory(address, num_bytes) for address, num_bytes in spans]
+        digests = digest_spans(spans)
         for index, value in others:
             bits = tensor_bits(value, step.deferred) if isinstance(value, Tensor) else scalar_bits(value)[0]
             digests.insert(index, step.deferred.defer(first + index, bits))
