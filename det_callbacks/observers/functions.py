@@ -16,7 +16,7 @@ from torch import Tensor, library
 from det_callbacks.internals.dynamo import OBSERVE_IN_ORDER
 from det_callbacks.internals.torch import keep_version
 from det_callbacks.observers.observations import REGISTRY, Leaves, Observations
-from det_callbacks.observers.values import check_name, leaves_of
+from det_callbacks.observers.values import check_name, leaves_of, rebuild
 from det_callbacks.trace.dispatch import breaks_graph
 
 _Tree = TypeVar("_Tree")
@@ -47,10 +47,14 @@ def observe(name: str, tree: _Tree) -> _Tree:
 
 
 def observe_non_deterministic(name: str, tree: _Tree) -> _Tree:
-    """Save tensors while recording, and put the saved bits into them while verifying; return the value as it is.
+    """Save a value while recording, and put the saved bits in its place while verifying.
 
-    Aliases, views and what autograd saved have the saved bits, too. Plain values in a structure are
-    compared, as by ``observe``. The coverage counts how often the live bits differed (``replayed``).
+    Tensors are changed in place: aliases, views and what autograd saved have the saved bits, too. Plain
+    values change only in the structure that is returned. Name and structure are recorded as by
+    ``observe``; the coverage counts how often the live bits differed (``replayed``).
+
+    Returns:
+        The structure itself; a new one where plain values differed.
 
     Raises:
         TypeError, ValueError: as ``observe`` does.
@@ -128,14 +132,15 @@ def _observe(sink: Observations, name: str, tree: _Tree, *, is_replayed: bool) -
     if torch.compiler.is_compiling():
         _observe_in_graph(name, leaves, is_replayed=is_replayed)
         return tree
-    sink.observe(name, leaves, is_replayed=is_replayed)
-    return tree
+    values = sink.observe(name, leaves, is_replayed=is_replayed)
+    return rebuild(tree, name, values) if values else tree
 
 
 def _observe_in_graph(name: str, leaves: Leaves, *, is_replayed: bool) -> None:
     """Make the op that records an observation when the graph runs, or saves its tensors and puts them back.
 
-    Autograd does not see the copy back, so it saves the same bits as when recording.
+    Autograd does not see the copy back, so it saves the same bits as when recording. Plain values are
+    constants of the graph.
     """
     tensors = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
     integers = [leaf for _, leaf in leaves if _is_integer(leaf)]

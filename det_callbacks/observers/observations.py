@@ -4,7 +4,7 @@ import itertools
 import os
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -91,17 +91,21 @@ class Observations:
         self.drop()
         self.region.leave_all()
 
-    def observe(self, name: str, leaves: Leaves, *, is_replayed: bool = False) -> None:
-        """Record values; with ``is_replayed`` save tensors, or put the saved bits into them."""
+    def observe(self, name: str, leaves: Leaves, *, is_replayed: bool = False) -> Mapping[str, Any]:
+        """Record values, with ``is_replayed`` save them or put them back; return other saved plain values by path."""
         if not self._takes(name, is_replayed=is_replayed):
-            return
+            return {}
         occurrence = next(self._occurrences[name])
+        changed: dict[str, Any] = {}
         entries: list[tuple[str, Any]] = []
-        for index, (path, value) in enumerate(leaves):
+        for index, (path, leaf) in enumerate(leaves):
+            value = leaf
+            if is_replayed:
+                key = f"observation:{name}#{occurrence}.{index}"
+                value = self._replay.exchange(key, leaf, op=name, deferred=self._recorder.step.deferred)
+                if not isinstance(leaf, Tensor) and repr(value) != repr(leaf):
+                    changed[path] = value
             if isinstance(value, Tensor):
-                if is_replayed:
-                    key = f"observation:{name}#{occurrence}.{index}"
-                    self._replay.exchange(key, value, op=name, deferred=self._recorder.step.deferred)
                 is_there = holds_data(value)  # False of meta and fake tensors
                 value = unwrapped(value) if is_there else f"no data: {value.dtype} {list(value.shape)} {value.device}"
             entries.append((path, value))
@@ -109,6 +113,7 @@ class Observations:
         with self._recorder.step.lock, strands.recording(strands.here()):
             phase, scope = self._recorder.places.now()
             self._record(phase, scope.module, entries, is_source=is_replayed)
+        return changed
 
     def observe_gradient(self, name: str, tensor: Tensor, *, is_replayed: bool, is_compiled: bool) -> None:
         """Record the gradient of a tensor when it is there; with ``is_replayed`` save it or put it back."""

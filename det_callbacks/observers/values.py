@@ -1,6 +1,7 @@
-"""Nested structures of tensors and plain values: their leaves by path."""
+"""Nested structures of tensors and plain values: their leaves by path, and other values put into them."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -44,7 +45,26 @@ def leaves_of(tree: Any, path: str, *, depth: int = 0) -> list[tuple[str, Any]]:
     )
 
 
+def rebuild(tree: Any, path: str, values: Mapping[str, Any]) -> Any:
+    """Return a structure with other plain values at some paths; parts without any are the same objects."""
+    if path in values:
+        return values[path]
+    found = _entries(tree) if any(known.startswith(path) for known in values) else None
+    if found is None:
+        return tree
+    changed = [rebuild(value, path + suffix, values) for suffix, value in found]
+    if isinstance(tree, Mapping):
+        return type(tree)(dict(zip(tree, changed, strict=True)))  # type: ignore[call-arg]  # also the user's own class
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*changed)
+    if isinstance(tree, list | tuple):
+        return type(tree)(changed)
+    fields = [suffix.removeprefix(".") for suffix, _ in found]
+    return dataclasses.replace(tree, **dict(zip(fields, changed, strict=True)))
+
+
 def _entries(tree: Any) -> list[tuple[str, Any]] | None:
+    """Return the entries of a structure with what they add to its path; None for anything else."""
     if tree is None:  # Dynamo of torch 2.11 cannot ask it whether it is a dataclass
         return None
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):

@@ -137,26 +137,22 @@ def test_occurrences_phases_and_modules_of_values_and_of_each_backward_pass(tmp_
         ]
 
 
-def test_tensors_of_a_structure_are_put_back_and_plain_values_are_compared(tmp_path: Path) -> None:
+def test_plain_values_are_replayed_exactly_in_what_is_returned(tmp_path: Path) -> None:
     plain = [1j, complex("nan+1j"), 0.1, -0.0, float("inf"), float("nan"), 7, -(2**70), True, None, "tëxt"]
     point, pair = namedtuple("point", "x y"), dataclasses.make_dataclass("Pair", ["left", "right"])
-
-    def run(name: str, reference: Path | None, value: float, time: float = 1.5) -> ObserverContext:
-        tensor = torch.full((1,), value)
-        tree = {"time": point(time, 2), "plain": plain, "pair": pair(1, 2), "tensor": tensor}
-        with ObserverContext(tmp_path, name, reference) as observer:
-            assert observe_non_deterministic("t", tree) is tree
-        assert tensor.item() == 1.0
-        return observer
-
-    reference = run("r", None, 1.0).path
+    tree = {"time": point(1.5, 2), "plain": plain, "pair": pair(1, 2), "tensor": torch.ones(1)}
+    with ObserverContext(tmp_path, "r"):
+        assert observe_non_deterministic("t", tree) is tree
     paths = [f"['plain'][{index}]" for index in range(len(plain))]
     expected = ["['time'].x", "['time'].y", *paths, "['pair'].left", "['pair'].right", "['tensor']"]
-    assert names(reference) == [f"t{path}" for path in expected]
-    same = run("c", reference, 0.0).verdict
-    assert (same.verdict, same.coverage.replayed["t"]["differing"]) == ("match", 1)
-    with pytest.warns(DivergenceWarning):
-        assert kinds(run("d", reference, 1.0, time=2.5)) == [("t['time'].x", "content")]
+    assert names(tmp_path / "r") == [f"t{path}" for path in expected]
+    other = {"time": point(2.5, 2), "plain": ["other", *[0] * 9, 3], "pair": pair(0, 2), "tensor": torch.zeros(1)}
+    with ObserverContext(tmp_path, "c", tmp_path / "r") as observer:
+        replayed = observe_non_deterministic("t", other)
+    assert repr(replayed) == repr(tree)
+    assert replayed["tensor"] is other["tensor"]
+    assert observer.verdict.verdict == "match"
+    assert observer.verdict.coverage.replayed == {"t": {"count": 16, "differing": 14, "mib_per_step": 4e-06}}
 
 
 def test_observers_change_no_bit(tmp_path):
