@@ -280,9 +280,12 @@ def _measure(script: Script, options: argparse.Namespace, vary: Sequence[str]) -
 
 
 def _row(run: CheckedRun) -> tuple[str, ...]:
-    first, cause = (run.verdict.first_divergence, run.verdict.cause) if run.verdict is not None else (None, None)
-    place = "-" if first is None else f"step {first.step}, {first.phase}: {first.name or first.op or first.kind}"
-    return (run.name, run.change, run.outcome.replace("_", " "), place, cause or "-")
+    place = cause = "-"
+    if run.verdict is not None:
+        cause = run.verdict.cause or "-"
+        if (first := run.verdict.first_divergence) is not None:
+            place = f"step {first.step}, {first.phase}: {first.name or first.op or first.kind}"
+    return (run.name, run.change, run.outcome.replace("_", " "), place, cause)
 
 
 def _end(command: str, runs: Sequence[CheckedRun], facts: str) -> int:
@@ -304,7 +307,8 @@ def _script(options: argparse.Namespace) -> Script:
     names = [option.removeprefix("--").replace("-", "_") for option in SCRIPT_OPTIONS]
     given = {name: getattr(options, name) for name in names}
     arguments = {name: value for name, value in given.items() if value is not None and value is not False}
-    settings: dict[str, Any] = {name: arguments.pop(name) for name in ("seed", "deterministic") if name in arguments}
+    of_process = [name for name in ("seed", "deterministic") if name in arguments]
+    settings: dict[str, Any] = {name: arguments.pop(name) for name in of_process}
     if "keep" in arguments:
         arguments["keep_tensors"] = arguments.pop("keep")
     for name in ("replay", "keep_tensors"):

@@ -253,7 +253,8 @@ def script_words(start: str | Path | None = None) -> list[str]:
         return []
     start = Path.cwd() if start is None else Path(start)
     path = start / script  # ``script`` itself if absolute
-    return [path.relative_to(start).as_posix() if path.is_relative_to(start) and ".." not in path.parts else path.name]
+    is_below = path.is_relative_to(start) and ".." not in path.parts
+    return [path.relative_to(start).as_posix() if is_below else path.name]
 
 
 def command_choice(overrides: Sequence[str] | None = None, *, start: str | Path | None = None) -> dict[str, Any]:

@@ -97,8 +97,10 @@ def parse_docstring(docstring: str, registered: Collection[str]) -> list[OpFact]
     lists = re.findall(r"((?:^\S.*\n)+)\n((?:[ \t].*\n|\n)+)", f"{inspect.cleandoc(docstring)}\n", re.MULTILINE)
     for paragraph, block in lists:
         text = " ".join(paragraph.split())
-        for behaviour in (one for words, one in _SECTIONS.items() if text.endswith("``mode=True``:") and words in text):
-            bullets = re.split(r"^\s*\* ", block, flags=re.MULTILINE)[1:]
+        if not text.endswith("``mode=True``:"):
+            continue
+        bullets = re.split(r"^\s*\* ", block, flags=re.MULTILINE)[1:]
+        for behaviour in (behaviour for words, behaviour in _SECTIONS.items() if words in text):
             facts += [fact for bullet in bullets for fact in _facts(behaviour, bullet, registered)]
     missing = set(_SECTIONS.values()) - {fact.behaviour for fact in facts}
     if missing:

@@ -86,7 +86,8 @@ class FollowedLoop(TrainingRun):
     def _drawn_for(self, given: Any, drawn: DrawnLoader) -> Any:
         """Return the batch drawn for a step, else the arguments; a loader may have drawn some ahead."""
         training, waiting = self._training, drawn.draws.waiting
-        tensors = {id(value) for _, value in flatten(given, "batch", is_whole=True) if isinstance(value, Tensor)}
+        arguments = flatten(given, "batch", is_whole=True)
+        tensors = {id(value) for _, value in arguments if isinstance(value, Tensor)}
         batch, num_ahead = given, training.num_drawn_ahead
         for place, (loaded, _) in enumerate(waiting):
             if any(id(value) in tensors for _, value in flatten(loaded, "batch", is_whole=True)):

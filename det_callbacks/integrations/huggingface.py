@@ -134,8 +134,8 @@ class _TrainerRun(TrainingRun):
 
     def log_evaluation(self, metrics: Mapping[str, Any]) -> None:
         for name, value in metrics.items():
-            is_result = isinstance(value, float | int) and not any(fnmatchcase(name, one) for one in _OF_A_CLOCK)
-            if is_result and name not in self._logged:
+            is_of_clock = any(fnmatchcase(name, pattern) for pattern in _OF_A_CLOCK)
+            if isinstance(value, float | int) and not is_of_clock and name not in self._logged:
                 self.log(name, value)
 
     def save(self, folder: Path, state: TrainerState) -> None:
@@ -151,13 +151,9 @@ class _TrainerRun(TrainingRun):
                 with writing(sidecar, instead=ANOTHER_PLACE):
                     sidecar.unlink(missing_ok=True)
 
-    def end(self) -> None:
+    def end(self, error: BaseException | None = None) -> None:
         self._drawn, self._iterator = [], None
-        self.__exit__(None, None, None)
-
-    def leave(self, error: BaseException) -> None:
-        self._drawn, self._iterator = [], None
-        self.__exit__(type(error), error, error.__traceback__)
+        self.__exit__(None, error, None)
 
     def _draw(self, draw: Callable[..., Any], iterator: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
         if iterator is not self._iterator:
@@ -251,7 +247,7 @@ class DeterminismCallback(TrainerCallback):
         try:
             return train(resume_from_checkpoint, *args, **kwargs)
         except BaseException as error:
-            self._run.leave(error)
+            self._run.end(error)
             raise
 
     @override
@@ -354,6 +350,7 @@ def _choices(args: TrainingArguments, model: nn.Module) -> dict[str, Any]:
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_dict"):
         known = config.to_dict()
-        choices["config"] = {name: known[name] for name in known.keys() - {"_name_or_path", "transformers_version"}}
+        left_out = {"_name_or_path", "transformers_version"}
+        choices["config"] = {name: known[name] for name in known.keys() - left_out}
     plain: dict[str, Any] = json.loads(json.dumps(choices, default=str, sort_keys=True))
     return plain

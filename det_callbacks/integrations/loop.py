@@ -111,7 +111,8 @@ class LoopTraining(Training):
 
     @override
     def require_replicas(self) -> None:
-        if self.ddp is None and not any(isinstance(parameter, DTensor) for parameter in self.module.parameters()):
+        has_shards = any(isinstance(parameter, DTensor) for parameter in self.module.parameters())
+        if self.ddp is None and not has_shards:
             raise SettingsError(
                 "Nothing says which ranks hold the same parameters, so replicas cannot be compared: the model is no "
                 "DistributedDataParallel, and has no DTensors. Give TrainingRun the wrapped model, or leave out "

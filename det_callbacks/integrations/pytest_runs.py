@@ -121,7 +121,10 @@ class TrainingRuns:
             raise unfinished
         for training in self._trainings.values():
             _check(training)
-        return {str(it.reference): _keep(it) if it.is_recording else "matched" for it in self._trainings.values()}
+        done: dict[str, str] = {}
+        for training in self._trainings.values():
+            done[str(training.reference)] = _keep(training) if training.is_recording else "matched"
+        return done
 
     def close(self) -> None:
         take_unfinished()  # left by a test that failed

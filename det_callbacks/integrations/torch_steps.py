@@ -197,7 +197,8 @@ class TorchSteps:
         with self._failing_once():
             if self._run is None:
                 print_errors_plainly(self.fail)
-                self._run, self._pid = FollowedLoop(self._asked, module, self._optimizers_with(module)), os.getpid()
+                self._run = FollowedLoop(self._asked, module, self._optimizers_with(module))
+                self._pid = os.getpid()
                 # Not atexit, which forked processes do not run. Before those of fits.py, which have 0.
                 Finalize(None, self.end_process, exitpriority=10)
                 self._run.begin_fit()

@@ -216,7 +216,8 @@ def by_majority(values: Mapping[int, Value]) -> list[tuple[Value, tuple[int, ...
     ranks: dict[Value, list[int]] = {}
     for rank, value in values.items():
         ranks.setdefault(value, []).append(rank)
-    return sorted(((value, tuple(held)) for value, held in ranks.items()), key=lambda one: (-len(one[1]), one[1]))
+    found = [(value, tuple(held)) for value, held in ranks.items()]
+    return sorted(found, key=lambda one: (-len(one[1]), one[1]))
 
 
 def require_same_start(group: Peers, manifest: Mapping[str, Any], weights: Mapping[str, Tensor] | None) -> None:

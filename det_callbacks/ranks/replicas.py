@@ -128,7 +128,8 @@ def replicated_state(
     reasons: dict[int, str | None] = {}
     for name, one in module.named_parameters():
         names[id(one)] = name
-        reasons[id(one)] = add(name, one, "ignored by DDP" if name in ddp_ignores else holders_of(one, everyone))
+        holders = "ignored by DDP" if name in ddp_ignores else holders_of(one, everyone)
+        reasons[id(one)] = add(name, one, holders)
     synchronised = {name for name, child in module.named_modules() if isinstance(child, nn.SyncBatchNorm)}
     for name, buffer in module.named_buffers():
         owner, _, last = name.rpartition(".")
@@ -165,7 +166,8 @@ def compare_replicas(
             held.append((name, known.tensors[name], known.layouts[name], holders))
             by_holders.setdefault(holders, []).append(held[-1])
         has_parameter = any(isinstance(value, nn.Parameter) for value, _ in state.tensors.values())
-        return has_parameter, {holders: digest_bytes(repr(rows).encode()) for holders, rows in by_holders.items()}
+        digests = {holders: digest_bytes(repr(rows).encode()) for holders, rows in by_holders.items()}
+        return has_parameter, digests
 
     task = f"the audit of the replicas after step {step}"
     told = group.gather(look, task=task)
@@ -176,7 +178,8 @@ def compare_replicas(
             "DeterminismCallback."
         )
     differences: list[ReplicaDifference] = []
-    if any(len({told[rank][1].get(holders) for rank in holders}) > 1 for _, digests in told for holders in digests):
+    sets = {holders for _, digests in told for holders in digests}
+    if any(len({told[rank][1].get(holders) for rank in holders}) > 1 for holders in sets):
         rows = group.gather(lambda: held, task=task)
         values = [{name: (digest, layout) for name, digest, layout, _ in row} for row in rows]
         for name, holders in dict.fromkeys((name, holders) for row in rows for name, _, _, holders in row):

@@ -104,7 +104,9 @@ def attribute_back(path: str) -> Callable[[], object]:
 
 def variable_back(name: str) -> Callable[[], object]:
     value = os.environ.get(name)
-    return partial(os.environ.pop, name, None) if value is None else partial(os.environ.__setitem__, name, value)
+    if value is None:
+        return partial(os.environ.pop, name, None)
+    return partial(os.environ.__setitem__, name, value)
 
 
 def _owner_of(path: str) -> tuple[Any, str]:

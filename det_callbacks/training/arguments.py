@@ -104,8 +104,10 @@ class RunArguments:
         if self.mode == "record" and self.keep_tensors and selection.level != "op":
             instead = "Record the steps that matter at level op: only_steps=[812]."
             raise SelectionError(f'keep_tensors needs level="op", at which ops are seen; {got} {instead}')
-        is_whole = replace(selection, only_steps=None) == Selection() and not self.replay and not self.keep_tensors
-        if self.mode == "audit" and not is_whole:  # else what it leaves out would look clean
+        selects_all = replace(selection, only_steps=None) == Selection()
+        if self.mode == "audit" and not (
+            selects_all and not self.replay and not self.keep_tensors
+        ):  # else what it leaves out would look clean
             raise SelectionError(
                 "An audit looks at every op of the steps in only_steps, and keeps nothing; leave out "
                 f"{', '.join(sorted(self.asked.keys() - {'only_steps'}))}."

@@ -106,9 +106,9 @@ class Evidence(Ledger, LoaderFollower):
             parts = [_whole_numbers(indices_by_loader.get(loader)) for _, indices_by_loader in drawn]
             if None not in parts:
                 indices = [number for part in parts for number in part or ()]
-                digest, of_sorted = (digest_bytes(repr(numbers).encode()) for numbers in (indices, sorted(indices)))
-                self.note(BATCH, f"{INDICES}{loader}", digest, json.dumps(indices[:MAX_INDICES]))
-                self.note(BATCH, f"sorted indices of {loader}", of_sorted)
+                shown = json.dumps(indices[:MAX_INDICES])
+                self.note(BATCH, f"{INDICES}{loader}", _digest_numbers(indices), shown)
+                self.note(BATCH, f"sorted indices of {loader}", _digest_numbers(sorted(indices)))
         # the tensors that left the loader, where the training step gets others: moved, or transformed
         loaded = drawn[0][0] if len(drawn) == 1 else [one for one, _ in drawn]
         given = {id(value) for _, value in flatten(batch, "batch", is_whole=True)}
@@ -116,6 +116,10 @@ class Evidence(Ledger, LoaderFollower):
             for name, value in flatten(loaded, "batch", is_whole=True):
                 if isinstance(value, Tensor) and id(value) not in given and holds_data(value):
                     self.note_tensor(BATCH, f"{name} as loaded", value)
+
+
+def _digest_numbers(numbers: list[int]) -> int:
+    return digest_bytes(repr(numbers).encode())
 
 
 def _scripted(root: torch.nn.Module) -> list[str]:
@@ -146,7 +150,9 @@ def _settings_of(loader: Any) -> Iterator[tuple[str, str]]:
     if hasattr(loader.dataset, "__len__"):
         yield "length of the data set", str(len(loader.dataset))
     # accelerate leaves it to the batch sampler
-    size = loader.batch_size if loader.batch_size is not None else getattr(loader.batch_sampler, "batch_size", None)
+    size = loader.batch_size
+    if size is None:
+        size = getattr(loader.batch_sampler, "batch_size", None)
     yield "batch_size", str(size)
     for name in ("num_workers", "drop_last", "persistent_workers", "in_order"):
         yield name, str(getattr(loader, name, None))

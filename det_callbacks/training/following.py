@@ -105,15 +105,15 @@ class FollowedRun(RunArguments):
     def _identity(self) -> dict[str, str | None]:
         """Return id, mode and reference of the run, as the sidecar of a checkpoint has them."""
         run_id = None if self._session.run is None else self._session.run.manifest.run_id
-        return {"id": run_id, "mode": self.mode, "reference": None if self.reference is None else str(self.reference)}
+        reference = None if self.reference is None else str(self.reference)
+        return {"id": run_id, "mode": self.mode, "reference": reference}
 
     def _begin_step(self, step: int, batch: Any) -> None:
         self._group.set_place("step")
         self._hooks.drop_step()  # a step that did not end
         self._step = step
-        if self._watch is not None:
-            sees_ops = self.mode != "audit" and self.selection.level == "op" and self.selection.selects_step(step)
-            (self._watch.close if sees_ops else self._watch.open)()
+        is_traced = self.mode != "audit" and self.selection.selects_step(step)
+        self._watch_ops(is_on=not is_traced or self.selection.level != "op")
         self._hooks.begin_step(step, batch)
 
     def _end_step(self, epoch: int, outputs: Any) -> None:

@@ -115,16 +115,12 @@ class Training:
     def replicated_state(self, ignore: Sequence[str]) -> ReplicatedState:
         """Return what several ranks must hold alike; raises ``SettingsError`` if that is unknown."""
         self.require_replicas()
-        if self.ddp is None:
-            return replicated_state(self.module, self.optimizers, everybody=range(self.world_size), ignore=ignore)
-        return replicated_state(
-            self.module,
-            self.optimizers,
-            everybody=dist.get_process_group_ranks(self.ddp.process_group),
-            ddp_ignores=self.ddp.parameters_to_ignore,
-            has_own_buffers=not self.ddp.broadcast_buffers,
-            ignore=ignore,
-        )
+        options: dict[str, Any] = {"everybody": range(self.world_size), "ignore": ignore}
+        if (ddp := self.ddp) is not None:
+            options["everybody"] = dist.get_process_group_ranks(ddp.process_group)
+            options["ddp_ignores"] = ddp.parameters_to_ignore
+            options["has_own_buffers"] = not ddp.broadcast_buffers
+        return replicated_state(self.module, self.optimizers, **options)
 
     def require_replicas(self) -> None:
         """Raise ``SettingsError`` if nothing says which ranks hold the same parameters."""

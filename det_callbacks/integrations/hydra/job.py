@@ -83,7 +83,8 @@ class Job:
         self._undo.enter_context(warnings.catch_warnings())
         # without settings, too, everything is restored: no job leaks into the next
         settings = config.determinism.settings
-        self._undo.enter_context(enforce_determinism(DeterminismSettings.choose() if settings is None else settings))
+        nothing = DeterminismSettings.choose()
+        self._undo.enter_context(enforce_determinism(nothing if settings is None else settings))
         # noticed also where the task leaves by ``sys.exit``
         mode = config.determinism.mode
         name = "ReplicaAuditCallback" if mode == "replicas" else "DeterminismCallback"

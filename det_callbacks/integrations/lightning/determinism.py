@@ -256,7 +256,8 @@ class DeterminismCallback(FollowedRun, pl.Callback):
             self._call = None
             self._end()
         elif self._is_fitting and not self._logged.is_resuming:
-            self._stop_together(differs=self._logged.read(trainer, "validation", self._logged.step, epoch=epoch))
+            differs = self._logged.read(trainer, "validation", self._logged.step, epoch=epoch)
+            self._stop_together(differs=differs)
 
     on_test_start, on_test_batch_start = on_validation_start, on_validation_batch_start
     on_test_end = on_validation_end

@@ -24,8 +24,8 @@ class LaunchedCallback(DeterminismCallback):
                 "This script trains a model while another one trains, and det-callbacks records one fit after another. "
                 "Give the Trainer that matters a DeterminismCallback, and start the script without det-callbacks."
             )
-        others = [it for it in vars(trainer)["callbacks"] if isinstance(it, DeterminismCallback) and not it.gives_way]
-        if any(other.mode != "disabled" for other in others):
+        ours = [one for one in vars(trainer)["callbacks"] if isinstance(one, DeterminismCallback)]
+        if any(one.mode != "disabled" and not one.gives_way for one in ours):
             if self._has_claimed:
                 raise SelectionError(
                     "One Trainer of this script has a DeterminismCallback of its own, and another one has none: they "

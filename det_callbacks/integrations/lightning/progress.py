@@ -113,6 +113,9 @@ def _bar_metrics(trainer: pl.Trainer) -> dict[str, Any]:
 def print_beside_bar(trainer: pl.Trainer, text: str) -> None:
     """Print a closing line so that a progress bar does not break it."""
     bar: Any = trainer.progress_bar_callback
-    is_rich = isinstance(bar, either(RichProgressBar)) and bar.progress is not None and bar.progress.live.is_started
+    rich = bar.progress if isinstance(bar, either(RichProgressBar)) else None
+    console = None
+    if rich is not None and rich.live.is_started and sys.stdout.isatty():
+        console = rich.console
     with Tqdm.external_write_mode() if isinstance(bar, either(TQDMProgressBar)) else nullcontext():
-        print_closing_line(text, bar.progress.console if is_rich and sys.stdout.isatty() else None)
+        print_closing_line(text, console)

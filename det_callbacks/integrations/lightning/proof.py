@@ -115,7 +115,9 @@ def prove_resume(
         if error.verdict is None:
             raise
         return error.verdict
-    if (verdict := resumed.verdict) is None or verdict.coverage.steps is None or verdict.coverage.steps[0] != stop_at:
+    verdict = resumed.verdict
+    steps_compared = None if verdict is None else verdict.coverage.steps
+    if verdict is None or steps_compared is None or steps_compared[0] != stop_at:
         raise NothingComparedError(f"The resumed training was not verified from step {stop_at} to its end.")
     return verdict
 

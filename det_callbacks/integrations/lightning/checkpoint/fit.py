@@ -63,7 +63,8 @@ def values(trainer: pl.Trainer) -> dict[str, Any]:
     with unobserved():
         for name, tensor in (*module.named_parameters(), *buffers):
             if name not in left_out:
-                if tensor.layout is torch.strided and not isinstance(tensor, DTensor) and not tensor.is_contiguous():
+                is_plain = tensor.layout is torch.strided and not isinstance(tensor, DTensor)
+                if is_plain and not tensor.is_contiguous():
                     text = f"the layout of {name} in memory (no checkpoint keeps it: use contiguous())"
                     found[text] = list(tensor.stride())
                 try:

@@ -83,7 +83,9 @@ class Resuming:
         if not self._is_exact:
             return False
         is_over = fit.is_epoch_over(self._trainer)
-        problems = tuple(filter(None, (*fit.problems(self._trainer), buckets.problem(self._trainer, self._buckets))))
+        problems = tuple(fit.problems(self._trainer))
+        if of_ddp := buckets.problem(self._trainer, self._buckets):
+            problems += (of_ddp,)
         if self._pending is not None:  # the position in the data is unknown
             problems += ("it was saved before the first batch after a resume; save at the end of a batch",)
         part = self._read(id, is_over=is_over, position=None if is_over else self._position, problems=problems)
@@ -103,7 +105,8 @@ class Resuming:
             # it may have been removed; a longer fit does not end this epoch here
             if not part_path(Path(path), before.rank).exists() or (is_end and not is_at_end):
                 continue
-            part = self._read(before.id, is_over=before.is_epoch_over, position=None if is_end else self._position)
+            position = None if is_end else self._position
+            part = self._read(before.id, is_over=before.is_epoch_over, position=position)
             now = {**part.values, **fit.saved_states(self._trainer)}
             if changed := _differing({**before.values, **states}, now):
                 part = replace(part, problems=(_CHANGED.format(changed),))
@@ -225,7 +228,8 @@ class Resuming:
         original(fetcher)
         if self._pending is None or loop.epoch_loop.done:
             return
-        go_on = partial(self._go_on, loop, self._pending, fetcher, is_new_iteration=self._position is not before)
+        is_new = self._position is not before
+        go_on = partial(self._go_on, loop, self._pending, fetcher, is_new_iteration=is_new)
         self._peers.run_on_all(go_on, task="going to the place that it is of")
         self._pending = None
 
