@@ -7,13 +7,14 @@ looked through: its error is that of what it read itself.
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
 from math import inf, prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -81,6 +82,9 @@ def write_rounding(folder: Path, numerics: Numerics) -> None:
 
 def _key(rank: int, segment: int, step: int, phase: str, module: str, op: str, occurrence: int, output: int) -> _Place:
     return (int(rank), int(segment), int(step), str(phase), str(module), str(op), int(occurrence), int(output))
+
+
+_SUMS = re.compile(r"aten\.(_foreach_)?(sum|mean|add|sub)_?\.")
 
 
 def _place(site: Divergence | SiteNumerics) -> _Place:
@@ -176,40 +180,54 @@ class _Row:
     measure: Measure | None = None  # None where it is not known
 
 
-class _Carried:
-    """What errors each site of a step has, also where it was not kept: then it has those of what it read.
+class _Error(NamedTuple):
+    """The error of what is at a site, or the largest of what it reads; infinite where it is not known."""
 
-    An error is a relative one, infinite where it is not known or beyond all numbers.
-    """
+    relative: float = 0.0
+    absolute: float = 0.0
+    is_beyond: bool = False
+    through: tuple[str, ...] = ()  # what is not known between
+
+
+def _largest(errors: Sequence[_Error]) -> _Error:
+    return _Error(
+        relative=max((one.relative for one in errors), default=0.0),
+        absolute=max((one.absolute for one in errors), default=0.0),
+        is_beyond=any(one.is_beyond for one in errors),
+        through=tuple(dict.fromkeys(name for one in errors for name in one.through)),
+    )
+
+
+class _Carried:
+    """What error each site of a step has, also where it was not kept: then it has that of what it read."""
 
     def __init__(self, view: StepView) -> None:
         self._sites = view.program.sites
-        self._known: dict[int, tuple[float, bool]] = {}  # by position: the error, and whether it is beyond
-        self._carried: list[tuple[float, bool, tuple[str, ...]]] = []
+        self._known: dict[int, _Error] = {}
+        self._carried: list[_Error] = []
 
     def note(self, positions: Sequence[int], row: _Row) -> None:
         """Note what was measured."""
-        if row.measure is not None:
-            error = inf if row.measure.relative is None else row.measure.relative
-            self._known.update((position, (error, row.measure.excess > 1)) for position in positions)
+        if (known := row.measure) is not None:
+            relative, absolute = (inf if size is None else size for size in (known.relative, known.absolute))
+            error = _Error(relative, absolute, is_beyond=known.excess > 1)
+            self._known.update(dict.fromkeys(positions, error))
 
     def carry(self) -> None:
         """Go through the step."""
         for position, site in enumerate(self._sites):
-            known, read = self._known.get(position), self.read(position)
-            if known is not None:
-                self._carried.append((*known, ()))
-            elif site.inputs or site.op:
-                through = tuple(dict.fromkeys((*read[2], *([site.op] if site.role == "output" else ()))))
-                self._carried.append((*read[:2], through))
-            else:  # it came from outside, and differs
-                self._carried.append((inf, False, (site.name or "a tensor made outside the trace",)))
+            error = self._known.get(position)
+            if error is None and (site.inputs or site.op):
+                read = self.read(position)
+                here = (site.op,) if site.role == "output" else ()
+                error = read._replace(through=tuple(dict.fromkeys((*read.through, *here))))
+            elif error is None:  # it came from outside, and differs
+                error = _Error(inf, inf, through=(site.name or "a tensor made outside the trace",))
+            self._carried.append(error)
 
-    def read(self, position: int) -> tuple[float, bool, tuple[str, ...]]:
-        """Return the largest error of what a site reads, whether any is beyond, and what is not known between."""
-        read = [self._carried[place] for place in self._sites[position].inputs]
-        through = tuple(dict.fromkeys(name for _, _, names in read for name in names))
-        return max((one[0] for one in read), default=0.0), any(one[1] for one in read), through
+    def read(self, position: int) -> _Error:
+        """Return the largest error of what a site reads."""
+        return _largest([self._carried[place] for place in self._sites[position].inputs])
 
 
 class _StepNumerics:
@@ -260,8 +278,8 @@ class _StepNumerics:
             if not all(at in kept for side, kept in zip((lefts, rights), self._kept, strict=True) for at in side):
                 self.not_compared["of fused modules, and not all of them kept"] += 1
                 continue
-            side, position = (1, rights[0]) if len(rights) == 1 else (0, lefts[0])
-            whole = next(row for row, pair in enumerate(found.pairs) if pair[side] == position)
+            at, position = (1, rights[0]) if len(rights) == 1 else (0, lefts[0])
+            whole = next(row for row, pair in enumerate(found.pairs) if pair[at] == position)
             yield self._compared(found.describe(whole), lefts, rights)
 
     def _equal(self, row: int, *, has_bits: bool) -> _Row:
@@ -302,10 +320,10 @@ class _StepNumerics:
         place, known = row.place, row.measure
         if place is None or known is None:
             raise ValueError("it was not compared")
-        read = [side.read(at) for side, positions in zip(sides, row.positions, strict=True) for at in positions]
-        reads = max(error for error, _, _ in read)
-        least = max(reads, epsilon(place.dtype or "")) or 1.0
-        has_growth = known.relative is not None and reads < inf
+        read = _largest(
+            [side.read(at) for side, positions in zip(sides, row.positions, strict=True) for at in positions]
+        )
+        is_known = read.relative < inf
         fields = {one.name: getattr(place, one.name) for one in dataclass_fields(place) if one.name != "numbers"}
         if not known.num_differing:
             fields["kind"] = "equal"
@@ -317,11 +335,28 @@ class _StepNumerics:
             within=known.excess <= 1,
             excess=known.excess if known.excess < inf else None,
             num_elements=known.num_elements,
-            reads=reads if reads < inf else None,
-            growth=(known.relative or 0.0) / least if has_growth else None,
-            is_start=not any(is_beyond for _, is_beyond, _ in read),
-            through=tuple(dict.fromkeys(name for _, _, names in read for name in names)),
+            reads=read.relative if is_known else None,
+            growth=self._growth(row, read, known) if is_known else None,
+            is_start=not read.is_beyond,
+            through=read.through,
         )
+
+    def _growth(self, row: _Row, read: _Error, known: Measure) -> float | None:
+        """Return an error as a multiple of what explains it; None where it has no number.
+
+        A sum whose terms cancel has a large relative error, and an absolute one as its terms have: of n terms whose
+        errors do not go together, some root of n times as large.
+        """
+        if known.relative is None or known.absolute is None or row.place is None:
+            return None
+        growth = known.relative / (max(read.relative, epsilon(row.place.dtype or "")) or 1.0)
+        if _SUMS.match(row.place.op) and read.absolute:
+            view, position = self._views[1], row.positions[1][0]
+            entries = [view.layout.entries[place] for place in view.program.sites[position].inputs]
+            num_read = max((prod(entry.shape) for entry in entries if entry is not None), default=1)
+            num_terms = max(num_read / max(prod(row.place.shape or ()), 1), 1)
+            growth = min(growth, known.absolute / (read.absolute * math.sqrt(num_terms)))
+        return growth
 
 
 def _joined(tensors: Sequence[SavedTensor], shape: tuple[int, ...]) -> SavedTensor | None:

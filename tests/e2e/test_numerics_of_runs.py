@@ -367,3 +367,26 @@ def test_renamed_and_fused_modules_are_mapped_by_a_file(
         assert says in capsys.readouterr().err
     assert main(["diff", *paths, "--numerics", "--names", str(tmp_path / "none.txt")]) == 2
     assert "cannot be read" in capsys.readouterr().err
+
+
+def test_a_sum_whose_terms_cancel_is_no_jump(tmp_path: Path, inputs: torch.Tensor) -> None:
+    class Cancelling(nn.Module):
+        def __init__(self, dtype: torch.dtype, offset: float) -> None:
+            super().__init__()
+            self.layer, self.dtype, self.offset = nn.Linear(8, 8), dtype, offset
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            weights = torch.softmax(self.layer(x), -1).to(self.dtype).float()
+            centred = weights - weights.mean(-1, keepdim=True)
+            return centred.sum(-1) * 1e3 + self.offset * weights.sum()
+
+    runs = [
+        loop(tmp_path / name, partial(Cancelling, dtype, offset), inputs)
+        for name, dtype, offset in (("a", torch.float32, 0), ("b", torch.bfloat16, 0), ("c", torch.bfloat16, 1))
+    ]
+    found = numerics_of(runs[0], runs[1])
+    sums = [site for site in found.sites if site.op == "aten.sum.dim_IntList" and site.phase == "forward"]
+    assert sums[0].relative > 10 * sums[0].reads
+    assert sums[0].growth < 10
+    assert found.conclusion == "rounding"
+    assert numerics_of(runs[0], runs[2]).conclusion == "change"
