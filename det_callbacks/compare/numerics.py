@@ -121,13 +121,12 @@ def compare_numerics(
         )
     differing = [site for site in found if site.kind != "equal" and site.absolute != 0]
     beyond = [site for site in found if not site.within]
-    # what it reads may not be known, and then nothing says that it is rounding
-    unexplained = [site for site in beyond if site.is_start and (site.reads is None or _growth(site) >= JUMP)]
-    jumps = [site for site in unexplained if site.reads is not None]
+    starts = [site for site in beyond if site.is_start]
+    jumps = [site for site in starts if site.reads is not None]
     first = min(((site.segment, site.step) for site in jumps), default=None)
     jumps = sorted((site for site in jumps if (site.segment, site.step) == first), key=_growth, reverse=True)
     return Numerics(
-        conclusion="change" if unexplained else "rounding" if differing else "none",
+        conclusion="change" if starts else "rounding" if differing else "none",
         tolerance=str(tolerance.path) if tolerance is not None else "torch.testing",
         first_jump=jumps[0] if jumps else None,
         worst=max(differing, key=_excess, default=None),
@@ -185,7 +184,6 @@ class _Error(NamedTuple):
 
     relative: float = 0.0
     absolute: float = 0.0
-    is_beyond: bool = False
     through: tuple[str, ...] = ()  # what is not known between
 
 
@@ -193,7 +191,6 @@ def _largest(errors: Sequence[_Error]) -> _Error:
     return _Error(
         relative=max((one.relative for one in errors), default=0.0),
         absolute=max((one.absolute for one in errors), default=0.0),
-        is_beyond=any(one.is_beyond for one in errors),
         through=tuple(dict.fromkeys(name for one in errors for name in one.through)),
     )
 
@@ -202,7 +199,7 @@ class _Carried:
     """What error each site of a step has, also where it was not kept: then it has that of what it read."""
 
     def __init__(self, view: StepView) -> None:
-        self._sites = view.program.sites
+        self._sites, self._layout = view.program.sites, view.layout
         self._known: dict[int, _Error] = {}
         self._carried: list[_Error] = []
 
@@ -210,8 +207,7 @@ class _Carried:
         """Note what was measured."""
         if (known := row.measure) is not None:
             relative, absolute = (inf if size is None else size for size in (known.relative, known.absolute))
-            error = _Error(relative, absolute, is_beyond=known.excess > 1)
-            self._known.update(dict.fromkeys(positions, error))
+            self._known.update(dict.fromkeys(positions, _Error(relative, absolute)))
 
     def carry(self) -> None:
         """Go through the step."""
@@ -219,8 +215,12 @@ class _Carried:
             error = self._known.get(position)
             if error is None and (site.inputs or site.op):
                 read = self.read(position)
-                here = (site.op,) if site.role == "output" else ()
-                error = read._replace(through=tuple(dict.fromkeys((*read.through, *here))))
+                error = read
+                if site.role == "output":  # it rounds, too
+                    entry = self._layout.entries[position]
+                    own = epsilon("" if entry is None else entry.dtype)
+                    through = tuple(dict.fromkeys((*read.through, site.op)))
+                    error = read._replace(relative=max(read.relative, own), through=through)
             elif error is None:  # it came from outside, and differs
                 error = _Error(inf, inf, through=(site.name or "a tensor made outside the trace",))
             self._carried.append(error)
@@ -256,7 +256,28 @@ class _StepNumerics:
                 side.note(row.positions[number], row)
             side.carry()
         kept = sorted((row for row in rows if row.place is not None), key=lambda row: row.positions[1][0])
-        return [self._site(row, sides) for row in kept]
+        sites = [self._site(row, sides) for row in kept]
+        # what it reads may not be known, and then nothing says that it is rounding
+        changed = [not site.within and (site.reads is None or _growth(site) >= JUMP) for site in sites]
+        tainted = [set[int](), set[int]()]  # positions that a change has reached, itself included
+        for number, (view, reached) in enumerate(zip(self._views, tainted, strict=True)):
+            starts = [row.positions[number] for row, is_changed in zip(kept, changed, strict=True) if is_changed]
+            here = {at for positions in starts for at in positions}
+            for position, site in enumerate(view.program.sites):
+                if position in here or not reached.isdisjoint(site.inputs):
+                    reached.add(position)
+        return [
+            replace(site, is_start=is_changed and not self._reads(row, tainted))
+            for row, site, is_changed in zip(kept, sites, changed, strict=True)
+        ]
+
+    def _reads(self, row: _Row, positions: Sequence[set[int]]) -> bool:
+        """Return whether a row reads any of these positions, on either side."""
+        return any(
+            not positions[side].isdisjoint(view.program.sites[at].inputs)
+            for side, view in enumerate(self._views)
+            for at in row.positions[side]
+        )
 
     def _rows(self) -> Iterator[_Row]:
         found = self._difference
@@ -337,7 +358,7 @@ class _StepNumerics:
             num_elements=known.num_elements,
             reads=read.relative if is_known else None,
             growth=self._growth(row, read, known) if is_known else None,
-            is_start=not read.is_beyond,
+            is_start=False,
             through=read.through,
         )
 
