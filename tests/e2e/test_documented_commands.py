@@ -136,6 +136,7 @@ INSTEAD = {  # of what a user has: more processes, longer runs, recordings of ye
     '"refs/run1")]': '"refs/run1", mode="record")]',
     "report = compare_compiled": "# ",
     "report.assert_close()": "report.worst",
+    'compare_runs("refs/one"': "# ",
     "    ...\n": "    observe('input', 1)\n",
     "stop_at=700, steps=1000": "stop_at=2, steps=4",
     'devices=4, strategy="ddp"': 'devices=2, strategy="ddp_fork"',
