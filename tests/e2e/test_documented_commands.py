@@ -230,7 +230,7 @@ def test_the_commands_of_a_page_run(page: Path, project: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("recipe", "num_commands", "added"),
     [
-        *(("digits", 10, ""), ("resume", 8, ""), ("compiled", 7, "")),
+        *(("digits", 10, ""), ("resume", 8, ""), ("compiled", 7, ""), ("numerics", 4, "")),
         pytest.param("ddp_audit", 5, "", marks=pytest.mark.ddp),
         ("replay", 6, "model.is_forced=true"),  # the race is forced
     ],
