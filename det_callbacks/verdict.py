@@ -202,7 +202,8 @@ class SiteNumerics:
         num_elements: how many were compared: fewer than the shape has where a sample was kept.
         reads: largest relative error of what the op reads; None where it is not known.
         growth: the error as a multiple of that, or of the dtype's epsilon where that is larger; None without either.
-        is_start: whether nothing that it reads is beyond its tolerance.
+        is_start: whether a change starts here: it is beyond its tolerance, what it reads does not explain that, and no
+            other change has reached what it reads.
         through: what is not known between the op and what it is compared with: ops that only one run has or kept, and
             inputs that differ.
     """
@@ -243,8 +244,8 @@ class Numerics:
         conclusion: "none" if all numbers are equal; "change" if an op beyond its tolerance has an error that what it
             reads does not explain; else "rounding", which may add up to more than the tolerance.
         tolerance: "torch.testing", or the file with the measured one.
-        first_jump: where a change starts: an op beyond its tolerance that reads nothing beyond it, and whose error is
-            at least 10 times that of what it reads and the dtype's epsilon. The largest, in the first step with any.
+        first_jump: where a change starts: an op beyond its tolerance whose error is at least 10 times that of what it
+            reads, and the dtype's epsilon. The largest, in the first step with any.
         worst: the site that is farthest beyond its tolerance, or nearest to it.
         num_default: differing sites with the tolerance of ``torch.testing``, since the measured ones have none of them.
         not_compared: why sites that a run kept were not compared -> how many.

@@ -25,8 +25,8 @@ class ModuleNames:
     """Which modules of the reference are which of the current run, by rules in a file.
 
     A line is ``reference -> current``: two patterns of module names, each as its own run has them, in which a ``*``
-    stands for the same text on both sides. The first that matches counts. Several patterns on one side, separated by commas, are modules that the other run has as one: their outputs
-    are concatenated in this order::
+    stands for the same text on both sides. The first that matches counts. Several patterns on one side, separated by
+    commas, are modules that the other run has as one: their outputs are concatenated in this order::
 
         encoder.layer.* -> blocks.*
         *.to_q, *.to_k, *.to_v -> *.qkv_proj        # a comment

@@ -7,13 +7,14 @@ looked through: its error is that of what it read itself.
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
 from math import inf, prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -83,6 +84,9 @@ def _key(rank: int, segment: int, step: int, phase: str, module: str, op: str, o
     return (int(rank), int(segment), int(step), str(phase), str(module), str(op), int(occurrence), int(output))
 
 
+_SUMS = re.compile(r"aten\.(_foreach_)?(sum|mean|add|sub)_?\.")
+
+
 def _place(site: Divergence | SiteNumerics) -> _Place:
     return (site.rank, site.segment, site.step, site.phase, site.module, site.op, site.occurrence, site.output)
 
@@ -117,13 +121,12 @@ def compare_numerics(
         )
     differing = [site for site in found if site.kind != "equal" and site.absolute != 0]
     beyond = [site for site in found if not site.within]
-    # what it reads may not be known, and then nothing says that it is rounding
-    unexplained = [site for site in beyond if site.is_start and (site.reads is None or _growth(site) >= JUMP)]
-    jumps = [site for site in unexplained if site.reads is not None]
+    starts = [site for site in beyond if site.is_start]
+    jumps = [site for site in starts if site.reads is not None]
     first = min(((site.segment, site.step) for site in jumps), default=None)
     jumps = sorted((site for site in jumps if (site.segment, site.step) == first), key=_growth, reverse=True)
     return Numerics(
-        conclusion="change" if unexplained else "rounding" if differing else "none",
+        conclusion="change" if starts else "rounding" if differing else "none",
         tolerance=str(tolerance.path) if tolerance is not None else "torch.testing",
         first_jump=jumps[0] if jumps else None,
         worst=max(differing, key=_excess, default=None),
@@ -176,40 +179,55 @@ class _Row:
     measure: Measure | None = None  # None where it is not known
 
 
-class _Carried:
-    """What errors each site of a step has, also where it was not kept: then it has those of what it read.
+class _Error(NamedTuple):
+    """The error of what is at a site, or the largest of what it reads; infinite where it is not known."""
 
-    An error is a relative one, infinite where it is not known or beyond all numbers.
-    """
+    relative: float = 0.0
+    absolute: float = 0.0
+    through: tuple[str, ...] = ()  # what is not known between
+
+
+def _largest(errors: Sequence[_Error]) -> _Error:
+    return _Error(
+        relative=max((one.relative for one in errors), default=0.0),
+        absolute=max((one.absolute for one in errors), default=0.0),
+        through=tuple(dict.fromkeys(name for one in errors for name in one.through)),
+    )
+
+
+class _Carried:
+    """What error each site of a step has, also where it was not kept: then it has that of what it read."""
 
     def __init__(self, view: StepView) -> None:
-        self._sites = view.program.sites
-        self._known: dict[int, tuple[float, bool]] = {}  # by position: the error, and whether it is beyond
-        self._carried: list[tuple[float, bool, tuple[str, ...]]] = []
+        self._sites, self._layout = view.program.sites, view.layout
+        self._known: dict[int, _Error] = {}
+        self._carried: list[_Error] = []
 
     def note(self, positions: Sequence[int], row: _Row) -> None:
         """Note what was measured."""
-        if row.measure is not None:
-            error = inf if row.measure.relative is None else row.measure.relative
-            self._known.update((position, (error, row.measure.excess > 1)) for position in positions)
+        if (known := row.measure) is not None:
+            relative, absolute = (inf if size is None else size for size in (known.relative, known.absolute))
+            self._known.update(dict.fromkeys(positions, _Error(relative, absolute)))
 
     def carry(self) -> None:
         """Go through the step."""
         for position, site in enumerate(self._sites):
-            known, read = self._known.get(position), self.read(position)
-            if known is not None:
-                self._carried.append((*known, ()))
-            elif site.inputs or site.op:
-                through = tuple(dict.fromkeys((*read[2], *([site.op] if site.role == "output" else ()))))
-                self._carried.append((*read[:2], through))
-            else:  # it came from outside, and differs
-                self._carried.append((inf, False, (site.name or "a tensor made outside the trace",)))
+            error = self._known.get(position)
+            if error is None and (site.inputs or site.op):
+                read = self.read(position)
+                error = read
+                if site.role == "output":  # it rounds, too
+                    entry = self._layout.entries[position]
+                    own = epsilon("" if entry is None else entry.dtype)
+                    through = tuple(dict.fromkeys((*read.through, site.op)))
+                    error = read._replace(relative=max(read.relative, own), through=through)
+            elif error is None:  # it came from outside, and differs
+                error = _Error(inf, inf, through=(site.name or "a tensor made outside the trace",))
+            self._carried.append(error)
 
-    def read(self, position: int) -> tuple[float, bool, tuple[str, ...]]:
-        """Return the largest error of what a site reads, whether any is beyond, and what is not known between."""
-        read = [self._carried[place] for place in self._sites[position].inputs]
-        through = tuple(dict.fromkeys(name for _, _, names in read for name in names))
-        return max((one[0] for one in read), default=0.0), any(one[1] for one in read), through
+    def read(self, position: int) -> _Error:
+        """Return the largest error of what a site reads."""
+        return _largest([self._carried[place] for place in self._sites[position].inputs])
 
 
 class _StepNumerics:
@@ -238,7 +256,28 @@ class _StepNumerics:
                 side.note(row.positions[number], row)
             side.carry()
         kept = sorted((row for row in rows if row.place is not None), key=lambda row: row.positions[1][0])
-        return [self._site(row, sides) for row in kept]
+        sites = [self._site(row, sides) for row in kept]
+        # what it reads may not be known, and then nothing says that it is rounding
+        changed = [not site.within and (site.reads is None or _growth(site) >= JUMP) for site in sites]
+        tainted = [set[int](), set[int]()]  # positions that a change has reached, itself included
+        for number, (view, reached) in enumerate(zip(self._views, tainted, strict=True)):
+            starts = [row.positions[number] for row, is_changed in zip(kept, changed, strict=True) if is_changed]
+            here = {at for positions in starts for at in positions}
+            for position, site in enumerate(view.program.sites):
+                if position in here or not reached.isdisjoint(site.inputs):
+                    reached.add(position)
+        return [
+            replace(site, is_start=is_changed and not self._reads(row, tainted))
+            for row, site, is_changed in zip(kept, sites, changed, strict=True)
+        ]
+
+    def _reads(self, row: _Row, positions: Sequence[set[int]]) -> bool:
+        """Return whether a row reads any of these positions, on either side."""
+        return any(
+            not positions[side].isdisjoint(view.program.sites[at].inputs)
+            for side, view in enumerate(self._views)
+            for at in row.positions[side]
+        )
 
     def _rows(self) -> Iterator[_Row]:
         found = self._difference
@@ -260,8 +299,8 @@ class _StepNumerics:
             if not all(at in kept for side, kept in zip((lefts, rights), self._kept, strict=True) for at in side):
                 self.not_compared["of fused modules, and not all of them kept"] += 1
                 continue
-            side, position = (1, rights[0]) if len(rights) == 1 else (0, lefts[0])
-            whole = next(row for row, pair in enumerate(found.pairs) if pair[side] == position)
+            at, position = (1, rights[0]) if len(rights) == 1 else (0, lefts[0])
+            whole = next(row for row, pair in enumerate(found.pairs) if pair[at] == position)
             yield self._compared(found.describe(whole), lefts, rights)
 
     def _equal(self, row: int, *, has_bits: bool) -> _Row:
@@ -302,10 +341,10 @@ class _StepNumerics:
         place, known = row.place, row.measure
         if place is None or known is None:
             raise ValueError("it was not compared")
-        read = [side.read(at) for side, positions in zip(sides, row.positions, strict=True) for at in positions]
-        reads = max(error for error, _, _ in read)
-        least = max(reads, epsilon(place.dtype or "")) or 1.0
-        has_growth = known.relative is not None and reads < inf
+        read = _largest(
+            [side.read(at) for side, positions in zip(sides, row.positions, strict=True) for at in positions]
+        )
+        is_known = read.relative < inf
         fields = {one.name: getattr(place, one.name) for one in dataclass_fields(place) if one.name != "numbers"}
         if not known.num_differing:
             fields["kind"] = "equal"
@@ -317,11 +356,28 @@ class _StepNumerics:
             within=known.excess <= 1,
             excess=known.excess if known.excess < inf else None,
             num_elements=known.num_elements,
-            reads=reads if reads < inf else None,
-            growth=(known.relative or 0.0) / least if has_growth else None,
-            is_start=not any(is_beyond for _, is_beyond, _ in read),
-            through=tuple(dict.fromkeys(name for _, _, names in read for name in names)),
+            reads=read.relative if is_known else None,
+            growth=self._growth(row, read, known) if is_known else None,
+            is_start=False,
+            through=read.through,
         )
+
+    def _growth(self, row: _Row, read: _Error, known: Measure) -> float | None:
+        """Return an error as a multiple of what explains it; None where it has no number.
+
+        A sum whose terms cancel has a large relative error, and an absolute one as its terms have: of n terms whose
+        errors do not go together, some root of n times as large.
+        """
+        if known.relative is None or known.absolute is None or row.place is None:
+            return None
+        growth = known.relative / (max(read.relative, epsilon(row.place.dtype or "")) or 1.0)
+        if _SUMS.match(row.place.op) and read.absolute:
+            view, position = self._views[1], row.positions[1][0]
+            entries = [view.layout.entries[place] for place in view.program.sites[position].inputs]
+            num_read = max((prod(entry.shape) for entry in entries if entry is not None), default=1)
+            num_terms = max(num_read / max(prod(row.place.shape or ()), 1), 1)
+            growth = min(growth, known.absolute / (read.absolute * math.sqrt(num_terms)))
+        return growth
 
 
 def _joined(tensors: Sequence[SavedTensor], shape: tuple[int, ...]) -> SavedTensor | None:

@@ -135,6 +135,7 @@ INSTEAD = {  # of what a user has: more processes, longer runs, recordings of ye
     '"refs/run1")]': '"refs/run1", mode="record")]',
     "report = compare_compiled": "# ",
     "report.assert_close()": "report.worst",
+    'compare_runs("refs/one"': "# ",
     "    ...\n": "    observe('input', 1)\n",
     "stop_at=700, steps=1000": "stop_at=2, steps=4",
     'devices=4, strategy="ddp"': 'devices=2, strategy="ddp_fork"',
@@ -228,7 +229,7 @@ def test_the_commands_of_a_page_run(page, project, tmp_path):
 @pytest.mark.parametrize(
     ("recipe", "num_commands", "added"),
     [
-        *(("digits", 10, ""), ("resume", 8, ""), ("compiled", 7, "")),
+        *(("digits", 10, ""), ("resume", 8, ""), ("compiled", 7, ""), ("numerics", 4, "")),
         pytest.param("ddp_audit", 5, "", marks=pytest.mark.ddp),
         ("replay", 6, "model.is_forced=true"),  # the race is forced
     ],

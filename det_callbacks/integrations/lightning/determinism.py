@@ -55,8 +55,8 @@ class DeterminismCallback(FollowedRun, pl.Callback):
         replay: ops whose outputs record saves and verify restores: ``[phase/][module:]op``
             patterns, or a YAML file.
         keep_tensors: ops whose outputs are kept, so that a verdict has distances: such patterns.
-        tensor_budget_mib: MiB that a process may save in a step, for replay and keep_tensors
-            together.
+        tensor_budget_mib: MiB that a process may save in a step, for replay and for keep_tensors,
+            each. Of tensors to keep that exceed it an even sample of the elements is saved.
         resume: with ``ckpt_path``, "exact" continues as the uninterrupted run or refuses; "plain"
             is Lightning's resume.
         audit_replicas_every_n_steps: how often to compare replicas, see ``ReplicaAuditCallback``; 0
