@@ -81,7 +81,7 @@ def name_of(kind: str, index: int, homes: Homes) -> str:
 
 def used_generators(homes: Homes | None = None) -> Iterator[tuple[str, Generator]]:
     """Yield (name, generator) of the devices that the process has used; XPU does not tell which of them."""
-    homes = home_devices() if homes is None else homes
+    homes = {} if homes is None else homes
     for kind in KINDS:
         for index, generator in enumerate(default_generators(kind)):
             name = name_of(kind, index, homes)
@@ -126,11 +126,16 @@ def state_bytes(generator: Any) -> bytes:
 
 def _bytes_at(address: int, nbytes: int) -> bytes:
     """Return a copy of memory; a fifth of the cost of ``ctypes.string_at``."""
-    return (ctypes.c_char * nbytes).from_address(address).raw
+    return _array_of(nbytes).from_address(address).raw
+
+
+@functools.cache  # of the few sizes that states have
+def _array_of(nbytes: int) -> "type[ctypes.Array[ctypes.c_char]]":
+    return ctypes.c_char * nbytes
 
 
 def _python_state(generator: Any) -> bytes:
-    """Return the state of a generator of Python's: its words, and the second normal number where it holds one back.
+    """Return the state of a generator of Python's: its place in the words, these, and the number that it holds back.
 
     ``getstate`` makes a tuple of 625 numbers in 12 microseconds, at each of five points of a step. So the words are
     read from the object's memory, where a comparison with ``getstate`` has found them once in this process.
@@ -138,15 +143,14 @@ def _python_state(generator: Any) -> bytes:
     own = generator.getstate.__self__  # of the module: the object behind its functions
     if type(own).getstate is not random.Random.getstate or not _has_known_layout():
         return _python_state_as_told(generator)
-    index_and_words = _bytes_at(id(own) + object.__basicsize__, _MT19937_BYTES)
+    content = _bytes_at(id(own) + object.__basicsize__, _MT19937_BYTES)
     held_back = own.gauss_next
-    words = index_and_words[4:] + index_and_words[:4]
-    return words if held_back is None else words + repr(held_back).encode()
+    return content if held_back is None else content + repr(held_back).encode()
 
 
 def _python_state_as_told(generator: Any) -> bytes:
-    _, words, held_back = generator.getstate()
-    content = array("I", words).tobytes()
+    _, (*words, place), held_back = generator.getstate()
+    content = array("I", (place, *words)).tobytes()
     return content if held_back is None else content + repr(held_back).encode()
 
 
@@ -159,8 +163,7 @@ def _has_known_layout() -> bool:
     if random.Random.__basicsize__ < object.__basicsize__ + _MT19937_BYTES or array("I").itemsize != 4:
         return False
     probe = random.Random(5)
-    memory = _bytes_at(id(probe) + object.__basicsize__, _MT19937_BYTES)
-    return memory[4:] + memory[:4] == _python_state_as_told(probe)
+    return _bytes_at(id(probe) + object.__basicsize__, _MT19937_BYTES) == _python_state_as_told(probe)
 
 
 def _read(generator: Any) -> Any:

@@ -14,7 +14,16 @@ import pyarrow.parquet as pq
 from det_callbacks.digest.host import digest_bytes, format_digest
 from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.runs.disk import make_folder, replace_atomically
-from det_callbacks.runs.program import Layout, Program, Site, SiteRow, TensorLayout, without_surrogates
+from det_callbacks.runs.program import (
+    Layout,
+    Program,
+    Site,
+    SiteRow,
+    TensorLayout,
+    entry_digest,
+    layout_id,
+    without_surrogates,
+)
 
 FORMAT_VERSION = 1
 
@@ -43,6 +52,8 @@ LAYOUT_SCHEMA = pa.schema(
         "detail": pa.string(),
     }
 )
+
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / the golden ratio, as in Fibonacci hashing
 
 READ_ERRORS = (msgspec.MsgspecError, pa.ArrowException, OSError, ValueError, KeyError, TypeError, RecursionError)
 
@@ -132,7 +143,9 @@ class SiteTable:
 
     def rows(self, ids: Sequence[int]) -> tuple[SiteRow, ...]:
         """Return the sites with these ids; KeyError if one is unknown."""
-        if not self._rows.keys() >= set(ids):
+        try:
+            return tuple([self._rows[identity] for identity in ids])
+        except KeyError:
             for path in sorted({*self._folder.glob("*.parquet")} - self._read):
                 self._rows.update((row.id, row) for row in _read_sites(path))
                 self._read.add(path)
@@ -169,7 +182,8 @@ def read_program(folder: Path, sites: SiteTable, identity: int) -> Program:
         read = inputs.flatten().to_numpy()
         convert = msgspec.convert(counts, _Counts)
         program = Program(rows=rows, num_read=num_read, read=read, **{name: getattr(convert, name) for name in counts})
-        _require_identity(program, identity)
+        if program.id != identity:
+            raise ValueError("its content is not what its name says")
         return program
 
     return _read_table(table_path(folder, PROGRAMS, identity), PROGRAM_SCHEMA, make)
@@ -183,20 +197,43 @@ class _Counts(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_layout(folder: Path, identity: int) -> Layout:
-    """Return a layout; ReferenceFormatError as for a program."""
+    """Return a layout; ReferenceFormatError as for a program.
+
+    Most sites have the layout of another site, so objects are made and digested once a kind.
+    """
 
     def make(table: pa.Table) -> Layout:
-        entries = [None if row["dtype"] is None else row for row in table.to_pylist()]
-        layout = msgspec.convert({"entries": entries}, Layout)
-        _require_identity(layout, identity)
-        return layout
+        first_rows, kinds = _distinct_rows(table)
+        rows = [None if row["dtype"] is None else row for row in table.take(first_rows).to_pylist()]
+        distinct = msgspec.convert({"entries": rows}, Layout).entries
+        digests = np.array([entry_digest(entry) for entry in distinct], dtype=np.uint64)
+        if layout_id(digests[kinds]) != identity:
+            raise ValueError("its content is not what its name says")
+        return Layout(tuple(map(distinct.__getitem__, kinds.tolist())))
 
     return _read_table(table_path(folder, LAYOUTS, identity), LAYOUT_SCHEMA, make)
 
 
-def _require_identity(content: Program | Layout, identity: int) -> None:
-    if content.id != identity:
-        raise ValueError("its content is not what its name says")
+def _distinct_rows(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
+    """Return the first of each kind of row, and the kind of every row as an index into those.
+
+    Rows are told apart by a 64-bit hash. If two kinds ever shared one, the id of the layout would not fit.
+    """
+    keys = np.zeros(len(table), dtype=np.uint64)
+    for column in table.columns:
+        values = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()  # which would copy it
+        if pa.types.is_list(values.type):
+            lengths = np.diff(values.offsets)
+            places = np.arange(lengths.max(initial=0)) < lengths[:, None]
+            padded = np.zeros(places.shape, dtype=np.int64)
+            padded[places] = values.flatten()
+            numbers = [lengths, *padded.T]
+        else:
+            numbers = [values.dictionary_encode(null_encoding="encode").indices.to_numpy()]
+        for one in numbers:
+            keys = keys * _MULTIPLIER + one.astype(np.uint64)
+    _, first_rows, kinds = np.unique(keys, return_index=True, return_inverse=True)
+    return first_rows, kinds
 
 
 def write_source_text(folder: Path, text: Mapping[str, Sequence[str]]) -> None:
