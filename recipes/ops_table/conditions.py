@@ -21,6 +21,8 @@ MAX_ELEMENTS = 1_000_000
 MAX_SAMPLES = 5  # of each size
 _M_PERTURB = -6  # glibc, malloc.h: allocated memory is filled with the complement of a byte
 
+ERRORS = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, KeyError, AssertionError)
+
 Sample = Any  # torch.testing._internal.opinfo.core.SampleInput
 
 
@@ -82,8 +84,8 @@ def bits(values: Any) -> list[bytes]:
     found = []
     for leaf in tree_leaves(values):
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
-            value = leaf.detach().resolve_conj().resolve_neg().cpu().contiguous()
-            found.append(value.reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b"")
+            value = torch.empty(leaf.numel(), dtype=leaf.dtype).copy_(leaf.detach().reshape(-1))
+            found.append(value.view(torch.uint8).numpy().tobytes())
         elif isinstance(leaf, Tensor):
             found += bits(leaf.detach().to_dense())
     return found
@@ -151,34 +153,46 @@ def sides(length: int | None) -> Iterator[None]:
 
 def examine(op: Any, device: str) -> dict[str, Any]:
     """Return which conditions change the bits of an op, forward or backward, and how many samples could be run."""
-    filled = filled_device if device == "cuda" else filled_host
     found: dict[str, set[str]] = {}
     num_samples, problem = 0, ""
     try:
         for sample, is_large in samples_of(op, device):
-            conditions: list[tuple[str, AbstractContextManager[None], Callable[[Tensor], Tensor]]] = []
-            conditions += [("run", filled(FILLS[0]), copied) for _ in range(10 if device == "cuda" else 1)]
-            conditions += [("memory", filled(byte), copied) for byte in FILLS[1:] if not is_large]
-            conditions += [("alignment", filled(FILLS[0]), shifted)]
-            conditions += [("threads", two_threads(filled), copied)] * (device == "cpu")
-            conditions += [("run with two threads", two_threads(filled), copied) for _ in range(2) if device == "cpu"]
-            torch.set_num_threads(1)
-            with filled(FILLS[0]):
-                base = outcome(op, sample, copied)
-            num_samples += 1
-            of_two: Any = None
-            for name, around, move in conditions:
-                with around:
-                    got = outcome(op, sample, move)
-                if name == "threads":
-                    of_two = got
-                other = of_two if name == "run with two threads" else base
-                for part, one, two in zip(("forward", "backward"), other, got, strict=True):
-                    if one != two:
-                        found.setdefault(name, set()).add(part)
-    except (RuntimeError, NotImplementedError, TypeError, ValueError, StopIteration, AssertionError) as error:
-        problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:120]
+            try:
+                for name, part in differing(op, sample, device, is_large=is_large):
+                    found.setdefault(name, set()).add(part)
+                num_samples += 1
+            except ERRORS as error:  # what this build, or the op without arguments, cannot run
+                problem = _said(error)
+    except (*ERRORS, StopIteration) as error:  # the database makes none for this device
+        problem = _said(error)
     return {"samples": num_samples, "problem": problem, "found": {name: sorted(parts) for name, parts in found.items()}}
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:120]
+
+
+def differing(op: Any, sample: Sample, device: str, *, is_large: bool) -> Iterator[tuple[str, str]]:
+    """Yield each condition under which a sample has other bits, with "forward" or "backward"."""
+    filled = filled_device if device == "cuda" else filled_host
+
+    def run(around: AbstractContextManager[None], move: Callable[[Tensor], Tensor] = copied) -> Any:
+        with around:
+            return outcome(op, sample, move)
+
+    torch.set_num_threads(1)
+    base = run(filled(FILLS[0]))
+    runs = [("run", base, run(filled(FILLS[0]))) for _ in range(10 if device == "cuda" else 1)]
+    runs += [("memory", base, run(filled(byte))) for byte in FILLS[1:] if not is_large]
+    runs += [("alignment", base, run(filled(FILLS[0]), shifted))]
+    if device == "cpu":
+        of_two = run(two_threads(filled))
+        runs += [("threads", base, of_two)]
+        runs += [("run with two threads", of_two, run(two_threads(filled))) for _ in range(2)]
+    for name, one, other in runs:
+        for part, left, right in zip(("forward", "backward"), one, other, strict=True):
+            if left != right:
+                yield name, part
 
 
 def limit_time(seconds: int) -> None:
