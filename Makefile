@@ -14,7 +14,7 @@ NEWEST_PYTHON := 3.14
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo docs causes findings bugs test test-versions test-slow test-soak mutations lint format clean
+.PHONY: demo docs causes findings bugs ops-table test test-versions test-slow test-soak mutations lint format clean
 
 # Record a training, verify it, then plant a fault that must be found: only exit status 1, diverged, is right there.
 demo: $(INSTALLED)
@@ -72,6 +72,10 @@ findings: $(INSTALLED)
 # docs/bugs.md, from the READMEs in recipes/gallery.
 bugs: $(INSTALLED)
 	$(BIN)/python tests/bugs_page.py
+
+# docs/reference/ops-determinism.md: examines each op of torch on this device; some 10 minutes on two cores.
+ops-table: $(INSTALLED)
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python recipes/ops_table/run.py
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix $(CODE)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -12,6 +13,7 @@ from det_callbacks.errors import DetCallbacksError, NothingComparedError, Select
 from det_callbacks.integrations.command import claim_run, read_arguments, tell_command
 from det_callbacks.integrations.loop import TrainingRun, unwrapped
 from det_callbacks.integrations.torch_models import SeveralModels, models_of
+from det_callbacks.internals.torch import memory_address
 from det_callbacks.observers.observations import REGISTRY
 from det_callbacks.report.console import count, end_process, listed, print_closing_line, print_error
 from det_callbacks.runs.environment import FOLLOWED
@@ -86,13 +88,10 @@ class FollowedLoop(TrainingRun):
     def _drawn_for(self, given: Any, drawn: DrawnLoader) -> Any:
         """Return the batch drawn for a step, else the arguments; a loader may have drawn some ahead."""
         training, waiting = self._training, drawn.draws.waiting
-        arguments = flatten(given, "batch", is_whole=True)
-        tensors = {id(value) for _, value in arguments if isinstance(value, Tensor)}
         batch, num_ahead = given, training.num_drawn_ahead
-        for place, (loaded, _) in enumerate(waiting):
-            if any(id(value) in tensors for _, value in flatten(loaded, "batch", is_whole=True)):
-                batch, num_ahead = loaded, len(waiting) - 1 - place
-                break
+        place = _place_of(given, [loaded for loaded, _ in waiting])
+        if place is not None:
+            batch, num_ahead = waiting[place][0], len(waiting) - 1 - place
         training.num_drawn_ahead = num_ahead
         while len(waiting) > num_ahead + 1:
             waiting.popleft()
@@ -162,8 +161,29 @@ class FollowedLoop(TrainingRun):
             return
         error = SelectionError(
             f"{type(optimizer).__name__} stepped, and no module with its parameters was called since the step before, "
-            "with gradients enabled: det-callbacks cannot tell where this step began. Put the loop into a TrainingRun "
-            "(docs/how-to/plain-loop.md)."
+            "with gradients enabled and in train mode: det-callbacks cannot tell where this step began. Call train() "
+            "after a validation that called eval(), or put the loop into a TrainingRun (docs/how-to/plain-loop.md)."
         )
         self.fail(error)  # before the script can catch it
         raise error
+
+
+def _place_of(given: Any, batches: Sequence[Any]) -> int | None:
+    """Return which of the batches a call was given a tensor of, or a view into a tensor, where that is of one only."""
+    for key, is_proof in (_identity, True), (_memory, False):
+        own = set(key(given))
+        places = [place for place, batch in enumerate(batches) if not own.isdisjoint(key(batch))]
+        if places and (is_proof or len(places) == 1):
+            return places[0]
+    return None
+
+
+def _identity(batch: Any) -> list[int]:
+    return [id(value) for _, value in flatten(batch, "batch", is_whole=True) if isinstance(value, Tensor)]
+
+
+def _memory(batch: Any) -> list[int]:
+    """Return where the tensors of a batch lie; a language model is given ``tokens[:, :-1]``."""
+    tensors = (value for _, value in flatten(batch, "batch", is_whole=True) if type(value) is Tensor)
+    dense = (value for value in tensors if value.layout is torch.strided)
+    return [address for value in dense if (address := memory_address(value))]

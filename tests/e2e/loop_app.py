@@ -70,6 +70,20 @@ def plain() -> None:
                 print("validation", cross_entropy(model(inputs), labels).item())
 
 
+def views() -> None:
+    """The model gets a view into what the loader gave, as a language model gets all tokens but the last."""
+    for inputs, labels in loader:
+        plant()
+        update(cross_entropy(model(inputs[:, :6]), labels))
+
+
+def left_in_eval() -> None:
+    for inputs, labels in loader:
+        update(cross_entropy(model(inputs), labels))
+        validate_in_inference_mode()
+        model.eval()
+
+
 def accumulation() -> None:
     """Six batches, two a step, each drawn before the one before is trained on; a validation in between."""
     batches = iter(loader)

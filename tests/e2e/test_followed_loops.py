@@ -96,6 +96,12 @@ def test_a_loop_is_recorded_and_verified_as_it_is(style, command):
         assert (done.status, f"\nDIVERGED\nStep {planted_at}, forward: aten.mul" in done.text) == (1, True), done.text
 
 
+def test_the_batch_of_a_model_that_gets_a_view_of_it_is_what_the_loader_gave(command):
+    assert command("record", "run", "views").status == 0
+    names = {(site.phase, site.name) for site in StoredRun.open(Path("run")).view(0, 0, 1).program.sites}
+    assert {("data", "batch[0]"), ("data", "batch[1]")} <= names
+
+
 def test_what_is_recorded_of_a_step(command):
     """The phases and the names of a step, what the loader drew, and a learning rate that is another one."""
     assert command("record", "run", "plain").status == 0
@@ -124,6 +130,7 @@ def test_several_trainings_are_one_run(command):
     [
         ("by_hand", "Net was called, and no optimizer of torch stepped after it (AdamW), so there is no step"),
         ("functional", "AdamW stepped, and no module with its parameters was called since the step before"),
+        ("left_in_eval", "with gradients enabled and in train mode"),
         ("caught", "AdamW stepped, and no module with its parameters was called since the step before"),
         ("broken", "the script failed with status 1"),
         ("own", "the script has a run of its own, which is used"),

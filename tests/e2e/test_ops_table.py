@@ -1,0 +1,46 @@
+"""The table of torch's ops: a sample of them is examined again, and the page is made of what was found."""
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "ops_table"
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(RECIPE)
+    for name in ("run", "conditions"):  # other recipes have modules of these names
+        monkeypatch.setitem(sys.modules, name, None)
+        del sys.modules[name]
+    return importlib.import_module("run")
+
+
+def test_the_page_is_made_of_the_results_that_are_there(table: ModuleType) -> None:
+    assert table.PAGE.read_text() == table.page(table.stored())
+    found = {"run": ["forward"], "threads": ["forward", "backward"]}
+    devices = {"cpu": {"torch": "2", "ops": {"one": {"samples": 1, "problem": "", "found": found}}}}
+    assert "| `one` | run (forward); threads (forward, backward) |" in table.page(devices)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_sample_of_the_ops_says_what_the_page_says(table: ModuleType) -> None:
+    results = table.main(["--device", "cpu", "--sample", "60"])
+    assert sum(bool(one["samples"]) for one in results.values()) >= 50
+    assert not any("run" in one["found"] for one in results.values()), "an op on one thread did not repeat itself"
+    stored = table.stored()["cpu"]
+    if stored["torch"] == torch.__version__:
+        for name, one in results.items():  # threads take their turns by chance, and addresses are the allocator's
+            assert ("memory" in one["found"]) == ("memory" in stored["ops"][name]["found"]), name
+
+
+@pytest.mark.slow
+def test_each_condition_is_seen(table: ModuleType) -> None:
+    results = table.main(["--device", "cpu", "--only", "empty", "sum"])
+    assert results["empty"]["found"]["memory"] == ["forward"]
+    assert results["sum"]["found"] == {"threads": ["forward"]}
