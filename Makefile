@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 TRAIN := $(BIN)/python recipes/digits/train.py
 DEMO := demo-run
 CODE := det_callbacks recipes tests noxfile.py
-# Every text is checked for spelling, and the prose of PROSE for usage (tests/prose.py): add $(CODE) once its prose is clean.
+# Every text is checked for spelling, and the prose of PROSE for usage (tests/prose.py): add det_callbacks once it is clean.
 TEXTS := $(CODE) conf docs README.md CONTRIBUTING.md CHANGELOG.md Makefile mkdocs.yml pyproject.toml
 PROSE := docs recipes/*/README.md README.md CONTRIBUTING.md CHANGELOG.md
 # That the package is for; pyproject.toml has the oldest, which lint and types are for by themselves.

@@ -17,10 +17,10 @@ from proselint.registry import CheckRegistry
 from proselint.tools import LintFile
 
 # People read these texts in a terminal and beside code, where quotes and ellipses are ASCII.
-NOT_ASKED_FOR = ("typography.symbols", "typography.diacritical_marks")
+NOT_ASKED_FOR = ("typography.symbols", "typography.punctuation", "typography.diacritical_marks")
 
-# What proselint may not change: sizes such as "3 x 96 x 96", which it takes for a repetition.
-ACCEPTED = re.compile(r"[\dx ]+")
+# Accepted words: sizes such as "3 x 96 x 96", "lets torch.compile compile", and a word of 8 bytes.
+ACCEPTED = re.compile(r"[\dx ]+|compile compile|in a word")
 
 # Patterns of a translation, each with what to write instead. A space also matches a line break.
 HOUSE = {
