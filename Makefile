@@ -7,6 +7,9 @@ INSTALLED := $(VENV)/.installed
 TRAIN := $(BIN)/python recipes/digits/train.py
 DEMO := demo-run
 CODE := det_callbacks recipes tests noxfile.py
+# Every text is checked for spelling, and the prose of PROSE for usage (tests/prose.py): add det_callbacks once it is clean.
+TEXTS := $(CODE) conf docs README.md CONTRIBUTING.md CHANGELOG.md Makefile mkdocs.yml pyproject.toml
+PROSE := docs recipes/*/README.md README.md CONTRIBUTING.md CHANGELOG.md
 # That the package is for; pyproject.toml has the oldest, which lint and types are for by themselves.
 NEWEST_PYTHON := 3.14
 
@@ -56,6 +59,8 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/ruff check --select E9,F --target-version $(subst .,,py$(NEWEST_PYTHON)) $(CODE)
 	$(BIN)/mypy --python-version $(NEWEST_PYTHON)
+	$(BIN)/codespell $(TEXTS)
+	$(BIN)/python tests/prose.py $(PROSE)
 
 # The pages of docs/ as a site, in build/site; needs no network.
 docs: $(INSTALLED)
