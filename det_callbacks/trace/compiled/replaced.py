@@ -33,7 +33,7 @@ class ReplacedMethods:
         """Put back what was there, the last first, except where somebody else has replaced ours since."""
         while self._replaced:
             owner, name, before, ours = self._replaced.pop()
-            if getattr(owner, name) is not ours:
+            if getattr(owner, name, None) is not ours:
                 continue
             if before is _INHERITED:
                 delattr(owner, name)
