@@ -168,7 +168,9 @@ def _is_same_sequence(reference: list[_Unit], current: list[_Unit]) -> bool:
 
 def _have_compatible_names(left: Sequence[str | None], right: Sequence[str | None]) -> bool:
     """Return whether names may be of the same tensors in order; a name may be unknown on one side."""
-    return len(left) == len(right) and all(None in pair or pair[0] == pair[1] for pair in zip(left, right, strict=True))
+    if len(left) != len(right):
+        return False
+    return all(None in (one, other) or one == other for one, other in zip(left, right, strict=True))
 
 
 def _join(views: tuple[StepView, StepView], units: tuple[list[_Unit], list[_Unit]], matches: Pairs) -> Pairs:
@@ -273,7 +275,8 @@ def _match(left: Sequence[int], right: Sequence[int], gap: Gap) -> Pairs:
     r_start, r_stop, c_start, c_stop = gap
     if (r_stop - r_start) * (c_stop - c_start) > MAX_CELLS:
         ours, theirs = _numbered(left, r_start, r_stop), _numbered(right, c_start, c_stop)
-        return _longest_increasing([(place, theirs[key]) for key, place in reversed(ours.items()) if key in theirs])
+        common = [(place, theirs[key]) for key, place in ours.items() if key in theirs]
+        return _longest_increasing(common[::-1])
     # backwards, because the search puts an insertion as late as it can
     matcher = SequenceMatcher(None, left[r_start:r_stop][::-1], right[c_start:c_stop][::-1], autojunk=False)
     places = ((block.a + at, block.b + at) for block in matcher.get_matching_blocks() for at in range(block.size))

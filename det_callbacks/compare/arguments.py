@@ -59,7 +59,8 @@ def read_arguments(view: StepView, output: int) -> Arguments:
     known = view.read_values().get(bits)
     if known is None:
         return Arguments(values=constants, digested=site.varying, bits=bits)
-    return Arguments(values={**constants, **dict(zip(site.varying, map(json.dumps, json.loads(known)), strict=True))})
+    texts = map(json.dumps, json.loads(known))
+    return Arguments(values={**constants, **dict(zip(site.varying, texts, strict=True))})
 
 
 def _differing(reference: Arguments, current: Arguments) -> ArgumentDifference | None:
@@ -107,5 +108,7 @@ def other_arguments(
 
 def _has_outputs(sites: tuple[Site, ...], argument: int) -> bool:
     """Return whether outputs of its call follow a row of arguments."""
-    following = sites[argument + 1 : argument + 2]
-    return any(one.role in ("output", "value") and not one.output and one.op == sites[argument].op for one in following)
+    if argument + 1 == len(sites):
+        return False
+    following = sites[argument + 1]
+    return following.role in ("output", "value") and not following.output and following.op == sites[argument].op

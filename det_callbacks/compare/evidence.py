@@ -263,8 +263,9 @@ def _read_rows(
 
 def compare_windows(reference: Window, current: Window, step: int) -> Evidence:
     """Return what two windows on the same step tell."""
-    rows = (row for row in current.rows if row.point != BATCH and not row.text and not row.name.startswith(SEED))
-    found = (_generator_change(reference, current, step, name) for name in dict.fromkeys(row.name for row in rows))
+    states = (row for row in current.rows if row.point != BATCH and not row.text and not row.name.startswith(SEED))
+    generators = dict.fromkeys(row.name for row in states)
+    found = (_generator_change(reference, current, step, name) for name in generators)
     order = {(row.step, row.point): number for number, row in enumerate(current.rows)}
     changes = [change for change in found if change is not None]
     return Evidence(

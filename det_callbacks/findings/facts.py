@@ -34,7 +34,7 @@ MAX_PROGRAMS = 16  # of a fit; steps of further ones are left out
 MIN_STEPS = 5  # that have to show a finding
 MIN_BATCHES = 3  # different ones among them
 
-_POINTS = frozenset({BATCH, LOADER, BATCH_START, AFTER_FORWARD, PARAMETERS})
+_POINTS = frozenset({LOADER, BATCH_START, AFTER_FORWARD, PARAMETERS})
 
 SiteKey = Callable[[Site], str | None]
 
@@ -225,12 +225,13 @@ def fits_of(run: Run) -> list[list[FitFacts]]:
 
 
 def _is_needed(batch: pa.RecordBatch) -> np.ndarray:
-    rows = zip(*(batch.column(name).to_pylist() for name in ("step", "point", "name")), strict=True)
-    kept = (
-        point in _POINTS and (point != BATCH or name.startswith(INDICES) or (name.startswith(SAMPLE) and step < 1))
-        for step, point, name in rows
-    )
-    return np.fromiter(kept, dtype=bool, count=len(batch))
+    def is_needed(step: int, point: str, name: str) -> bool:
+        if point == BATCH:
+            return name.startswith(INDICES) or (name.startswith(SAMPLE) and step < 1)
+        return point in _POINTS
+
+    columns = (batch.column(name).to_pylist() for name in ("step", "point", "name"))
+    return np.fromiter(map(is_needed, *columns), dtype=bool, count=len(batch))
 
 
 def _joined(parts: list[tuple[np.ndarray, np.ndarray]]) -> Series:

@@ -392,6 +392,7 @@ class _Judge:
         fit = None if record is None else record.fit(segment)
         first_step = reference.rank(rank).steps(segment)[0] if fit is None else min(fit.compared)
         before = self.walk.before(segment, step)
+        may_be_unrestored = fit is not None and before == "resumed" and not difference.starting("here")
         try:
             evidence = find_evidence(reference, current, difference)
         except ReferenceFormatError as error:
@@ -402,7 +403,7 @@ class _Judge:
             is_first_seen=step == first_step,
             is_after_unrecorded=before == "unrecorded",
             is_resumed=before == "resumed",
-            unrestored=() if fit is None or before != "resumed" or difference.starting("here") else fit.unrestored,
+            unrestored=fit.unrestored if fit is not None and may_be_unrestored else (),
             evidence=evidence,
             shows_rank=self.show_rank,
         )
@@ -414,9 +415,8 @@ def _without_starts(environment: Sequence[EnvironmentDifference]) -> list[Enviro
 
 def _environment_notes(environment: Sequence[EnvironmentDifference], verdict: VerdictName) -> list[str]:
     """Return the sentences on the code, the choices and the machine that differ."""
-    changing = sorted(
-        (entry for entry in environment if entry.changes_bits), key=lambda entry: not entry.name.startswith("settings.")
-    )
+    changing = [entry for entry in environment if entry.changes_bits]
+    changing.sort(key=lambda entry: not entry.name.startswith("settings."))
     choices = both_values([entry for entry in changing if not entry.is_machine])
     machine = both_values([entry for entry in changing if entry.is_machine])
     too = " too, so nothing is proven either way" if verdict == "not_comparable" else ""

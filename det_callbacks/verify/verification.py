@@ -193,11 +193,15 @@ class Verification:
 
     def expectation(self, step: int) -> Expectation | None:
         """Return what the reference had in a step, if it has it."""
-        return Expectation.of(self._reference_step(self.segment, step).record.digests) if step in self._known else None
+        if step not in self._known:
+            return None
+        return Expectation.of(self._reference_step(self.segment, step).record.digests)
 
     def chain(self, step: int) -> int | None:
         """Return the reference's chain at a step as long as nothing differs, else None."""
-        return None if self.has_divergence or step not in self._known else self._ranks.chain(self.segment, step)
+        if self.has_divergence or step not in self._known:
+            return None
+        return self._ranks.chain(self.segment, step)
 
     def compare_state(self, step: int, digest_state: Callable[[], Mapping[str, int]]) -> None:
         """Note the state that a checkpoint did not bring back as the reference's step before had left it.
