@@ -145,7 +145,7 @@ def test_what_is_under_way_when_a_step_ends_follows_from_nothing_in_the_next():
     model, works = nn.Linear(2, 2, bias=False), []
     mode = HashMode(model)
     # no Mock: it would keep the work, and gloo's threads, which a test that forks cannot have
-    with Any.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "_is_done", lambda work: False)
         trace = step_of(mode, lambda: works.append(dist.all_reduce(model.weight.data, async_op=True)))
         (at,) = (at for at, site in enumerate(trace.program.sites) if (site.phase, site.name) == ("state", "weight"))

@@ -131,7 +131,7 @@ def counts_of_every_step(reference: Path, current: Path, *, is_common: bool):
 
 
 def compare_by_chains(reference: Path, current: Path, **options: Any) -> Verdict:
-    with Any.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(judge, "SMALL_BYTES", 0)
         return compare_runs(reference, current, **options)
 
