@@ -220,7 +220,7 @@ class _Carried:
                     entry = self._layout.entries[position]
                     own = epsilon("" if entry is None else entry.dtype)
                     through = tuple(dict.fromkeys((*read.through, site.op)))
-                    error = read._replace(relative=max(read.relative, own), through=through)
+                    error = _Error(max(read.relative, own), read.absolute, through)
             elif error is None:  # it came from outside, and differs
                 error = _Error(inf, inf, through=(site.name or "a tensor made outside the trace",))
             self._carried.append(error)
