@@ -104,8 +104,8 @@ def compare_numerics(
     for run in (reference, current):
         if not run.manifest.keep_tensors:
             raise SelectionError(
-                f"{run.path} kept no tensors, so by how much it differs cannot be told. Record both sides again with "
-                f"them: det-callbacks record {run.path} --overwrite --only-steps 0 --keep '*' -- python train.py"
+                f"{run.path} kept no tensors, so by how much it differs cannot be told. Record the same training with "
+                "them, into another folder: det-callbacks record RUN --only-steps 0 --keep '*' -- python train.py"
             )
     found, counts, num_default = list[SiteNumerics](), Counter[str](), 0
     for views, kept in _common_steps(reference, current):
@@ -119,7 +119,8 @@ def compare_numerics(
             f"{reference.path} and {current.path} kept no tensor that both have, of a step that both have{reasons}. "
             "Record both with the same only_steps and keep_tensors."
         )
-    differing = [site for site in found if site.kind != "equal" and site.absolute != 0]
+    # bits that differ outside of a sample are numbers that may, and zeros of two signs are equal numbers
+    differing = [site for site in found if site.kind != "equal" and (site.absolute != 0 or _is_sample(site))]
     beyond = [site for site in found if not site.within]
     starts = [site for site in beyond if site.is_start]
     jumps = [site for site in starts if site.reads is not None]
@@ -137,6 +138,10 @@ def compare_numerics(
         jumps=tuple(jumps),
         sites=tuple(found),
     )
+
+
+def _is_sample(site: SiteNumerics) -> bool:
+    return site.num_elements < prod(site.shape or ())
 
 
 def _growth(site: SiteNumerics) -> float:
@@ -177,6 +182,7 @@ class _Row:
     positions: tuple[Sequence[int], Sequence[int]]
     place: Divergence | None = None  # None where it was not kept
     measure: Measure | None = None  # None where it is not known
+    is_equal: bool = False  # in its bits
 
 
 class _Error(NamedTuple):
@@ -220,7 +226,7 @@ class _Carried:
                     entry = self._layout.entries[position]
                     own = epsilon("" if entry is None else entry.dtype)
                     through = tuple(dict.fromkeys((*read.through, site.op)))
-                    error = read._replace(relative=max(read.relative, own), through=through)
+                    error = _Error(max(read.relative, own), read.absolute, through)
             elif error is None:  # it came from outside, and differs
                 error = _Error(inf, inf, through=(site.name or "a tensor made outside the trace",))
             self._carried.append(error)
@@ -311,6 +317,7 @@ class _StepNumerics:
             positions=((positions[0],), (positions[1],)),
             place=self._difference.describe(row) if has_bits else None,
             measure=Measure(num_elements=num),
+            is_equal=True,
         )
 
     def _compared(self, place: Divergence, lefts: Sequence[int], rights: Sequence[int]) -> _Row:
@@ -346,7 +353,7 @@ class _StepNumerics:
         )
         is_known = read.relative < inf
         fields = {one.name: getattr(place, one.name) for one in dataclass_fields(place) if one.name != "numbers"}
-        if not known.num_differing:
+        if row.is_equal:
             fields["kind"] = "equal"
         return SiteNumerics(
             **fields,
