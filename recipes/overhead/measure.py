@@ -18,7 +18,7 @@ import torch.distributed.tensor  # DebugMode imports it; here, so that every pro
 from device import counted_synchronizations, torch_device, wait_for
 from fitted import Fitted
 from memory import resident_mib
-from models import Workload, make_workload
+from models import Workload, make_workload, train_once
 from ours import Loop, Ours
 from torch.utils._debug_mode import DebugMode  # looked at in torch 2.13
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,7 +28,8 @@ VARIANTS = ("plain", "empty mode", *LEVELS, "DebugMode hash_tensor", "DebugMode 
 # What a user writes, with all that a run does besides: a TrainingRun, and DeterminismCallback in a Trainer.
 LOOPS = {f"loop {level}": level for level in LEVELS}
 FITTED: dict[str, str | None] = {"trainer": None, **{f"callback {level}": level for level in LEVELS}}
-OPTIMIZERS = {"plain": {"foreach": False, "fused": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+ADAMW = {"plain": {"foreach": False, "fused": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+OPTIMIZERS = (*ADAMW, "lbfgs")
 
 
 class EmptyMode(TorchDispatchMode):
@@ -123,6 +124,13 @@ def debug_mode(digest: str) -> AbstractContextManager[Any]:
     return stack
 
 
+def make_optimizer(workload: Workload, name: str) -> torch.optim.Optimizer:
+    """Return one of OPTIMIZERS; L-BFGS evaluates the network some 30 times in an update, another number each time."""
+    if name == "lbfgs":
+        return torch.optim.LBFGS(workload.model.parameters(), lr=0.1, max_iter=20, line_search_fn="strong_wolfe")
+    return torch.optim.AdamW(workload.model.parameters(), lr=1e-4, **ADAMW[name])
+
+
 def make_steps(
     workload: Workload, optimizer: str, variants: Sequence[str], root: Path
 ) -> tuple[dict[str, "Step | Fitted"], dict[str, Ours]]:
@@ -130,7 +138,7 @@ def make_steps(
 
     All variants train the same network: none of them changes a bit of it.
     """
-    update = torch.optim.AdamW(workload.model.parameters(), lr=1e-4, **OPTIMIZERS[optimizer])
+    update = make_optimizer(workload, optimizer)
     recorders = {variant: Ours(workload, update, variant, root / variant) for variant in variants if variant in LEVELS}
     contexts: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         "plain": nullcontext,
@@ -143,9 +151,7 @@ def make_steps(
         def train(number: int) -> None:
             batch = workload.batch(number)
             with context():
-                update.zero_grad()
-                workload.loss(batch).backward()
-                update.step()
+                train_once(workload, update, batch)
 
         return Step(train=train, end=lambda: None)
 
@@ -153,11 +159,7 @@ def make_steps(
         def train(number: int) -> None:
             batch = workload.batch(number)
             ours.start_step(batch)
-            update.zero_grad()
-            loss = workload.loss(batch)
-            ours.note_loss(loss)
-            loss.backward()
-            update.step()
+            train_once(workload, update, batch, ours.note_loss)
 
         return Step(train=train, end=ours.end_step)
 
@@ -205,7 +207,7 @@ def measure_memory(case: Case, variant: str, num_steps: int) -> dict[str, Any]:
     ``peak_growth_mib`` is how far the peak of resident memory rises above what the process had with the network made
     and no step trained; ``device_peak_growth_mib`` likewise of what is allocated on a CUDA device.
     ``synchronizations`` are counted there in steps that come after: for each, those while it trains and those at its
-    end.
+    end. ``enqueue_seconds`` are those of the host until a step's work is given to the device.
     """
     workload = case.workload()
     is_on_cuda = workload.device.type == "cuda"
@@ -228,6 +230,10 @@ def measure_memory(case: Case, variant: str, num_steps: int) -> dict[str, Any]:
             result["synchronizations"] = [
                 count_synchronizations(step, number) for number in range(num_steps, num_steps + COUNTED_STEPS)
             ]
+        first = num_steps + COUNTED_STEPS
+        result["enqueue_seconds"] = statistics.median(
+            enqueue_seconds(step, number, workload.device) for number in range(first, first + COUNTED_STEPS)
+        )
         for ours in recorders.values():
             ours.close()
             result |= ours.figures()
@@ -241,6 +247,16 @@ def count_synchronizations(step: Step, number: int) -> dict[str, int]:
     with counted_synchronizations() as at_end:
         step.end()
     return {"inside": len(inside), "at_end": len(at_end)}
+
+
+def enqueue_seconds(step: Step, number: int, device: torch.device) -> float:
+    """Return how long the host takes to train a step, without a wait for the device, or for its end."""
+    wait_for(device)
+    start = time.perf_counter()
+    step.train(number)
+    taken = time.perf_counter() - start
+    step.end()
+    return taken
 
 
 def measure_memory_apart(case: Case, variant: str, num_steps: int) -> dict[str, Any]:

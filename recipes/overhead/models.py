@@ -1,11 +1,13 @@
 """The networks that the cost is measured on, each with batches of the size given in the README."""
 
+import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tiny import TINY
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
@@ -167,6 +169,30 @@ class ResNet50(nn.Module):
         return self.head(self.blocks(self.stem(images)).mean((2, 3)))
 
 
+class SkippedBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class Blocks(nn.Module):
+    """16 residual blocks, 64 wide; a step may take other ones than the step before, as with LayerDrop."""
+
+    def __init__(self, width: int = 64, num_blocks: int = 16) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(SkippedBlock(width) for _ in range(num_blocks)), nn.Linear(width, 10)
+        self.taken = [True] * num_blocks
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block, is_taken in zip(self.blocks, self.taken, strict=True):
+            if is_taken:
+                x = block(x)
+        return self.head(x)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """A network and its training: ``batch(step)`` is the same in every variant, ``loss(batch)`` the forward pass."""
@@ -175,6 +201,28 @@ class Workload:
     batch: Callable[[int], tuple[Tensor, Tensor]]
     loss: Callable[[tuple[Tensor, Tensor]], Tensor]
     device: torch.device
+
+
+def train_once(
+    workload: Workload,
+    optimizer: torch.optim.Optimizer,
+    batch: tuple[Tensor, Tensor],
+    note_loss: Callable[[Tensor], None] = lambda _: None,
+) -> None:
+    """Train on a batch: L-BFGS evaluates the loss in its update, and others before it."""
+
+    def evaluate() -> Tensor:
+        optimizer.zero_grad()
+        loss = workload.loss(batch)
+        note_loss(loss)
+        loss.backward()
+        return loss
+
+    if isinstance(optimizer, torch.optim.LBFGS):
+        optimizer.step(evaluate)
+    else:
+        evaluate()
+        optimizer.step()
 
 
 def make_workload(
@@ -186,11 +234,15 @@ def make_workload(
         name: of the network.
         compiler: None for eager.
         device: where it trains. Weights and data are made on the CPU, and are the same on every device.
-        is_tiny: those of MIXED_NETWORKS in a size that any machine trains in a moment.
+        is_tiny: those of MIXED_NETWORKS, and blocks, in a size that any machine trains in a moment.
     """
     torch.manual_seed(0)
     if name in MIXED_NETWORKS:
         model, examples = _MIXED[name](is_tiny)
+    elif name in TINY:
+        model, examples = TINY[name]()
+    elif name in ("blocks", "layerdrop"):
+        model, examples = Blocks(num_blocks=4 if is_tiny else 16), _examples(name)
     else:
         model = _CLASSES[name]()
         examples = _examples(name)
@@ -201,6 +253,12 @@ def make_workload(
     examples = examples[0].to(device), examples[1].to(device)
 
     def batch(step: int) -> tuple[Tensor, Tensor]:
+        if isinstance(model, Blocks):
+            if name == "layerdrop":
+                draw = random.Random(step)  # the same blocks in every variant
+                model.taken = [draw.random() < 0.5 for _ in model.blocks]
+            rows = slice(64 * (step % 32), 64 * (step % 32) + 64)  # other ones each time, or L-BFGS converges
+            return examples[0][rows], examples[1][rows]
         if name != "transformer-random-length":
             return examples
         length = lengths[step % len(lengths)]
@@ -220,6 +278,8 @@ def make_workload(
 def _examples(name: str) -> tuple[Tensor, Tensor]:
     if name == "mlp":
         return torch.randn(64, 64), torch.randint(10, (64,))
+    if name in ("blocks", "layerdrop"):
+        return torch.randn(32 * 64, 64), torch.randint(10, (32 * 64,))
     if name == "resnet":
         return torch.randn(16, 3, 96, 96), torch.randint(1000, (16,))
     return _tokens(VOCABULARY, 8, SEQUENCE)
@@ -248,9 +308,11 @@ _CLASSES: dict[str, Callable[[], nn.Module]] = {
     "transformer": Transformer,
     "resnet": ResNet,
     "transformer-random-length": Transformer,
+    "blocks": Blocks,
+    "layerdrop": Blocks,
 }
 _MIXED: dict[str, Callable[[bool], tuple[nn.Module, tuple[Tensor, Tensor]]]] = {"gpt2": _gpt2, "resnet50": _resnet50}
-FLOAT32_NETWORKS = tuple(_CLASSES)
+FLOAT32_NETWORKS = (*_CLASSES, *TINY)
 MIXED_NETWORKS = tuple(_MIXED)
 """Those that train in automatic mixed precision with bfloat16, in the sizes that a GPU trains."""
 NETWORKS = FLOAT32_NETWORKS + MIXED_NETWORKS

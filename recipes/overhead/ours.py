@@ -5,7 +5,7 @@ from io import StringIO
 from pathlib import Path
 
 import torch
-from models import Workload
+from models import Workload, train_once
 
 from det_callbacks import HashMode, TrainingRun
 from det_callbacks.runs.writer import RunWriter
@@ -24,7 +24,6 @@ class Ours:
     def __init__(self, workload: Workload, optimizer: torch.optim.Optimizer, level: str, folder: Path) -> None:
         self.folder = folder
         self.num_steps = 0
-        self._bytes_of_step = 0
         self._mode = HashMode(workload.model, level=level)
         self._mode.optimizers = [optimizer]
         self._writer = RunWriter.create(folder, manifest={"selection": {"level": level}, "environment": {}})
@@ -42,22 +41,23 @@ class Ours:
         if not self._writer.has_layout(trace.layout_id):
             self._writer.put_layout(trace.layout)
         self._writer.put_values(self.num_steps, trace.values)
-        before = self._writer.bytes_written
         self._writer.append(self.num_steps, 0, trace.program.id, trace.layout_id, trace.digests)
         self.num_steps += 1
-        self._bytes_of_step = self._writer.bytes_written - before
+        if self.num_steps == 1:
+            self._bytes_of_first = self._writer.bytes_written
 
     def close(self) -> None:
+        self._bytes_of_others = self._writer.bytes_written - self._bytes_of_first
         self._writer.close(complete=True)
 
     def figures(self) -> dict[str, float]:
-        """Return what the last step consisted of, and what all of them take on disk."""
+        """Return what the last step consisted of, and what all but the first take on disk; call it when closed."""
         trace = self._mode.trace
         assert trace is not None
         return {
             "ops": trace.program.ops_seen,
             "sites": len(trace.digests),
-            "bytes_a_step": self._bytes_of_step,
+            "bytes_a_step": self._bytes_of_others // max(self.num_steps - 1, 1),
             "num_programs": len(list(self.folder.glob("programs/*.parquet"))),
             "num_layouts": len(list(self.folder.glob("layouts/*.parquet"))),
             "bytes_of_programs_and_layouts": sum(file.stat().st_size for file in self.folder.glob("*/*.parquet")),
@@ -83,9 +83,7 @@ class Loop:
     def train(self, number: int) -> None:
         batch = self._workload.batch(number)
         with self._run.step(batch):
-            self._optimizer.zero_grad()
-            self._workload.loss(batch).backward()
-            self._optimizer.step()
+            train_once(self._workload, self._optimizer, batch)
 
     def close(self) -> None:
         with redirect_stdout(StringIO()):

@@ -8,6 +8,7 @@ import json
 import platform
 from dataclasses import asdict
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,18 @@ from bandwidth import POOL_BYTES, SIZES_KIB, measure_bandwidth
 from device import describe, torch_device
 from measure import FITTED, LOOPS, OPTIMIZERS, VARIANTS, Case, measure_memory_apart, measure_time
 from models import FLOAT32_NETWORKS, MIXED_NETWORKS, NETWORKS
-from tables import print_case, print_digests
+from tables import print_case, print_digests, print_summary
+from tiny import TINY
 
 from det_callbacks.digest.device.triton_digest import device_choice
 
 # Steps that each variant trains in a round: enough to be timed, few enough to take turns often.
 STEPS = {"mlp": 50, "transformer": 1, "resnet": 2, "transformer-random-length": 2, "gpt2": 1, "resnet50": 1}
+STEPS |= {"blocks": 10, "layerdrop": 10} | dict.fromkeys(TINY, 20)
+
+# What --all takes: the networks of the device, and steps that vary beside the same ones that do not.
+VARYING = ("blocks", "layerdrop")
+SIZES_OF_ALL_KIB = (1, 256, 16_384)  # on the CPU
 
 
 def positive(text: str) -> int:
@@ -35,13 +42,22 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="default: %(default)s")
     parser.add_argument(
+        "--all",
+        action="store_true",
+        help="all that a machine has to tell: networks of its kind, steps that vary, memory, waits, digests against "
+        "copies, and a table of all; what other options choose is as they say",
+    )
+    parser.add_argument(
         "--networks",
         nargs="*",
         choices=NETWORKS,
         help=f"none given: no network; default: on cuda {' '.join(MIXED_NETWORKS)}, else {FLOAT32_NETWORKS[0]}",
     )
     parser.add_argument(
-        "--optimizers", nargs="+", choices=OPTIMIZERS, help="kinds of AdamW; default: on cuda foreach, else plain"
+        "--optimizers",
+        nargs="+",
+        choices=OPTIMIZERS,
+        help="kinds of AdamW, or L-BFGS; default: on cuda foreach, else plain",
     )
     parser.add_argument(
         "--variants",
@@ -55,8 +71,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--memory-steps",
         type=int,
-        default=0,
-        help="steps for memory, disk and, on cuda, synchronisations, 0 for none; default: %(default)s",
+        help="steps for memory, disk and, on cuda, synchronisations, 0 for none; default: with --all 4, else 0",
     )
     parser.add_argument("--compile", metavar="BACKEND", help="compile the networks, all variants: inductor, aot_eager")
     parser.add_argument(
@@ -85,11 +100,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             "measured. A GPU needs its driver and a build of torch with CUDA; --device cpu works without.\n",
         )
     if options.networks is None:
-        options.networks = list(MIXED_NETWORKS if is_on_cuda else FLOAT32_NETWORKS[:1])
+        options.networks = list(MIXED_NETWORKS if is_on_cuda else FLOAT32_NETWORKS[: 3 if options.all else 1])
+        options.networks += VARYING if options.all else ()
+    if options.memory_steps is None:
+        options.memory_steps = 4 if options.all else 0
     if options.optimizers is None:
         options.optimizers = ["foreach" if is_on_cuda else "plain"]  # what torch takes by itself on that device
     if options.sizes is None:
-        options.sizes = list(SIZES_KIB) if is_on_cuda else []
+        options.sizes = list(SIZES_KIB if is_on_cuda else SIZES_OF_ALL_KIB if options.all else ())
     return options
 
 
@@ -107,7 +125,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
 
 
 def measure_case(case: Case, variants: list[str], options: argparse.Namespace) -> dict[str, Any]:
-    num_steps = options.steps or STEPS[case.network]
+    num_steps = options.steps or (1 if case.optimizer == "lbfgs" else STEPS[case.network])
     times = measure_time(case, variants, rounds=options.rounds, num_steps=num_steps)
     figures: dict[str, Any] = {
         variant: {"ratio": taken.ratio, "median_seconds": taken.median, **asdict(taken)}
@@ -128,18 +146,22 @@ def main(arguments: list[str] | None = None) -> None:
     digests = [measure_bandwidth(device, size * 1024, rounds=options.rounds) for size in options.sizes]
     if digests:
         print_digests(digests)
+    trained = [*product(options.networks, options.optimizers)]
+    if options.all and "lbfgs" not in options.optimizers:
+        trained.append((VARYING[0], "lbfgs"))
     cases = []
-    for network in options.networks:
-        for optimizer in options.optimizers:
-            case = Case(
-                network=network,
-                optimizer=optimizer,
-                compiler=options.compile,
-                device=options.device,
-                is_tiny=options.tiny,
-            )
-            cases.append(measure_case(case, variants, options))
-            print_case(cases[-1])
+    for network, optimizer in trained:
+        case = Case(
+            network=network,
+            optimizer=optimizer,
+            compiler=options.compile,
+            device=options.device,
+            is_tiny=options.tiny,
+        )
+        cases.append(measure_case(case, variants, options))
+        print_case(cases[-1])
+    if options.all:
+        print_summary(cases)
     if options.json is not None:
         content = {
             "machine": machine,

@@ -59,6 +59,25 @@ def _cells(figures: dict[str, Any], plain: dict[str, Any]) -> dict[str, tuple[st
     return cells
 
 
+def print_summary(cases: list[dict[str, Any]]) -> None:
+    """Print a row for each network: the ratio of each level to plain, what op costs the host, and its waits."""
+    levels = [level for level in ("state", "module", "op") if level in cases[0]["variants"]]
+    print("\nall networks: ratio to plain; of level op what an op adds on the host, and its waits for the device")
+    print(" " * 32 + _row([*levels, "us an op", "syncs", "at end", "programs"]))
+    for case in cases:
+        variants = case["variants"]
+        op = variants.get("op", {})
+        cells = [f"{variants[level]['ratio']:.2f}" for level in levels]
+        if "ops" in op:
+            added = op["enqueue_seconds"] - variants["plain"]["enqueue_seconds"]
+            cells.append(f"{added / op['ops'] * 1e6:.1f}")
+            waits = op.get("synchronizations", [])
+            cells += [str(max(one[place] for one in waits)) if waits else "-" for place in ("inside", "at_end")]
+            cells.append(str(op["num_programs"]))
+        print(f"{case['network'] + ', ' + case['optimizer']:32}{_row(cells)}")
+    print("syncs: while a step trains, 0 is what it should be; on the CPU there are none to count")
+
+
 def print_digests(measured: list[Bandwidth]) -> None:
     """Print what a digest of each size takes, and what a copy of it."""
     print("\ndigests of one tensor, against a copy of it on the same device")

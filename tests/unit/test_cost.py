@@ -1,0 +1,118 @@
+"""What a step costs, counted and not timed: calls of Python functions of ours, in steps of recipes/overhead."""
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import det_callbacks
+from det_callbacks.trace.hash_mode import HashMode
+from det_callbacks.trace.op.call_graph import CallGraph
+
+OVERHEAD = Path(__file__).parents[2] / "recipes" / "overhead"
+OURS = str(Path(det_callbacks.__file__).parent)
+
+
+@pytest.fixture
+def recipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The recipe's networks; other recipes use the names of its modules too."""
+    monkeypatch.syspath_prepend(OVERHEAD)
+    for name in ("models", "tiny"):
+        monkeypatch.setitem(sys.modules, name, None)  # what is imported in its place goes when the test ends
+        del sys.modules[name]
+    return importlib.import_module("models")
+
+
+class Steps:
+    """Steps of a network, recorded; ``num_calls`` of our functions were made in the last one."""
+
+    def __init__(self, recipe: ModuleType, network: str, level: str, optimizer: str = "adamw") -> None:
+        self._recipe = recipe
+        self._workload = recipe.make_workload(network, is_tiny=True)
+        parameters = self._workload.model.parameters()
+        if optimizer == "lbfgs":
+            self._update: Any = torch.optim.LBFGS(parameters, lr=0.1, max_iter=6, line_search_fn="strong_wolfe")
+        else:
+            self._update = torch.optim.AdamW(parameters, lr=1e-4, foreach=False)
+        self.mode = HashMode(self._workload.model, level=level)
+        self.mode.optimizers = [self._update]
+
+    def train(self, number: int) -> None:
+        self.num_calls = 0
+        batch = self._workload.batch(number)
+        before = sys.getprofile()
+        sys.setprofile(self._count)
+        try:
+            with self.mode:
+                self._recipe.train_once(self._workload, self._update, batch)
+        finally:
+            sys.setprofile(before)
+
+    @property
+    def num_ops(self) -> int:
+        trace = self.mode.trace
+        assert trace is not None
+        return trace.program.ops_digested
+
+    def _count(self, frame: FrameType, event: str, _: object) -> None:
+        self.num_calls += event == "call" and frame.f_code.co_filename.startswith(OURS)
+
+
+# Of a step at level state, of one at level module, and by the op at level op: as counted, with torch 2.15.
+CALLS = {
+    "mlp": (306, 791, 19.7),
+    "blocks": (574, 1818, 15.4),
+    "tiny-convolutional": (312, 797, 20.6),
+    "tiny-lstm": (334, 624, 16.3),
+    "tiny-gru": (334, 585, 20.4),
+    "tiny-encoder": (610, 2150, 16.8),
+    "tiny-decoder": (610, 2150, 16.5),
+    "tiny-translator": (1182, 4694, 16.7),
+    "tiny-vae": (269, 478, 18.1),
+    "tiny-unet": (320, 703, 18.3),
+}
+SLACK = 1.05  # of other versions of torch
+
+
+@pytest.mark.parametrize("network", CALLS)
+def test_a_step_that_is_like_the_one_before_takes_so_many_calls(recipe: ModuleType, network: str) -> None:
+    counted = []
+    for level in ("state", "module", "op"):
+        steps = Steps(recipe, network, level)
+        for number in range(3):
+            steps.train(number)
+        counted.append(steps.num_calls / (steps.num_ops or 1))
+    assert all(now <= SLACK * known for now, known in zip(counted, CALLS[network], strict=True)), counted
+
+
+@pytest.mark.parametrize(
+    ("network", "optimizer", "num_steps", "calls_of_op", "share_built"),
+    # what L-BFGS does follows from bits, which are another processor's own
+    [("layerdrop", "adamw", 24, 23.2, 0.05), ("blocks", "lbfgs", 6, 60.0, 0.45)],
+)
+def test_an_op_of_steps_that_vary_takes_hardly_more_calls(
+    recipe: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    network: str,
+    optimizer: str,
+    num_steps: int,
+    calls_of_op: float,
+    share_built: float,
+) -> None:
+    built: list[str] = []
+    settle = CallGraph._settle
+    monkeypatch.setattr(
+        CallGraph, "_settle", lambda graph, node: (built.append(str(node.func)), settle(graph, node))[1]
+    )
+    steps = Steps(recipe, network, "op", optimizer)
+    for number in range(num_steps):
+        built.clear()
+        steps.train(number)
+    found = steps.num_calls / steps.num_ops, len(built) / steps.num_ops
+    assert found[0] <= SLACK * calls_of_op, found
+    assert found[1] <= share_built, found
