@@ -46,8 +46,8 @@ class DeterminismCallback(FollowedRun, pl.Callback):
         settings: set before training and put back after it; what comes too late is refused by name. None sets nothing.
         replay: ops whose outputs record saves and verify puts back: ``[phase/][module:]op`` patterns, or a YAML file.
         keep_tensors: ops whose outputs are kept, so that a verdict says by how much they differ: such patterns.
-        tensor_budget_mib: MiB that one step of a process may save, for replay and to keep, each; of tensors to keep that
-            exceed it an even sample of the elements is saved.
+        tensor_budget_mib: MiB that one step of a process may save, for replay and to keep, each; of tensors to keep
+            that exceed it an even sample of the elements is saved.
         resume: with ``ckpt_path``: "exact" goes on as the uninterrupted run did, or refuses; "plain" is Lightning's.
         audit_replicas_every_n_steps: how often replicas are compared, see ``ReplicaAuditCallback``; 0 never.
         overwrite: record: replace a run that is there, once the new one is whole.
