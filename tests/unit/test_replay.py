@@ -345,7 +345,10 @@ def kept_in(folder: Path, step: int = 0) -> dict[str, SavedTensor]:
     return {key: saved.read(key) for key in saved.entries}
 
 
-def test_above_the_budget_the_same_even_sample_of_elements_is_kept_with_statistics_of_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_late", [False, True], ids=["host", "late"])
+def test_above_the_budget_the_same_even_sample_of_elements_is_kept_with_statistics_of_all(
+    tmp_path: Path, is_late: bool
+) -> None:
     values = torch.randn(3, 1000)
     values[1, 7] = torch.nan
 
@@ -359,7 +362,9 @@ def test_above_the_budget_the_same_even_sample_of_elements_is_kept_with_statisti
     for budget in (8.0, 0.008, 0.001):
         folder = tmp_path / str(budget)
         keeping = keeper(folder, "aten.add.Tensor", budget_mib=budget)
-        trace(keeping, body)
+        with late_device() if is_late else nullcontext() as device:
+            trace(keeping, body)
+        assert device is None or device.waits == []
         kept[budget] = [*kept_in(folder).values()]
         assert keeping.counts.num_bytes <= budget * 2**20
         assert keeping.counts.num_sampled == (0 if budget == 8 else 2)
