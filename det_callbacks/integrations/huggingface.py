@@ -20,11 +20,11 @@ from det_callbacks.checkpoint.files import ANOTHER_PLACE, SIDECAR, write_sidecar
 from det_callbacks.checkpoint.loaded import require_saved, unchecked_line
 from det_callbacks.errors import SelectionError
 from det_callbacks.integrations.loop import LoopTraining, TrainingRun
+from det_callbacks.internals.replaced import ReplacedMethods
 from det_callbacks.ranks.replicas import ReplicaReport
 from det_callbacks.report.console import print_closing_line
 from det_callbacks.runs.disk import writing
 from det_callbacks.training.following import FollowedRun
-from det_callbacks.training.replaced import ReplacedMethods
 from det_callbacks.verdict import Verdict
 
 # TrainingArguments of output; all others may change bits

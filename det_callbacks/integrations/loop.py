@@ -20,6 +20,7 @@ from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import NothingComparedError, SelectionError, SettingsError
 from det_callbacks.internals.dynamo import ORIGINAL
 from det_callbacks.internals.names import RECORDING
+from det_callbacks.internals.replaced import ReplacedMethods
 from det_callbacks.internals.torch import CHILDREN, TORCH, graph_task_id
 from det_callbacks.observers.observations import REGISTRY
 from det_callbacks.runs.metrics import LOG, RESUMED, Metric, Reading
@@ -30,7 +31,6 @@ from det_callbacks.training.draws import Draws
 from det_callbacks.training.following import FollowedRun
 from det_callbacks.training.held_generators import find_generators
 from det_callbacks.training.metrics import generator_states, metric_of
-from det_callbacks.training.replaced import ReplacedMethods
 from det_callbacks.training.training import LoaderFollower, Training
 
 _Batch = TypeVar("_Batch")

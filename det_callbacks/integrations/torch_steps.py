@@ -28,11 +28,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
+from det_callbacks.internals.replaced import ReplacedMethods
 from det_callbacks.internals.torch import DataLoaderIter, keywords_of_call
 from det_callbacks.trace.dispatch import runs_uncompiled
 from det_callbacks.trace.state.optimizers import parameters_of
 from det_callbacks.training.draws import DrawnLoader
-from det_callbacks.training.replaced import ReplacedMethods
 
 if TYPE_CHECKING:
     from det_callbacks.integrations.followed import FollowedLoop

@@ -100,7 +100,8 @@ class SiteRow:
     def of(cls, site: Site) -> "SiteRow":
         """Return the row of a site."""
         source = tuple(map(without_surrogates, site.source))
-        site = replace(site, occurrence=0, inputs=(), source=source)
+        if site.occurrence or site.inputs or site.source != source:
+            site = replace(site, occurrence=0, inputs=(), source=source)
         place = [site.phase, site.module, site.op, site.output, site.role, site.name]
         kind = [*place, site.arguments, list(site.varying), site.recomputed]
         return cls(site, digest_bytes(to_json(kind)), digest_bytes(to_json([*kind, list(source)])))

@@ -7,7 +7,7 @@ from weakref import ref
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from det_callbacks.training.replaced import ReplacedMethods
+from det_callbacks.internals.replaced import ReplacedMethods
 
 MAX_WAITING = 64  # a fetcher holds one or two
 _MAX_WAITING_OF_LOADER = 16  # of a loop that does not say when it trains on a batch

@@ -39,10 +39,10 @@ from det_callbacks import (
 )
 from det_callbacks.environment.variables import NUM_WORKERS
 from det_callbacks.integrations.lightning.replaced import PLACES
+from det_callbacks.internals.replaced import ReplacedMethods
 from det_callbacks.runs.evidence import evidence_path, read_evidence
 from det_callbacks.runs.store import Run
 from det_callbacks.training.evidence import set_workers
-from det_callbacks.training.replaced import ReplacedMethods
 
 pytestmark = LIGHTNING_ADVICE
 

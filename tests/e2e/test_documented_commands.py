@@ -296,6 +296,26 @@ def test_short_runs_of_overhead_measure_time_memory_and_disk(overhead, tmp_path,
     assert re.search(r"^ +64 KiB( +\d+\.\d+){7}$", printed, re.MULTILINE)
 
 
+def test_all_of_overhead_has_a_table_of_all(
+    overhead: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = "--all --tiny --networks gpt2 layerdrop --rounds 1 --steps 1 --sizes 1 --variants op"
+    run = overhead["run"]
+    # a process of its own takes seconds to start
+    monkeypatch.setattr(run, "measure_memory_apart", overhead["measure"].measure_memory)
+    run.main([*options.split(), "--memory-steps", "2", "--json", str(tmp_path / "figures.json")])
+    content: dict[str, Any] = json.loads((tmp_path / "figures.json").read_text())
+    cases = [(case["network"], case["optimizer"]) for case in content["cases"]]
+    assert (cases, len(content["digests"])) == ([("gpt2", "plain"), ("layerdrop", "plain"), ("blocks", "lbfgs")], 1)
+    table = capsys.readouterr().out.partition("all networks")[2]
+    for network, optimizer in cases:
+        assert re.search(rf"^{network}, {optimizer} +\d+\.\d\d +-?\d+\.\d +- +- +\d+$", table, re.MULTILINE)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    chosen = run.parse(["--device", "cuda", "--all"])
+    assert chosen.networks == ["gpt2", "resnet50", "blocks", "layerdrop"]
+    assert (chosen.memory_steps, len(chosen.sizes), chosen.optimizers) == (4, 11, ["foreach"])
+
+
 # many ranks: queries in DuckDB, the recipe, and the sizes it promises
 
 SCALE = RECIPES / "scale"

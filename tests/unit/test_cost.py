@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import det_callbacks
+from det_callbacks.trace.attribution import engine
 from det_callbacks.trace.hash_mode import HashMode
 from det_callbacks.trace.op.call_graph import CallGraph
 
@@ -109,10 +110,15 @@ def test_an_op_of_steps_that_vary_takes_hardly_more_calls(
     monkeypatch.setattr(
         CallGraph, "_settle", lambda graph, node: (built.append(str(node.func)), settle(graph, node))[1]
     )
+    captured: list[object] = []
+    capture = engine.capture_source
+    monkeypatch.setattr(engine, "capture_source", lambda *frames: (captured.append(0), capture(*frames))[1])
     steps = Steps(recipe, network, "op", optimizer)
     for number in range(num_steps):
         built.clear()
+        captured.clear()
         steps.train(number)
     found = steps.num_calls / steps.num_ops, len(built) / steps.num_ops
     assert found[0] <= SLACK * calls_of_op, found
     assert found[1] <= share_built, found
+    assert len(captured) <= len(built), "a known call shows the lines that it was built with"

@@ -21,7 +21,7 @@ from det_callbacks.runs import files
 from det_callbacks.runs.disk import replace_atomically
 from det_callbacks.runs.manifest import Manifest, _digest, read_manifest, write_manifest
 from det_callbacks.runs.place import make_room, put_in_place
-from det_callbacks.runs.program import Program, SiteRow
+from det_callbacks.runs.program import Layout, Program, SiteRow, TensorLayout
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import as_json
@@ -45,6 +45,26 @@ TABLES = [
     ("programs", small_program(), small_program(op="aten.add.Tensor"), write_program, read_program),
     ("layouts", small_layout(3), small_layout(4), files.write_layout, files.read_layout),
 ]
+
+
+def test_a_layout_is_read_kind_by_kind(tmp_path, monkeypatch):
+    kinds = [
+        None,
+        TensorLayout(dtype="float32", shape=(2, 3), stride=(3, 1)),
+        TensorLayout(dtype="float32", shape=(2,), stride=(3,)),
+        TensorLayout(dtype="float32", shape=(), stride=(2, 3)),
+        TensorLayout(dtype="float32", shape=(2, 3), stride=(3, 1), detail="sparse_coo"),
+        TensorLayout(dtype="int64", shape=(2, 3), stride=(3, 1)),
+        TensorLayout(dtype="int64", shape=(0, -1), stride=(1, 0, 0)),
+        TensorLayout(dtype="int64", shape=(0,), stride=()),
+    ]
+    layout = Layout(entries=tuple(kinds[index * index % 11 % len(kinds)] for index in range(900)))
+    (tmp_path / "layouts").mkdir()
+    files.write_layout(tmp_path, layout)
+    digested = Mock(side_effect=files.entry_digest)
+    monkeypatch.setattr(files, "entry_digest", digested)
+    assert files.read_layout(tmp_path, layout.id) == layout
+    assert digested.call_count == len({*layout.entries})
 
 
 @pytest.mark.parametrize(("kind", "ours", "theirs", "write", "read"), TABLES)

@@ -15,10 +15,10 @@ from det_callbacks.integrations.lightning.progress import ProgressReporter
 from det_callbacks.integrations.lightning.replaced import PLACES
 from det_callbacks.integrations.lightning.trainer import LightningTraining
 from det_callbacks.internals.lightning import RESTORE, checkpoint_connector, is_training_done, require
+from det_callbacks.internals.replaced import ReplacedMethods
 from det_callbacks.internals.twins import join_twins
 from det_callbacks.report.fits import no_metrics_text
 from det_callbacks.training.following import FollowedRun
-from det_callbacks.training.replaced import ReplacedMethods
 
 
 @join_twins

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from det_callbacks.internals.lightning import LOAD_LOADER_STATES, RESTORE
-from det_callbacks.training.replaced import OF_SAMPLERS
+from det_callbacks.internals.replaced import OF_SAMPLERS
 
 PLACES: Mapping[str, str] = {
     "training_step": "of the strategy: no hook encloses it in automatic and in manual optimization",

@@ -33,9 +33,9 @@ from det_callbacks.internals.lightning import (
     model_averager,
     validation_data,
 )
+from det_callbacks.internals.replaced import ReplacedMethods
 from det_callbacks.internals.twins import either, own_class, package_of
 from det_callbacks.runs.evidence import AFTER, BEFORE
-from det_callbacks.training.replaced import ReplacedMethods
 from det_callbacks.training.training import LoaderFollower, Training, Wrap
 
 

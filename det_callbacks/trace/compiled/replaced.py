@@ -9,41 +9,23 @@ from functools import partial, wraps
 from typing import Any
 
 from det_callbacks.internals import dynamo
+from det_callbacks.internals.replaced import ReplacedMethods
 from det_callbacks.internals.torch import CudaGraph
 from det_callbacks.trace.compiled.graphs import TracedGraph, describe_graph
 
-_INHERITED = object()
-
-
-class ReplacedMethods:
-    """Methods of classes, modules and single objects that ours replace until ``restore``."""
-
-    def __init__(self) -> None:
-        self._replaced: list[tuple[Any, str, Any, Any]] = []  # owner, name, what was there, ours
-
-    def put(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        """Replace a method by ``make(method)``; ``__class__`` of an object replaces its class."""
-        before = getattr(owner, name)
-        ours = make(before)
-        is_own = name == "__class__" or name in vars(owner)
-        self._replaced.append((owner, name, before if is_own else _INHERITED, ours))
-        setattr(owner, name, ours)
-
-    def restore(self) -> None:
-        """Put back what was there, the last first, except where somebody else has replaced ours since."""
-        while self._replaced:
-            owner, name, before, ours = self._replaced.pop()
-            if getattr(owner, name, None) is not ours:
-                continue
-            if before is _INHERITED:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, before)
+_PLACES = {
+    dynamo.COMPILES_GRAPH: "of Dynamo's output graph: which graph is compiled, and the function that runs it",
+    "capture_begin": "of a CUDA graph: no dispatch mode sees the ops that it captures when they run again",
+    "replay": "of a CUDA graph: likewise",
+    "__call__": "of inductor's compiled graph: runs what was compiled before anyone followed",
+}
 
 
 class ReplacedInTorch(ReplacedMethods):
+    """What is replaced for all recorders of the process, as long as one of them follows."""
+
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(_PLACES)
         self.watchers: list[Any] = []  # the CompiledRegions of the steps under way, outermost first
         self._followers: set[int] = set()
 
@@ -70,16 +52,8 @@ class ReplacedInTorch(ReplacedMethods):
             self.restore()
 
     def _replace(self, owner: Any, name: str, instead: Callable[..., Any]) -> None:
-        def make(before: Callable[..., Any]) -> Callable[..., Any]:
-            @wraps(before)
-            def ours(*args: Any, **kwargs: Any) -> Any:
-                return instead(before, *args, **kwargs)
-
-            return ours
-
-        is_replaced = any(owner is one and name == known for one, known, *_ in self._replaced)
-        if name in vars(owner) and not is_replaced:  # without CUDA there is none
-            self.put(owner, name, make)
+        if name in vars(owner) and not self.has_replaced(owner, name):  # without CUDA there is none
+            self.around(owner, name, instead)
 
     def _compile(self, compile_graph: Callable[..., Any], output: Any, graph: Any, example_inputs: Any) -> Any:
         described = describe_graph(graph, output, example_inputs)  # first, since the compiler writes into the graph

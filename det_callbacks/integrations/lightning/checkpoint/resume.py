@@ -24,13 +24,13 @@ from det_callbacks.integrations.lightning.checkpoint import buckets, fit
 from det_callbacks.integrations.lightning.loaders import follow
 from det_callbacks.integrations.lightning.replaced import PLACES
 from det_callbacks.internals.lightning import LOAD_LOADER_STATES, Loop, combined_loader, end_restart
+from det_callbacks.internals.replaced import ReplacedMethods
 from det_callbacks.internals.twins import own_class
 from det_callbacks.report.console import print_closing_line
 from det_callbacks.report.tensors import unrestored_line
 from det_callbacks.runs.peers import Peers
 from det_callbacks.trace.state.generators import GeneratorReader
 from det_callbacks.trace.state.leaves import leaves
-from det_callbacks.training.replaced import ReplacedMethods
 
 _ENDED = (
     "it was saved before a validation or the end of an epoch, which Lightning leaves out when it resumes, and the "

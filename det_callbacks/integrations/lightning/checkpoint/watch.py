@@ -29,6 +29,7 @@ from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.integrations.lightning.checkpoint.resume import Resuming
 from det_callbacks.integrations.lightning.replaced import PLACES
 from det_callbacks.internals.lightning import WrappingCheckpointIO
+from det_callbacks.internals.replaced import ReplacedMethods
 from det_callbacks.internals.twins import either
 from det_callbacks.report.console import print_closing_line
 from det_callbacks.report.tensors import uncovered_save_line
@@ -36,7 +37,6 @@ from det_callbacks.runs.disk import writing
 from det_callbacks.runs.peers import Peers
 from det_callbacks.trace.state.optimizers import parameters_of
 from det_callbacks.training.arguments import Resume
-from det_callbacks.training.replaced import ReplacedMethods
 
 
 class CheckpointWatch:

@@ -1,0 +1,51 @@
+"""Methods that are replaced while a training is followed: the list is docs/explanation/replaced.md."""
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+OF_SAMPLERS = {"__class__": "of loaders and samplers: Python looks __iter__ and __next__ up in the class"}
+
+_INHERITED = object()
+
+
+class ReplacedMethods:
+    """Replaces methods until ``restore``; ``places`` has the reason for each."""
+
+    def __init__(self, places: Mapping[str, str] = OF_SAMPLERS) -> None:
+        self._places = places
+        self._replaced: list[tuple[Any, str, Any, Any]] = []  # owner, name, what was there, ours
+
+    def put(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        """Replace a method of an object, a class or a module by ``make(method)``; of ``__class__`` the class."""
+        assert name in self._places, "each place has its reason in the registry"
+        before = getattr(owner, name)
+        ours = make(before)
+        is_own = name == "__class__" or isinstance(owner, ModuleType | type)
+        self._replaced.append((owner, name, before if is_own else _INHERITED, ours))
+        setattr(owner, name, ours)
+
+    def around(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
+        """Replace a method by one that runs ``call(method, *args, **kwargs)``."""
+
+        def make(before: Callable[..., Any]) -> Callable[..., Any]:
+            @wraps(before)
+            def ours(*args: Any, **kwargs: Any) -> Any:
+                return call(before, *args, **kwargs)
+
+            return ours
+
+        self.put(owner, name, make)
+
+    def has_replaced(self, owner: Any, name: str) -> bool:
+        return any(one is owner and known == name for one, known, *_ in self._replaced)
+
+    def restore(self) -> None:
+        """Put back what was there, the last first, unless someone else has replaced ours since."""
+        while self._replaced:
+            owner, name, before, ours = self._replaced.pop()
+            if before is _INHERITED:
+                vars(owner).pop(name, None)
+            elif getattr(owner, name) is ours:
+                setattr(owner, name, before)
