@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 from det_callbacks.findings.facts import FitFacts
+from det_callbacks.runs.selection import Level as Level
 
-Level = Literal["op", "module", "state"]
 Fits: TypeAlias = Sequence[FitFacts]
 """The same fit of all processes."""
 

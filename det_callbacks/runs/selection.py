@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal, get_args
 
 from det_callbacks.errors import SelectionError
 from det_callbacks.runs.patterns import as_names
 from det_callbacks.verdict import as_json
 
+Level = Literal["op", "module", "state"]
+LEVELS = get_args(Level)
 PHASES = ("forward", "backward", "optimizer")
 
 _LEFT_OUT = "!metric/"
@@ -39,7 +41,7 @@ class Selection:
     compiled: str = "run"
 
     def __post_init__(self) -> None:
-        for name, allowed in (("level", ("op", "module", "state")), ("compiled", ("run", "eager"))):
+        for name, allowed in (("level", LEVELS), ("compiled", ("run", "eager"))):
             if getattr(self, name) not in allowed:
                 raise SelectionError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}.")
         object.__setattr__(self, "modules", as_names("modules", self.modules))

@@ -16,7 +16,7 @@ from det_callbacks.environment.variables import PERTURB
 from det_callbacks.errors import SelectionError
 from det_callbacks.runs.environment import GENERATOR, OPTIMIZER, EnvironmentEntry
 from det_callbacks.runs.patterns import as_patterns
-from det_callbacks.runs.selection import Selection
+from det_callbacks.runs.selection import Level, Selection
 from det_callbacks.settings import DeterminismSettings, settings_in_force
 from det_callbacks.tensors.copies import TENSOR_BUDGET_MIB, check_budget
 from det_callbacks.tensors.replay import replay_patterns
@@ -40,7 +40,7 @@ class RunArguments:
         *,
         mode: Mode = "verify",
         current: str | Path | None = None,
-        level: Literal["op", "module", "state"] | None = None,
+        level: Level | None = None,
         modules: Sequence[str] | None = None,
         phases: Sequence[str] | None = None,
         every_n_steps: int | None = None,

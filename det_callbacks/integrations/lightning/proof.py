@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 from typing_extensions import override
@@ -16,6 +16,7 @@ from det_callbacks.internals.lightning import MultiProcessingLauncher, is_out_of
 from det_callbacks.internals.twins import either
 from det_callbacks.ranks.group import RankGroup
 from det_callbacks.report.console import count
+from det_callbacks.runs.selection import Level
 from det_callbacks.training.arguments import Resume
 from det_callbacks.verdict import Verdict
 from det_callbacks.verify.judge import compare_runs
@@ -30,7 +31,7 @@ def prove_resume(
     stop_at: int,
     steps: int,
     folder: str | Path | None = None,
-    level: Literal["op", "module", "state"] = "op",
+    level: Level = "op",
     resume: Resume = "exact",
 ) -> Verdict:
     """Prove that a resumed training has the bits of the uninterrupted one.
