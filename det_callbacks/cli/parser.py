@@ -14,7 +14,6 @@ from typing import Any
 
 from det_callbacks.errors import CheckError, DetCallbacksError
 from det_callbacks.report.console import print_error
-from det_callbacks.runs.selection import LEVELS
 
 SCRIPT_COMMANDS = ("record", "verify", "check")
 _MODULES = {"doctor": "doctor", **dict.fromkeys(SCRIPT_COMMANDS, "check")}  # of other commands it is commands.py
@@ -132,7 +131,7 @@ _ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
         "help": "any of workers,threads,hash-seed,memory: changed in one further run each",
     },
     "-v/--verbose": {"action": "store_true", "help": "print what the script prints, also on success"},
-    "--level": {"choices": LEVELS, "help": "op is the default"},
+    "--level": {"choices": ("op", "module", "state"), "help": "op is the default"},
     "--modules": {"type": _names, "metavar": "PATTERNS", "help": "fnmatch patterns of modules, separated by commas"},
     "--every-n-steps": {"type": _number, "metavar": "N", "help": "record every n-th batch"},
     "--only-steps": {"type": _numbers, "metavar": "N,N", "help": "record these batches, by number"},
