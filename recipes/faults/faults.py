@@ -197,14 +197,16 @@ class Looking(TorchDispatchMode):
 
 def writable(func: Any, output: Any, args: Any) -> Tensor | None:
     """Return the elements of a tensor that an op wrote, in the order of memory; None where there is none to change."""
-    returns = func._schema.returns
-    is_view = bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
-    if is_view or "empty" in str(func):
+    base = str(func).split(".")[1]
+    if "empty" in base:
         return None
     first = output[0] if isinstance(output, tuple | list) and output else output
     if first is None and args and isinstance(args[0], tuple | list):  # foreach and fused ops
         first = args[0][0]
     if not isinstance(first, Tensor) or first.dtype not in (torch.float32, torch.bfloat16) or first.numel() < 4:
+        return None
+    given = {one.untyped_storage().data_ptr() for one in args if isinstance(one, Tensor)}
+    if first.untyped_storage().data_ptr() in given and not base.endswith("_"):  # a view
         return None
     extent = 1 + sum((size - 1) * stride for size, stride in zip(first.shape, first.stride(), strict=True))
     if extent != first.numel():  # expanded, or with gaps
@@ -230,14 +232,17 @@ def named_first(fault: Fault) -> str:
     return OUTSIDE[fault.change][0](training, training.batches[fault.step], random.Random(fault.seed))
 
 
+Planted = tuple[Callable[[int], AbstractContextManager[object]], Callable[[], bool]]
+
+
 @contextmanager
-def planted(fault: Fault | None) -> Iterator[Callable[[int], AbstractContextManager[object]]]:
-    """Plant a fault in an op; yields what has to be opened in each step, above the recorder."""
+def planted(fault: Fault | None) -> Iterator[Planted]:
+    """Plant a fault in an op; yields what is opened in each step, above the recorder, and whether bits changed."""
     if fault is None or not fault.op:
-        yield lambda step: Above()
+        yield lambda step: Above(), lambda: True
         return
     with Below(fault) as below:
-        yield lambda step: Above(below if step == fault.step else None)
+        yield lambda step: Above(below if step == fault.step else None), lambda: below.has_changed
 
 
 def draw_faults(count: int, seed: int) -> Iterator[Fault]:

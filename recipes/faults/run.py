@@ -24,13 +24,14 @@ HASHES = ("norm", "hash_tensor")  # those of DebugMode
 Result = dict[str, Any]
 
 
-def train(training: Training, fault: Fault | None = None, around: Callable[..., Any] = nullcontext) -> None:
-    """Train with a fault, or without, within what is opened around each step."""
-    with planted(fault) as above:
+def train(training: Training, fault: Fault | None = None, around: Callable[..., Any] = nullcontext) -> bool:
+    """Train with a fault, or without, within what is opened around each step; return whether bits were changed."""
+    with planted(fault) as (above, has_changed):
         for step, batch in enumerate(training.batches):
             strike(fault, training, step)
             with around(batch), above(step):
                 training.step(batch)
+        return has_changed()
 
 
 def record(kind: str, folder: Path) -> bool:
@@ -59,8 +60,8 @@ def verify(kind: str, fault: Fault | None, reference: Path) -> Verdict | None:
     return None
 
 
-def log_hashes(kind: str, fault: Fault | None = None) -> list[Any]:
-    """Return DebugMode's log of a training, with both of its hashes of each output."""
+def log_hashes(kind: str, fault: Fault | None = None) -> tuple[list[Any], bool]:
+    """Return DebugMode's log of a training, with both of its hashes of each output; and whether bits were changed."""
     training = KINDS[kind]()
     begin(fault, training)
     logs: list[Any] = []
@@ -78,8 +79,8 @@ def log_hashes(kind: str, fault: Fault | None = None) -> list[Any]:
             self.mode.__exit__(*error)
             logs.extend(self.mode.logs)
 
-    train(training, fault, Around)
-    return logs
+    has_changed = train(training, fault, Around)
+    return logs, has_changed
 
 
 def judge(fault: Fault, verdict: Verdict | None) -> Result:
@@ -142,16 +143,21 @@ def main(arguments: Sequence[str] | None = None) -> Result:
     faults = [*draw_faults(options.faults, options.seed)]
     kinds = sorted({fault.training for fault in faults})
     results: list[Result] = []
+    num_without_effect = 0
     # the closing line of each run would bury the table
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
         references = {kind: Path(folder) / str(number) / "reference" for number, kind in enumerate(kinds)}
         unchanged = {kind: record(kind, references[kind]) for kind in kinds}
         alarms = [kind for kind in kinds if verify(kind, None, references[kind]) is not None]
-        logs = {kind: log_hashes(kind) for kind in kinds}
+        logs = {kind: log_hashes(kind)[0] for kind in kinds}
         try:
             for fault in faults:
+                faulty_logs, has_changed = log_hashes(fault.training, fault)
+                if not has_changed:  # two equal elements were swapped, or all of a constant
+                    num_without_effect += 1
+                    continue
                 ours = judge(fault, verify(fault.training, fault, references[fault.training]))
-                theirs = judge_hashes(fault, logs[fault.training], log_hashes(fault.training, fault))
+                theirs = judge_hashes(fault, logs[fault.training], faulty_logs)
                 results.append({"fault": asdict(fault), "ours": ours, "debug_mode": theirs})
         except KeyboardInterrupt:
             print(f"interrupted after {len(results)} of {len(faults)} faults", file=sys.stderr)
@@ -160,6 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> Result:
         "seed": options.seed,
         "trainings": kinds,
         "false_alarms": alarms,
+        "without_effect": num_without_effect,
         "bits_changed": [kind for kind in kinds if not unchanged[kind]],
         "seconds": round(time.monotonic() - begun, 1),
         "faults": results,
@@ -169,7 +176,8 @@ def main(arguments: Sequence[str] | None = None) -> Result:
     print(table(results))
     print(
         f"{len(kinds)} kinds of trainings; without a fault: {len(alarms)} false alarms, bits changed in "
-        f"{len(summary['bits_changed'])}; torch {torch.__version__}, seed {options.seed}, {summary['seconds']} s"
+        f"{len(summary['bits_changed'])}; {num_without_effect} faults changed no bit and do not count; "
+        f"torch {torch.__version__}, seed {options.seed}, {summary['seconds']} s"
     )
     return summary
 

@@ -124,8 +124,9 @@ def main(arguments: Sequence[str] | None = None) -> Results:
         print(f"{len(results)} ops, {sum(map(_runs, results.values()))} run on {options.device}")
         if options.sample or options.only:
             return results
-        content = {"torch": torch.__version__, "ops": results}
-        (HERE / f"{options.device}.json").write_text(json.dumps(content, indent=0, sort_keys=True) + "\n")
+        lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(result)}" for name, result in sorted(results.items()))
+        text = f'{{"torch": "{torch.__version__}", "ops": {{\n{lines}\n}}}}\n'  # a line for each op
+        (HERE / f"{options.device}.json").write_text(text)
     PAGE.write_text(page(stored()))
     return results
 

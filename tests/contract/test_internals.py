@@ -33,8 +33,8 @@ TORCH, LIGHTNING = torch.TORCH, lightning.LIGHTNING
 OF_PYTHON = frozenset({"_exit", "_fields", "_getframe"})
 FOREIGN = ("torch", "lightning")
 # In recipes: dispatch modes, which plant faults (torch's notes on extending it write them so); what the costs are
-# measured with, and compared with; torch's own database of ops, the structures of its samples, and what an op returns.
-IN_RECIPES = {"_python_dispatch", "_mode_utils", "_sleep", "_debug_mode", "_internal", "_pytree", "_schema"}
+# measured with, and compared with; torch's own database of ops, and the structures of its samples.
+IN_RECIPES = {"_python_dispatch", "_mode_utils", "_sleep", "_debug_mode", "_internal", "_pytree"}
 OF_THE_ROOM = {path.rpartition(".")[2] for path in (*TORCH.known, *LIGHTNING.known)}
 LOOKS_UP = ("getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodcaller")
 

@@ -24,10 +24,10 @@ def test_a_run_of_each_change_finds_them_all(
     written = json.loads((tmp_path / "faults.json").read_text())
     assert written == json.loads(json.dumps(summary))
     assert (written["false_alarms"], written["bits_changed"]) == ([], [])
-    assert len({(one["fault"]["change"], one["fault"]["phase"]) for one in written["faults"]}) == 25
+    assert 20 <= len(written["faults"]) == 25 - written["without_effect"]
     for one in written["faults"]:
         ours = one["ours"]
         assert (ours["detected"], ours["located"], ours["is_cause_right"]) == (True, True, True), one
     swapped = [one for one in written["faults"] if one["fault"]["change"] == "all elements moved"]
-    assert any(not one["debug_mode"]["hash_tensor"]["located"] for one in swapped)
+    assert not all(one["debug_mode"]["hash_tensor"]["located"] for one in swapped)
     assert "all " in capsys.readouterr().out
