@@ -135,7 +135,7 @@ def _array_of(nbytes: int) -> "type[ctypes.Array[ctypes.c_char]]":
 
 
 def _python_state(generator: Any) -> bytes:
-    """Return the state of a generator of Python's: its place in the words, these, and the number that it holds back.
+    """Return the state of a generator of Python's: its words, and the second normal number where it holds one back.
 
     ``getstate`` makes a tuple of 625 numbers in 12 microseconds, at each of five points of a step. So the words are
     read from the object's memory, where a comparison with ``getstate`` has found them once in this process.
@@ -143,14 +143,15 @@ def _python_state(generator: Any) -> bytes:
     own = generator.getstate.__self__  # of the module: the object behind its functions
     if type(own).getstate is not random.Random.getstate or not _has_known_layout():
         return _python_state_as_told(generator)
-    content = _bytes_at(id(own) + object.__basicsize__, _MT19937_BYTES)
+    index_and_words = _bytes_at(id(own) + object.__basicsize__, _MT19937_BYTES)
     held_back = own.gauss_next
-    return content if held_back is None else content + repr(held_back).encode()
+    words = index_and_words[4:] + index_and_words[:4]
+    return words if held_back is None else words + repr(held_back).encode()
 
 
 def _python_state_as_told(generator: Any) -> bytes:
-    _, (*words, place), held_back = generator.getstate()
-    content = array("I", (place, *words)).tobytes()
+    _, words, held_back = generator.getstate()
+    content = array("I", words).tobytes()
     return content if held_back is None else content + repr(held_back).encode()
 
 
@@ -163,7 +164,8 @@ def _has_known_layout() -> bool:
     if random.Random.__basicsize__ < object.__basicsize__ + _MT19937_BYTES or array("I").itemsize != 4:
         return False
     probe = random.Random(5)
-    return _bytes_at(id(probe) + object.__basicsize__, _MT19937_BYTES) == _python_state_as_told(probe)
+    memory = _bytes_at(id(probe) + object.__basicsize__, _MT19937_BYTES)
+    return memory[4:] + memory[:4] == _python_state_as_told(probe)
 
 
 def _read(generator: Any) -> Any:
