@@ -1,6 +1,6 @@
 """TrainingRun: records or verifies a training loop of your own."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -21,7 +22,7 @@ from det_callbacks.errors import NothingComparedError, SelectionError, SettingsE
 from det_callbacks.internals.dynamo import ORIGINAL
 from det_callbacks.internals.names import RECORDING
 from det_callbacks.internals.replaced import ReplacedMethods
-from det_callbacks.internals.torch import CHILDREN, TORCH, graph_task_id
+from det_callbacks.internals.torch import CHILDREN, MAKES_SCALE, TORCH, graph_task_id
 from det_callbacks.observers.observations import REGISTRY
 from det_callbacks.runs.metrics import LOG, RESUMED, Metric, Reading
 from det_callbacks.trace.dispatch import runs_uncompiled
@@ -120,8 +121,16 @@ class LoopTraining(Training):
             )
 
 
-_PLACES = {"backward": "of torch.autograd: no hook of torch has the loss, or is called at the end of a backward pass"}
+_PLACES = {
+    "backward": "of torch.autograd: no hook of torch has the loss, or is called at the end of a backward pass",
+    MAKES_SCALE: "of GradScaler: its first use makes tensors, which only the first step of a process would show",
+}
 _LOADER = "train_dataloader"
+
+
+def _unrecorded(method: Callable[..., Any], *args: Any) -> None:
+    with unobserved():
+        method(*args)
 
 
 class TrainingRun(FollowedRun):
@@ -245,6 +254,8 @@ class TrainingRun(FollowedRun):
             self._hooks.attach(training)
             self._stage.callback(self._replaced.restore)
             self._replaced.put(torch.autograd, "backward", self._around_backward)
+            if hasattr(GradScaler, MAKES_SCALE):
+                self._replaced.around(GradScaler, MAKES_SCALE, _unrecorded)
             self._replicas.begin(training)
         except BaseException as error:
             self._leave(error)

@@ -106,8 +106,9 @@ def forward_code(node: object) -> CodeType | None:
     return getattr(forward, "__code__", None)
 
 
+MAKES_SCALE = "_lazy_init_scale_growth_tracker"
 _make_scale: Callable[[Any, torch.device], None] = TORCH.optional(
-    "torch.amp.GradScaler._lazy_init_scale_growth_tracker",
+    f"torch.amp.GradScaler.{MAKES_SCALE}",
     "makes the tensors of a gradient scaler, which its first use does otherwise",
     without=lambda scaler, device: None,
     lost="at level op a resumed run with a gradient scaler differs from the run without a break",

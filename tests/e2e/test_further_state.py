@@ -1,5 +1,6 @@
 """State beside model and optimizers: compared as each step begins, and named where a resume loses it."""
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from trainers import LIGHTNING_ADVICE, quiet_trainer
 
-from det_callbacks import DeterminismCallback, DivergenceError, check_checkpoint
+from det_callbacks import DeterminismCallback, DivergenceError, TrainingRun, check_checkpoint
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import Verdict
 
@@ -196,3 +197,36 @@ def test_a_callback_whose_state_changes_between_steps_is_named(tmp_path: Path) -
 def test_a_large_state_is_left_to_the_checkpoint_and_reported(tmp_path, capsys):
     fit("record", tmp_path, Ema(size=1 << 17), level="state")
     assert "the state of Ema has 2 MiB, so it is not compared at each step" in capsys.readouterr().out
+
+
+def test_a_scaler_that_a_loop_restores_matches_at_level_op(tmp_path):
+    """It makes its tensors when it is first used in a process, so in the first step after a resume."""
+    saved: dict[str, Any] = {}
+
+    def fit(*, begins_at: int, **options: Any) -> TrainingRun:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1)
+        if begins_at:
+            model.load_state_dict(saved["model"])
+            scaler.load_state_dict(saved["scaler"])
+        run = TrainingRun(tmp_path / "run", model=model, optimizers=optimizer, **options)
+        batches = torch.randn(4, 3, 4, generator=torch.Generator().manual_seed(1))
+        with run.resume_from(begins_at) if begins_at else run:
+            for number in range(begins_at, 4):
+                if number == 2 and not begins_at:
+                    saved.update(model=copy.deepcopy(model.state_dict()), scaler=scaler.state_dict())
+                with run.step(batches[number]):
+                    optimizer.zero_grad()
+                    scaler.scale(model(batches[number]).square().mean()).backward()
+                    scaler.step(optimizer)
+                    scaler.update()
+        return run
+
+    fit(begins_at=0, mode="record", level="op")
+    assert fit(begins_at=2).verdict.verdict == "match"
+    saved["scaler"]["scale"] = 64.0
+    with pytest.raises(DivergenceError) as caught:
+        fit(begins_at=2, current=tmp_path / "other")
+    assert caught.value.verdict.first_divergence.step == 2
