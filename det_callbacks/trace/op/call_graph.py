@@ -87,7 +87,7 @@ class _Alike:
                 self.readers[label] = left
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)  # the calls are linked in a circle
 class CallNode:
     """One call of an op, or one group of named tensors."""
 
