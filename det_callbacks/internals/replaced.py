@@ -19,27 +19,30 @@ class ReplacedMethods:
 
     def put(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         """Replace a method of an object, a class or a module by ``make(method)``; of ``__class__`` the class."""
-        assert name in self._places, "each place has its reason in the registry"
         before = getattr(owner, name)
-        ours = make(before)
-        is_own = name == "__class__" or isinstance(owner, ModuleType | type)
-        self._replaced.append((owner, name, before if is_own else _INHERITED, ours))
-        setattr(owner, name, ours)
+        self._set(owner, name, before, make(before))
 
     def around(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
         """Replace a method by one that runs ``call(method, *args, **kwargs)``."""
+        before = getattr(owner, name)
 
-        def make(before: Callable[..., Any]) -> Callable[..., Any]:
-            @wraps(before)
-            def ours(*args: Any, **kwargs: Any) -> Any:
-                return call(before, *args, **kwargs)
+        @wraps(before)
+        def ours(*args: Any, **kwargs: Any) -> Any:
+            return call(before, *args, **kwargs)
 
-            return ours
-
-        self.put(owner, name, make)
+        self._set(owner, name, before, ours)
 
     def has_replaced(self, owner: Any, name: str) -> bool:
-        return any(one is owner and known == name for one, known, *_ in self._replaced)
+        for one, known, *_ in self._replaced:  # noqa: SIM110  # at each step: a generator costs more
+            if one is owner and known == name:
+                return True
+        return False
+
+    def _set(self, owner: Any, name: str, before: Any, ours: Any) -> None:
+        assert name in self._places, "each place has its reason in the registry"
+        is_own = name == "__class__" or isinstance(owner, ModuleType | type)
+        self._replaced.append((owner, name, before if is_own else _INHERITED, ours))
+        setattr(owner, name, ours)
 
     def restore(self) -> None:
         """Put back what was there, the last first, unless someone else has replaced ours since."""
