@@ -353,7 +353,7 @@ def _plain_name(name: str) -> str:
 
 
 def _default_loss(leaves: list[Any], seed: int) -> Tensor | None:
-    """Return the mean squared distance of the floating-point and complex leaves to random numbers; None if none.
+    """Return the mean squared distance of floating-point and complex leaves to random numbers; None without any.
 
     The gradient of a sum is zero after a softmax, and that of a mean of squares after a normalisation.
     """

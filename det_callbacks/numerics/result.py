@@ -44,7 +44,7 @@ class TensorComparison:
     name: str  # module, parameter, buffer, or path in the inputs or outputs ("output['logits']")
     kind: Kind
     base: str | None  # "float32 [4, 8]"; None if the base does not have it
-    control: str | None  # likewise
+    control: str | None  # the same for the control
     measure: Measure | None = None  # None if the elements cannot be matched
     rtol: float = 0.0
     atol: float = 0.0

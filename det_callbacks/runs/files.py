@@ -221,7 +221,7 @@ def _distinct_rows(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
     """
     keys = np.zeros(len(table), dtype=np.uint64)
     for column in table.columns:
-        values = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()  # which copies
+        values = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()  # combining copies
         if pa.types.is_list(values.type):
             lengths = np.diff(values.offsets)
             places = np.arange(lengths.max(initial=0)) < lengths[:, None]

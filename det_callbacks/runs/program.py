@@ -107,7 +107,7 @@ class SiteRow:
 
 
 def parameter_in(name: str, parameters: Container[str]) -> str | None:
-    """Return the parameter in the name of a gradient or state: "net.weight" in "exp_avg of net.weight"; None if none.
+    """Return the parameter in the name of a gradient or state: "net.weight" in "exp_avg of net.weight"; or None.
 
     Names of modules may contain " of ", so one of the ``parameters`` has to follow it.
     """

@@ -57,7 +57,7 @@ class RunWriter:
         try:
             self._open_stream(is_new=True)
             self._tell_of_files()
-        except BaseException:  # Ctrl-C too: raised again
+        except BaseException:  # also Ctrl-C
             self._close_files(complete=False)
             raise
 
@@ -281,7 +281,7 @@ class RunWriter:
         self._end(finished, complete=complete)
 
     def _replace(self) -> bool:
-        """If this run is whole, replace the earlier run by it and return True."""
+        """Replace the earlier run by this one and return True, if this run is whole."""
         earlier = self.path.parent
         had_steps = any((earlier / files.PROGRAMS).glob("*.parquet"))
         has_steps = any((self.path / files.PROGRAMS).glob("*.parquet"))
@@ -358,7 +358,7 @@ class RunWriter:
 def _releasing_on_errors(lock: FolderLock | None) -> Iterator[None]:
     try:
         yield
-    except BaseException:  # Ctrl-C too: raised again
+    except BaseException:  # also Ctrl-C
         if lock is not None:
             lock.release()
         raise

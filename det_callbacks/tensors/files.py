@@ -28,7 +28,7 @@ TENSORS_FORMAT_VERSION = 2
 MIB = 2**20
 REPLAY = "replay"  # tensors that verify restores
 KEPT = "kept"  # tensors whose numbers the comparison measures
-LEFT_OUT = "left_out"  # key of a value: why the step's first call that was not kept was left out
+LEFT_OUT = "left_out"  # key of a value: why a call of the step was not kept, for the first such call
 
 _METADATA = "det_callbacks"
 _SEAL = "det_callbacks_digest"
@@ -212,7 +212,7 @@ class SavedStep:
 
     @property
     def exists(self) -> bool:
-        """Whether anything was saved."""
+        """Whether the step saved anything."""
         return self.path.exists()
 
     @property

@@ -105,7 +105,7 @@ class Keeper(OpSelection):
         tensors = {key: saved for call in self._calls for key, saved in _entries(trace, *call).items()}
         try:
             self.writer.write(step, tensors, {LEFT_OUT: self._left_out[0]} if self._left_out else {})
-        except DetCallbacksError as error:  # the run does not depend on it
+        except DetCallbacksError as error:  # the run does not need these tensors
             self._left_out += [str(error)] * len(self._calls)
             tensors = {}
         reason = f"from step {step} on: {self._left_out[0]}" if self._left_out else ""

@@ -118,7 +118,7 @@ class Recorder:
         REPLACED.watch(self.compiled)
 
     def finish(self) -> StepTrace:
-        """End the step and return what it did."""
+        """End the step and return its trace."""
         step = self.step
         with step.lock:
             program = step.graph.program(step.counts)
@@ -154,7 +154,6 @@ class Recorder:
 
     @property
     def num_sites(self) -> int:
-        """Sites recorded so far in this step."""
         return len(self.step.digests)
 
     def op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -259,7 +258,7 @@ class Recorder:
         if plan.is_overwrite:  # its reads do not identify the tensor it writes
             names += names_of_written(places, phase, plan, outputs)
 
-        # which call it is: the predicted one, or another one, which the graph finds or builds
+        # which call it is: the predicted one if op, inputs, place and arguments agree; else the graph looks it up
         graph = step.graph
         if names:
             written_by = graph.labels_of(reads, mark, self._reads.row_edges)
@@ -272,11 +271,11 @@ class Recorder:
             node is None
             or node.func is not func  # another op
             or node.reads != written_by  # other inputs
-            or node.scope is not scope  # another module
+            or node.scope is not scope  # another module, or another forward op
             or node.phase is not phase
-            or node.names != names  # other names of its input sites
+            or node.names != names  # other names of its input sites, or of what it overwrites
             or node.num_outputs != len(outputs)
-            or node.made.step == graph.step  # this step has had the call already
+            or node.made.step == graph.step  # the step has this call already
             or (kwargs and node.keywords != tuple(kwargs))
             or (  # other constants; numbers may change, and ``takes`` stores the new ones
                 (node.consts != consts or (node.exact is not None and node.exact != repr(consts)))

@@ -33,7 +33,6 @@ class Step:
         self.layout_indices: list[int] = []
 
     def begin(self) -> None:
-        """Start a step."""
         self.deferred.begin()
         self.layouts.trim()
         self.ledger.close()
@@ -49,7 +48,6 @@ class Step:
 
     @property
     def num_sites(self) -> int:
-        """Sites recorded so far."""
         return len(self.digests)
 
     def append(self, tensor: Tensor, slot: LayoutSlot | None = None) -> LayoutSlot:
@@ -87,7 +85,6 @@ class Step:
         self.append(tensor)
 
     def layout_of(self, position: int) -> LayoutSlot:
-        """Return the layout of a site."""
         return self.layouts.order[self.layout_indices[position]]
 
     def writers_of(self, tensor: Tensor) -> list[int]:

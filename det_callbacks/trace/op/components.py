@@ -24,7 +24,7 @@ _SPARSE_PARTS = {
     **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), _BY_ROWS),
     **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), _BY_COLUMNS),
 }
-address_of: Callable[[Tensor], int] = Tensor.data_ptr  # without the lookup of a subclass's method
+address_of: Callable[[Tensor], int] = Tensor.data_ptr  # bypasses a subclass's method
 
 
 def unwrapped(tensor: Tensor) -> Tensor:

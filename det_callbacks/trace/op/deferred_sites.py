@@ -108,12 +108,11 @@ class DeferredSites(DeferredDigests):
         return settled
 
     def begin(self) -> None:
-        """Start a step."""
         self.discard()
         self._sees_writes = False
 
     def discard(self) -> None:
-        """Drop what waits, at the end of a step."""
+        """Drop the deferred sites, at the end of a step."""
         super().discard()
         self.bits.clear()
         self._asked.clear()

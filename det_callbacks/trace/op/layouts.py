@@ -47,8 +47,6 @@ def describe_parts(parts: Parts = ()) -> str:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class LayoutSlot:
-    """One interned layout."""
-
     index: int
     entry: TensorLayout | None
     is_dense: bool = False  # no holes and no overlap in memory
@@ -133,5 +131,4 @@ class LayoutTable:
         return identity
 
     def layout(self, indices: list[int]) -> Layout:
-        """Return the layout with these slots."""
         return Layout(entries=tuple(self.order[index].entry for index in indices))

@@ -62,7 +62,7 @@ class PartialWrites:
     writes: list[tuple[Region, int]] = field(default_factory=list)
 
     def add(self, region: Region, position: int) -> None:
-        """Add a write, which replaces what earlier writes left in its region."""
+        """Add a write; it replaces earlier writes inside its region, and the parts there of those without holes."""
         self.writes = [(rest, at) for written, at in self.writes for rest in written.without(region)]
         self.writes.append((region, position))
 

@@ -1,4 +1,4 @@
-"""Ops whose outputs are not digested, and what the recorder notes about them."""
+"""Runs and notes ops whose outputs are not digested."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -37,7 +37,6 @@ class UndigestedOps:
         self.fill: int | None = None  # fill allocated memory with this byte; None leaves it unchanged
 
     def begin(self) -> None:
-        """Start a step."""
         self._copying.clear()
 
     def run(self, plan: OpPlan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -36,7 +36,6 @@ class UnseenWriteCheck:
         self._update = self._step.num_sites
 
     def begin(self) -> None:
-        """Start a step."""
         self._changed_at.clear()
 
     def look_before(
