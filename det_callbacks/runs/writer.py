@@ -281,7 +281,7 @@ class RunWriter:
         self._end(finished, complete=complete)
 
     def _replace(self) -> bool:
-        """Replace the earlier run by this one and return True, if this run is whole."""
+        """If this run is whole, replace the earlier run with it and return True."""
         earlier = self.path.parent
         had_steps = any((earlier / files.PROGRAMS).glob("*.parquet"))
         has_steps = any((self.path / files.PROGRAMS).glob("*.parquet"))

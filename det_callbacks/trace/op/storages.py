@@ -154,7 +154,7 @@ class StorageLedger:
         self.writers[self.pin(tensor)] = PartialWrites(is_uninitialised=True, is_empty=is_empty)
 
     def forget(self, tensor: Tensor) -> None:
-        """Record that something unrecorded wrote a tensor: the next recorded read of it becomes an input site."""
+        """Record an unseen write to a tensor: the next recorded read of the tensor becomes an input site."""
         if storage_address(tensor.untyped_storage()) in self.writers:
             self.write(tensor, UNKNOWN)
 
@@ -164,7 +164,7 @@ class StorageLedger:
         self.write(tensor, UNKNOWN)
 
     def invalidate(self) -> None:
-        """Record that something may have written any memory: the next recorded read of it becomes a site."""
+        """Record a possible unseen write to any memory: the next recorded read of each tensor becomes a site."""
         self.is_invalidated = True
         for address, known in list(self.writers.items()):
             # a collective that is still pending writes later than this
