@@ -1,4 +1,4 @@
-"""The same model in other words: modules that have another name in the current run, or were fused or split there."""
+"""Modules that were renamed, fused or split between the reference and the current run."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -9,12 +9,12 @@ from det_callbacks.errors import SelectionError
 from det_callbacks.runs.program import Program, Site, StepView
 
 Group = tuple[list[int], list[int]]
-"""Positions in the reference and in the current step of outputs that are one tensor, concatenated."""
+"""Positions, in the reference and in the current step, of outputs whose concatenations correspond."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """Patterns of modules in the reference and in the current run; one of the two sides has a single one."""
+    """Patterns of modules in the reference and in the current run; one of the sides has one pattern."""
 
     reference: tuple[str, ...]
     current: tuple[str, ...]
@@ -22,11 +22,11 @@ class _Rule:
 
 @dataclass(frozen=True, slots=True)
 class ModuleNames:
-    """Which modules of the reference are which of the current run, by rules in a file.
+    """Maps modules of the reference to modules of the current run, by rules in a file.
 
-    A line is ``reference -> current``: two patterns of module names, each as its own run has them, in which a ``*``
-    stands for the same text on both sides. The first that matches counts. Several patterns on one side, separated by
-    commas, are modules that the other run has as one: their outputs are concatenated in this order::
+    A rule is a line ``reference -> current``: patterns of module names, in which ``*`` matches the same text on both
+    sides. The first matching rule applies. Patterns separated by commas are modules that the other run has fused; their
+    outputs are concatenated in this order::
 
         encoder.layer.* -> blocks.*
         *.to_q, *.to_k, *.to_v -> *.qkv_proj        # a comment
@@ -37,7 +37,7 @@ class ModuleNames:
 
     @classmethod
     def read(cls, path: str | Path) -> "ModuleNames":
-        """Return the rules in a file; raise ``SelectionError``, which names the line, where it cannot be read."""
+        """Return the rules in a file; raise ``SelectionError``, which names the line, if it cannot be read."""
         try:
             lines = Path(path).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
@@ -59,7 +59,7 @@ class ModuleNames:
         return cls(Path(path), tuple(rules))
 
     def renamed(self, view: StepView) -> StepView:
-        """Return a step of the reference with the names of the current run."""
+        """Return a step of the reference with the module names of the current run."""
         sites = [
             replace(site, module=self._rename(site.module), name=None if site.name is None else self._in(site.name))
             for site in view.program.sites
@@ -68,7 +68,7 @@ class ModuleNames:
         return replace(view, program=Program.of(sites, **counts))
 
     def _in(self, name: str) -> str:
-        """Return the name of a parameter, or what is of one, with the new name of its module."""
+        """Return the name of a parameter, or of its gradient or state, with the new name of the module."""
         what, of, parameter = name.rpartition(" of ")
         module, dot, last = parameter.rpartition(".")
         return f"{what}{of}{self._rename(module)}{dot}{last}"
@@ -82,7 +82,7 @@ class ModuleNames:
         return module
 
     def fused(self, reference: StepView, current: StepView) -> list[Group]:
-        """Return the outputs of fused modules: of the same op, called as often, in each of them."""
+        """Return the outputs of fused modules that call the same op equally often."""
         return [
             group
             for rule in self.rules
@@ -113,12 +113,12 @@ def _groups(rule: _Rule, reference: Sequence[Site], current: Sequence[Site]) -> 
 
 
 def _matched(pattern: str, module: str) -> list[str] | None:
-    """Return what the stars of a pattern stand for in a module's name, None where it does not match."""
+    """Return the texts that the stars of a pattern match in a module's name; None if it does not match."""
     found = re.fullmatch("(.*)".join(map(re.escape, pattern.split("*"))), module)
     return None if found is None else list(found.groups())
 
 
 def _filled(pattern: str, found: Sequence[str]) -> str:
-    """Return a pattern with texts in the places of its stars."""
+    """Return a pattern with its stars replaced by texts."""
     first, *rest = pattern.split("*")
     return first + "".join(text + part for text, part in zip(found, rest, strict=True))

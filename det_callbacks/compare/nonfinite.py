@@ -1,7 +1,7 @@
-"""The first op that made a NaN or an infinity out of finite numbers, from the statistics of what a run kept.
+"""Finds the first op that made a NaN or an infinity from finite numbers, by the statistics of kept tensors.
 
-An infinity may be meant: a mask of attention has them, and its softmax has none. So one counts where it goes on to a
-NaN, or to something that nothing reads.
+An infinity may be intended: an attention mask contains infinities, and its softmax does not. So an infinity counts
+only if it leads to a NaN, or to a tensor that nothing reads.
 """
 
 from collections.abc import Iterator
@@ -17,11 +17,11 @@ from det_callbacks.tensors.files import KEPT, SavedStep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NonFinite:
-    """An op that reads finite numbers and writes others, as far as the tensors around it were kept.
+    """An op that reads only finite numbers and writes NaNs or infinities, as far as tensors were kept.
 
     Attributes:
-        num_unknown: tensors that it reads and that were not kept, so that nothing is known of their numbers.
-        first_nan: the op that made the first NaN of its infinities, where it is another one.
+        num_unknown: number of tensors that the op reads and that were not kept.
+        first_nan: the op that turned its infinities into the first NaN, if it is a different op.
     """
 
     rank: int
@@ -36,7 +36,7 @@ class NonFinite:
 
 
 def first_nonfinite(run: Run) -> NonFinite | None:
-    """Return the first one of a run: in the earliest step that has any; None where no step that was kept has one."""
+    """Return the first such op of the earliest step that has one; None if no kept step has one."""
     return next(_found(run), None) if run.manifest.keep_tensors else None
 
 
@@ -61,7 +61,7 @@ def _number(entry: Any, *kinds: str) -> int:
 def _in_step(view: StepView, saved: SavedStep) -> Iterator[NonFinite]:
     sites = view.program.sites
     known = {position: saved.entries[key] for position, key in kept_sites(view, saved).items()}
-    # what was not kept has the numbers of what it reads, as far as that is known
+    # a tensor that was not kept inherits from its inputs
     bad, has_nan = list[bool](), list[bool]()
     for position, site in enumerate(sites):
         entry = known.get(position)
@@ -72,7 +72,7 @@ def _in_step(view: StepView, saved: SavedStep) -> Iterator[NonFinite]:
     for position, site in enumerate(sites):
         for read in site.inputs:
             readers.setdefault(read, []).append(position)
-    # whether it goes on to a NaN, or to something that nothing reads, and which NaN that is first
+    # whether it leads to a NaN, or to a tensor that nothing reads; and the first such NaN
     lasts, next_nan = [False] * len(sites), [len(sites)] * len(sites)
     for position in reversed(range(len(sites))):
         if not bad[position]:

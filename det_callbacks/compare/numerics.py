@@ -1,8 +1,8 @@
-"""Rounding, or a real change: by how much two recordings differ at every site whose tensors both kept.
+"""Distinguishes rounding from a real change, by the differences of tensors that both runs kept.
 
-An error is set in relation to the errors of what the op read: where rounding is carried on, an op multiplies it by a
-little; where something was changed, an error appears that nothing explains. What was not kept, or has no partner, is
-looked through: its error is that of what it read itself.
+The comparison relates an op's error to the errors of its inputs. Where an op carries on rounding, it multiplies the
+error by a small factor; a real change adds an error that the inputs do not explain. A site that was not kept, or has no
+partner, takes the error of its inputs.
 """
 
 import json
@@ -32,11 +32,11 @@ from det_callbacks.tensors.files import KEPT, SavedStep, SavedTensor, common_ele
 from det_callbacks.verdict import Divergence, Numerics, SiteNumerics
 
 JUMP = 10.0
-"""An op that multiplies the error of what it reads by so much, or makes so many epsilons of its own, is a jump."""
+"""An op is a jump if it multiplies the error of its inputs by this factor, or adds so many epsilons."""
 ROUNDING_FILE = "rounding.json"
-"""How far rounding alone carries each site of a training, in the folder of ``det-callbacks check --numerics``."""
+"""The error that rounding alone causes at each site, in the folder of ``det-callbacks check --numerics``."""
 MARGIN = 10.0
-"""Of what one perturbed run shows, so much more is tolerated: another kernel rounds at every op, and not at first."""
+"""The tolerance is the error of the perturbed run times this: another kernel rounds at every op, not only once."""
 
 _SCHEMA = 1
 _Place = tuple[int, int, int, str, str, str, int, int]
@@ -45,14 +45,14 @@ _Place = tuple[int, int, int, str, str, str, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounding:
-    """How far rounding carries each site, as a relative error; ``path`` is where that was measured."""
+    """The relative error that rounding causes at each site, as measured into ``path``."""
 
     path: Path
     bounds: Mapping[_Place, float]
 
     @classmethod
     def read(cls, folder: str | Path) -> "Rounding":
-        """Return what ``det-callbacks check --numerics`` measured into a folder."""
+        """Return what ``det-callbacks check --numerics`` wrote into a folder."""
         path = Path(folder) / ROUNDING_FILE
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -69,13 +69,13 @@ class Rounding:
         return cls(path=path, bounds=bounds)
 
     def bound(self, site: Divergence, dtype: str) -> float | None:
-        """Return the relative error that is tolerated at a site; None where it was not measured."""
+        """Return the relative error to tolerate at a site; None if it was not measured."""
         known = self.bounds.get(_place(site))
         return None if known is None else MARGIN * max(known, epsilon(dtype))
 
 
 def write_rounding(folder: Path, numerics: Numerics) -> None:
-    """Write how far the sites of a run and of its perturbed twin are apart; null where that has no number."""
+    """Write the relative error of each site between a run and its perturbed twin; null if it has no number."""
     content = json.dumps({"schema": _SCHEMA, "sites": [[*_place(site), site.relative] for site in numerics.sites]})
     replace_atomically(folder / ROUNDING_FILE, content.encode(), instead="name another folder (--to)")
 
@@ -94,12 +94,12 @@ def _place(site: Divergence | SiteNumerics) -> _Place:
 def compare_numerics(
     reference: Run, current: Run, *, tolerance: Rounding | None = None, names: ModuleNames | None = None
 ) -> Numerics:
-    """Compare what two runs kept of the same steps.
+    """Compare the tensors that two runs kept of the same steps.
 
     Raises:
         SelectionError: a run kept nothing; the message says how to keep tensors.
-        NothingComparedError: they kept nothing of a step and a site that both have.
-        ReferenceFormatError: what was kept is damaged.
+        NothingComparedError: the runs have no step and site in common of which both kept a tensor.
+        ReferenceFormatError: a file of kept tensors is damaged.
     """
     for run in (reference, current):
         if not run.manifest.keep_tensors:
@@ -119,7 +119,7 @@ def compare_numerics(
             f"{reference.path} and {current.path} kept no tensor that both have, of a step that both have{reasons}. "
             "Record both with the same only_steps and keep_tensors."
         )
-    # bits that differ outside of a sample are numbers that may, and zeros of two signs are equal numbers
+    # keep equal samples, since other elements may differ; drop tensors that differ only in the signs of zeros
     differing = [site for site in found if site.kind != "equal" and (site.absolute != 0 or _is_sample(site))]
     beyond = [site for site in found if not site.within]
     starts = [site for site in beyond if site.is_start]
@@ -153,7 +153,7 @@ def _excess(site: SiteNumerics) -> float:
 
 
 def _common_steps(reference: Run, current: Run) -> Iterator[tuple[list[StepView], list[SavedStep]]]:
-    """Yield the steps of which both runs kept something."""
+    """Yield the steps of which both runs kept tensors."""
     for rank in sorted({*reference.ranks} & {*current.ranks}):
         ours, theirs = reference.rank(rank), current.rank(rank)
         for segment in sorted({*ours.segments} & {*theirs.segments}):
@@ -165,7 +165,7 @@ def _common_steps(reference: Run, current: Run) -> Iterator[tuple[list[StepView]
 
 
 def kept_sites(view: StepView, saved: SavedStep) -> dict[int, str]:
-    """Return the key of what was kept by the position of its site; of a site with other bits it is not kept."""
+    """Return the keys of kept tensors by position; leave out sites whose bits are not those kept."""
     found = {}
     for position, site in enumerate(view.program.sites):
         key = f"{site.phase}/{site.module}:{site.op}#{site.occurrence}.{site.output}"
@@ -177,20 +177,20 @@ def kept_sites(view: StepView, saved: SavedStep) -> dict[int, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
-    """A site of both steps with its positions in each: several where modules were fused, none where it is not there."""
+    """A site of both steps and its positions in each: several for fused modules, none if a step lacks it."""
 
     positions: tuple[Sequence[int], Sequence[int]]
-    place: Divergence | None = None  # None where it was not kept
-    measure: Measure | None = None  # None where it is not known
-    is_equal: bool = False  # in its bits
+    place: Divergence | None = None  # None if it was not kept
+    measure: Measure | None = None  # None if unknown
+    is_equal: bool = False  # bit for bit
 
 
 class _Error(NamedTuple):
-    """The error of what is at a site, or the largest of what it reads; infinite where it is not known."""
+    """The error at a site, or the largest error of its inputs; infinite if unknown."""
 
     relative: float = 0.0
     absolute: float = 0.0
-    through: tuple[str, ...] = ()  # what is not known between
+    through: tuple[str, ...] = ()  # unknown tensors in between
 
 
 def _largest(errors: Sequence[_Error]) -> _Error:
@@ -202,7 +202,7 @@ def _largest(errors: Sequence[_Error]) -> _Error:
 
 
 class _Carried:
-    """What error each site of a step has, also where it was not kept: then it has that of what it read."""
+    """The error of each site of a step; a site that was not kept has the error of its inputs."""
 
     def __init__(self, view: StepView) -> None:
         self._sites, self._layout = view.program.sites, view.layout
@@ -210,29 +210,29 @@ class _Carried:
         self._carried: list[_Error] = []
 
     def note(self, positions: Sequence[int], row: _Row) -> None:
-        """Note what was measured."""
+        """Take over what was measured."""
         if (known := row.measure) is not None:
             relative, absolute = (inf if size is None else size for size in (known.relative, known.absolute))
             self._known.update(dict.fromkeys(positions, _Error(relative, absolute)))
 
     def carry(self) -> None:
-        """Go through the step."""
+        """Compute the errors of all sites in order."""
         for position, site in enumerate(self._sites):
             error = self._known.get(position)
             if error is None and (site.inputs or site.op):
                 read = self.read(position)
                 error = read
-                if site.role == "output":  # it rounds, too
+                if site.role == "output":  # the op rounds, too
                     entry = self._layout.entries[position]
                     own = epsilon("" if entry is None else entry.dtype)
                     through = tuple(dict.fromkeys((*read.through, site.op)))
                     error = _Error(max(read.relative, own), read.absolute, through)
-            elif error is None:  # it came from outside, and differs
+            elif error is None:  # it comes from outside the trace, and differs
                 error = _Error(inf, inf, through=(site.name or "a tensor made outside the trace",))
             self._carried.append(error)
 
     def read(self, position: int) -> _Error:
-        """Return the largest error of what a site reads."""
+        """Return the largest error of a site's inputs."""
         return _largest([self._carried[place] for place in self._sites[position].inputs])
 
 
@@ -252,10 +252,10 @@ class _StepNumerics:
         self._views, self._difference = (ours, theirs), StepDifference(ours, theirs, align(ours, theirs))
         self._fused = [] if names is None else names.fused(views[0], theirs)
         self.not_compared: Counter[str] = Counter()
-        self.num_default = 0  # sites whose tolerance was not measured
+        self.num_default = 0  # sites without a measured tolerance
 
     def sites(self) -> list[SiteNumerics]:
-        """Return every site that both kept, in the order of the step."""
+        """Return the sites that both runs kept, in the order of the step."""
         rows, sides = [*self._rows()], [_Carried(view) for view in self._views]
         for number, side in enumerate(sides):
             for row in rows:
@@ -263,9 +263,9 @@ class _StepNumerics:
             side.carry()
         kept = sorted((row for row in rows if row.place is not None), key=lambda row: row.positions[1][0])
         sites = [self._site(row, sides) for row in kept]
-        # what it reads may not be known, and then nothing says that it is rounding
+        # with unknown inputs, nothing shows that the error is rounding
         changed = [not site.within and (site.reads is None or _growth(site) >= JUMP) for site in sites]
-        tainted = [set[int](), set[int]()]  # positions that a change has reached, itself included
+        tainted = [set[int](), set[int]()]  # positions that a change has reached, including the change
         for number, (view, reached) in enumerate(zip(self._views, tainted, strict=True)):
             starts = [row.positions[number] for row, is_changed in zip(kept, changed, strict=True) if is_changed]
             here = {at for positions in starts for at in positions}
@@ -370,10 +370,10 @@ class _StepNumerics:
         )
 
     def _growth(self, row: _Row, read: _Error, known: Measure) -> float | None:
-        """Return an error as a multiple of what explains it; None where it has no number.
+        """Return an error as a multiple of the error that explains it; None if it has no number.
 
-        A sum whose terms cancel has a large relative error, and an absolute one as its terms have: of n terms whose
-        errors do not go together, some root of n times as large.
+        A sum whose terms cancel has a large relative error, but an absolute error like those of its n terms: about
+        sqrt(n) times as large if these are independent.
         """
         if known.relative is None or known.absolute is None or row.place is None:
             return None
@@ -388,7 +388,7 @@ class _StepNumerics:
 
 
 def _joined(tensors: Sequence[SavedTensor], shape: tuple[int, ...]) -> SavedTensor | None:
-    """Return one tensor, or several put together along the axis that makes this shape; None where there is none."""
+    """Return the tensors, joined along the axis that yields this shape; None if no axis does."""
     one = tensors[0]
     if len(tensors) == 1:
         return one
@@ -403,14 +403,14 @@ def _joined(tensors: Sequence[SavedTensor], shape: tuple[int, ...]) -> SavedTens
 
 
 def _multiple(error: float | None, bound: float) -> float:
-    """Return an error, None for one without a number, as a multiple of what is tolerated."""
+    """Return an error, or None for one without a number, divided by its tolerance."""
     if error == 0 or bound == inf:
         return 0.0
     return error / bound if error is not None and bound else inf
 
 
 def _root_mean_square(saved: SavedTensor) -> float | None:
-    """Return that of all finite elements of a tensor, None where its statistics were not kept."""
+    """Return the root mean square of a tensor's finite elements; None if its statistics were not kept."""
     known = saved.options.get("statistics")
     if known is None:
         return None

@@ -1,14 +1,14 @@
-"""By how much two tensors differ, from their bytes and in NumPy alone: counts, distances, places.
+"""Measures by how much two tensors differ, from their bytes, with NumPy only: counts, distances, places.
 
-The bits of a floating-point number of n bits, read as a two's complement integer i, order numbers by size, negative
-ones backwards. ``m(i) = i`` for ``i >= 0`` and ``m(i) = -2**(n-1) - i`` below makes that one ascending sequence, in
-which neighbouring numbers are neighbouring integers (Bruce Dawson, "Comparing Floating Point Numbers", 2012). The
-distance of two numbers in ULPs is ``abs(m(a) - m(b))``: 1 for neighbours, 0 for the two zeros, which differ all the
-same. Integers count by their difference.
+The bits of an n-bit floating-point number, read as a two's complement integer i, order numbers by size, negative ones
+backwards. ``m(i) = i`` for ``i >= 0``, else ``m(i) = -2**(n-1) - i``, makes one ascending sequence in which
+neighbouring numbers are neighbouring integers (Bruce Dawson, "Comparing Floating Point Numbers", 2012). The distance of
+two numbers in ULPs is ``abs(m(a) - m(b))``: 1 for neighbours, and 0 for the two zeros, although their bits differ. The
+distance of integers is their difference.
 
-Next to zero that distance says little: 1e-9 and -1e-9 are two billion float32 numbers apart. So ``measure``, which
-tells rounding from a change, counts ULPs and relative errors at the size of an element, or at the root mean square of
-its tensor where the element is smaller.
+Near zero, ULPs mean little: 1e-9 and -1e-9 are two billion float32 numbers apart. So ``measure``, which distinguishes
+rounding from a change, takes ULPs and relative errors at the magnitude of an element, or at the root mean square of the
+tensor if that is larger.
 """
 
 import re
@@ -22,7 +22,7 @@ import numpy as np
 from det_callbacks.verdict import TensorNumbers
 
 CHUNK_ELEMENTS = 1 << 20
-"""Elements that are looked at together; takes some 50 MiB of the host's memory at most."""
+"""Elements to process at a time, in at most 50 MiB of host memory."""
 
 _PARTS: Mapping[str, str] = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 _UNSIGNED = frozenset({"bool", "uint8", "uint16", "uint32", "uint64"})
@@ -56,35 +56,36 @@ _EPSILONS: Mapping[str, float] = {
 
 
 def epsilon(dtype: str) -> float:
-    """Return the distance from 1 to the next number of a dtype; 0 for integers, which do not round."""
+    """Return the distance from 1 to the next number of a dtype; 0 for integers."""
     return _EPSILONS.get(_PARTS.get(dtype, dtype), 0.0)
 
 
 def default_tolerance(dtype: str) -> Tolerance:
-    """Return what ``torch.testing.assert_close`` tolerates for a dtype: nothing for integers and float8."""
+    """Return the tolerance of ``torch.testing.assert_close`` for a dtype: 0 for integers and float8."""
     return _TOLERANCES.get(_PARTS.get(dtype, dtype), Tolerance(0.0, 0.0))
 
 
 def coarser(one: str, other: str) -> str:
-    """Return that of two dtypes whose numbers are farther apart."""
+    """Return the dtype with the larger epsilon."""
     return max(one, other, key=epsilon)
 
 
 def can_measure(dtype: str) -> bool:
-    """Return whether the numbers of a dtype are known."""
+    """Return whether ``measure`` supports a dtype."""
     return dtype in _KNOWN or dtype in _PARTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measure:
-    """By how much a tensor differs; the largest of all elements that were compared, each on its own.
+    """By how much a tensor differs: for each attribute, the largest value of all compared elements.
+
+    ``ulp``, ``relative`` and ``absolute`` are None if an element is infinite or NaN on one side only.
 
     Attributes:
-        ulp: in units in the last place of the element, or of the tensor's root mean square where that is larger,
-            rounded up; of an integer its difference. None where one side alone is infinite or NaN; ``relative`` and
-            ``absolute`` likewise.
-        relative: by the element, or by the root mean square where that is larger.
-        excess: as a multiple of the tolerance; infinite where nothing is tolerated.
+        ulp: units in the last place of the element, or of the tensor's root mean square if that is larger, rounded up;
+            for integers, the difference.
+        relative: the difference divided by the element, or by the root mean square if that is larger.
+        excess: the difference divided by the tolerance; infinite for a tolerance of 0.
     """
 
     num_elements: int
@@ -103,11 +104,11 @@ def measure(
     tolerance: Tolerance | None = None,
     root_mean_square: float | None = None,
 ) -> Measure:
-    """Return by how much elements differ; two dtypes are compared by the numbers, in ULPs of the coarser one.
+    """Return by how much elements differ; elements of two dtypes are compared as numbers, in ULPs of the coarser one.
 
-    ``reference`` and ``current`` are their bytes as uint8, of as many elements. NaN equals NaN here, and the zeros are
-    equal. ``root_mean_square`` is that of the whole tensor, where these elements are a sample of it. ``tolerance`` is
-    by default that of ``torch.testing`` for the coarser dtype. It works in chunks, in some 100 MiB of memory.
+    ``reference`` and ``current`` are the bytes, uint8, of equally many elements. NaN equals NaN, and 0 equals -0. For a
+    sample, pass the ``root_mean_square`` of the whole tensor. The default ``tolerance`` is that of ``torch.testing``
+    for the coarser dtype. Works in chunks, in 100 MiB of memory.
     """
     dtype = coarser(*dtypes)
     rtol, atol = default_tolerance(dtype) if tolerance is None else tolerance
@@ -126,7 +127,7 @@ def measure(
         ours, theirs = (_wide(*chunk) for chunk in chunks)
         with np.errstate(invalid="ignore"):  # infinities
             apart = np.abs(ours - theirs)
-        if dtypes[0] == dtypes[1] and not epsilon(dtype):  # in float64 two large integers could be equal
+        if dtypes[0] == dtypes[1] and not epsilon(dtype):  # in float64, two large integers could become equal
             left, right = (_ordered(*chunk) for chunk in chunks)
             apart = (np.maximum(left, right).astype(np.uint64) - np.minimum(left, right).astype(np.uint64)).astype(
                 float
@@ -139,7 +140,7 @@ def measure(
         (places,) = np.nonzero(differs & has_number)
         apart, sizes = apart[places], np.abs(ours[places])
         scale = np.maximum(sizes, size)
-        scale = np.where(scale > 0, scale, np.abs(theirs[places]))  # the reference is all zeros
+        scale = np.where(scale > 0, scale, np.abs(theirs[places]))  # for a reference of zeros
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             relative = max(relative, float(np.max(apart / scale, initial=0)))
             excess = max(excess, float(np.max(apart / (atol + rtol * sizes), initial=0)))
@@ -153,7 +154,7 @@ def measure(
 
 
 def statistics(words: _Array, dtype: str) -> dict[str, Any]:
-    """Return the norm, mean and largest size of the finite elements, and how many are NaN and infinite."""
+    """Return norm, mean and largest magnitude of the finite elements, and the counts of NaNs and infinities."""
     squares = total = largest = 0.0
     num_finite = num_nan = num_inf = 0
     for start in range(0, len(words), CHUNK_ELEMENTS):
@@ -171,7 +172,7 @@ def statistics(words: _Array, dtype: str) -> dict[str, Any]:
 
 
 def _words(content: _Array, dtype: str) -> tuple[_Array, str]:
-    """Return the elements of a tensor, as integers of their size, and their dtype; those of a complex one by parts."""
+    """Return the elements as integers of the same size, and their dtype; split complex elements into parts."""
     dtype = _PARTS.get(dtype, dtype)
     return np.ascontiguousarray(content).view(f"u{_WIDTHS[dtype]}"), dtype
 
@@ -182,7 +183,7 @@ def _wide(words: _Array, dtype: str) -> _Array:
 
 
 def _spacing(sizes: _Array, dtype: str) -> _Array:
-    """Return the distance from numbers to the next larger ones of a dtype; 1 for integers."""
+    """Return the distance from each number to the next larger one of the dtype; 1 for integers."""
     if not epsilon(dtype):
         return np.ones_like(sizes)
     _, exponents = np.frexp(sizes)
@@ -191,11 +192,11 @@ def _spacing(sizes: _Array, dtype: str) -> _Array:
 
 
 def tensor_numbers(label: TensorNumbers, reference: _Array, current: _Array) -> TensorNumbers:
-    """Return a label, which says what a tensor is, its shape and torch's name of its dtype, with how much it differs.
+    """Return ``label``, which holds the name, shape and dtype of a tensor, completed with the differences.
 
-    ``reference`` and ``current`` are the bytes of its elements, row-major, as uint8; ValueError where they are not of
-    that shape. A complex tensor counts by its parts, as ``torch.view_as_real`` has them; a dtype that is not known,
-    such as a packed one, is counted and has no distances. It works in chunks, in some 150 MiB of the host's memory.
+    ``reference`` and ``current`` are the bytes of the elements, row-major, uint8; ValueError if they do not fit the
+    shape. The elements of a complex tensor are split as by ``torch.view_as_real``; for an unknown dtype, such as a
+    packed one, there are counts but no distances. Works in chunks, in 150 MiB of host memory.
     """
     if label.dtype in _PARTS:
         label = replace(label, dtype=_PARTS[label.dtype], shape=(*label.shape, 2))
@@ -229,17 +230,17 @@ def tensor_numbers(label: TensorNumbers, reference: _Array, current: _Array) -> 
 
 @dataclass(slots=True)
 class _Tally:
-    """Gathers the elements that differ, chunk by chunk; places are flat, and values text."""
+    """Gathers the elements that differ, chunk by chunk, with flat indices, and values as text."""
 
     dtype: str
     num_differing: int = 0
     num_nan: int = 0
     num_inf: int = 0
     max_ulps: int | None = None
-    max_absolute: float = -1.0  # where no difference is finite
+    max_absolute: float = -1.0  # if no difference is finite
     max_relative: float = -1.0
     first: tuple[int, tuple[str, str]] | None = None
-    worst: tuple[tuple[int, int], int, tuple[str, str]] | None = None  # led by how bad: NaN, infinity, then distance
+    worst: tuple[tuple[int, int], int, tuple[str, str]] | None = None  # first by badness: NaN, infinity, distance
     _bins: _Array = field(default_factory=lambda: np.zeros(65, dtype=np.int64))
 
     def add(self, start: int, reference: _Array, current: _Array) -> None:
@@ -249,16 +250,16 @@ class _Tally:
         self.num_differing += len(places)
         sides = reference[places], current[places]
         ours, theirs = (_values(side, self.dtype) for side in sides)
-        distance, badness = np.zeros((2, len(places)), dtype=np.uint64)  # badness: 1 with an infinity, 2 with a NaN
+        distance, badness = np.zeros((2, len(places)), dtype=np.uint64)  # badness: 1 for an infinity, 2 for a NaN
         if self.dtype in _KNOWN:
             left, right = (_ordered(side, self.dtype) for side in sides)
-            # the difference of two 64-bit integers fits 64 bits without a sign, and wraps to it
+            # the difference of two 64-bit integers fits, and wraps to, an unsigned 64-bit integer
             distance = np.maximum(left, right).astype(np.uint64) - np.minimum(left, right).astype(np.uint64)
             with np.errstate(invalid="ignore", over="ignore"):  # signalling NaNs; distances beyond float64
                 wide, other_wide = ours.astype(np.float64), theirs.astype(np.float64)
                 badness[np.isinf(wide) | np.isinf(other_wide)] = 1
                 badness[np.isnan(wide) | np.isnan(other_wide)] = 2
-                # in float64 two large integers could be equal; their distance is exact
+                # in float64, two large integers could become equal; their distance is exact
                 absolute = np.abs(wide - other_wide) if self.dtype in _FLOATS else distance.astype(np.float64)
                 absolute = absolute[badness == 0]
                 sizes = np.abs(wide[badness == 0])
@@ -266,7 +267,7 @@ class _Tally:
             self.max_absolute = float(np.max(absolute, initial=self.max_absolute))
             self.max_relative = float(np.max(relative, initial=self.max_relative))
             counted = distance[badness == 0]
-            # how many powers of two are at most as large: 0 for 0, 1 for 1, 2 for 2 and 3
+            # number of powers of two up to the distance: 0 for 0, 1 for 1, 2 for 2 and 3
             self._bins += np.bincount(np.searchsorted(_POWERS, counted, side="right"), minlength=65)
             if len(counted):
                 self.max_ulps = max(self.max_ulps or 0, int(counted.max()))
@@ -282,7 +283,7 @@ class _Tally:
             self.worst = rank, start + int(places[worst]), (str(ours[worst]), str(theirs[worst]))
 
     def histogram(self, num_elements: int) -> tuple[int, ...]:
-        """Return the elements by distance, equal ones among those of 0 ULPs; () where there are no distances."""
+        """Return counts of elements by distance, with equal ones at 0 ULPs; () if there are no distances."""
         if self.num_differing and self.dtype not in _KNOWN:
             return ()
         bins = self._bins.copy()
@@ -291,12 +292,12 @@ class _Tally:
 
 
 def _finite(largest: float) -> float | None:
-    """Return the largest difference, None where there is none in float64."""
+    """Return the largest difference; None if float64 cannot represent it."""
     return largest if 0 <= largest < inf else None
 
 
 def _ordered(words: _Array, dtype: str) -> _Array:
-    """Return the places of elements in the ascending sequence of their dtype."""
+    """Return the index of each element in the ascending sequence of the dtype."""
     if dtype in _UNSIGNED:
         return words.astype(np.uint64)
     signed = np.dtype(f"i{words.itemsize}")
@@ -305,12 +306,12 @@ def _ordered(words: _Array, dtype: str) -> _Array:
 
 
 def _values(words: _Array, dtype: str) -> _Array:
-    """Return the numbers that bits stand for, exactly; the bits of a dtype that is not known."""
+    """Return the exact numbers that bits represent; for an unknown dtype, the bits."""
     if dtype == "bfloat16":
         return (words.astype(np.uint32) << np.uint32(16)).view(np.float32)
     if dtype == "float8_e5m2":  # the upper half of a float16
         return (words.astype(np.uint16) << np.uint16(8)).view(np.float16)
-    if dtype == "float8_e4m3fn":  # a float16 but for the bias, and for NaN in the place of the largest numbers
+    if dtype == "float8_e4m3fn":  # other bias; NaN replaces the largest numbers
         wide = words.astype(np.uint16)
         scaled: _Array = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).view(np.float16).astype(np.float32) * 256
         scaled[(wide & 0x7F) == 0x7F] = np.nan

@@ -1,1 +1,1 @@
-"""By how much two modules differ that are meant to compute the same: eager and compiled, one and two threads."""
+"""Measures by how much two modules differ that should compute the same, such as eager and compiled."""

@@ -1,4 +1,4 @@
-"""compare_modules and compare_compiled: two modules are trained side by side; by how much do they differ?"""
+"""compare_modules and compare_compiled: train two modules side by side, and measure by how much they differ."""
 
 import copy
 import math
@@ -31,7 +31,7 @@ from det_callbacks.trace.op.components import has_parts
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any] | Callable[[int], Any]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Values = dict[tuple[Phase, str], Tensor]
-"""(phase, name) -> a copy of a tensor that an iteration computed, in its order; a number is a tensor too."""
+"""(phase, name) -> a copy of a tensor that an iteration computed, in order; numbers become tensors."""
 
 
 def compare_modules(
@@ -47,35 +47,35 @@ def compare_modules(
     modules: Sequence[str] = ("*",),
     seed: int = 0,
 ) -> NumericsReport:
-    """Train two modules side by side from the same seeds, and compare everything that they compute.
+    """Train two modules side by side from the same seeds, and compare all tensors that they compute.
 
-    In every iteration: outputs, loss, gradients of parameters and of inputs, parameters after the optimizer's step,
-    buffers; before the first one parameters and buffers. Where neither side is compiled, outputs of submodules as well,
-    so that the first that differs is named; those decide nothing. Each side goes on from its own parameters, so later
-    iterations show how a difference grows.
+    Every iteration compares outputs, loss, gradients of parameters and inputs, parameters after the optimizer's step,
+    and buffers; the first also compares the initial parameters and buffers. If neither side is compiled, it compares
+    outputs of submodules too, which locate the first difference and do not affect the outcome. Each side continues with
+    its parameters, so later iterations show how a difference grows.
 
-    Copies of the modules are trained (``copy.deepcopy``), so they may be one and the same module. Generators and
-    settings are as before when it returns or raises. Memory: a copy of each side, its optimizer state, and what both
-    computed in one iteration.
+    The function trains copies (``copy.deepcopy``), so both arguments may be the same module, and restores generators
+    and settings at the end. It needs memory for a copy of each side, its optimizer state, and the tensors that both
+    compute in one iteration.
 
     Args:
-        base: what relative differences are relative to.
-        control: what is compared with it.
+        base: the module that relative differences refer to.
+        control: the module to compare with the base.
         inputs: one tensor; a tuple of positional arguments; a mapping of keyword arguments; or a function from the
-            iteration to one of these. Copied for each side.
-        iterations: how many.
-        optimizer: makes an optimizer from the parameters that need gradients; None: gradient descent at rate 0.01
-            (Adam would make a full step out of the rounding errors of a gradient that is zero).
-        loss: makes a tensor without dimensions from the output; None: the mean squared distance of its floating-point
-            leaves to random numbers from the seed.
-        rtol: relative tolerance of floating-point and complex tensors, given together with ``atol``; None: that of
-            ``torch.testing.assert_close`` for the dtype. Integers have to be equal, and another dtype is beyond any.
+            iteration to one of these. Each side gets a copy.
+        iterations: number of iterations.
+        optimizer: function that makes an optimizer from the parameters that require gradients. The default is gradient
+            descent at rate 0.01 (Adam would turn the rounding error of a zero gradient into a full step).
+        loss: function that makes a scalar tensor from the output. The default is the mean squared distance of the
+            output's floating-point leaves to random numbers from the seed.
+        rtol: relative tolerance of floating-point and complex tensors; pass it together with ``atol``. The default is
+            that of ``torch.testing.assert_close`` for the dtype. Integers and dtypes must be equal.
         atol: absolute tolerance: ``abs(base - control) <= atol + rtol * abs(base)``.
-        modules: fnmatch patterns over the names of submodules whose outputs are compared; () for none.
-        seed: of iteration 0; iteration i has seed + i.
+        modules: fnmatch patterns for the names of submodules whose outputs are compared; () for none.
+        seed: seed of iteration 0; iteration i has seed + i.
 
     Returns:
-        The report; ``report.assert_close()`` raises where something is beyond its tolerance.
+        The report; ``report.assert_close()`` raises if a tensor is beyond its tolerance.
 
     Raises:
         ModuleRunError: a side raised.
@@ -102,7 +102,7 @@ def compare_modules(
     is_lone = (rtol is None) != (atol is None)
     if is_lone or not all(0 <= tolerance < math.inf for tolerance in given or ()):
         raise ValueError(f"rtol and atol are given together, finite and not negative; got {rtol!r} and {atol!r}")
-    # copies made in inference mode could not be trained; nothing is enforced, but flags and generators are put back
+    # copies made in inference mode cannot be trained; the second context restores flags and generators
     with torch.inference_mode(False), enforce_determinism(DeterminismSettings.choose()):
         has_compiled = _is_compiled(base) or _is_compiled(control)
         options: dict[str, Any] = {"loss": loss, "seed": seed}
@@ -112,7 +112,7 @@ def compare_modules(
         control_side = _Side(label="control", module=_copy_of("control", control), **options)
         found: list[TensorComparison] = []
         for iteration in range(iterations):
-            call = _call_of(inputs, iteration)  # once, since it may draw
+            call = _call_of(inputs, iteration)  # once for both sides, since it may draw random numbers
             values = base_side.run(iteration, call), control_side.run(iteration, call)
             found += _compared(*values, iteration, given)
     if not any(comparison.decides for comparison in found):
@@ -131,11 +131,11 @@ def compare_modules(
 
 
 def _compared(base: Values, control: Values, iteration: int, given: Tolerance | None) -> list[TensorComparison]:
-    """Return the comparisons of an iteration, in the order of the base; what the control alone has stands last."""
+    """Return the comparisons of an iteration in the order of the base; tensors of the control alone come last."""
     return [
         _comparison(key, base.get(key), control.get(key), iteration, given)
         for key in sorted({**base, **control}, key=lambda key: PHASES.index(key[0]))
-        # submodules may be merged or replaced; only what both ran can tell where a difference starts
+        # submodules may be merged or replaced; only those that both sides ran locate a difference
         if key[0] != "module" or (key in base and key in control)
     ]
 
@@ -147,7 +147,7 @@ def _comparison(
     measured: dict[str, Any] = {"excess": math.inf}
     if base is not None and control is not None and (base.shape, base.dtype) == (control.shape, control.dtype):
         dtype = str(base.dtype).removeprefix("torch.")
-        # integers have to be equal, whatever is given
+        # integers have to be equal, whatever the tolerance
         has_numbers = base.is_floating_point() or base.is_complex()
         tolerance = given if given is not None and has_numbers else default_tolerance(dtype)
         ours, theirs = host_bytes(base), host_bytes(control)
@@ -173,19 +173,20 @@ def compare_compiled(
 ) -> NumericsReport:
     """Compare a module with the same module under ``torch.compile``, as ``compare_modules`` does.
 
-    A function that Dynamo gives up on is an error, and ``notes`` says how many graphs there were. Inductor draws random
-    numbers with torch's own generators here, as eager code does (``fallback_random``).
+    A function that Dynamo falls back to eager for is an error, and ``notes`` gives the number of graphs. Inductor draws
+    random numbers from torch's generators, as eager code does (``fallback_random``).
 
     Args:
-        module: not compiled itself.
-        inputs: as ``compare_modules`` takes them.
-        backend: of ``torch.compile``, or a function.
-        mode: of Inductor: "reduce-overhead", "max-autotune".
-        **options: of ``compare_modules``, whose errors are raised too.
+        module: a module that is not compiled.
+        inputs: see ``compare_modules``.
+        backend: name of a backend of ``torch.compile``, or a function.
+        mode: mode of Inductor, such as "reduce-overhead" or "max-autotune".
+        **options: further arguments of ``compare_modules``.
 
     Raises:
         NothingComparedError: no compiled graph ran.
-        ValueError: the module is compiled already, or the backend takes no mode.
+        ValueError: the module is already compiled, or the backend takes no mode.
+        ModuleRunError, TypeError: see ``compare_modules``.
 
     Example:
         >>> import torch
@@ -204,7 +205,7 @@ def compare_compiled(
     compile_graph = dynamo.inductor_with_mode()(mode, None, None) if is_inductor else dynamo.compiler_of()(backend)
     num_graphs = 0
 
-    # a function: the copy of a compiled module has the same
+    # a function, so that copies of the compiled module share it
     def counted(graph: Any, example_inputs: Any) -> Any:
         nonlocal num_graphs
         num_graphs += 1
@@ -225,7 +226,7 @@ def compare_compiled(
 
 @dataclass(kw_only=True, slots=True)
 class _Side:
-    """A copy of one of the two modules, "base" or "control", which is trained as ``compare_modules`` is told."""
+    """A copy of one of the two modules, "base" or "control", and its training."""
 
     label: str
     module: nn.Module
@@ -241,13 +242,13 @@ class _Side:
         return f"{'compiled ' if _is_compiled(self.module) else ''}{kind.__name__}"
 
     def run(self, iteration: int, call: Any) -> Values:
-        """Run one iteration, and return what it computed; raise ``ModuleRunError`` where it raises."""
+        """Run an iteration and return what it computed; raise ``ModuleRunError`` if the module raises."""
         found: Values = {}
         try:
             with torch.enable_grad():
                 self._run(iteration, call, found)
-        except Exception as error:  # whatever a module raises: reported with its side, never swallowed
-            lines = [line for line in str(error).splitlines() if line.strip()][:3]  # those of Dynamo have many
+        except Exception as error:  # a module may raise anything; the error names the side
+            lines = [line for line in str(error).splitlines() if line.strip()][:3]  # messages of Dynamo are long
             raise ModuleRunError(
                 f"The {self.label} ({self.description}) raised {type(error).__name__} in iteration {iteration}: "
                 f"{' '.join(lines)}\nBoth modules are as they were. Run it alone on the inputs of that iteration.",
@@ -269,7 +270,7 @@ class _Side:
         leaves = leaves_of(output, "output")
         for name, value in leaves:
             if isinstance(value, bool | int | float | complex):
-                value = torch.from_numpy(np.asarray(value))  # in double precision, as they are
+                value = torch.from_numpy(np.asarray(value))  # keeps double precision
             if isinstance(value, Tensor):
                 found["output", name] = _copied(name, value)
         loss = _default_loss([value for _, value in leaves], seed) if self.loss is None else self.loss(output)
@@ -293,7 +294,7 @@ class _Side:
             found[buffers, _plain_name(name)] = _copied(name, buffer)
 
     def _add_gradients(self, found: Values, call: Any) -> None:
-        # the last layers have theirs first: what is wrong in the backward pass of a layer is wrong in all before it
+        # in the order of the backward pass: an error in one layer spreads to all layers before it
         last_first = reversed([*self.module.named_parameters()])
         leaves: list[tuple[str, Any]] = [(_plain_name(name), parameter) for name, parameter in last_first]
         leaves += [("input" + path_text(path[1:]), leaf) for path, leaf in leaves_with_path(call)]
@@ -302,9 +303,9 @@ class _Side:
                 found["gradient", name] = _copied(name, leaf.grad)
 
     def _submodules_into(self, found: Values) -> AbstractContextManager[Any]:
-        """Return what adds the outputs of submodules while it is open.
+        """Return a context in which the outputs of submodules are added to ``found``.
 
-        The hook is global: a module with a hook of its own leaves its fast path (``nn.TransformerEncoderLayer``).
+        The hook is global: hooks on a module would disable its fast path (``nn.TransformerEncoderLayer``).
         """
         names = {
             id(part): name
@@ -325,12 +326,12 @@ class _Side:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Return whether a module, or one in it, is what torch.compile returned."""
+    """Return whether torch.compile made a module or one of its submodules."""
     return any(isinstance(part, dynamo.optimized_module()) for part in module.modules())
 
 
 def _copy_of(label: str, module: nn.Module) -> nn.Module:
-    """Return a copy of a module that can be trained, without gradients."""
+    """Return a trainable copy of a module, without gradients."""
     if any(dynamo.is_compiled_in_place(part) is not None for part in module.modules()):
         raise ValueError(
             f"the {label} was compiled in place (Module.compile), which copy.deepcopy drops; give torch.compile(module)"
@@ -347,14 +348,14 @@ def _copy_of(label: str, module: nn.Module) -> nn.Module:
 
 
 def _plain_name(name: str) -> str:
-    """Return a qualified name without the attributes in which torch.compile keeps what it wraps."""
+    """Return a qualified name without the attributes that torch.compile inserts."""
     return ".".join(part for part in name.split(".") if part != dynamo.ORIGINAL)
 
 
 def _default_loss(leaves: list[Any], seed: int) -> Tensor | None:
-    """Return the mean squared distance of the floating-point and complex leaves to random numbers; None without any.
+    """Return the mean squared distance of floating-point and complex leaves to random numbers; None without any.
 
-    A sum has no gradient behind a softmax, and a mean of squares none behind a normalisation.
+    The gradient of a sum is zero after a softmax, and that of a mean of squares after a normalisation.
     """
     distances: list[Tensor] = []
     for index, leaf in enumerate(leaves):
@@ -367,7 +368,7 @@ def _default_loss(leaves: list[Any], seed: int) -> Tensor | None:
 
 
 def _call_of(inputs: Inputs, iteration: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return positional and keyword arguments."""
+    """Return the positional and keyword arguments of an iteration."""
     if callable(inputs) and not isinstance(inputs, Tensor):
         inputs = inputs(iteration)
     if isinstance(inputs, Mapping):

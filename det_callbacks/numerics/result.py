@@ -1,4 +1,4 @@
-"""What comparing two modules found, tensor by tensor, as data and as text."""
+"""The result of comparing two modules, tensor by tensor, as data and as text."""
 
 import json
 import math
@@ -17,7 +17,7 @@ Phase = Literal["initial", "module", "output", "loss", "gradient", "parameter", 
 Kind = Literal["equal", "content", "structure", "missing", "extra"]
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
-"""What is compared, in the order in which an iteration computes it."""
+"""The phases in the order in which an iteration computes them."""
 
 _PHASE_WORDS = {
     "initial": "initial state",
@@ -34,21 +34,21 @@ _PHASE_WORDS = {
 class TensorComparison:
     """One tensor, or one plain value, of both sides.
 
-    ``phase`` "initial" is the state before the first iteration, "module" the output of a submodule, "parameter" and
-    "buffer" are those after the optimizer's step. ``kind`` is "equal" (the same bits), "content" (other bits),
-    "structure" (another shape or dtype), "missing" (not in the control) or "extra" (only in the control).
+    ``phase``: "initial" is the state before the first iteration, "module" the output of a submodule; "parameter" and
+    "buffer" have the values after the optimizer's step. ``kind``: "equal" (the same bits), "content" (different bits),
+    "structure" (different shape or dtype), "missing" (not in the control) or "extra" (only in the control).
     """
 
     iteration: int  # counted from 0
     phase: Phase
-    name: str  # of the module, parameter or buffer; path in the inputs or outputs ("output['logits']")
+    name: str  # module, parameter, buffer, or path in the inputs or outputs ("output['logits']")
     kind: Kind
-    base: str | None  # what the base has: "float32 [4, 8]"; None where it has nothing
-    control: str | None  # likewise
-    measure: Measure | None = None  # by how much they differ; None where the elements cannot be matched
+    base: str | None  # "float32 [4, 8]"; None if the base does not have it
+    control: str | None  # the same for the control
+    measure: Measure | None = None  # None if the elements cannot be matched
     rtol: float = 0.0
     atol: float = 0.0
-    excess: float = 0.0  # the largest difference as a multiple of what is tolerated there; infinite where none is
+    excess: float = 0.0  # the largest difference divided by its tolerance; infinite for a tolerance of 0
 
     @property
     def equal(self) -> bool:
@@ -62,7 +62,7 @@ class TensorComparison:
 
     @property
     def decides(self) -> bool:
-        """Whether it counts for the outcome; outputs of submodules only tell where a difference starts."""
+        """Whether it affects the outcome; outputs of submodules only locate a difference."""
         return self.phase != "module"
 
     def to_dict(self) -> dict[str, Any]:
@@ -77,12 +77,13 @@ class TensorComparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumericsReport:
-    """By how much a control differs from its base; printed, it is a table.
+    """By how much a control differs from its base; prints as a table.
 
     Attributes:
-        base: the class of the base, and whether it is compiled; ``control`` likewise.
-        comparisons: every tensor of each of the ``num_iterations`` iterations, in the order of the computation.
-        notes: what else a reader has to know: what was not compared, how much was compiled.
+        base: the class of the base, and whether it is compiled.
+        control: the same for the control.
+        comparisons: all tensors of all ``num_iterations`` iterations, in the order of the computation.
+        notes: further remarks, such as what was not compared and how much was compiled.
     """
 
     base: str
@@ -93,42 +94,42 @@ class NumericsReport:
 
     @property
     def equal(self) -> bool:
-        """Whether all bits agree (outputs of submodules do not count)."""
+        """Whether all bits are equal, except in outputs of submodules."""
         return all(found.equal for found in self.comparisons if found.decides)
 
     @property
     def close(self) -> bool:
-        """Whether everything is within its tolerance (outputs of submodules do not count)."""
+        """Whether all tensors are within tolerance, except outputs of submodules."""
         return all(found.close for found in self.comparisons if found.decides)
 
     @property
     def differing(self) -> tuple[TensorComparison, ...]:
-        """Everything that differs, outputs of submodules included, in the order of the computation."""
+        """All tensors that differ, including outputs of submodules, in the order of the computation."""
         return tuple(found for found in self.comparisons if not found.equal)
 
     @property
     def beyond(self) -> tuple[TensorComparison, ...]:
-        """Everything beyond its tolerance, outputs of submodules included, in order."""
+        """All tensors beyond tolerance, including outputs of submodules, in order."""
         return tuple(found for found in self.comparisons if not found.close)
 
     @property
     def first(self) -> TensorComparison | None:
-        """The first beyond its tolerance or, if all is close, the first with other bits; submodules included."""
+        """The first tensor beyond tolerance or, if none is, the first that differs; includes submodules."""
         found = self.differing if self.close else self.beyond
         return found[0] if found else None
 
     @property
     def worst(self) -> TensorComparison | None:
-        """The largest difference, as a multiple of its tolerance; None when nothing differs."""
+        """The tensor with the largest multiple of its tolerance; None if all are equal."""
         return max((found for found in self.differing if found.decides), key=lambda found: found.excess, default=None)
 
     def assert_close(self) -> None:
-        """Raise a ``NumericsError``, an AssertionError with the report, unless everything is within its tolerance."""
+        """Raise ``NumericsError``, an AssertionError with the report, unless all tensors are within tolerance."""
         if not self.close:
             raise NumericsError(str(self), self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data: the counts, and all that differs."""
+        """Return plain data: the counts, and all differences."""
         first, worst = self.first, self.worst
         counts = {}
         for phase in PHASES:
@@ -156,7 +157,7 @@ class NumericsReport:
 
 
 class NumericsError(DetCallbacksError, AssertionError):
-    """Two modules differ by more than is tolerated; ``report`` holds all that was compared."""
+    """Two modules differ by more than the tolerance; ``report`` holds all comparisons."""
 
     exit_code = 1
     _data = ("report",)
@@ -164,7 +165,7 @@ class NumericsError(DetCallbacksError, AssertionError):
 
 
 def _text(report: NumericsReport) -> str:
-    """Return a report as plain text: the outcome, where to look first, and by how much what differs."""
+    """Return a report as plain text: the outcome, where to look first, and the differences."""
     title = "EQUAL" if report.equal else "WITHIN TOLERANCE" if report.close else "BEYOND TOLERANCE"
     deciding = [found for found in report.comparisons if found.decides]
     others, beyond = sum(not found.equal for found in deciding), sum(not found.close for found in deciding)

@@ -1,4 +1,4 @@
-"""Rounding, or a real change, in words: one sentence, the jumps, and every site."""
+"""Reports whether runs differ by rounding or by a real change: one sentence, the jumps, and every site."""
 
 from math import ceil, inf, prod
 
@@ -9,11 +9,11 @@ from det_callbacks.verdict import Numerics, SiteNumerics
 
 PRINTED_SITES, PRINTED_JUMPS = 30, 5
 COLUMNS = ("elements", "ULP", "relative", "absolute", "x tolerance")
-"""What a table says of a measure."""
+"""Columns of a table of measures."""
 
 
 def numerics_report(numerics: Numerics, *, lists_all: bool) -> list[Section]:
-    """Return the sentence, what was compared and how, the largest jumps, and the sites in the order of the steps."""
+    """Return the conclusion, what was compared and how, the largest jumps, and the sites in order."""
     lines = [numerics_sentence(numerics), f"Compared: {_compared(numerics)}."]
     lines += [f"Not compared: {number:,} because {why}." for why, number in numerics.not_compared.items() if number]
     report = [Section(title="Numerics", lines=lines)]
@@ -58,7 +58,7 @@ def numerics_sentence(numerics: Numerics) -> str:
 
 
 def nonfinite_sentence(found: NonFinite) -> str:
-    """Return which op made the first NaN or infinity, with its line."""
+    """Return a sentence that names the op that made the first NaN or infinity, and its line."""
     parts = [f"{number:,} {what}" for number, what in ((found.num_nan, "NaN"), (found.num_inf, "infinite")) if number]
     rank = f" of rank {found.rank}" if found.rank else ""
     site = found.site
@@ -78,7 +78,7 @@ def nonfinite_sentence(found: NonFinite) -> str:
 
 
 def rounding_sentence(numerics: Numerics) -> str:
-    """Return how far the change of a last bit was carried."""
+    """Return a sentence that says how far the change of the last bit grew."""
     numbers = [site for site in numerics.sites if site.relative]
     far = max(numbers, key=lambda site: site.relative or 0.0, default=None)
     most = (
@@ -91,7 +91,7 @@ def rounding_sentence(numerics: Numerics) -> str:
 
 
 def measured(ulp: int | None, relative: float | None, absolute: float | None, excess: float | None) -> list[str]:
-    """Return a measure as the cells of a table: ULPs, relative and absolute error, multiple of the tolerance."""
+    """Return the cells of a table: ULPs, relative and absolute error, multiple of the tolerance."""
     return [
         "NaN or inf" if ulp is None else f"{ulp:,}",
         *("-" if it is None else f"{it:.2g}" for it in (relative, absolute)),
@@ -100,7 +100,7 @@ def measured(ulp: int | None, relative: float | None, absolute: float | None, ex
 
 
 def multiple_text(excess: float | None) -> str:
-    """Return a multiple of the tolerance: "0.25", "inf" where nothing is tolerated."""
+    """Return a multiple of the tolerance as text: "0.25"; "inf" for a tolerance of 0."""
     return "inf" if excess is None or excess == inf else f"{excess:.3g}"
 
 
@@ -134,7 +134,7 @@ def _where(site: SiteNumerics) -> str:
 
 
 def ulps_text(ulp: int | None) -> str:
-    """Return "3 ULPs", or what has no such number."""
+    """Return "3 ULPs", or the reason why there is no number."""
     return "a NaN or an infinity on one side" if ulp is None else count(ulp, "ULP")
 
 

@@ -1,4 +1,4 @@
-"""The files of a run that are written once, and how files are checked."""
+"""Writes, reads and checks the files of a run that are written once."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -62,7 +62,7 @@ Table = TypeVar("Table")
 
 
 def damaged(path: Path, what: object) -> ReferenceFormatError:
-    """Return the error of a file that is not what was written."""
+    """Return the error for a damaged file."""
     return ReferenceFormatError(
         f"{path} is damaged: {what}. The other files of the run were not looked at further; record the run again, or "
         "restore this file from a copy.",
@@ -71,7 +71,7 @@ def damaged(path: Path, what: object) -> ReferenceFormatError:
 
 
 def read_json(path: Path, kind: type[Content]) -> Content:
-    """Return the content of a JSON file; ReferenceFormatError, with the field, if it has another type."""
+    """Return the content of a JSON file; raise ReferenceFormatError, which names a field of another type."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except READ_ERRORS as error:
@@ -84,13 +84,13 @@ class _Sealed(msgspec.Struct):
 
 
 def seal(content: object, *, run_id: str) -> bytes:
-    """Return a line of JSON with the digest of its content and of the run's id."""
+    """Return a line of JSON with a digest of the content and the run's id."""
     text = msgspec.json.encode(content)
     return msgspec.json.encode(_Sealed(digest=_seal_digest(text, run_id), content=msgspec.Raw(text)))
 
 
 def unseal(line: bytes, kind: type[Content], *, run_id: str) -> Content:
-    """Return what was sealed; ValueError if it is something else, or of another run."""
+    """Return the sealed content; raise ValueError if it was changed, or is from another run."""
     sealed = msgspec.json.decode(line, type=_Sealed)
     if sealed.digest != _seal_digest(bytes(sealed.content), run_id):
         raise ValueError("its content is not what its digest says")
@@ -102,7 +102,7 @@ def _seal_digest(content: bytes, run_id: str) -> str:
 
 
 def write_sites(folder: Path, rows: Sequence[SiteRow]) -> None:
-    """Write sites as a file; programs refer to them by their ids."""
+    """Write sites to a file; programs refer to them by id."""
     sites = [row.site for row in rows]
     names = (name for name in SITE_SCHEMA.names if name not in ("position", "site"))
     columns: dict[str, Any] = {name: [getattr(site, name) for site in sites] for name in names}
@@ -113,7 +113,7 @@ def write_sites(folder: Path, rows: Sequence[SiteRow]) -> None:
 
 
 def write_program(folder: Path, program: Program) -> None:
-    """Write a program unless it is there; its sites have been written."""
+    """Write a program unless it exists; write its sites first."""
     path = table_path(folder, PROGRAMS, program.id)
     if path.exists():
         return
@@ -125,7 +125,7 @@ def write_program(folder: Path, program: Program) -> None:
 
 
 def write_layout(folder: Path, layout: Layout) -> None:
-    """Write a layout unless it is there; some 2 ms for 2,000 sites."""
+    """Write a layout unless it exists; takes 2 ms for 2,000 sites."""
     path = table_path(folder, LAYOUTS, layout.id)
     if not path.exists():
         names = [field.name for field in fields(TensorLayout)]
@@ -134,7 +134,7 @@ def write_layout(folder: Path, layout: Layout) -> None:
 
 
 class SiteTable:
-    """The sites of a run's programs by id; new files are read when a site is not known."""
+    """The sites of a run's programs by id; reads new files when it meets an unknown id."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / SITES
@@ -142,7 +142,7 @@ class SiteTable:
         self._rows: dict[int, SiteRow] = {}
 
     def rows(self, ids: Sequence[int]) -> tuple[SiteRow, ...]:
-        """Return the sites with these ids; KeyError if one is unknown."""
+        """Return the sites with these ids; raise KeyError for an unknown id."""
         try:
             return tuple([self._rows[identity] for identity in ids])
         except KeyError:
@@ -166,7 +166,7 @@ def _read_sites(path: Path) -> list[SiteRow]:
 
 
 def read_program(folder: Path, sites: SiteTable, identity: int) -> Program:
-    """Return a program; ReferenceFormatError if its file is damaged or of another version."""
+    """Return a program; raise ReferenceFormatError if its file is damaged or of another version."""
 
     def make(table: pa.Table) -> Program:
         metadata = table.schema.metadata
@@ -197,9 +197,9 @@ class _Counts(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_layout(folder: Path, identity: int) -> Layout:
-    """Return a layout; ReferenceFormatError as for a program.
+    """Return a layout; raise ReferenceFormatError if its file is damaged or of another version.
 
-    Most sites have the layout of another site, so objects are made and digested once a kind.
+    Most sites share a layout, so this makes and digests each distinct one once.
     """
 
     def make(table: pa.Table) -> Layout:
@@ -215,13 +215,13 @@ def read_layout(folder: Path, identity: int) -> Layout:
 
 
 def _distinct_rows(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first of each kind of row, and the kind of every row as an index into those.
+    """Return the position of each distinct row, and for every row an index into those.
 
-    Rows are told apart by a 64-bit hash. If two kinds ever shared one, the id of the layout would not fit.
+    Compares rows by a 64-bit hash; in a collision, the id of the layout would not match.
     """
     keys = np.zeros(len(table), dtype=np.uint64)
     for column in table.columns:
-        values = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()  # which would copy it
+        values = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()  # combining copies
         if pa.types.is_list(values.type):
             lengths = np.diff(values.offsets)
             places = np.arange(lengths.max(initial=0)) < lengths[:, None]
@@ -246,7 +246,7 @@ def write_source_text(folder: Path, text: Mapping[str, Sequence[str]]) -> None:
 
 
 def read_source_text(folder: Path) -> dict[str, tuple[str, ...]]:
-    """Return the text of source lines, without lines that changed between attempts."""
+    """Return the text of source lines, except lines that changed between attempts."""
     found: dict[str, set[tuple[str, ...]]] = {}
     for path in sorted((folder / SOURCES).glob("*.json")):
         text = read_json(path, dict[str, tuple[str, ...]])
@@ -263,7 +263,7 @@ def table_path(folder: Path, kind: str, identity: int) -> Path:
 
 
 def table_name(identity: int) -> str:
-    """Return the name of such a file."""
+    """Return the name of the file of a program, a layout or a table of sites."""
     return f"{format_digest(identity)}.parquet"
 
 
@@ -273,7 +273,7 @@ def rank_folder(rank: int) -> str:
 
 
 def stream_path(folder: Path, rank: int, attempt: int, number: int) -> Path:
-    """Return the path of a process's steps; ``number`` counts the fits of that attempt."""
+    """Return the path of a process's steps; ``number`` is the number of the fit in the attempt."""
     segment = f".segment-{number:03d}" if number else ""
     return folder / rank_folder(rank) / f"attempt-{attempt:03d}{segment}.arrows"
 
@@ -287,7 +287,7 @@ def _write_table(path: Path, schema: pa.Schema, columns: dict[str, Any], **metad
 
 
 def _read_table(path: Path, schema: pa.Schema, make: Callable[[pa.Table], Table]) -> Table:
-    """Return what ``make`` makes of a table; it raises ValueError if the content is wrong."""
+    """Return the result of ``make`` for a table; ``make`` raises ValueError if the content is wrong."""
     try:
         # pq.read_table would load pyarrow.dataset, which takes longer
         table = pq.ParquetFile(pa.BufferReader(path.read_bytes())).read(use_threads=False)
@@ -300,7 +300,7 @@ def _read_table(path: Path, schema: pa.Schema, make: Callable[[pa.Table], Table]
         if not np.array_equal(table.column("position"), np.arange(len(table))):
             raise ValueError("its rows are not in order")
         return make(table.drop_columns(["position"]))
-    except ReferenceFormatError:  # of another file that this one tells of
+    except ReferenceFormatError:  # from another file, which ``make`` reads
         raise
     except READ_ERRORS as error:
         raise damaged(path, error) from error

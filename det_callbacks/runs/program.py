@@ -1,7 +1,7 @@
-"""What one step consists of: its ordered sites (the program), their layouts, and the digests found there.
+"""The parts of a recorded step: its ordered sites (the program), their layouts, and their digests.
 
-Layouts are kept apart, so that a model whose shapes change every step keeps one program. What a site is, apart from its
-place in a step, is kept apart as well: programs of steps that vary share most of it.
+Layouts are separate, so that a model whose shapes change every step has one program. ``SiteRow`` separates a site from
+its position, since the programs of different steps share most sites.
 """
 
 import json
@@ -18,49 +18,49 @@ import numpy as np
 
 from det_callbacks.digest.host import digest_bytes
 
-# What the 8 bytes at a site are; most are the digest of a tensor.
+# What the 64 bits of a site are; a digest of a tensor unless the comment says otherwise.
 Role = Literal[
-    "output",  # that an op wrote (returned, or mutated in place)
-    "value",  # no tensor: a Python scalar that an op returned (``_local_scalar_dense``), as float64, int64 or bool
+    "output",  # written by an op (returned, or mutated in place)
+    "value",  # no tensor: a Python scalar that an op returned (``_local_scalar_dense``), float64, int64 or bool
     "argument",  # no tensor: the numbers among the arguments of the following op (see ``Site.varying``)
-    "input",  # that an op read and no recorded site of this step wrote
+    "input",  # read by an op, and not written by a recorded site of this step
     "generator",  # no tensor: the state of a random generator
     "named",  # batch, loss, gradient, parameter, buffer, optimizer state, module output
-    "samples",  # order-free over the samples (dimension 0) of a batch tensor
-    "sent",  # that this rank puts into a collective, before the call; 0 without a layout where it puts none
-    "delivered",  # that a collective wrote, at its first read; 0 and IN_FLIGHT where it was read before it was done
-    "graph",  # no tensor: a compiled region that is about to run; its layout tells it too: another one is structure
-    "region_input",  # that goes into a compiled region, or the bits of a number that does
-    "graph_output",  # memory that a replay of a CUDA graph may have written, at its first read after it
+    "samples",  # a batch tensor, whatever the order of its samples (dimension 0)
+    "sent",  # the rank's input of a collective, before the call; 0 without a layout if it has none
+    "delivered",  # written by a collective, at its first read; 0 and IN_FLIGHT if read before the collective was done
+    "graph",  # no tensor: a compiled region about to run; also in the layout, so that another region is structure
+    "region_input",  # input of a compiled region, or the bits of a number that is
+    "graph_output",  # memory that a replayed CUDA graph may have written, at its first read
 ]
 
 IDLE = 0
-"""Bits of a generator that nothing has drawn from since its fit began, wherever it is."""
+"""Bits of a generator that nothing has drawn from since the fit began, whatever its state."""
 
 AFTER_STEP = " after the step"
-"""Ends the names of the sites with the states that generators have when a step has ended."""
+"""Suffix of the names of generator sites at the end of a step."""
 
-_OF = " of "  # between what a tensor is, and the parameter that it is of
+_OF = " of "  # as in "grad of net.weight"
 
-STATE_OF = "state of "  # begins the name of further state: "state of StepLR: last_epoch"
+STATE_OF = "state of "  # prefix of further state: "state of StepLR: last_epoch"
 
 
 def is_further(name: str) -> bool:
-    """Return whether a name is of state beside model and optimizers, which each step has as it found it."""
+    """Return whether a name is of state outside model and optimizers, recorded at the start of a step."""
     return name.startswith(STATE_OF) and ": " in name
 
 
 # Layout details of sites.
-UNWRITTEN = "written by nothing seen"  # an input without bits: allocated memory which no recorded op has written
-READS = "reads "  # begins that of an input, or an op of the forward pass, that reads a part of a tensor
-IN_FLIGHT = "in flight"  # without a digest: the tensor was read before the collective was done
-UNREAD = "not looked into"  # an object in a batch that cannot be looked into; the dtype says its type
+UNWRITTEN = "written by nothing seen"  # without bits: allocated memory that no recorded op has written
+READS = "reads "  # prefix for an input or a forward op that reads part of a tensor
+IN_FLIGHT = "in flight"  # without bits: the tensor was read before the collective was done
+UNREAD = "not looked into"  # an object in a batch that cannot be digested; the dtype names its type
 
 REGION = "compiled."  # namespace of the sites of compiled regions: ``compiled.Net_forward.inputs``
 MISSES_PARAMETERS = "reads_parameters_without_digest"  # argument of a region whose parameters have no rows
-GRAPH = "cuda_graph"  # stands for the graphs that were replayed, in the coverage
+GRAPH = "cuda_graph"  # name of replayed graphs in the coverage
 
-# Compact JSON in UTF-8; a tenth of json.dumps, which was most of what the reading of a program took.
+# Compact JSON in UTF-8, ten times as fast as json.dumps, which took most of the time to read a program.
 to_json = msgspec.json.Encoder().encode
 
 
@@ -71,25 +71,24 @@ class Site:
     phase: str
     module: str  # qualified name in the LightningModule; "" outside any module, "?" when unknown
     op: str = ""
-    occurrence: int = 0  # how many such sites came before it in the step; a label, never the key of an alignment
+    occurrence: int = 0  # number of such sites before it in the step; a label, never a key for alignment
     output: int = 0
     role: Role
     name: str | None = None  # "net.weight", "grad of net.weight", "exp_avg of net.weight", "batch[0]", "torch.cpu"
     arguments: str = "{}"  # JSON object of the op's arguments by name, without tensors and ``varying``
-    # names of the arguments that belong to the step and not to its program: numbers, and lists of numbers, whose values
-    # are the preceding site of role argument, see ``argument_bits``
+    # names of the number arguments, which the program leaves out; the preceding site, of role argument, holds their
+    # values, see ``argument_bits``
     varying: tuple[str, ...] = ()
-    inputs: tuple[int, ...] = ()  # positions of the sites whose bytes this one read, ascending
-    recomputed: bool = False  # it ran again under activation checkpointing
+    inputs: tuple[int, ...] = ()  # positions of the sites that this site read, ascending
+    recomputed: bool = False  # repeated by activation checkpointing
     source: tuple[str, ...] = field(default=(), compare=False)  # the user's lines, innermost first
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SiteRow:
-    """A site without its place in a step: what it reads and which occurrence it is follow from the program.
+    """A site without its position, inputs and occurrence, which the program adds.
 
-    ``kind`` is a 64-bit digest of what distinguishes it (JSON, UTF-8): everything but its source lines. ``id`` is one
-    of that and the source lines.
+    ``kind`` is a 64-bit digest of the row without its source lines (JSON, UTF-8); ``id`` includes the source lines.
     """
 
     site: Site
@@ -108,9 +107,9 @@ class SiteRow:
 
 
 def parameter_in(name: str, parameters: Container[str]) -> str | None:
-    """Return the parameter whose gradient or state a name is: "net.weight" of "exp_avg of net.weight"; None for others.
+    """Return the parameter in the name of a gradient or state: "net.weight" in "exp_avg of net.weight"; or None.
 
-    Names of modules may hold anything but a dot, " of " too, so one of the ``parameters`` has to be what follows it.
+    Names of modules may contain " of ", so one of the ``parameters`` has to follow it.
     """
     at = -1 if name not in parameters else len(name)
     while (at := name.find(_OF, at + 1)) >= 0:
@@ -121,10 +120,10 @@ def parameter_in(name: str, parameters: Container[str]) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorLayout:
-    """How the elements of a tensor lie in memory; a Python scalar has the dtype "float", "int" or "bool".
+    """The layout of a tensor in memory; a Python scalar has the dtype "float", "int" or "bool".
 
-    ``detail`` holds placements of a DTensor, "sparse_coo" and the like, or which parts of tensors the op reads ("reads
-    argument 1 from element 8 by [16, 1]").
+    ``detail`` is the placements of a DTensor, a layout such as "sparse_coo", or the parts of tensors that the op reads
+    ("reads argument 1 from element 8 by [16, 1]").
     """
 
     dtype: str
@@ -135,14 +134,13 @@ class TensorLayout:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """The ordered sites of one step; the counts of its ops, for the coverage, are not part of the identity.
+    """The ordered sites of one step; the counts of ops are for the coverage, and do not affect ``id``.
 
     Attributes:
-        rows: by position; programs share them.
-        num_read: how many sites each site reads, int32.
-        read: the positions of these, one site's after the other's, each ascending, int32.
-        text: what stood in source lines when they were traced, of this program and of others: "train.py:41" -> the
-            lines 40 to 42.
+        rows: the sites by position; programs share rows.
+        num_read: number of sites that each site reads, int32.
+        read: the positions of the sites read, site by site, ascending for each, int32.
+        text: source lines as traced, of this program and others: "train.py:41" -> the lines 40 to 42.
     """
 
     rows: tuple[SiteRow, ...]
@@ -156,7 +154,7 @@ class Program:
 
     @classmethod
     def of(cls, sites: Iterable[Site], **counts: Any) -> "Program":
-        """Return the program with these sites; their occurrences are counted anew."""
+        """Return the program with these sites; ignores their occurrences."""
         sites = list(sites)
         num_read, read = edges_of(sites)
         return cls(rows=tuple(map(SiteRow.of, sites)), num_read=num_read, read=read, **counts)
@@ -167,7 +165,7 @@ class Program:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Program) and (self.sites, self.counts) == (other.sites, other.counts)
 
-    __hash__ = None  # type: ignore[assignment]  # its id tells programs apart
+    __hash__ = None  # type: ignore[assignment]  # use ``id`` instead
 
     @property
     def counts(self) -> dict[str, Any]:
@@ -182,7 +180,7 @@ class Program:
 
     @cached_property
     def sites(self) -> tuple[Site, ...]:
-        """The sites in order, with their places in the step; made when first asked for, some 5 microseconds each."""
+        """The sites in order, with position, inputs and occurrence; the first call takes 5 microseconds a site."""
         read, ends = self.read.tolist(), np.cumsum(self.num_read).tolist()
         counts: Counter[tuple[str, str, str, int, str, str | None]] = Counter()
         sites = []
@@ -198,7 +196,7 @@ class Program:
         return tuple(sites)
 
     def read_by(self, position: int) -> list[int]:
-        """Return the positions of the sites that one reads, ascending."""
+        """Return the positions of the sites that a site reads, ascending."""
         begin = int(self.num_read[:position].sum())
         found: list[int] = self.read[begin : begin + int(self.num_read[position])].tolist()
         return found
@@ -210,7 +208,7 @@ class Program:
 
     @cached_property
     def arguments(self) -> np.ndarray:
-        """Positions of the rows of arguments, int64."""
+        """Positions of the sites of role argument, int64."""
         return np.flatnonzero(self.roles == "argument")
 
     @cached_property
@@ -220,34 +218,34 @@ class Program:
 
     @cached_property
     def edges(self) -> tuple[np.ndarray, np.ndarray]:
-        """Two int64 arrays with an entry for each site that another one reads: the reader, and what it reads."""
+        """Two int64 arrays with an entry for each edge: the position of the reader, and that of the site read."""
         return np.repeat(np.arange(len(self)), self.num_read), self.read.astype(np.int64)
 
 
 def edges_of(sites: Sequence[Site]) -> tuple[np.ndarray, np.ndarray]:
-    """Return how many sites each site reads, and their positions, one site's after the other's; both int32."""
+    """Return ``num_read`` and ``read`` of a ``Program`` with these sites."""
     num_read = np.array([len(site.inputs) for site in sites], dtype=np.int32)
     read = np.fromiter(chain.from_iterable(site.inputs for site in sites), dtype=np.int32, count=num_read.sum())
     return num_read, read
 
 
 def without_surrogates(text: str) -> str:
-    """Return a text that JSON and text columns take: bytes that are no text in the process's locale become UTF-8.
+    """Return a text that JSON and text columns accept: surrogate escapes become UTF-8 text, or backslash escapes.
 
-    A path or an argument has them where it is not UTF-8, or the locale is C; what is no UTF-8 either is escaped.
+    Python makes surrogates from a path or an argument that is not UTF-8, or if the locale is C.
     """
     if text.isascii():
         return text
     try:
         content = text.encode(errors="surrogateescape")
-    except UnicodeEncodeError:  # surrogates that stand for no bytes
+    except UnicodeEncodeError:  # surrogates that do not encode bytes
         content = text.encode(errors="backslashreplace")
     return content.decode(errors="backslashreplace")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The layouts of one step, one entry a site; None where a site has no tensor (argument, generator)."""
+    """The layouts of one step, one entry per site; None for a site without a tensor (argument, generator)."""
 
     entries: tuple[TensorLayout | None, ...]
 
@@ -256,17 +254,17 @@ class Layout:
 
     @cached_property
     def dtypes(self) -> np.ndarray:
-        """Dtype by position, as text; "" where there is no tensor."""
+        """Dtype by position, as text; "" for a site without a tensor."""
         return np.array(["" if entry is None else entry.dtype for entry in self.entries], dtype=np.str_)
 
     @cached_property
     def unread(self) -> str:
-        """Type of the first object in the batch that could not be looked into; "" where there is none."""
+        """Type of the first object in the batch that could not be digested; "" if there is none."""
         return next((entry.dtype for entry in self.entries if entry is not None and entry.detail == UNREAD), "")
 
     @cached_property
     def id(self) -> int:
-        """64-bit digest of the entries' digests in order."""
+        """64-bit digest of the entries in order."""
         return layout_id([entry_digest(entry) for entry in self.entries])
 
 
@@ -284,7 +282,7 @@ def layout_id(entry_digests: Sequence[int] | np.ndarray) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepRecord:
-    """One recorded step as it lies in the stream; ``digests`` is a uint64 array with an entry a site."""
+    """One recorded step of a stream; ``digests`` is a uint64 array with an entry per site."""
 
     step: int
     epoch: int
@@ -309,18 +307,18 @@ class StepView:
     record: StepRecord
     program: Program
     layout: Layout
-    unseen_writes: frozenset[int] = frozenset()  # no origins: a writer that the trace did not see changed their inputs
-    read_values: Callable[[], Mapping[int, str]] = dict  # the JSON text of arguments by their digest
+    unseen_writes: frozenset[int] = frozenset()  # sites that are no origins: an unseen write changed their inputs
+    read_values: Callable[[], Mapping[int, str]] = dict  # digest of arguments -> their JSON text
 
 
-# Types of torch whose values are arguments of ops; told by name, so that a run is read without torch.
+# Types of torch that op arguments have, by name, so that this module does not import torch.
 _TORCH_WORDS = frozenset({"dtype", "layout", "memory_format"})
 
 ArgumentTag = Literal["float", "int", "bool", "digest"]
 
 
 def plain_value(value: Any) -> Any:
-    """Return a JSON-able form of an op's argument that does not depend on the process or on a device index."""
+    """Return an op's argument in a form for JSON that does not depend on the process or a device index."""
     if value is None or isinstance(value, bool | str | int):
         return value
     if isinstance(value, float):
@@ -334,9 +332,9 @@ def plain_value(value: Any) -> Any:
 
 
 def argument_bits(values: Sequence[Any]) -> tuple[int, ArgumentTag, str | None]:
-    """Return the bits of the numbers of a call, how to read them, and the JSON text that they digest.
+    """Return 64 bits for the numbers of a call, how to read these, and the JSON text that they are a digest of.
 
-    One number is kept as it is, and has no text.
+    The bits of a single number are its value, without a text.
     """
     if len(values) == 1 and not isinstance(values[0], list | tuple):
         bits, tag = scalar_bits(values[0])

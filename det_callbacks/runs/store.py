@@ -1,4 +1,4 @@
-"""The run folder, opened again; docs/reference/run-folder.md says what is in it."""
+"""Reads a run folder, which docs/reference/run-folder.md describes."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
@@ -18,7 +18,7 @@ _EMPTY = make_fit()
 
 
 class RankRun:
-    """The steps of one process, later attempts over earlier ones, read when asked for; KeyError where there is none."""
+    """The steps of one process, read on demand, each from its latest attempt; KeyError for an unknown step."""
 
     def __init__(self, rank: int, files: Sequence[StreamFile]) -> None:
         self.rank = rank
@@ -39,12 +39,12 @@ class RankRun:
 
     @property
     def segments(self) -> list[int]:
-        """The fits that were recorded, from 0."""
+        """Numbers of the recorded fits, from 0."""
         return sorted(self._fits)
 
     @property
     def num_steps(self) -> int:
-        """Steps of all fits together."""
+        """Number of steps in all fits."""
         return sum(len(fit) for fit in self._fits.values())
 
     @property
@@ -53,7 +53,7 @@ class RankRun:
         return sum(file.num_bytes for file in self._files)
 
     def fit(self, segment: int) -> Fit:
-        """Return what is known of the steps of a fit; empty when there is no such one."""
+        """Return the table of the steps of a fit; empty for an unknown fit."""
         return self._fits.get(segment, _EMPTY)
 
     def steps(self, segment: int) -> np.ndarray:
@@ -65,22 +65,22 @@ class RankRun:
         return int(self._fits[segment].chains[self._index(segment, step)])
 
     def chain_before(self, segment: int, step: int) -> int:
-        """Return the chain that a step continues: that of the last step before it, 0 if there is none."""
+        """Return the chain at the last step before this one; 0 if there is none."""
         fit = self.fit(segment)
         index = int(np.searchsorted(fit.steps, step))
         return int(fit.chains[index - 1]) if index else 0
 
     def file_of(self, segment: int, step: int) -> StreamFile:
-        """Return the file that a step is in: that of the attempt that counts."""
+        """Return the file that a step is read from."""
         return self._place(segment, step)[0]
 
     def read(self, segment: int, step: int) -> StepRecord:
-        """Return a step; ReferenceFormatError where its bytes are not those that were written."""
+        """Return a step; raise ReferenceFormatError if its bytes are damaged."""
         file, position = self._place(segment, step)
         return file.read(position)
 
     def check_steps(self) -> None:
-        """Read every step, also those that a later attempt recorded again, and check it against the chains."""
+        """Check every step against the chains, including steps that a later attempt recorded again."""
         for file in self._files:
             file.check_steps()
 
@@ -91,7 +91,7 @@ class RankRun:
                 yield self.read(segment, int(step))
 
     def _place(self, segment: int, step: int) -> tuple[StreamFile, int]:
-        # as one tuple: an attribute of records takes microseconds
+        # as a tuple: reading an attribute of a record takes microseconds
         _, _, _, file, position, *_ = self._fits[segment].item(self._index(segment, step))
         return self._files[file], position
 
@@ -104,16 +104,16 @@ class RankRun:
 
 
 class Run:
-    """A recorded run, opened for reading; a damaged, missing or foreign file is a ReferenceFormatError that names it.
+    """A recorded run, opened for reading; ReferenceFormatError names a damaged, missing or foreign file.
 
-    ``incomplete_reason`` is None where the last fit of every process ended as it should.
+    ``incomplete_reason`` is None if the last fit of every process ended normally.
     """
 
     def __init__(self, path: Path, manifest: Manifest, ranks: Sequence[int] | None = None) -> None:
         self.path = path
         self.manifest = manifest
         self.incomplete_reason: str | None = None
-        # one after the other: a number that is nonsense ends at the first file that is not there
+        # one by one: a corrupt world size fails at the first missing file
         wanted = (rank for rank in range(manifest.world_size) if ranks is None or rank in ranks)
         self._ranks = {rank: self._open_rank(rank) for rank in wanted}
         self.program: Callable[[int], Program] = lru_cache(_CACHED)(
@@ -125,7 +125,7 @@ class Run:
 
     @classmethod
     def open(cls, path: str | Path, *, ranks: Sequence[int] | None = None, check_steps: bool = True) -> "Run":
-        """Open a run, or of it some ``ranks``; every step is checked against its chain now, or when it is read."""
+        """Open a run, or some of its ``ranks``; check every step against its chain now, or when it is read."""
         path = Path(path)
         run = cls(path, read_manifest(path), ranks)
         for rank in run.ranks if check_steps else ():
@@ -134,38 +134,38 @@ class Run:
 
     @property
     def keeps(self) -> str:
-        """Which steps are kept: "all", or in the folder of a verify run those "diverging"."""
+        """The steps that the folder holds: "all", or in that of a verify run only those "diverging"."""
         return "all" if self.manifest.purpose == "record" else "diverging"
 
     @property
     def resumed_steps(self) -> frozenset[tuple[int, int]]:
-        """The first step of each fit that went on from a checkpoint, as (fit, step)."""
+        """The first step of each fit that resumed from a checkpoint, as (fit, step)."""
         return frozenset((fit.segment, fit.step) for one in self.manifest.attempts for fit in one.resumed_from)
 
     @property
     def segments(self) -> list[int]:
-        """The fits that were begun, from 0; one of no steps where there was no fit."""
+        """Numbers of the fits that began, from 0; never empty: a run without a fit has one without steps."""
         return sorted({segment for *_, segment in self._places()})
 
     @property
     def ranks(self) -> list[int]:
-        """The processes that were opened, from 0."""
+        """The opened ranks, from 0."""
         return list(self._ranks)
 
     @property
     def is_complete(self) -> bool:
-        """Whether the last fit of every process ended as it should."""
+        """Whether the last fit of every process ended normally."""
         return self.incomplete_reason is None
 
     def rank(self, rank: int) -> RankRun:
-        """Return the steps of a process; raise ReferenceNotFoundError when there is no such one."""
+        """Return the steps of a process; raise ReferenceNotFoundError for an unknown rank."""
         if rank not in self._ranks:
             num = self.manifest.world_size
             raise ReferenceNotFoundError(f"{self.path} has no rank {rank}; it has {num}, from 0.", str(self.path))
         return self._ranks[rank]
 
     def nondeterministic_ops(self, rank: int) -> list[NondeterministicOp]:
-        """Return what ops without a deterministic implementation a process called."""
+        """Return the ops without a deterministic implementation that a process called."""
         path = self.path / files.rank_folder(rank) / files.NONDETERMINISTIC_FILE
         return files.read_json(path, list[NondeterministicOp]) if path.exists() else []
 
@@ -197,7 +197,7 @@ class Run:
             yield segment, files.stream_path(self.path, rank, attempt, number)
 
     def streams(self, segment: int) -> Iterator[tuple[Path, int]]:
-        """Yield rank 0's files of a fit, one an attempt, and how many readings of metrics run.json tells of there."""
+        """Yield rank 0's files of a fit, one per attempt, each with the number of metric readings in run.json."""
         for attempt, number, fit in self._places():
             if fit == segment:
                 told = dict(enumerate(self.manifest.attempts[attempt].readings))
@@ -209,21 +209,21 @@ class Run:
         for attempt, number, segment in self._places():
             path = files.stream_path(self.path, rank, attempt, number)
             streams.append(StreamFile(path, run_id=self.manifest.run_id, rank=rank, attempt=attempt, segment=segment))
-            # only the last fit of an attempt may have no end, where another one went on with it
+            # only the last fit of an attempt may have no end, if another attempt continued it
             if attempt == len(earlier) or number + 1 < earlier[attempt].segments:
                 last = next(one for one in reversed(streams) if not self._left_nothing(one))
                 self.incomplete_reason = self.incomplete_reason or last.unfinished
         return RankRun(rank, streams)
 
     def _left_nothing(self, stream: StreamFile) -> bool:
-        """Return whether an attempt that went on with the run ended before its first step: the run is as it was."""
+        """Return whether an attempt that resumed the run ended before its first step, without changing the run."""
         entry = self.manifest.attempts[stream.attempt]
         is_every_step = self.manifest.selection.is_every_step
         is_new = stream.attempt > 0 and entry.segments == 1 and not entry.resumed_from
         return is_new and is_every_step and stream.unfinished is not None and not len(stream.rows)
 
     def _places(self) -> Iterator[tuple[int, int, int]]:
-        """Yield attempt, number in the attempt and fit of each stream; an attempt goes on with the last fit."""
+        """Yield attempt, number in the attempt and fit of each stream; an attempt continues the last fit."""
         segment = 0
         for attempt, entry in enumerate(self.manifest.attempts):
             for number in range(entry.segments):

@@ -1,4 +1,4 @@
-"""Writing a run: docs/reference/run-folder.md says what its folder looks like."""
+"""Writes a run; docs/reference/run-folder.md describes the folder."""
 
 import shutil
 import uuid
@@ -28,10 +28,10 @@ from det_callbacks.runs.stream import END_OF_STREAM, encode_header, encode_step
 
 
 class RunWriter:
-    """Writes the steps of one process; made by ``create`` or ``resume``, by all processes at the same place.
+    """Writes the steps of one process; all processes call ``create`` or ``resume`` together.
 
-    Rank 0 writes run.json after the files of every process: wherever a kill comes, all that it tells of is there. It
-    also holds the lock of the folder, for all processes, until ``close``; a verification until ``release``.
+    Rank 0 writes run.json after the files of every process, so that all files that it lists exist even after a kill.
+    Rank 0 also holds the lock of the folder for all processes until ``close``, in a verify run until ``release``.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class RunWriter:
     ) -> None:
         self.path = path
         self._lock = lock  # None on other ranks
-        self.segment = segment  # the fit whose steps are appended now
+        self.segment = segment  # the current fit
         self._peers = peers
         self.manifest = manifest
         self._attempt = attempt
@@ -52,12 +52,12 @@ class RunWriter:
         self._file: AppendedFile | None = None
         self._evidence: EvidenceWriter | None = None
         self._values: dict[int, str] = {}
-        self.earlier: Run | None = None  # as it was before this attempt
+        self.earlier: Run | None = None  # the run before this attempt
         self._shared_before = self._shared
         try:
             self._open_stream(is_new=True)
             self._tell_of_files()
-        except BaseException:  # Ctrl-C too: raised again
+        except BaseException:  # also Ctrl-C
             self._close_files(complete=False)
             raise
 
@@ -71,7 +71,7 @@ class RunWriter:
         purpose: Purpose = "record",
         overwrite: bool = False,
     ) -> "RunWriter":
-        """Start a new run; with ``overwrite`` it replaces the run that is there when it is closed as complete."""
+        """Start a new run; with ``overwrite``, it replaces an existing run when it closes as complete."""
         path = Path(path)
 
         lock = FolderLock(path) if peers.rank == 0 else None
@@ -90,12 +90,12 @@ class RunWriter:
 
     @classmethod
     def resume(cls, path: str | Path, *, manifest: Mapping[str, Any], peers: Peers = ALONE) -> "RunWriter":
-        """Start the next attempt of a run that is there; steps recorded again count from the later attempt."""
+        """Start the next attempt of an existing run; steps recorded again replace those of earlier attempts."""
         path = Path(path)
         lock = FolderLock(path) if peers.rank == 0 else None
 
         def lead() -> None:
-            read_manifest(path)  # where there is no run, no folder is made
+            read_manifest(path)  # raises before a folder is made if there is no run
             assert lock is not None, "this is rank 0"
             lock.acquire(instead=ANOTHER_FOLDER["record"])
 
@@ -112,7 +112,7 @@ class RunWriter:
 
     @property
     def stream(self) -> Path:
-        """The file that steps are appended to now."""
+        """The file that steps are appended to."""
         return self._streams[-1]
 
     @property
@@ -127,13 +127,13 @@ class RunWriter:
 
     @property
     def _shared(self) -> set[Path]:
-        """The files there that all ranks and attempts share."""
+        """The existing files that all ranks and attempts share."""
         kinds = (files.PROGRAMS, files.SITES, files.LAYOUTS, files.SOURCES)
         folders = [self.path / kind for kind in kinds]
         return {file for folder in folders for file in folder.glob("*")}
 
     def put_program(self, program: Program) -> None:
-        """Write a program, its sites and the text of their source lines, unless they are there."""
+        """Write a program, its sites and the text of their source lines, unless they exist."""
         if program.id not in self._programs:
             new = {row.id: row for row in program.rows if row.id not in self._sites}
             if new:
@@ -147,17 +147,17 @@ class RunWriter:
             self._programs[program.id] = len(program)
 
     def put_layout(self, layout: Layout) -> None:
-        """Write a layout, unless it is there."""
+        """Write a layout unless it exists."""
         if layout.id not in self._layouts:
             files.write_layout(self.path, layout)
             self._layouts[layout.id] = len(layout)
 
     def has_layout(self, identity: int) -> bool:
-        """Return whether a layout was put already."""
+        """Return whether a layout has been written."""
         return identity in self._layouts
 
     def append(self, step: int, epoch: int, program_id: int, layout_id: int, digests: np.ndarray) -> int:
-        """Write a step whose program and layout were put, and return its chain; steps ascend in a fit."""
+        """Write a step after its program and layout, and return its chain; steps ascend within a fit."""
         assert self._programs[program_id] == self._layouts[layout_id] == len(digests), "all are of the same sites"
         assert step > self._last_step, f"step {step} comes after step {self._last_step}"
         if self._chain is None:
@@ -171,7 +171,7 @@ class RunWriter:
         return chain
 
     def put_evidence(self, rows: Sequence[Row]) -> None:
-        """Write what explains a step, beside the steps of this fit."""
+        """Write evidence for a step of this fit."""
         if self._evidence is None:
             self._evidence = EvidenceWriter(evidence_path(self.stream), run_id=self.manifest.run_id)
         self._evidence.append(rows)
@@ -184,12 +184,12 @@ class RunWriter:
             self.put_evidence([Row(step, VALUES, "", bits, text) for bits, text in new.items()])
 
     def flush_evidence(self) -> None:
-        """Write what was put of it: a kill then loses none of that."""
+        """Flush the evidence to disk, so that a kill does not lose it."""
         if self._evidence is not None:
             self._evidence.flush()
 
     def put_reading(self, reading: Reading) -> None:
-        """Add what the module logged, also after the fit, and say in run.json that it is there; by rank 0."""
+        """Add what the module logged, during or after the fit, and count it in run.json; for rank 0."""
         was_held = self._is_held
         self._take_lock()
         append_reading(metrics_path(self.stream), reading, run_id=self.manifest.run_id)
@@ -201,23 +201,23 @@ class RunWriter:
             self.release()
 
     def put_nondeterministic_ops(self, ops: Sequence[NondeterministicOp]) -> None:
-        """Write the list of ops without a deterministic implementation that this process has called so far."""
+        """Write the ops without a deterministic implementation that this process has called so far."""
         path = self.path / files.rank_folder(self._peers.rank) / files.NONDETERMINISTIC_FILE
         try:
             replace_atomically(path, msgspec.json.encode(list(ops)))
         except WriteError as error:
             if not isinstance(error.__cause__, FileNotFoundError):
                 raise
-            # rank 0 has taken a run without a step back: see discard
+            # rank 0 has discarded a run without a step, see ``discard``
 
     def note_resumed(self, step: int) -> None:
-        """Say in run.json that the fit under way goes on from a checkpoint, and that this is the first step of it."""
+        """Note in run.json that the current fit resumed from a checkpoint, with this first step."""
         fits = (*self.manifest.attempts[-1].resumed_from, ResumedFit(segment=self.segment, step=step))
         self._change_attempt(resumed_from=fits)
         self._write_manifest()
 
     def reopen(self, manifest: Mapping[str, Any]) -> None:
-        """Be ready for the steps of the first fit after a test, which had no optimizers and has closed the stream."""
+        """Prepare for the first fit after a test, which had no optimizers and closed the stream."""
         environment = msgspec.convert(manifest["environment"], dict[str, EnvironmentEntry])
         self.manifest = replace(self.manifest, environment=environment)
         self._go_on()
@@ -226,7 +226,7 @@ class RunWriter:
             self._open_stream()
 
     def start_segment(self) -> None:
-        """Go on with the steps of another fit of this process."""
+        """Continue with the steps of another fit of this process."""
         self._go_on()
         finished = self._file
         self.segment += 1
@@ -235,11 +235,11 @@ class RunWriter:
         self._change_attempt(segments=self.manifest.attempts[-1].segments + 1)
         self._open_stream(is_new=True)
         self._tell_of_files()
-        # Last, so that after a kill in between the run is incomplete, and not a whole one with a fit less.
+        # Last, so that a kill in between leaves an incomplete run, not a complete run that lacks a fit.
         self._end(finished, complete=True)
 
     def close(self, *, complete: bool) -> None:
-        """Close the stream, as incomplete or not; all processes call this where the run is to replace another one."""
+        """Close the stream; all processes call this together if the run replaces another one."""
         try:
             self._close_files(complete=complete)
             if complete and self.path.name == REPLACEMENT:
@@ -251,7 +251,7 @@ class RunWriter:
                 self.release()
 
     def release(self) -> None:
-        """Let others write into the folder; a later fit, or a test, takes it again where it still holds this run."""
+        """Release the folder's lock; a later fit, or a test, takes it again if the folder still holds this run."""
         if self._lock is not None:
             self._lock.release()
 
@@ -263,7 +263,7 @@ class RunWriter:
         self._peers.broadcast(self._take_lock, task=f"going on with the run {self.path}")
 
     def _take_lock(self) -> None:
-        """Take the folder again after ``close``; RunExistsError where another process has changed the run since."""
+        """Take the lock again after ``close``; raise RunExistsError if another process has changed the run since."""
         if self._is_held or self._lock is None:
             return
         self._lock.acquire(instead=ANOTHER_FOLDER[self.manifest.purpose])
@@ -281,18 +281,18 @@ class RunWriter:
         self._end(finished, complete=complete)
 
     def _replace(self) -> bool:
-        """Put this run in the place of the one that it replaces, and return True, where it is whole."""
+        """If this run is whole, replace the earlier run with it and return True."""
         earlier = self.path.parent
         had_steps = any((earlier / files.PROGRAMS).glob("*.parquet"))
         has_steps = any((self.path / files.PROGRAMS).glob("*.parquet"))
-        # one without a step, of a test alone, replaces none that has some
+        # a run without steps, of a test alone, does not replace a run with steps
         is_whole = (has_steps or not had_steps) and Run.open(self.path, check_steps=False).is_complete
         if is_whole:
             put_in_place(earlier)
         return is_whole
 
     def discard(self) -> None:
-        """Take this attempt back, so that the folder is what it was before; on all ranks, unless it is the first."""
+        """Discard this attempt and restore the folder, on all ranks unless it is the first attempt."""
         self._close_files(complete=False)
         try:
             self._remove_attempt()
@@ -303,12 +303,12 @@ class RunWriter:
         if not self._attempt:
             if self._peers.rank == 0:
                 remove_run(self.path)
-            elif not (self.path / files.MANIFEST).exists():  # rank 0 may have missed what came while it removed the run
+            elif not (self.path / files.MANIFEST).exists():  # this rank may have written while rank 0 removed the run
                 shutil.rmtree(self.stream.parent, ignore_errors=True)
             return
         streams = self._streams
         self.manifest = replace(self.manifest, attempts=self.manifest.attempts[:-1])
-        # run.json first: what a kill leaves of the files after that is of no attempt, and the next one writes over it
+        # run.json first: the next attempt overwrites files that a kill leaves behind after that
         self._tell_of_files()
         of_streams = (place(stream) for stream in streams for place in (Path, evidence_path, metrics_path))
         with writing(self.path):
@@ -333,7 +333,7 @@ class RunWriter:
         def open_it() -> None:
             for folder in (files.PROGRAMS, files.SITES, files.LAYOUTS, path.parent.name):
                 make_folder(self.path / folder)
-            # files that are there are of an attempt killed before run.json told of it
+            # existing files are from an attempt that was killed before run.json listed it
             if is_new:
                 with writing(path):
                     metrics_path(path).unlink(missing_ok=True)
@@ -358,14 +358,14 @@ class RunWriter:
 def _releasing_on_errors(lock: FolderLock | None) -> Iterator[None]:
     try:
         yield
-    except BaseException:  # Ctrl-C too: raised again
+    except BaseException:  # also Ctrl-C
         if lock is not None:
             lock.release()
         raise
 
 
 def _open_resumed(path: Path, manifest: Mapping[str, Any], peers: Peers) -> Run:
-    """Return the run as far as it is of this process; all processes do it before one changes run.json."""
+    """Return this process's part of the run; all processes read it before rank 0 changes run.json."""
     run = Run.open(path, ranks=(peers.rank,))
     selection = msgspec.convert(manifest["selection"], Selection)
     asked = {**selection.to_dict(), "world_size": peers.world_size}

@@ -1,1 +1,1 @@
-"""Tensors of chosen ops, saved with each step: to be put back while verifying, or to say by how much they differ."""
+"""Saved tensors of selected ops: verify restores them (replay), or compares their numbers (keep_tensors)."""

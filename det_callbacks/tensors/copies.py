@@ -1,8 +1,8 @@
-"""The bits of a tensor: copied out of its memory, within the budget of a step, and written into it.
+"""Copies the bits of a tensor, within the budget of a step, and writes bits into a tensor.
 
-Everything goes through an integer tensor laid over the same memory: it has a version counter of its own, so what
-autograd saved stays valid, no history, no inference flag, and an op for each size of element. Only plain tensors are
-saved: strided memory of their own, or a wrapper around one such tensor (a DTensor's shard).
+Both go through an integer tensor on the same memory. It has a separate version counter, so what autograd saved stays
+valid, and neither history nor an inference flag. Only plain tensors can be saved: strided tensors with a storage, and
+wrappers around one such tensor (a DTensor's shard).
 """
 
 import math
@@ -24,19 +24,19 @@ from det_callbacks.trace.op.components import holds_data, unwrapped
 from det_callbacks.trace.op.deferred_sites import DeferredSites
 
 TENSOR_BUDGET_MIB = 1024.0
-"""What one step may save where nothing else is asked for."""
+"""What one step may save by default."""
 _RESERVED_MIB = 64
-"""What is left free on the disk when a run begins: the digests of the run have to fit too."""
+"""Disk space to leave free when a run begins: its digests need room too."""
 
 STATISTICS = ("squares", "sum", "nan", "inf", "largest")
-"""Of all elements: the sums of the finite ones' squares and of themselves, the numbers of others, the largest size."""
+"""Sums of squares and of values (finite elements), counts of NaNs and infinities, largest finite magnitude."""
 _CHUNK_ELEMENTS = 1 << 22
 
 _INTEGERS = INTEGERS | {16: torch.complex128}
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Return the strided tensor that holds a tensor's bits; raise ``ReplayError`` where there is not exactly one."""
+    """Return the strided tensor that holds a tensor's bits; raise ``ReplayError`` unless there is exactly one."""
     with unobserved():
         inner = unwrapped(tensor)
         if not holds_data(inner):
@@ -59,7 +59,7 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def require_apart(tensor: Tensor) -> None:
-    """Raise ``ReplayError`` where elements of a tensor may share memory: other bits could not be put back there."""
+    """Raise ``ReplayError`` if elements of a tensor may share memory: saved bits could not be restored."""
     extent = 1
     inner = plain(tensor)
     for step, length in sorted(zip(inner.stride(), inner.shape, strict=True)):
@@ -70,14 +70,14 @@ def require_apart(tensor: Tensor) -> None:
 
 
 class TensorBudget:
-    """Copies tensors of the step under way, of which one process may save so many MiB for replay."""
+    """Copies tensors for replay, up to so many MiB per step and process."""
 
     def __init__(self, mib: float = TENSOR_BUDGET_MIB) -> None:
         self._mib = mib
-        self.num_bytes = 0  # of the step under way
+        self.num_bytes = 0  # copied in the current step
 
     def copy(self, tensors: Sequence[Tensor], op: str, deferred: DeferredSites | None) -> list[SavedTensor]:
-        """Return copies of the tensors of an op as they are now, all of them or none; see ``copy_bits``."""
+        """Return copies of all tensors of an op; raise ``ReplayError`` if they exceed the budget. See ``copy_bits``."""
         num_bytes = self.num_bytes + sum(plain(tensor).nbytes for tensor in tensors)
         if num_bytes > self._mib * MIB:
             raise ReplayError(
@@ -90,14 +90,14 @@ class TensorBudget:
 
 
 def check_budget(value: object) -> float:
-    """Return an argument ``tensor_budget_mib``; raise ``SelectionError`` where it is none."""
+    """Return a valid ``tensor_budget_mib``; raise ``SelectionError`` for any other value."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise SelectionError(f"tensor_budget_mib must be a number of MiB above 0; got {value!r}.")
     return value
 
 
 def require_room(path: Path, budget_mib: float) -> None:
-    """Raise ``ReplayError`` where the disk that a run goes to has less free than one of its steps may save."""
+    """Raise ``ReplayError`` if the disk of a run has less space than one step may save."""
     folder = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.is_dir())
     free_mib = shutil.disk_usage(folder).free / MIB
     if free_mib < budget_mib + _RESERVED_MIB:
@@ -109,9 +109,9 @@ def require_room(path: Path, budget_mib: float) -> None:
 
 
 def copy_bits(tensor: Tensor, deferred: DeferredSites | None, *, first: int = 0, every: int = 1) -> SavedTensor:
-    """Return a copy of a plain tensor's bits as they are now; a device's arrive when ``deferred`` is settled.
+    """Return a copy of the bits of a plain tensor, of every n-th element in row-major order.
 
-    Every n-th element is copied, in row-major order.
+    The bits of a tensor on a device arrive when ``deferred`` is settled.
     """
     with unobserved():
         inner = plain(tensor)
@@ -119,21 +119,20 @@ def copy_bits(tensor: Tensor, deferred: DeferredSites | None, *, first: int = 0,
         if deferred is not None and deferred.is_deferred(inner):
             bits = deferred.fetch(memory)
         elif inner.is_cpu and inner.is_contiguous() and every == 1:
-            # In one thread: torch's own copy waits for its thread pool, which on a busy machine took 8 ms for 10 MiB
-            # where the copy itself takes 0.3.
+            # torch's copy waits for its thread pool: on a busy machine, 8 instead of 0.3 ms for 10 MiB
             bits = torch.empty(inner.nbytes, dtype=torch.uint8)
             memmove(bits.data_ptr(), inner.data_ptr(), inner.nbytes)
         else:
             bits = memory.clone(memory_format=torch.contiguous_format).cpu()
         flat = bits.reshape(-1)
-        flat = flat.as_strided(flat.shape, (1,))  # a single element keeps any stride, and has to be seen as bytes
+        flat = flat.as_strided(flat.shape, (1,))  # a single element may have any stride, which ``view`` refuses
         content = np.asarray(flat.view(torch.uint8))
         shape = tuple(inner.shape)
         return SavedTensor(dtype=_name(inner.dtype), shape=shape, bits=content, first=first, every=every)
 
 
 def statistics_of(tensor: Tensor, deferred: DeferredSites) -> Tensor:
-    """Return ``STATISTICS`` of all elements of a plain tensor as float64; a device's arrive when it is settled."""
+    """Return ``STATISTICS`` of a plain tensor as float64; those of a device tensor arrive with ``deferred``."""
     with unobserved(), torch.no_grad():
         inner = plain(tensor)
         values = (torch.view_as_real(inner) if inner.is_complex() else inner).reshape(-1)
@@ -149,7 +148,7 @@ def statistics_of(tensor: Tensor, deferred: DeferredSites) -> Tensor:
 
 
 def write_bits(saved: SavedTensor, live: Tensor, deferred: DeferredSites | None = None) -> None:
-    """Write saved bits into the memory of a live tensor that they fit; what autograd saved of it has them too."""
+    """Write saved bits into the memory of a live tensor, so that what autograd saved of it has them too."""
     with unobserved():
         inner = plain(live)
         if not inner.numel():
@@ -166,14 +165,14 @@ def write_bits(saved: SavedTensor, live: Tensor, deferred: DeferredSites | None 
 
 
 def misfit(saved: SavedTensor, live: Tensor) -> str:
-    """Return why saved bits do not fit a live tensor, "" when they do."""
+    """Return why saved bits do not fit a live tensor; "" if they do."""
     inner = plain(live)
     known, shown = f"{saved.dtype} {list(saved.shape)}", f"{_name(inner.dtype)} {list(inner.shape)}"
     return "" if known == shown else f"it is {known} and the live tensor is {shown}"
 
 
 def memory_of(tensor: Tensor) -> Tensor:
-    """Return an integer tensor over the memory of a plain tensor, of its shape."""
+    """Return an integer tensor on the memory of a plain tensor, with the same shape."""
     integers = torch.empty(0, dtype=_INTEGERS[tensor.element_size()], device=tensor.device)
     return integers.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 

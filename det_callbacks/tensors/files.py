@@ -1,7 +1,7 @@
 """The saved tensors of one step and process: one safetensors file, written and read without torch.
 
-Tensors have their own dtype where safetensors has it, so any reader of that format reads them; others are flat bytes.
-What they are stands as JSON in the metadata, and a digest covers the whole header. Keys never become paths.
+Tensors keep their dtype if safetensors has it, so any reader of that format can read them; others are flat bytes. The
+metadata describes the tensors as JSON, and a digest covers the whole header. Keys never become paths.
 """
 
 import json
@@ -26,15 +26,15 @@ from det_callbacks.verdict import Divergence
 TENSORS_FORMAT_VERSION = 2
 
 MIB = 2**20
-REPLAY = "replay"  # what is put back while verifying
-KEPT = "kept"  # what tells by how much ops differ
-LEFT_OUT = "left_out"  # among the values of a step of which not all was kept: why the first call was not
+REPLAY = "replay"  # tensors that verify restores
+KEPT = "kept"  # tensors whose numbers the comparison measures
+LEFT_OUT = "left_out"  # key of a value: why a call of the step was not kept, for the first such call
 
 _METADATA = "det_callbacks"
 _SEAL = "det_callbacks_digest"
 _STREAM = re.compile(r"(attempt-\d{3,})(\.segment-\d{3,})?\.arrows")
 
-# Dtypes that every reader of the format has; tensors of others are written as bytes.
+# Dtypes that every reader of the format supports.
 _SAFETENSORS = {
     **{"bool": "BOOL", "uint8": "U8", "bfloat16": "BF16"},
     **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
@@ -44,7 +44,7 @@ _SAFETENSORS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlace:
-    """Which step of which run a file belongs to: run_id, rank, segment (fit of the run) and step."""
+    """The step that a file belongs to; ``segment`` is the fit."""
 
     run_id: str
     rank: int
@@ -54,20 +54,20 @@ class StepPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SavedTensor:
-    """The bits of a tensor at one moment (for a DTensor of the local shard), and what else the file says of it."""
+    """The bits of a tensor at one moment (of a DTensor, the local shard), and the file's further ``options``."""
 
     dtype: str
     shape: tuple[int, ...]
     bits: np.ndarray
-    """The bytes of its elements, row-major: uint8; of a device's tensor they arrive when its step is settled."""
+    """The bytes of the elements, row-major, uint8; those of a device tensor arrive when the step is settled."""
     first: int = 0
     every: int = 1
-    """Which elements ``bits`` has: every n-th, n a power of 2, from ``first`` on."""
+    """``bits`` has every n-th element, n a power of 2, from ``first`` on."""
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def num_saved(self) -> int:
-        """How many of its elements were saved."""
+        """Number of elements saved."""
         return len(range(self.first, prod(self.shape), self.every))
 
     def thinned(self, place: int, every: int) -> "SavedTensor":
@@ -79,15 +79,15 @@ class SavedTensor:
 
     @property
     def digest(self) -> int:
-        """The digest of the tensor in row-major order, computed now."""
+        """The digest of the bits."""
         return digest_bytes(self.bits.data)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptCounts:
-    """What was kept of the tensors of ops, and how many calls were not, with the step and the reason of the first.
+    """How many tensors were kept, and how many calls were not: ``reason`` gives the step and the cause of the first.
 
-    ``num_sampled`` of the tensors have a sample of their elements only.
+    Of ``num_sampled`` tensors, only a sample of the elements was kept.
     """
 
     num_tensors: int = 0
@@ -107,15 +107,15 @@ class KeptCounts:
 
 
 def sample_start(name: str) -> int:
-    """Return a number that a name stands for: modulo n it is the first of every n-th element that is kept.
+    """Return a number derived from a name: modulo n, the first element of a sample of every n-th element.
 
-    So two runs keep the same elements of what has the same name, and a smaller sample is part of a larger one.
+    So two runs sample the same elements of tensors with the same name, and a smaller sample is part of a larger one.
     """
     return digest_bytes(name.encode())
 
 
 def common_elements(one: SavedTensor, other: SavedTensor) -> tuple[SavedTensor, SavedTensor]:
-    """Return two tensors of one shape with the elements that both have."""
+    """Return two tensors of the same shape, reduced to the elements that both have."""
     every = max(one.every, other.every)
     place = max(one, other, key=lambda side: side.every).first
     ours, theirs = (side if side.every == every else side.thinned(place, every) for side in (one, other))
@@ -123,7 +123,7 @@ def common_elements(one: SavedTensor, other: SavedTensor) -> tuple[SavedTensor, 
 
 
 def tensor_path(stream: Path, kind: str, step: int) -> Path:
-    """Return the file of the tensors of one kind, ``REPLAY`` or ``KEPT``, of a step that is in a stream."""
+    """Return the file with the tensors of one kind, ``REPLAY`` or ``KEPT``, of a step in a stream."""
     return _folder(stream, kind) / f"step-{step:09d}.safetensors"
 
 
@@ -135,9 +135,9 @@ def _folder(stream: Path, kind: str) -> Path:
 
 
 class StepWriter:
-    """Writes the saved tensors of each step of a stream as one file beside it, before the step is appended.
+    """Writes the saved tensors of each step to a file next to the stream, before the step is appended.
 
-    A kill in between leaves a file of a step that is not there: never read, and replaced when it is recorded again.
+    A kill in between leaves a file without a step; nothing reads it, and recording the step again replaces it.
     """
 
     def __init__(self, stream: Path, kind: str, *, run_id: str, rank: int = 0, segment: int = 0) -> None:
@@ -145,17 +145,17 @@ class StepWriter:
         self._place = StepPlace(run_id=run_id, rank=rank, segment=segment, step=-1)
 
     def start_segment(self, stream: Path, segment: int) -> None:
-        """Go on with the steps of another fit."""
+        """Continue with the steps of another fit."""
         self._stream, self._place = stream, replace(self._place, segment=segment)
 
     def write(self, step: int, tensors: Mapping[str, SavedTensor], values: Mapping[str, Any]) -> None:
-        """Write the tensors of a step that is settled, and plain values by key, atomically; an earlier file goes."""
+        """Write the tensors and plain values of a settled step atomically; delete an earlier file of the step."""
         path = tensor_path(self._stream, self._kind, step)
         with writing(path):
             path.unlink(missing_ok=True)
         if not tensors and not values:
             return
-        # large elements first, as the format's own writer does, so that all of them are aligned
+        # large elements first, as in safetensors, which aligns all of them
         order = sorted(tensors, key=lambda key: -tensors[key].bits.nbytes // max(tensors[key].num_saved, 1))
         sections: dict[str, Any] = {}
         offset = 0
@@ -186,19 +186,19 @@ class StepWriter:
                     for key in order:
                         file.write(tensors[key].bits.data)
                 temporary.replace(path)
-            except BaseException:  # Ctrl-C too: raised again
+            except BaseException:  # also Ctrl-C
                 temporary.unlink(missing_ok=True)
                 raise
 
     def delete(self) -> None:
-        """Delete everything that was written beside the stream: its attempt is taken back."""
+        """Delete all files written next to the stream, when its attempt is discarded."""
         shutil.rmtree(_folder(self._stream, self._kind), ignore_errors=True)
 
 
 class SavedStep:
-    """The saved tensors of one kind of one step, read when they are asked for; a step that saved nothing has no file.
+    """The saved tensors of one kind of one step, read on demand; a step that saved nothing has no file.
 
-    What is damaged, of another version, or of another ``place`` raises ReferenceFormatError.
+    A file that is damaged, of another version, or of another ``place`` raises ReferenceFormatError.
     """
 
     def __init__(self, path: Path, place: StepPlace) -> None:
@@ -206,18 +206,18 @@ class SavedStep:
 
     @classmethod
     def of(cls, run: Run, *, rank: int, segment: int, step: int, kind: str = REPLAY) -> Self:
-        """Return those of a recorded step, of the attempt that counts; raise KeyError where there is no such step."""
+        """Return the saved tensors of a recorded step; raise KeyError if there is no such step."""
         place = StepPlace(run_id=run.manifest.run_id, rank=rank, segment=segment, step=step)
         return cls(tensor_path(run.rank(rank).file_of(segment, step).path, kind, step), place)
 
     @property
     def exists(self) -> bool:
-        """Whether anything was saved."""
+        """Whether the step saved anything."""
         return self.path.exists()
 
     @property
     def entries(self) -> Mapping[str, Mapping[str, Any]]:
-        """Key -> dtype, shape, digest and options of a tensor, in the order in which they were saved."""
+        """Key -> dtype, shape, digest and options of a tensor, in the order of saving."""
         return self._content[0]["entries"]
 
     @property
@@ -240,7 +240,7 @@ class SavedStep:
         return saved
 
     def find(self, divergence: Divergence, digest: str) -> SavedTensor | None:
-        """Return what was kept of a site with this digest; several at a place that have it are equal tensors."""
+        """Return the tensor kept at a site with this digest; several such tensors are equal."""
         place = {name: getattr(divergence, name) for name in ("phase", "module", "op", "output")}
         place["site_digest"] = digest
         keys = (key for key, entry in self.entries.items() if place.items() <= entry.items())
@@ -248,7 +248,7 @@ class SavedStep:
 
     @cached_property
     def _content(self) -> tuple[dict[str, dict[str, Any]], dict[str, tuple[int, int]]]:
-        """What the header says, and where each tensor lies."""
+        """The content of the header, and the bounds of each tensor in the file."""
         if not self.exists:
             return {"entries": {}, "values": {}}, {}
         try:

@@ -1,4 +1,4 @@
-"""Keeping what chosen ops wrote, so that a verdict can say by how much they differ."""
+"""Keeps outputs of selected ops, so that a verdict can say by how much they differ."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,38 +20,38 @@ from det_callbacks.trace.op.components import holds_data
 from det_callbacks.trace.op.deferred_sites import DeferredSites
 
 MIN_ELEMENTS = 16
-"""So many elements of a tensor are kept however small the budget is."""
+"""The smallest sample of a tensor, however small the budget is."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Copy:
-    """A copy of a tensor, and ``STATISTICS`` of all its elements where its numbers are known."""
+    """A copy of a tensor; ``statistics`` is None if the numbers of its dtype are not known."""
 
     saved: SavedTensor
     start: int  # see ``sample_start``
     statistics: Tensor | None
-    is_deferred: bool  # its bits arrive when the step is settled
+    is_deferred: bool  # whether the bits arrive when the step is settled
 
     def limit(self, num_elements: int) -> None:
-        """Go on with a sample of at most so many elements."""
+        """Reduce the copy to a sample of at most so many elements."""
         every = _every(prod(self.saved.shape), num_elements)
         if every > self.saved.every:
             self.saved = self.saved.thinned(self.start, every)
             if not self.is_deferred:
-                self.saved = replace(self.saved, bits=np.array(self.saved.bits))  # without the memory of the rest
+                self.saved = replace(self.saved, bits=np.array(self.saved.bits))  # frees the memory of the rest
 
 
 def _every(num_elements: int, limit: int) -> int:
-    """Return the least power of 2 so that of every so many elements one makes no more than the limit."""
+    """Return the least power of 2, n, for which every n-th element makes a sample within the limit."""
     return 1 << (-(-num_elements // limit) - 1).bit_length() if num_elements > limit else 1
 
 
 class Keeper(OpSelection):
-    """Copies what chosen ops write, and writes the steps that are to be kept.
+    """Copies outputs of selected ops, and writes them for the steps to keep.
 
-    Where a step would exceed its budget, an even sample of each tensor is kept: at most so many elements of each that
-    all fit, the same ones in every run. Tensors that are not plain, or that the disk does not take, are counted with
-    the reason, and the run goes on: no digest depends on them. ``counts`` are those of all fits.
+    If a step would exceed the budget, the keeper limits each tensor to an even sample, with the same elements in every
+    run. It counts tensors that are not plain or cannot be written, with the reason, and the run goes on, since no
+    digest depends on them. ``counts`` covers all fits.
     """
 
     needs_rows = True
@@ -64,16 +64,16 @@ class Keeper(OpSelection):
         self.begin()
 
     def begin(self, *, is_wanted: bool = True) -> None:
-        """Start a step, and forget the one under way; without ``is_wanted`` nothing of it is copied."""
+        """Start a step, and drop an unfinished one; without ``is_wanted``, copy nothing of the step."""
         self._is_wanted = is_wanted
-        self._calls: list[tuple[str, int, dict[int, _Copy]]] = []  # op, position of its first site, outputs
+        self._calls: list[tuple[str, int, dict[int, _Copy]]] = []  # op, position of the call's first site, outputs
         self._left_out: list[str] = []
         self._num_bytes = 0
 
     def exchange(
         self, phase: str, module: str, op: str, outputs: Sequence[Any], position: int, deferred: DeferredSites
     ) -> Sequence[Any]:
-        """Copy what a call wrote, and return it; see ``OutputHook``."""
+        """Copy the outputs of a call, and return them unchanged; see ``OutputHook``."""
         if not self._is_wanted:
             return outputs
         held = [index for index, out in enumerate(outputs) if isinstance(out, Tensor) and holds_data(out)]
@@ -101,11 +101,11 @@ class Keeper(OpSelection):
         return _Copy(saved=saved, start=start, statistics=known, is_deferred=deferred.is_deferred(inner))
 
     def write(self, trace: StepTrace, step: int) -> None:
-        """Write what was kept of a step that ended, before the step itself is appended to its stream."""
+        """Write the copies of a finished step, before the step is appended to its stream."""
         tensors = {key: saved for call in self._calls for key, saved in _entries(trace, *call).items()}
         try:
             self.writer.write(step, tensors, {LEFT_OUT: self._left_out[0]} if self._left_out else {})
-        except DetCallbacksError as error:  # the run does not depend on it
+        except DetCallbacksError as error:  # the run does not need these tensors
             self._left_out += [str(error)] * len(self._calls)
             tensors = {}
         reason = f"from step {step} on: {self._left_out[0]}" if self._left_out else ""
@@ -117,7 +117,7 @@ class Keeper(OpSelection):
 
 
 def _entries(trace: StepTrace, op: str, first: int, outputs: dict[int, _Copy]) -> dict[str, SavedTensor]:
-    """Return the copies of a call by key, with the site that each belongs to; none where it made no sites."""
+    """Return the copies of a call by key, each with its site; none if the call made no sites."""
     sites, first = trace.program.sites, trace.place_of(first)
     if first < len(sites) and sites[first].role == "argument":
         first += 1

@@ -1,4 +1,4 @@
-"""Changing the last bit of what goes into a step, to see how far rounding alone carries it."""
+"""Changes the last bit of a step's inputs, to measure how far rounding alone carries the change."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,8 +17,8 @@ from det_callbacks.trace.state.leaves import leaves
 class Perturbation:
     """Changes the last bit of each number in the first step's batch, once; zeros, infinities and NaN stay.
 
-    A batch without floating-point numbers, or one that nobody tells of, has none to change: then those that the first
-    op of the forward pass returns are changed, such as the embeddings of tokens.
+    If the batch is unknown or has no floating-point numbers, it changes those that the first op of the forward pass
+    returns, such as the embeddings of tokens.
     """
 
     needs_rows = True
@@ -27,20 +27,20 @@ class Perturbation:
         self._is_begun = self.is_done = False
 
     def begin(self, batch: Any) -> None:
-        """Change what the first step is given."""
+        """Change the batch of the first step."""
         if not self._is_begun:
             tensors = [leaf for _, leaf in leaves(batch, "batch", is_whole=True) if isinstance(leaf, Tensor)]
             self.is_done = sum(map(_change_last_bits, tensors)) > 0
         self._is_begun = True
 
     def selects(self, phase: str, module: str, op: str) -> bool:
-        """Return whether an op is the one whose outputs are changed."""
+        """Return whether to change the outputs of an op."""
         return self._is_begun and not self.is_done and phase == "forward"
 
     def exchange(
         self, phase: str, module: str, op: str, outputs: Sequence[Any], position: int, deferred: DeferredSites
     ) -> Sequence[Any]:
-        """Change what an op wrote; see ``OutputHook``."""
+        """Change the outputs of an op; see ``OutputHook``."""
         tensors = [out for out in outputs if isinstance(out, Tensor) and holds_data(out)]
         for tensor in tensors:
             deferred.before_writes((plain(tensor),))
@@ -48,7 +48,7 @@ class Perturbation:
         return outputs
 
     def end_step(self) -> None:
-        """Raise ``SelectionError`` where the first step has no number that could be changed."""
+        """Raise ``SelectionError`` if the first step had no number to change."""
         if self._is_begun and not self.is_done:
             raise SelectionError(
                 "No floating-point number goes into the first step, and no op of its forward pass returns one at level "
@@ -57,13 +57,13 @@ class Perturbation:
 
 
 def _change_last_bits(tensor: Tensor) -> bool:
-    """Change the last bit of the numbers of a tensor; return whether there were any that could be changed."""
+    """Change the last bit of each number of a tensor; return whether there was one to change."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return False
     try:
         require_apart(tensor)
         inner = plain(tensor)
-    except ReplayError:  # no plain memory of its own
+    except ReplayError:  # not a plain tensor
         return False
     with unobserved(), torch.no_grad():
         real = torch.view_as_real(inner) if inner.is_complex() else inner

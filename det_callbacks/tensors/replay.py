@@ -1,4 +1,4 @@
-"""Replay: tensors are saved while recording, and their bits are put back while verifying."""
+"""Replay: saves tensors while recording, and restores their bits while verifying."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from det_callbacks.trace.op.deferred_sites import DeferredSites
 
 
 def replay_patterns(replay: object) -> tuple[str, ...]:
-    """Return the patterns that an argument ``replay`` stands for: a list, or the path of a YAML file with one."""
+    """Return the patterns of an argument ``replay``: a list, or the path of a YAML file that holds one."""
     if not isinstance(replay, str | Path):
         return as_patterns("replay", replay)
     if Path(replay).suffix not in (".yaml", ".yml"):
@@ -35,28 +35,28 @@ def replay_patterns(replay: object) -> tuple[str, ...]:
 
 
 class Replay:
-    """Saves tensors and plain values of a step under keys, or puts back what was saved of it.
+    """Saves tensors and plain values of a step under keys, or restores the saved ones.
 
     A key names a value within its step: ``phase/module:op#occurrence.output``, ``observation:name#occurrence.leaf``.
-    Copies are made at once, since a tensor may change later in its step; a device's are there when it is settled.
+    Replay copies a tensor immediately, since it may change later in the step.
 
-    Where the recorded step has nothing that fits a live value, the step is another one: the live value stays, and
-    ``end_step`` demands that the comparison has found it out.
+    If the recorded step has nothing that fits a live value, the live value stays, and ``end_step`` raises unless the
+    comparison has found that the steps differ.
     """
 
     def __init__(self, writer: StepWriter | None = None, budget: TensorBudget | None = None) -> None:
         self._writer, self._budget = writer, budget or TensorBudget()
-        self._counts: dict[str, tuple[int, int, int]] = {}  # by op, or name of an observation: all, differing, bytes
+        self._counts: dict[str, tuple[int, int, int]] = {}  # by op or observation: count, differing, bytes
         self._num_steps = 0
         self.begin(None)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all that was saved; without a writer, of what was put back."""
+        """Bytes saved; without a writer, bytes restored."""
         return sum(total for _, _, total in self._counts.values())
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Return what the coverage shows as ``replayed``: tensors in all, those that differed, MiB a step."""
+        """Return ``replayed`` of the coverage: how many tensors, how many of them differed, MiB per step."""
         steps = max(1, self._num_steps)
         return {
             op: {"count": count, "differing": differing, "mib_per_step": round(total / MIB / steps, 6)}
@@ -64,17 +64,17 @@ class Replay:
         }
 
     def begin(self, saved: SavedStep | None) -> None:
-        """Start a step with what was saved of it, None where nobody has recorded it, and forget the one under way."""
+        """Start a step, and drop an unfinished one; ``saved`` is None for a step that was not recorded before."""
         self.saved = saved
         self._copies: dict[str, SavedTensor] = {}
         self._values: dict[str, Any] = {}
         self._unsaved: ReferenceFormatError | None = None
         self._ops: list[tuple[str, int]] = []
-        self.calls: Counter[str] = Counter()  # by the place of an op
+        self.calls: Counter[str] = Counter()  # by place of the op
         self._budget.num_bytes = 0
 
     def write(self, step: int) -> None:
-        """Write what was saved of a step that is settled, and count it."""
+        """Write the saved values of a settled step, and count them."""
         assert self._writer is not None, "it saves tensors"
         self._writer.write(step, self._copies, self._values)
         for op, num_bytes in self._ops:
@@ -83,13 +83,13 @@ class Replay:
         self.begin(None)
 
     def end_step(self, *, differs: bool) -> None:
-        """End a compared step; raise ReferenceFormatError where it does not differ, and yet not all was put back."""
+        """End a compared step; raise ReferenceFormatError if it matches although a saved value was missing."""
         if self._unsaved is not None and not differs:
             raise self._unsaved
         self._num_steps += self._writer is None
 
     def exchange(self, key: str, live: Any, *, op: str, deferred: DeferredSites | None) -> Any:
-        """Save a value, or put the saved one in its place: in the tensor's memory, or by returning another number."""
+        """Save a value, or restore the saved one: in the memory of the tensor, or by returning the saved number."""
         if isinstance(live, Tensor):
             if self.saved is not None or self._writer is not None:
                 require_apart(live)
@@ -110,17 +110,17 @@ class Replay:
         return value
 
     def exchange_apart(self, key: str, live: Tensor, *, op: str, deferred: DeferredSites | None) -> Tensor | None:
-        """Save a tensor, or return a new one with the saved bits and the same history; None for nothing to replace."""
+        """Save a tensor, or return a clone with the saved bits, which keeps the history; None if nothing changes."""
         saved = self._exchange(key, live, op, deferred)
         if saved is None:
             return None
-        with without_modes():  # the reference has no such op
+        with without_modes():  # the reference has no clone
             copy = live.clone()
         write_bits(saved, copy, deferred)
         return copy
 
     def note_unsaved(self, what: str) -> None:
-        """Note that a live value stays, since what was saved has none for it; raise where its file is missing."""
+        """Report in ``end_step`` that a live value has no saved one; if the file is missing, raise now."""
         saved = self.saved
         assert saved is not None
         is_there = "" if saved.exists else "there is no such file, so "
@@ -134,12 +134,12 @@ class Replay:
         self._unsaved = self._unsaved or error
 
     def _count(self, op: str, *, is_saved: bool = False, differs: bool = False, num_bytes: int = 0) -> None:
-        if is_saved == (self._writer is not None):  # what a resumed recording puts back is not counted
+        if is_saved == (self._writer is not None):  # do not count what a resumed recording restores
             count, differing, total = self._counts.get(op, (0, 0, 0))
             self._counts[op] = count + 1, differing + differs, total + num_bytes
 
     def _exchange(self, key: str, live: Tensor, op: str, deferred: DeferredSites | None) -> SavedTensor | None:
-        """Save a tensor; or count it, and return the saved bits where they have to be written."""
+        """Save a tensor; or count it, and return the saved bits if they have to be restored."""
         if self.saved is None:
             if self._writer is not None:
                 if key in self._copies:
@@ -166,7 +166,7 @@ class Replay:
 
 
 class OpSelection:
-    """Which ops patterns mean, ``[phase/][module:]op`` each."""
+    """The ops that patterns match; a pattern is ``[phase/][module:]op``."""
 
     def __init__(self, patterns: Sequence[str]) -> None:
         self._patterns = {pattern: OpPattern.parse(pattern) for pattern in patterns}
@@ -174,7 +174,7 @@ class OpSelection:
         self._used: set[str] = set()
 
     def selects(self, phase: str, module: str, op: str) -> bool:
-        """Return whether a pattern means an op at this place."""
+        """Return whether a pattern matches an op at this place."""
         place = (phase, module, op)
         if place not in self._known:
             matching = [text for text, pattern in self._patterns.items() if pattern.matches(phase, module, op)]
@@ -184,12 +184,12 @@ class OpSelection:
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """The patterns that have meant no op so far."""
+        """The patterns that have matched no op so far."""
         return tuple(pattern for pattern in self._patterns if pattern not in self._used)
 
 
 class OpReplay(OpSelection):
-    """Saves the outputs of chosen ops, or puts the saved bits into them; the recorder hands them over."""
+    """Saves the outputs of selected ops, or restores the saved bits."""
 
     needs_rows = False
 
@@ -200,7 +200,7 @@ class OpReplay(OpSelection):
     def exchange(
         self, phase: str, module: str, op: str, outputs: Sequence[Any], position: int, deferred: DeferredSites
     ) -> Sequence[Any]:
-        """Return the outputs, numbers as they were saved."""
+        """Save or restore the outputs of a call; return them, with saved numbers."""
         place = f"{phase}/{module}:{op}"
         call = self._replay.calls[place]
         self._replay.calls[place] += 1

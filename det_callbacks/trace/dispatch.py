@@ -1,4 +1,4 @@
-"""What every dispatch mode of this package has in common."""
+"""The base class of the dispatch modes in this package."""
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -23,11 +23,11 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 TAKE_APART = object()
-"""What handling a composite op gives: the mode takes it apart, and gets the ops that it comes down to."""
+"""Returned by a handler for a composite op: the mode takes the op apart and handles the ops inside."""
 
 
 class DispatchMode(TorchDispatchMode):
-    """A dispatch mode that lets torch.compile compile under it, and costs 4 instead of 7 microseconds an op.
+    """A dispatch mode under which torch.compile still compiles; costs 4 instead of 7 microseconds an op.
 
     ``handle`` is called as ``__torch_dispatch__`` is, and returns what the op returned, or ``TAKE_APART``.
     """
@@ -46,8 +46,8 @@ class DispatchMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # The wrapper that torch would put around __torch_dispatch__ costs 3 microseconds per op. What it does, keeping
-        # Dynamo out of this code when it runs between the parts of a compiled function, __init__ does once.
+        # Torch's wrapper of __torch_dispatch__ costs 3 microseconds per op. It keeps Dynamo out of this code between
+        # the parts of a compiled function; __init__ does so once.
         return False
 
     def __torch_dispatch__(
@@ -60,18 +60,18 @@ class DispatchMode(TorchDispatchMode):
 
     @property
     def is_on(self) -> bool:
-        """Whether this mode handles ops; one that is off lets them pass."""
+        """Whether this mode handles ops; otherwise it passes them on."""
         return self._handle is not None
 
     def turn_off(self) -> None:
-        """Let all ops pass from here on."""
+        """Pass on all ops from now on."""
         self._handle = None
 
     def take_apart(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a composite op so that this mode sees the ops that it comes down to, as it does outside inference mode.
+        """Run a composite op so that this mode handles the ops inside, as it does outside inference mode.
 
-        A handler runs without autocast. The ops inside have it as they would without this mode, or they would give
-        other bits: as it was when the op was called, or off where the op has an autocast rule of its own.
+        A handler runs without autocast. The ops inside need the autocast state that they have without this mode: that
+        of the call, or off if the composite op has an autocast rule.
         """
         devices = {tensor.device.type for tensor in tensors_in((*args, *kwargs.values()))}
         has_rule = any(
@@ -87,11 +87,11 @@ class DispatchMode(TorchDispatchMode):
 
     @property
     def is_on_top(self) -> bool:
-        """Whether this is the mode that was entered last: leaving it pops whatever that is."""
+        """Whether this mode was entered last; leaving a mode pops the one entered last."""
         return current_mode() is self
 
     def leave(self) -> str | None:
-        """Leave this mode; where another one is on top, which leaving would pop, only let ops pass, and name that."""
+        """Leave this mode; if another mode is on top, only turn this one off and return the class of the other."""
         if self.is_on_top:
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
             return None
@@ -104,15 +104,15 @@ class DispatchMode(TorchDispatchMode):
 
 
 def runs_uncompiled(function: _Function) -> _Function:
-    """Mark a function that runs between the parts of a compiled one as it is; one graph may hold it all the same."""
+    """Keep Dynamo from compiling a function that runs between the parts of a compiled one; a graph may contain it."""
     dynamo.skip(function.__code__)
     return function
 
 
 def breaks_graph(reason: str) -> Callable[[_Function], _Function]:
-    """Mark a function that a compiled one calls outside its graph.
+    """Make compiled functions call a function outside their graph.
 
-    What ``torch.compiler.disable`` does, without importing Dynamo for everybody who imports this package.
+    Does what ``torch.compiler.disable`` does, without importing Dynamo together with this package.
     """
 
     def mark(function: _Function) -> _Function:

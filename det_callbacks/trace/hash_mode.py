@@ -1,4 +1,4 @@
-"""HashMode: what one step computed, as digests."""
+"""HashMode: records what one step computed, as digests."""
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -29,27 +29,27 @@ from det_callbacks.trace.state.optimizers import OptimizerPhases, in_phase
 class HashMode:
     """Record the digests of one step: everything that runs inside the ``with`` block.
 
-    The results survive the block. A mode can be entered again for the next step; it is not reentrant, and one step at
-    a time is kept. Cost and limits: docs/explanation.
+    The trace remains available after the block. You can enter a mode again for the next step, which replaces the
+    trace; the mode is not reentrant. For cost and limits, see docs/explanation.
 
     Args:
-        model: module that names are relative to; its parameters and buffers are recorded when the block ends. None
-            names outermost modules by their class and records no state.
-        modules: fnmatch patterns over qualified module names; "*" is everything, ops outside any module included.
-        level: "op", "module" or "state"; each holds the ones below it.
-        phases: among "forward", "backward" and "optimizer".
-        compiled: "run" records the ends of what torch.compile compiled, and the ops seen inside; "eager" runs the code
-            that it was compiled from, so that each op is seen: other kernels, and slower.
+        model: module that names are relative to; the mode records its parameters and buffers when the block ends. With
+            None, names begin with the class of the outermost module, and the mode records no state.
+        modules: fnmatch patterns for qualified module names; "*" matches everything, including ops outside any module.
+        level: "op", "module" or "state"; each includes the levels after it.
+        phases: any of "forward", "backward" and "optimizer".
+        compiled: "run" records the inputs and outputs of regions that torch.compile compiled, and the ops visible
+            inside. "eager" runs their original code and records every op: slower, and with other kernels.
 
     Attributes:
         trace: the last step; None before the first.
         is_open: whether a step is under way.
-        is_off: whether the trace had to be turned off for good.
-        optimizers: whose state is recorded; those that step inside the block are added.
+        is_off: whether the mode has turned itself off for good.
+        optimizers: the optimizers whose state is recorded; the mode adds those that step inside the block.
 
     Raises:
-        SelectionError: an argument is not one of the allowed ones.
-        TraceError: the mode is entered twice.
+        SelectionError: an argument has a value that is not allowed.
+        TraceError: the mode is already entered.
 
     Example:
         >>> import torch
@@ -75,7 +75,7 @@ class HashMode:
 
     @classmethod
     def for_training(cls, model: nn.Module, selection: Selection, *, base_phase: str = "other") -> "HashMode":
-        """Return a mode whose steps are opened and closed by a training loop that also sets the phases."""
+        """Return a mode for a training loop that begins and finishes the steps, and sets the phases."""
         mode = cls.__new__(cls)
         cls._open(mode, model, selection, base_phase=base_phase)
         return mode
@@ -96,7 +96,7 @@ class HashMode:
         self._by_shape: dict[torch.Size, list[tuple[str, Tensor]]] = {}
         self.is_open = False
         self._samples: list[Samples] = []
-        self.list_further: Callable[[], Iterable[Entry]] = tuple  # state beside model and optimizers
+        self.list_further: Callable[[], Iterable[Entry]] = tuple  # state outside model and optimizers
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -109,7 +109,7 @@ class HashMode:
 
     @property
     def sketch(self) -> tuple[int, ...]:
-        """The sketch of the largest samples in the batch of the last step, when that has ended."""
+        """The sketch of the largest samples in the last finished step's batch."""
         largest = max(self._samples, key=lambda one: (one.sketch != (), one.num_bytes), default=None)
         return () if largest is None else largest.sketch
 
@@ -126,7 +126,7 @@ class HashMode:
             self.abandon()
 
     def begin(self, *, batch: Any = None, is_first: bool = False, expected: Expectation | None = None) -> None:
-        """Start a step on a batch; the first one of a training has its initial state, too."""
+        """Start a step on a batch; the first step of a training also records the initial state."""
         if self.is_open:
             raise TraceError("HashMode is already open: it traces one step at a time. Leave it before entering again.")
         if self.is_off:
@@ -147,12 +147,12 @@ class HashMode:
             if self.selection.level != "state":
                 recorder.places.modules.open()
             self._listener.open(sees_ops=self.selection.level == "op")
-        except BaseException:  # Ctrl-C between two of them: nobody will call __exit__
+        except BaseException:  # also Ctrl-C: Python will not call __exit__
             self.abandon()
             raise
 
     def finish(self) -> StepTrace | None:
-        """End the step and return what it did; None when the trace had to be turned off."""
+        """End the step and return its trace; None if the mode has turned itself off."""
         if not self.is_open:
             return None
         self._leave()
@@ -168,19 +168,19 @@ class HashMode:
                 if self.selection.level == "op":
                     self.recorder.places.names.keep(places, entries)
                 self.trace = self.recorder.finish()
-        except BaseException:  # Ctrl-C too: nothing that follows the step may stay
+        except BaseException:  # also Ctrl-C: leave no hooks behind
             self.recorder.abandon()
             raise
         return self.trace
 
     def abandon(self) -> None:
-        """Drop the step under way; may be called at any time and more than once."""
+        """Drop the current step, if any; may be called at any time and more than once."""
         if self.is_open:
             self._leave()
         self.recorder.abandon()
 
     def record_values(self, phase: str, values: Any, name: str) -> None:
-        """Record the tensors and numbers of a nested structure, such as the loss, at this point of the step."""
+        """Record the tensors and numbers of a nested structure, such as the loss, at this point in the step."""
         if self.is_open:
             with self.recorder.step.lock:
                 if phase == "state":
@@ -188,18 +188,18 @@ class HashMode:
                 self.recorder.named.group(name, phase, list(flatten(values, name)), owner="")
 
     def digest_state(self) -> dict[str, int]:
-        """Return the digest of each parameter, buffer and state of an optimizer by name; of a number its 64 bits."""
+        """Return the digest of each parameter, buffer and optimizer state by name; for a number, its 64 bits."""
         self._name_parameters()
         entries = [(name, value) for name, value in self._state() if holds_data(value)]
         digests = iter(digest_tensors([value for _, value in entries if isinstance(value, Tensor)]))
         return {name: next(digests) if isinstance(value, Tensor) else scalar_bits(value)[0] for name, value in entries}
 
     def marks_forward(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function with phase forward while it runs."""
+        """Return the function, wrapped to run in phase forward."""
         return in_phase(self.recorder, "forward", function)
 
     def leaves_out(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function with its ops outside the trace: they belong to no training step."""
+        """Return the function, wrapped so that its ops are not recorded: they belong to no training step."""
 
         def left_out(*args: Any, **kwargs: Any) -> Any:
             mode = self._listener.mode
@@ -215,7 +215,7 @@ class HashMode:
         return left_out
 
     def pause(self) -> None:
-        """Leave ops outside the trace until ``go_on``, or the end of the step: they belong to no training step."""
+        """Record no ops until ``go_on`` or the end of the step: they belong to no training step."""
         if self._listener.mode is not None:
             self._listener.mode.recorder = None
 
@@ -273,16 +273,16 @@ class HashMode:
 
 
 class Listener:
-    """Lets a recorder see what runs, but for modules; without ``phases`` another one follows updates and outputs."""
+    """Passes ops, and with ``phases`` optimizer updates and module outputs, to a recorder."""
 
     def __init__(self, recorder: Recorder, phases: OptimizerPhases | None) -> None:
         self._recorder = recorder
         self._phases = phases
         self._outputs = ModuleOutputs(recorder.named, recorder.places, recorder.step.lock)
-        self.mode: Interceptor | None = None  # while none is open
+        self.mode: Interceptor | None = None  # None while closed
 
     def open(self, *, sees_ops: bool) -> None:
-        """Listen from here on."""
+        """Start listening."""
         if self._phases is not None:
             self._phases.open()
             if self._recorder.selection.level != "state":
@@ -294,7 +294,7 @@ class Listener:
             self._recorder.strands.mode = self.mode
 
     def close(self) -> str | None:
-        """Stop; return the class of a mode that is open above ours, which then stays and passes all ops on."""
+        """Stop listening; return the class of a mode above ours, if any: ours then stays and passes on all ops."""
         if self._phases is not None:
             self._phases.close()
             self._outputs.close()
@@ -308,9 +308,9 @@ class Listener:
 class OpRegion:
     """Lets the recorder see ops while it is open; regions nest, and only the outermost counts.
 
-    What a tensor's writers were is forgotten when a region ends: between regions anything may write it unseen.
-    ``level`` is that of a HashMode around the regions, if there is one. Then they are only counted at "op", where it
-    sees every op anyway, and at "state", where nobody knows the modules.
+    The end of a region forgets all writers: between regions, anything may write memory unseen. ``level`` is that of a
+    surrounding HashMode, if any. At "op", the HashMode sees every op anyway, and at "state" it does not
+    follow modules, so regions are only counted.
     """
 
     def __init__(self, recorder: Recorder, *, level: str | None = None) -> None:
@@ -320,13 +320,13 @@ class OpRegion:
         self.depth = 0
 
     def enter(self) -> None:
-        """Open a region; inside another one it changes nothing."""
+        """Open a region; has no effect inside another region."""
         self.depth += 1
         if self.depth == 1 and not self._is_counted_only:
             self._listener.open(sees_ops=True)
 
     def leave(self) -> None:
-        """Close a region; it is an error when none is, or when another dispatch mode was opened in it and still is."""
+        """Close a region; raise TraceError if none is open, or if a dispatch mode opened inside it is still open."""
         if not self.depth:
             raise TraceError(
                 "There is no region to close: disable_hash_mode was called more often than enable_hash_mode."
@@ -347,12 +347,12 @@ class OpRegion:
         self._close()
 
     def suspend(self) -> None:
-        """Let ops pass, in a region that is open, until ``resume``: no step is under way."""
+        """Record no ops in an open region until ``resume``: no step is under way."""
         if self._listener.mode is not None:
             self._listener.mode.recorder = None
 
     def resume(self) -> None:
-        """Record ops again where a region is open."""
+        """Record ops again if a region is open."""
         if self._listener.mode is not None:
             self._listener.mode.recorder = self._recorder
 

@@ -1,15 +1,14 @@
-"""The calls of all steps so far, as a graph: what an earlier step did is not built again, whatever came before it.
+"""The calls of all steps so far, as a graph: a step reuses the calls that earlier steps built.
 
-A call is known by its op, its place and what it reads. What it reads is told by who wrote it: each row of a call has a
-*label*, a number that no other row of the step has, and which stays the same in other steps, where the row may be at
-another position. So a call after a skipped block, or in the second of two branches, is the call that it always is, and
-only those differ that read something else.
+A call is identified by its op, its place and the rows it reads. Each row of a call has a *label*: a number that is
+unique within a step, and the same in every step, even where the row's position differs. So a call after a skipped
+block, or in the second of two branches, is the same call as before unless it reads other rows.
 
-The call that came next the last time is tried first. If another one came, it is looked up, and its own successor is
-tried next; only a call that no step had is built, with its sites and source lines.
+The recorder first tries the call that came next the last time. If a different call came, the graph looks it up, and
+tries the successor of that call next. Only a call that no step had is built, with its sites and source lines.
 
-What a step's program is follows from the step alone. So each number among the arguments of a call (a learning rate, a
-size) is left out of the program, and the step has one digest of all those of a call.
+A program must not depend on earlier steps. So it leaves out the numbers among a call's arguments (a learning rate, a
+size); the step keeps one digest of them per call.
 """
 
 from collections import Counter, OrderedDict
@@ -24,47 +23,47 @@ import numpy as np
 from det_callbacks.runs.program import ArgumentTag, Program, Site, SiteRow, argument_bits
 from det_callbacks.trace.attribution.source import read_text
 
-MAX_BYTES = 48 << 20  # of calls, as estimated; when a step begins with more, those of earlier programs are forgotten
-MAX_PROGRAM_ROWS = 200_000  # of the programs that are kept, some 30 bytes each
-MAX_TEXT = 4_000_000  # characters of arguments; of those that come later, a step has the digest only
+MAX_BYTES = 48 << 20  # estimated size of the calls; a step that begins with more forgets those of earlier programs
+MAX_PROGRAM_ROWS = 200_000  # in all kept programs, about 30 bytes each
+MAX_TEXT = 4_000_000  # characters of arguments; later ones have a digest only
 
 _BYTES_OF_CALL, _BYTES_OF_ROW, _BYTES_OF_ITEM = 800, 1000, 40  # measured with tracemalloc, rounded up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpScope:
-    """Where an op belongs; in a backward pass that is where the forward op is whose gradient it computes."""
+    """Where an op belongs; a backward op belongs where the forward op does whose gradient it computes."""
 
-    module: str  # "" outside any module, "?" when it cannot be told
-    source: tuple[str, ...] | None = None  # the lines of that forward op; None when the op's own stack tells them
+    module: str  # "" outside any module, "?" if unknown
+    source: tuple[str, ...] | None = None  # of that forward op; None: take the op's own stack
     name: str | None = None  # the parameter whose gradient is accumulated
     recomputed: bool = False  # it repeats a forward op under activation checkpointing
 
 
 @dataclass(slots=True, eq=False)
 class CallRows:
-    """The rows of a call, which a step has at most once; calls that differ only in what they read share them."""
+    """The rows of a call, at most once in a step; calls that differ only in what they read share them."""
 
     rows: tuple[SiteRow, ...] = ()
     labels: range = range(0)  # of the rows
-    step: int = 0  # the last step that had them
+    step: int = 0  # the last step that contained the rows
 
 
 @dataclass(slots=True, eq=False)
 class _Alike:
-    """The rows of calls that differ only in what they read, and in which of several such calls of a step they are."""
+    """The rows of calls that have the same op, place and rows, and differ in what they read."""
 
-    is_named: bool  # so that the names tell such calls apart
+    is_named: bool  # their rows have names, which distinguish the calls
     all: list[CallRows] = field(default_factory=list)
-    readers: dict[int, list[CallRows]] = field(default_factory=dict)  # by a label that they read
+    readers: dict[int, list[CallRows]] = field(default_factory=dict)  # by label read
     step: int = 0
-    num_used: int = 0  # in that step, from the first on
+    num_used: int = 0  # leading entries of ``all`` used in that step
 
     def unused(self, step: int, phase: str, reads: Sequence[int]) -> CallRows | None:
-        """Return rows for a new call that the step does not have yet, None where they have to be made.
+        """Return rows that this step has not used yet for a new call; None if the caller has to make them.
 
-        Rows that read something in common with it come first. Else, in an optimizer's update, the call is about another
-        parameter; elsewhere the first unused ones are taken, so that what follows a detour is known by its order.
+        Rows that read one of the same labels come first. If there are none, an optimizer's call concerns another
+        parameter and needs new rows; any other call takes the first unused rows.
         """
         for label in reads:
             for made in self.readers.get(label, ()):
@@ -79,7 +78,7 @@ class _Alike:
         return self.all[self.num_used] if self.num_used < len(self.all) else None
 
     def keep(self, made: set[CallRows]) -> None:
-        """Forget all rows but these, between two steps."""
+        """Forget all rows except these, between two steps."""
         self.all = [one for one in self.all if one in made]
         readers, self.readers = self.readers, {}
         for label, rows in readers.items():
@@ -87,65 +86,65 @@ class _Alike:
                 self.readers[label] = left
 
 
-@dataclass(slots=True, eq=False, repr=False)  # the calls are linked in a circle
+@dataclass(slots=True, eq=False, repr=False)  # calls link to each other in a circle
 class CallNode:
     """One call of an op, or one group of named tensors."""
 
-    previous: "CallNode | None"  # the call before it, in the last step that had it
-    func: object  # the op's overload, or what stands for another kind of call
+    previous: "CallNode | None"  # the preceding call in the last step that had this one
+    func: object  # the op's overload, or a label for another kind of call
     phase: str
     scope: OpScope
-    consts: list[Any]  # the arguments that are no tensors, in order, as they were in the last such call
+    consts: list[Any]  # the last call's arguments that are not tensors, in order
     reads: list[int | None]  # labels, see ``CallGraph.labels_of``
-    names: list[Any]  # of the input sites made for it
+    names: list[Any]  # of the input sites made for this call
     num_outputs: int
     keywords: tuple[str, ...] = ()
-    exact: str | None = None  # text form of ``consts`` where equality would be too weak (1 == 1.0 == True, 0.0 == -0.0)
-    numbers: tuple[int, ...] = ()  # indices of the arguments that belong to the step, and not to the program
-    any_number: tuple[int, ...] = ()  # of those that take any kind of number: 1, 1.0 and True are not the same
+    exact: str | None = None  # repr of ``consts`` where equality is too weak (1 == 1.0 == True, 0.0 == -0.0)
+    numbers: tuple[int, ...] = ()  # indices of the arguments that the program leaves out
+    any_number: tuple[int, ...] = ()  # indices of those that take any kind of number: 1, 1.0 and True differ
     bits: int = 0  # the digest of the ``numbers``
     tag: ArgumentTag = "digest"
-    # while it is built: what it reads, its sites, and the positions that each reads, where the sites do not tell it
+    # set while the node is built: the positions that the call reads, its sites, and what each site reads
     positions: Sequence[int | None] = ()
     sites: tuple[Site, ...] = ()
     edges: Sequence[Sequence[int]] = ()
     made: CallRows = field(default_factory=CallRows)
-    num_read: tuple[int, ...] = ()  # by row: how many rows it reads
-    read: tuple[int, ...] = ()  # the labels of these, one row's after the other's
+    num_read: tuple[int, ...] = ()  # number of rows that each row reads
+    read: tuple[int, ...] = ()  # the labels of the rows read, row by row
     source: tuple[str, ...] = ()
-    # from here on: what tells whether an autograd node is of this call (backward.py)
+    # backward.py uses the following to decide whether an autograd node belongs to this call
     op_base: str = ""
     is_in_place: bool = False
-    codes: tuple[CodeType, ...] = ()  # what ran, innermost first, and the modules that did
+    codes: tuple[CodeType, ...] = ()  # the running code, innermost first
     running_modules: tuple[str, ...] = ()
     scopes: dict[object, OpScope] | None = None
-    likely: "CallNode | None" = None  # what came next, the last time
-    other: "CallNode | None" = None  # another one with its hash
+    likely: "CallNode | None" = None  # the call that came next the last time
+    other: "CallNode | None" = None  # another call with the same hash
 
     @property
     def key(self) -> Hashable:
-        """What it has in common with calls that differ only in what they read: op, place and rows."""
+        """Op, place and rows: equal for calls that differ only in what they read."""
         return self.func, self.phase, self.scope, self.made.rows
 
     @property
     def module(self) -> str:
-        """Qualified name of the module it belongs to."""
+        """Qualified name of the module that the call belongs to."""
         return self.scope.module
 
     @property
     def num_bytes(self) -> int:
-        """What it takes, as estimated, without the rows, which calls share."""
+        """Estimated size, without the rows, which calls share."""
         return _BYTES_OF_CALL + _BYTES_OF_ITEM * (len(self.made.rows) + len(self.read) + len(self.reads))
 
     def chain(self) -> "Iterator[CallNode]":
-        """Yield it, and the other calls with its hash."""
+        """Yield this call, then the others with the same hash."""
         node: CallNode | None = self
         while node is not None:
             yield node
             node = node.other
 
     def is_call(self, call: tuple[Any, ...]) -> bool:
-        """Return whether a call is this one again, but for its arguments that are no tensors."""
+        """Return whether a call equals this one, ignoring the arguments that are not tensors."""
         func, phase, scope, _, *rest = call
         known = [self.reads, self.names, self.num_outputs, self.keywords]
         return self.func is func and self.phase == phase and self.scope == scope and known[: len(rest)] == rest
@@ -156,7 +155,7 @@ NOWHERE = OpScope(module="")
 
 @dataclass(slots=True)
 class StepCounts:
-    """What became of the ops of one step, for the coverage; ``opaque`` ran others where no mode sees all of them."""
+    """How many ops of a step were digested or skipped, for the coverage; ``opaque`` ran ops that no mode sees."""
 
     num_digested: int = 0
     num_views: int = 0
@@ -165,28 +164,27 @@ class StepCounts:
 
 
 class CallGraph:
-    """The calls of all steps seen so far, bounded in size; ``at`` is the last one of the step under way.
+    """The calls of all steps so far, bounded in size; ``at`` is the current step's last call.
 
-    ``labels`` are those of the step's rows, by position, up to the last call; ``label_at`` returns one of them, sooner
-    than a comprehension does.
+    ``labels`` holds the labels of the step's rows by position; ``label_at`` returns one, faster than a comprehension.
     """
 
     def __init__(self) -> None:
         self.values: dict[int, str] = {}  # digest of the numbers of a call -> their JSON text
         self._num_characters = 0
-        self.text: dict[str, tuple[str, ...]] = {}  # see ``Program.text``; as much as there is code that calls ops
+        self.text: dict[str, tuple[str, ...]] = {}  # see ``Program.text``; bounded by the code that calls ops
         self.step = 0
         self.num_nodes = 0
         self.num_bytes = 0
         self._limit = MAX_BYTES
         self._num_labels = 0
-        self._calls: dict[int, CallNode] = {}  # by a hash of all but the arguments; the one built last
+        self._calls: dict[int, CallNode] = {}  # by a hash of everything except the arguments; the newest call
         self._site_rows: dict[Site, dict[tuple[str, ...], SiteRow]] = {}
-        self._sources: dict[tuple[str, ...], tuple[str, ...]] = {}  # shared by calls; as much as ``text``
+        self._sources: dict[tuple[str, ...], tuple[str, ...]] = {}  # shared by calls; bounded like ``text``
         self._alike: dict[Hashable, _Alike] = {}  # by op, place and rows
         self._programs: OrderedDict[tuple[CallNode, ...], Program] = OrderedDict()
-        self._has_strayed = True  # whether a call was not the likely one, since the last program
-        self._last: tuple[CallNode, Program] | None = None  # where it ended
+        self._has_strayed = True  # whether a call since the last program was not the likely one
+        self._last: tuple[CallNode, Program] | None = None  # the last program and its last call
         self._root = _root()
         self._start()
 
@@ -196,14 +194,14 @@ class CallGraph:
         self.label_at = self.labels.__getitem__
 
     def begin(self) -> None:
-        """Start a step; forget the calls of earlier programs once all of them are too much."""
+        """Start a step; forget the calls of earlier programs if all calls together exceed the limit."""
         self.step += 1
         self._start()
         if self.num_bytes > self._limit:
             self._forget()
 
     def _forget(self) -> None:
-        """Keep the calls of the last program, and of those before it up to three quarters of the bound."""
+        """Keep the calls of the last program, and of earlier ones up to three quarters of the limit."""
         programs, self._programs = self._programs, OrderedDict()
         kept: set[CallNode] = set()
         self.num_bytes = 0
@@ -246,15 +244,15 @@ class CallGraph:
             if not self._site_rows[site]:
                 del self._site_rows[site]
         self.num_bytes += _BYTES_OF_ROW * len(rows)
-        # the last program may take more than the bound by itself
+        # the last program alone may exceed MAX_BYTES
         self._limit = max(MAX_BYTES, self.num_bytes * 4 // 3)
 
     def labels_of(
         self, reads: Sequence[int | None], mark: int, edges: Sequence[Sequence[int]] = ()
     ) -> list[int | None]:
-        """Return what a call reads by label, -1 - n for its own n-th row; ``reads`` are positions, None between rows.
+        """Return the labels that a call reads, -1 - n for its own n-th row; ``reads`` are positions, None between rows.
 
-        ``mark`` is the position of its first row, and ``edges`` are what the input sites made for it read.
+        ``mark`` is the position of the call's first row; ``edges`` holds the positions that its input sites read.
         """
         labels = self.labels
         if any(edges):
@@ -264,7 +262,7 @@ class CallGraph:
     def step_to(
         self, call: tuple[Any, ...], build: Callable[[CallNode], None], edges: Sequence[Sequence[int]] = ()
     ) -> CallNode:
-        """Go to a call that is told with positions (see ``go_to``); its rows come after those that have labels."""
+        """Go to a call that is given with positions (see ``go_to``); its rows follow those that have labels."""
         func, phase, scope, consts, positions, *rest = call
         reads = self.labels_of(positions, len(self.labels), edges)
         node = self.at.likely
@@ -285,13 +283,13 @@ class CallGraph:
         build: Callable[[CallNode], None],
         source: Callable[[], tuple[str, ...]] | None = None,
     ) -> CallNode:
-        """Go to a call that is not the likely one: a known one, or a new one.
+        """Go to a call other than the likely one: a known one, or a new one.
 
         Args:
             call: the arguments of ``CallNode`` after the first.
-            positions: what it reads.
+            positions: the positions that the call reads.
             build: fills in a new node, and may raise.
-            source: the lines behind it; a call that reads nothing is the one that these lines made before.
+            source: returns the call's source lines, which identify a call that reads nothing.
         """
         func, phase, scope, consts, reads, names, *_ = call
         key = hash((func, phase, scope, tuple(reads), tuple(names)))
@@ -316,7 +314,7 @@ class CallGraph:
         return self.advance(node)
 
     def advance(self, node: CallNode) -> CallNode:
-        """Note that this call was the next one."""
+        """Make a call the current one."""
         node.previous = self.at
         node.made.step = self.step
         self.labels += node.made.labels
@@ -324,7 +322,7 @@ class CallGraph:
         return node
 
     def _settle(self, node: CallNode) -> None:
-        """Give a new node its rows, and these their labels."""
+        """Give a new node its rows, and label them."""
         sites, node.sites = node.sites, ()
         rows = node.made.rows or tuple(map(self._row_of, sites))
         edges = node.edges or [site.inputs for site in sites]
@@ -368,7 +366,7 @@ class CallGraph:
         return row
 
     def takes(self, node: CallNode, consts: list[Any]) -> bool:
-        """Return whether a call with these arguments is of a node; the node then has their numbers."""
+        """Return whether a node takes a call with these arguments; if so, the node now holds their numbers."""
         if node.consts == consts and (node.exact is None or node.exact == repr(consts)):
             return True
         if not node.numbers or len(node.consts) != len(consts):
@@ -381,7 +379,7 @@ class CallGraph:
         return True
 
     def set_numbers(self, node: CallNode, consts: list[Any]) -> None:
-        """Take the numbers of a call for those of its node."""
+        """Store the arguments of a call, and the digest of their numbers, in its node."""
         node.consts = consts
         is_weak = any(is_ambiguous(value, is_number=index in node.any_number) for index, value in enumerate(consts))
         node.exact = repr(consts) if is_weak else None
@@ -392,7 +390,7 @@ class CallGraph:
                 self._num_characters += len(text)
 
     def calls(self) -> list[CallNode]:
-        """Return the calls of the step up to here."""
+        """Return the calls of the current step so far."""
         path: list[CallNode] = []
         node = self.at
         while node is not self._root:
@@ -402,7 +400,7 @@ class CallGraph:
         return path[::-1]
 
     def program(self, counts: StepCounts) -> Program:
-        """Return the program of the step that ends here; one of those that were had last is not built again."""
+        """Return the program of the step that ends here; reuse one that recent steps had."""
         if not self._has_strayed and self._last is not None and self._last[0] is self.at:
             return self._last[1]
         key = tuple(self.calls())
@@ -430,14 +428,14 @@ class CallGraph:
         )
 
     def _edges(self, calls: Sequence[CallNode]) -> tuple[np.ndarray, np.ndarray]:
-        """Return how many sites each site of the step reads, and their positions, see ``Program``."""
+        """Return how many sites each site reads, and the positions of those; see ``Program``."""
         num_read = np.fromiter(chain.from_iterable([call.num_read for call in calls]), dtype=np.int32)
         positions = {label: position for position, label in enumerate(self.labels)}
         read = np.array([positions[label] for call in calls for label in call.read], dtype=np.int32)
         return num_read, read[np.lexsort((read, np.repeat(np.arange(len(num_read)), num_read)))]
 
     def reads_by_position(self, calls: Sequence[CallNode]) -> list[list[int]]:
-        """Return the positions of what each of the step's calls reads, in the order of its arguments."""
+        """Return the positions that each call of the step reads, in the order of its arguments."""
         positions = {label: position for position, label in enumerate(self.labels)}
         found = []
         first = 0
@@ -448,7 +446,7 @@ class CallGraph:
         return found
 
 
-_NO_NAMES: list[Any] = []  # of most calls
+_NO_NAMES: list[Any] = []  # shared by most calls
 
 
 def _root() -> CallNode:
@@ -456,19 +454,19 @@ def _root() -> CallNode:
 
 
 def rowwise(edges: Iterable[Sequence[int]]) -> list[int | None]:
-    """Return what several rows read as one list, with None after those of each row."""
+    """Return what several rows read as one list, with None after each row."""
     return [at for one in edges for at in (*one, None)]
 
 
 def is_number(value: Any) -> bool:
-    """Return whether an argument is a value of the step: a number, or a list of numbers."""
+    """Return whether an argument is a number, or a list of numbers, which may differ from step to step."""
     if isinstance(value, list | tuple):
         return all(map(is_number, value))
     return isinstance(value, int | float | complex) and not isinstance(value, bool)
 
 
 def is_ambiguous(value: Any, *, is_number: bool) -> bool:
-    """Return whether an argument may equal another that is not the same: 0.0 == -0.0, 1 == 1.0 == True."""
+    """Return whether an argument may equal a different one: 0.0 == -0.0, 1 == 1.0 == True."""
     if isinstance(value, list | tuple):
         return any(is_ambiguous(item, is_number=is_number) for item in value)
     if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""Tensors that are made of other tensors: sparse ones, shards and wrapper subclasses."""
+"""Tensors that consist of other tensors: sparse tensors, shards and wrapper subclasses."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ from det_callbacks.internals.torch import (
     without_dispatch,
 )
 
-PLAIN = frozenset({Tensor, nn.Parameter})  # they compute none of their attributes in Python
+PLAIN = frozenset({Tensor, nn.Parameter})  # classes that compute no attribute in Python
 STRIDED = torch.strided
 _BY_ROWS, _BY_COLUMNS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
 _SPARSE_PARTS = {
@@ -24,7 +24,7 @@ _SPARSE_PARTS = {
     **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), _BY_ROWS),
     **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), _BY_COLUMNS),
 }
-address_of: Callable[[Tensor], int] = Tensor.data_ptr  # without the lookup of a subclass's method
+address_of: Callable[[Tensor], int] = Tensor.data_ptr  # bypasses a subclass's method
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
@@ -35,14 +35,14 @@ def unwrapped(tensor: Tensor) -> Tensor:
 
 
 def has_parts(tensor: Tensor) -> bool:
-    """Return whether a tensor's bytes lie in other tensors, or nowhere that a storage could tell."""
+    """Return whether other tensors hold the bytes of a tensor, or no storage that can be read does."""
     if tensor.layout is not STRIDED:
         return True
     return tensor.__class__ not in PLAIN and type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def holds_data(tensor: Any) -> bool:
-    """Return whether there is something to digest: not in fake, functional, meta and uninitialised tensors."""
+    """Return whether a tensor has data to digest; fake, functional, meta and lazy tensors have none."""
     if tensor.__class__ in PLAIN:
         return not tensor.is_meta
     if not isinstance(tensor, Tensor):
@@ -55,9 +55,9 @@ def holds_data(tensor: Any) -> bool:
 
 
 def parts_of(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the ordinary tensors that hold the bytes of one that ``has_parts``; none where they cannot be reached.
+    """Yield the ordinary tensors that hold the bytes of a tensor that ``has_parts``; none if they cannot be reached.
 
-    A tensor with memory of its own (a subclass with ``__torch_dispatch__`` only) is its one part.
+    A subclass that has memory and only overrides ``__torch_dispatch__`` is its only part.
     """
     if hasattr(tensor, "__tensor_flatten__"):
         for attribute in tensor.__tensor_flatten__()[0]:
@@ -69,7 +69,7 @@ def parts_of(tensor: Tensor) -> Iterator[Tensor]:
         if not isinstance(tensor, FakeTensor | FunctionalTensor) and not tensor.is_meta:
             yield tensor
         return
-    with without_dispatch():  # asking for the parts dispatches, which no mode of the user should see
+    with without_dispatch():  # a user's dispatch mode must not see us read the parts
         parts = [getattr(tensor, name)() for name in _SPARSE_PARTS.get(tensor.layout, ())]
     yield from parts
 

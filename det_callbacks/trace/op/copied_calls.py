@@ -1,4 +1,4 @@
-"""Calls of ops with copies of what they write, so that they can be run again."""
+"""Calls of ops with copies of what they write, so that an op can run again."""
 
 from typing import Any
 
@@ -18,12 +18,14 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def copied_call(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], *, with_read: bool = False) -> Call:
-    """Return the arguments of a call with copies of what it writes; raise TypeError where that cannot be done.
+    """Return the arguments of a call with copies of what it writes.
 
-    Every storage that a written argument lies in is copied, and each tensor argument on it is rebuilt there, so that
-    two arguments that view the same bytes still do. Not for sparse, quantised or nested tensors (what of them is
-    shared is not known), for tensors without data, and for memory that is less aligned than torch's own: kernels may
-    sum in another order there.
+    Copies the storage of every written argument, and rebuilds each tensor argument on the copy, so that arguments that
+    share bytes still do.
+
+    Raises:
+        TypeError: a tensor is sparse, quantised or nested, has no data, or is in memory that torch did not align, where
+            kernels may sum in another order.
     """
     scratch = (plan.argument(name, args, kwargs) for name in OPAQUE_WRITES.get(plan.base, ()))
     written = [*written_arguments(plan, args, kwargs), *(value for value in scratch if isinstance(value, Tensor))]

@@ -1,8 +1,8 @@
-"""Sites whose digests a device computes: asked for in the step, known at its end.
+"""Sites whose digests a device computes: requested during the step, known at its end.
 
-A tensor's memory must not change between the op that wrote it and the launch that reads it, so whoever is about to
-write, or lets something unseen write, says so first. FSDP frees what it has gathered, which nobody tells: once a
-collective has gathered anything, only what an op returned anew waits.
+A tensor's memory must not change before the device has read it, so a caller calls ``before_writes`` or ``flush`` before
+anything writes. FSDP frees gathered memory without a call that we see: after a collective has gathered anything, only
+new outputs of ops may wait.
 """
 
 from array import array
@@ -20,32 +20,32 @@ from det_callbacks.trace.op.layouts import LayoutSlot
 
 
 class DeferredSites(DeferredDigests):
-    """The sites of one step after the other that get their digests later, each with 0 in its place until then."""
+    """The deferred sites of the current step; each has the digest 0 until ``settle``."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_freed_unseen = False  # whether memory may be freed that no op allocated
+        self.is_freed_unseen = False  # whether something unseen, such as FSDP, may free memory
         self._sees_writes = False
         self.bits: dict[int, Bits] = {}  # by the position of the site
         self._asked: list[tuple[Sequence[Bits], Callable[[list[int]], None]]] = []
 
     def see_writes(self, sees_writes: bool) -> None:
-        """Note whether every op passes by the recorder; while none does, nothing may wait when a group has ended."""
+        """Set whether the recorder sees every op; while it does not, nothing may wait beyond the end of a group."""
         self.flush()
         self._sees_writes = sees_writes
 
     def end_group(self) -> None:
-        """Note that what was recorded is left to the program again."""
+        """Record that the user's code may now write the recorded tensors."""
         if not self._sees_writes:
             self.flush()
 
     def end_read(self) -> None:
-        """Note that a tensor was read or written that the running op did not make."""
+        """Record that the running op read or wrote a tensor that existed before."""
         if self.is_freed_unseen:
             self.flush()
 
     def digest(self, position: int, tensor: Tensor, slot: LayoutSlot) -> int:
-        """Return the digest of a tensor, in memory order where it is dense; 0 where it is deferred."""
+        """Return the digest of a tensor, in memory order if it is dense; 0 if the digest is deferred."""
         bits: Bits | None = None
         if slot.is_raw and tensor.__class__ in PLAIN and not tensor.is_neg():
             storage = tensor.untyped_storage()
@@ -58,34 +58,34 @@ class DeferredSites(DeferredDigests):
         return self.defer(position, tensor_bits(tensor, self, memory_order=True) if bits is None else bits)
 
     def defer(self, position: int, bits: Bits) -> int:
-        """Return bits that are known; note others for a site, and return 0."""
+        """Return known bits; keep deferred ones for the site at ``position`` and return 0."""
         if not isinstance(bits, DeferredBits):
             return bits
         self.bits[position] = bits
         return 0
 
     def is_deferred(self, tensor: Tensor) -> bool:
-        """Return whether a tensor lies on a device that computes digests."""
+        """Return whether a tensor is on a device that computes digests."""
         return not tensor.is_cpu and self.computes_on(tensor.device)
 
     def tensor_bits(self, tensor: Tensor) -> Bits:
-        """Return the digest of a tensor as it is now, in row-major order."""
+        """Return the digest of the current contents of a tensor, in row-major order."""
         bits = tensor_bits(tensor, self)
         self.end_group()
         return bits
 
     def digest_rows(self, tensor: Tensor) -> list[Bits]:
-        """Return the digest of each row (dimension 0) of a tensor of a device that computes digests."""
+        """Return the digest of each row (dimension 0) of a tensor on a device that computes digests."""
         with unobserved(), torch.no_grad():
             rows = tensor.detach().resolve_conj().resolve_neg().contiguous()
             return [tensor_bits(row, self) for row in rows]
 
     def ask(self, parts: Sequence[Bits], then: Callable[[list[int]], None]) -> None:
-        """Have a function called with digests when they are known, if the step comes to its end."""
+        """Call a function with the digests once they are known; never if the step is abandoned."""
         self._asked.append((parts, then))
 
     def before_writes(self, tensors: Iterable[Tensor]) -> None:
-        """Have the device read what waits, if any of it lies in memory that is about to change."""
+        """Let the device read the waiting tensors first if any of them share memory with ``tensors``."""
         for tensor in tensors:
             for part in parts_with_memory(tensor):
                 self.before_write(part.untyped_storage())
@@ -96,7 +96,7 @@ class DeferredSites(DeferredDigests):
             self.bits.popitem()
 
     def settle(self, digests: "array[int]") -> frozenset[int]:
-        """Wait for the devices and put the digests in their places; return these."""
+        """Wait for the devices, fill in the digests, and return the positions filled."""
         known = self.finish()
         for position, bits in self.bits.items():
             digests[position] = value_of(bits, known)
@@ -108,12 +108,11 @@ class DeferredSites(DeferredDigests):
         return settled
 
     def begin(self) -> None:
-        """Start a step."""
         self.discard()
         self._sees_writes = False
 
     def discard(self) -> None:
-        """Drop what waits, at the end of a step."""
+        """Drop the deferred sites, at the end of a step."""
         super().discard()
         self.bits.clear()
         self._asked.clear()

@@ -1,4 +1,4 @@
-"""What of the memory that ops only allocate nothing has written: told by words that are put there."""
+"""Finds memory that an op allocated and nothing has written, by marking each word of it."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,24 +9,24 @@ from torch import Tensor, UntypedStorage
 from det_callbacks.internals.torch import memory_address, pin_storage, storage_address, storage_at, unpin_storage
 from det_callbacks.trace.op.components import STRIDED, has_parts
 
-_MARK = 0x5AC3_91E7_2DB4_6F38  # nothing that is computed holds it, but with a chance of 2 ** -64 a word
+_MARK = 0x5AC3_91E7_2DB4_6F38  # a computed word has this value by chance only, 2 ** -64
 _OTHER_BITS = 0x2A2A_2A2A_2A2A_2A2A
 _WORD = 8  # bytes
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-_MAX_DEAD = 64  # allocations that are kept before those whose memory is gone are let go
+_MAX_DEAD = 64  # allocations kept before those whose memory was freed are dropped
 
 
 @dataclass(frozen=True, slots=True)
 class UnwrittenWords:
-    """Words of a storage that nothing has written, and that a call is about to read."""
+    """Words of a storage that nothing has written and that a call is about to read."""
 
-    words: Tensor  # of the whole storage, int64
+    words: Tensor  # the whole storage, as int64
     is_unwritten: Tensor  # bool by word
-    held: Tensor  # what all the words held when they were allocated
-    is_number: bool  # they are read as floating-point numbers
+    held: Tensor  # the contents of all words when they were allocated
+    is_number: bool  # whether the call reads them as floating-point numbers
 
     def put(self, *, others: bool = False) -> None:
-        """Put back what the words held; or other bits, among which no integer is a large index."""
+        """Restore the words; with ``others``, write different bits, in which no integer is a large index."""
         held = self.held
         if others:
             held = held ^ _OTHER_BITS if self.is_number else (held == 0).to(torch.int64)
@@ -34,11 +34,10 @@ class UnwrittenWords:
 
 
 class FreshMemory:
-    """Follows allocations of the calls of a block; its own work has to be done without dispatch modes.
+    """Follows the allocations in a block; its methods must run without dispatch modes.
 
-    The program finds there what it would have found: before a call reads unwritten words, they hold again what they
-    held when they were allocated. Only memory that is read without a call (NumPy, a raw kernel) shows the marks.
-    Words have 8 bytes, so allocations of fewer are not followed.
+    The training sees no marks: before a call reads unwritten words, ``begin_read`` restores their contents. Only code
+    that reads without a call (NumPy, a raw kernel) sees the marks. Allocations below 8 bytes, a word, are not followed.
     """
 
     def __init__(self) -> None:
@@ -48,7 +47,7 @@ class FreshMemory:
         return bool(self._held)
 
     def allocate(self, tensor: Tensor) -> None:
-        """Mark memory that an op has only allocated."""
+        """Mark memory that an op has allocated and not written."""
         if not _is_ordinary(tensor) or tensor.untyped_storage().nbytes() < _WORD or not memory_address(tensor):
             return
         if len(self._held) >= _MAX_DEAD:
@@ -62,7 +61,7 @@ class FreshMemory:
         words.fill_(_MARK)
 
     def begin_read(self, read: Iterable[Tensor], updated: Iterable[Tensor]) -> list[UnwrittenWords]:
-        """Return the unwritten words that a call reads, after they were put back; also in tensors that it updates."""
+        """Restore the unwritten words that a call reads or updates; return those that it reads."""
         for tensor in updated:
             self.give_back(tensor)
         found: list[UnwrittenWords] = []
@@ -83,7 +82,7 @@ class FreshMemory:
         return found
 
     def end_read(self, found: Iterable[UnwrittenWords], written: Iterable[Tensor]) -> None:
-        """Mark these words again after a call, but for what it has written."""
+        """Mark these words again after a call, except those that it has written."""
         ordinary = [tensor for tensor in written if _is_ordinary(tensor)]
         for one in found:
             address = storage_address(one.words.untyped_storage())
@@ -94,19 +93,19 @@ class FreshMemory:
             one.words.masked_fill_(is_unwritten, _MARK)
 
     def give_back(self, tensor: Tensor) -> None:
-        """Put back what the memory of a tensor held, and follow it no longer."""
+        """Restore the memory of a tensor and stop following it."""
         if _is_ordinary(tensor) and self._held_by(tensor) is not None:
             self._give_back(storage_address(tensor.untyped_storage()))
 
     def close(self) -> None:
-        """Put back what all memory held that nothing has written since."""
+        """Restore all memory that nothing has written."""
         for address in list(self._held):
             self._give_back(address)
 
     def _held_by(self, tensor: Tensor) -> Tensor | None:
         storage = tensor.untyped_storage()
         held = self._held.get(storage_address(storage))
-        if held is not None and held.numel() != storage.nbytes() // _WORD:  # resized by something unseen
+        if held is not None and held.numel() != storage.nbytes() // _WORD:  # something unseen resized it
             self._forget(storage_address(storage))
             return None
         return held
@@ -133,7 +132,7 @@ def _words_of(storage: UntypedStorage) -> Tensor:
 
 
 def _covered_words(tensor: Tensor) -> Tensor:
-    """Return, bool by word of its storage, which words a tensor has bytes of."""
+    """Return a bool for each word of a storage: whether the tensor has bytes in it."""
     num_words = tensor.untyped_storage().nbytes() // _WORD
     scratch = torch.zeros(tensor.untyped_storage().nbytes() + _WORD, dtype=torch.uint8, device=tensor.device)
     elements = torch.empty(0, dtype=_INTEGERS[tensor.itemsize], device=tensor.device)

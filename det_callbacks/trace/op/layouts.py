@@ -1,4 +1,4 @@
-"""Interned layouts: of a digested tensor, and in the forward pass which parts of tensors its op was given."""
+"""Interned layouts of digested tensors; in the forward pass also the parts of tensors that their op was given."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ MAX_ENTRIES = 100_000
 _QUANTISED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 
 Parts = tuple[tuple[int, int, tuple[int, ...]], ...]
-"""For each tensor argument that is a part of its storage: its index, its first element there, and its strides."""
+"""For each tensor argument that covers part of its storage: index, offset in elements, and strides."""
 
 
 def parts_of_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], offset_of: Callable[[Tensor], int]) -> Parts:
-    """Return which parts of tensors a call is given: only this tells apart ops that read one half and the other."""
+    """Return the parts of tensors that a call is given; only these distinguish ops on two halves of a tensor."""
     found: list[tuple[int, int, tuple[int, ...]]] = []
     at = 0
     for value in (*args, *kwargs.values()) if kwargs else args:
@@ -37,7 +37,7 @@ def parts_of_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], offset_of:
 
 
 def describe_parts(parts: Parts = ()) -> str:
-    """Return parts as text, which is the ``detail`` of a ``TensorLayout``; "" for none."""
+    """Return the ``detail`` of a ``TensorLayout`` for these parts; "" for none."""
     texts = [
         f"argument {at} from element {offset} by {list(stride)}" if at >= 0 else f"from element {offset}"
         for at, offset, stride in parts
@@ -47,25 +47,23 @@ def describe_parts(parts: Parts = ()) -> str:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class LayoutSlot:
-    """One interned layout."""
-
     index: int
     entry: TensorLayout | None
-    is_dense: bool = False  # the elements fill their extent in memory without holes or overlap
-    is_raw: bool = False  # and can be digested as they lie: not complex, since a lazy conjugation would be missed
+    is_dense: bool = False  # no holes and no overlap in memory
+    is_raw: bool = False  # dense, and its bytes are its values: a complex tensor may be lazily conjugated
     is_row_major: bool = False  # raw, and in row-major order
     num_bytes: int = 0
 
 
 class LayoutTable:
-    """(dtype, shape, stride) -> slot; where an op was given parts of tensors, these are the key's fourth item."""
+    """Maps (dtype, shape, stride), or (dtype, shape, stride, parts) for an op given parts of tensors, to a slot."""
 
     def __init__(self) -> None:
         self.slots: dict[Any, LayoutSlot] = {}  # public because the recorder reads it once per tensor
         self._forget()
 
     def trim(self) -> None:
-        """Forget everything once it is too large; call between steps."""
+        """Forget every layout if there are too many; call between steps."""
         if len(self.order) > MAX_ENTRIES:
             self._forget()
 
@@ -78,23 +76,23 @@ class LayoutTable:
         self.tags = {tag: self.special(tag) for tag in ("float", "int", "bool", "digest")}
 
     def add_strided(self, key: tuple[Any, ...]) -> LayoutSlot:
-        """Intern the layout of an ordinary tensor: dtype, shape, stride, and which parts of tensors its op reads."""
+        """Intern the layout of an ordinary tensor: dtype, shape, stride, and the parts that its op reads."""
         dtype, shape, stride, *parts = key
         name, detail = str(dtype).removeprefix("torch."), describe_parts(*parts)
         entry = TensorLayout(dtype=name, shape=tuple(shape), stride=tuple(stride), detail=detail)
         return self._add(key, entry, dtype)
 
     def special(self, dtype: str, shape: tuple[int, ...] = (), detail: str = "") -> LayoutSlot:
-        """Return the slot of something that is no strided tensor: a number, a sparse tensor, a shard."""
+        """Return the slot of a number, a sparse tensor or a shard: anything but a strided tensor."""
         key = (dtype, shape, detail)
         return self.slots.get(key) or self._add(key, TensorLayout(dtype=dtype, shape=shape, detail=detail))
 
     def without_bits(self, tensor: Tensor, detail: str) -> LayoutSlot:
-        """Return the slot of a tensor that is not digested, for the reason that ``detail`` names."""
+        """Return the slot of a tensor without a digest; ``detail`` names the reason."""
         return self.special(str(tensor.dtype).removeprefix("torch."), tuple(map(int, tensor.shape)), detail)
 
     def of(self, tensor: Tensor, offset: int = 0) -> LayoutSlot:
-        """Return the slot of any tensor; of an ordinary one it tells where in a larger one it begins."""
+        """Return the slot of any tensor; an ordinary one may begin at ``offset`` in a larger tensor."""
         if tensor.is_nested and tensor.layout is torch.strided:
             with without_dispatch():
                 sizes = [list(part.shape) for part in tensor.unbind()]
@@ -107,7 +105,7 @@ class LayoutTable:
         dtype = str(tensor.dtype).removeprefix("torch.")
         placements = getattr(tensor, "placements", None)
         detail = str(tensor.layout).removeprefix("torch.") if placements is None else f"DTensor{list(placements)}"
-        # the ragged size of a nested tensor is a symbol, numbered anew for each one made
+        # the ragged size is a symbol that torch numbers anew for each nested tensor
         shape = tuple(size if isinstance(size, int) else -1 for size in tensor.shape)
         return self.special(dtype, shape, detail)
 
@@ -133,5 +131,4 @@ class LayoutTable:
         return identity
 
     def layout(self, indices: list[int]) -> Layout:
-        """Return the layout with these slots."""
         return Layout(entries=tuple(self.order[index].entry for index in indices))

@@ -1,4 +1,4 @@
-"""Hooks that are given what chosen ops wrote."""
+"""Hooks that receive the outputs of selected ops."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -12,25 +12,25 @@ from det_callbacks.trace.tables.overloads import OpPlan, written_by_call
 
 
 class OutputHook(Protocol):
-    """Called with the outputs of the ops it selects: replay restores saved tensors there, keeping copies them."""
+    """Called with the outputs of the ops it selects, before they are digested: replay restores tensors there."""
 
-    needs_rows: bool  # it is called for ops that are digested only
+    needs_rows: bool  # whether to call it for digested ops only
 
     def selects(self, phase: str, module: str, op: str) -> bool:
-        """Return whether it wants the outputs of an op at this place."""
+        """Return whether the hook wants the outputs of an op at this place."""
 
     def exchange(
         self, phase: str, module: str, op: str, outputs: Sequence[Any], position: int, deferred: DeferredSites
     ) -> Sequence[Any]:
-        """Return what to go on with: the same tensors, perhaps written to, and perhaps other numbers.
+        """Return the outputs to continue with: the same tensors, perhaps with other contents, or other numbers.
 
-        The first site of the call is the first output from ``position`` on, counted as they come: where several threads
-        ran, ``StepTrace.place_of`` tells where it is in the end.
+        The call's sites are the next outputs from ``position`` on, in recording order; after a step with several
+        threads, ``StepTrace.place_of`` maps positions to the final order.
         """
 
 
 class OutputHooks:
-    """The hooks of a recording, none in most."""
+    """The output hooks of a recording; most recordings have none."""
 
     def __init__(self, step: Step) -> None:
         self._step = step
@@ -46,7 +46,7 @@ class OutputHooks:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[Any, Sequence[Any]]:
-        """Call the hooks, without outputs for an op that makes no sites; return what it returned and wrote."""
+        """Call the hooks; return the op's result and outputs. ``outputs`` is None for an op without sites."""
         written = outputs
         for hook in self.every:
             if (outputs is None and hook.needs_rows) or not hook.selects(phase, scope.module, plan.name):

@@ -1,4 +1,4 @@
-"""What a call of an op reads: the sites that wrote its inputs, and input sites where nobody recorded did."""
+"""What a call reads: the sites that wrote its inputs, and an input site for each input that no site wrote."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -24,39 +24,39 @@ _ELEMENTWISE = ("aten._foreach_", "aten._fused_")
 
 
 class Deliveries(Protocol):
-    """What collectives bring."""
+    """What ``Reads`` needs from the collectives."""
 
     def read(
         self, tensor: Tensor, numbers: Sequence[int], edges: Sequence[int], reads: list[int], names: list[InputName]
     ) -> None:
-        """Make the row of a tensor that collectives delivered, at its first read."""
+        """Make the row of a tensor that collectives wrote, at its first read."""
 
     def site_of(self, name: SpecialInput) -> Site:
-        """Return the site of a row with this name, but for its edges."""
+        """Return the collective's site for the input row ``name``; the caller sets its ``inputs``."""
 
     def wait(self, tensor: AsyncCollectiveTensor) -> None:
-        """Wait for a functional collective whose result is about to be read."""
+        """Wait for a functional collective before its result is read."""
 
 
 class Reads:
-    """Collects the reads of one call after the other; the recorder itself handles the common case."""
+    """Collects the reads of each call; the recorder handles the common case itself."""
 
-    collectives: Deliveries  # set by whoever records them, before the first step
+    collectives: Deliveries  # set by the recorder before the first step
 
     def __init__(self, step: Step, places: Places, generators: GeneratorTrail) -> None:
         self._step, self._places, self._generators = step, places, generators
-        self.row_edges: list[tuple[int, ...]] = []  # of each input site made for the call under way
-        self.unwritten: list[Tensor] = []  # what it reads that was only allocated in this step
+        self.row_edges: list[tuple[int, ...]] = []  # of each input site made for the current call
+        self.unwritten: list[Tensor] = []  # tensors it reads that this step allocated and did not fill
 
     def read(self, tensor: Tensor, reads: list[int], names: list[InputName]) -> None:
-        """Collect who wrote the bytes of a tensor; make an input site where nobody recorded did."""
+        """Collect the sites that wrote a tensor; make an input site for it if no recorded site did."""
         step = self._step
         if has_parts(tensor):
             if isinstance(tensor, AsyncCollectiveTensor):
                 self.collectives.wait(tensor)
             parts = list(parts_of(tensor))
             if not parts:
-                if holds_data(tensor):  # without a storage (mkldnn), so that nobody knows who wrote it
+                if holds_data(tensor):  # no storage (mkldnn), so its writer is unknown
                     names.append(None)
                     self.row_edges.append(())
                     reads.append(len(step.digests))
@@ -94,7 +94,8 @@ class Reads:
         names.append(name)
         self.row_edges.append(edges)
         reads.append(position)
-        if storage_address(storage) in ledger.in_flight:  # the host may have waited for it, of which nobody is told
+        # a device may still be copying into it, and the recorder cannot see whether the host waited
+        if storage_address(storage) in ledger.in_flight:
             step.append_bits(0, step.layouts.without_bits(tensor, IN_FLIGHT))
             return
         offset = 0
@@ -109,7 +110,7 @@ class Reads:
     def read_first(
         self, tensor: Tensor, storage: torch.UntypedStorage, reads: list[int], names: list[InputName]
     ) -> None:
-        """Do the same, sooner, for a strided tensor whose storage no site of this step has written or read."""
+        """Do what ``read`` does, faster, for a strided tensor whose storage this step has not written or read."""
         step = self._step
         ledger = step.ledger
         if tensor.is_cpu and not ledger.is_invalidated and not tensor.is_neg() and not tensor.is_nested:
@@ -126,7 +127,7 @@ class Reads:
         self.read(tensor, reads, names)
 
     def gather(self, value: Any, consts: list[Any], reads: list[int], names: list[InputName]) -> None:
-        """Collect one argument of any kind."""
+        """Collect an argument of any kind."""
         if isinstance(value, Tensor):
             self.read(value, reads, names)
         elif isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
@@ -141,7 +142,7 @@ class Reads:
     def read_generator(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], reads: list[int], names: list[InputName]
     ) -> None:
-        """Make a site of the state of the generator that a call draws from."""
+        """Make a site for the state of the generator that a call draws from."""
         step = self._step
         name, generator = generator_of(args, kwargs, self._generators.homes)
         position = len(step.digests)
@@ -154,9 +155,9 @@ class Reads:
     def read_unwritten(
         self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], reads: list[int], names: list[InputName]
     ) -> None:
-        """Make sites without bits of the memory that a call reads and that no recorded op has filled.
+        """Make a site without bits for each tensor that a call reads and that no recorded op has filled.
 
-        Not of what the call itself writes, nor of what it is told to ignore: that may be uninitialised.
+        Arguments that the call only writes, or ignores, get none: they may be uninitialised.
         """
         unwritten, self.unwritten = self.unwritten, []
         step = self._step
@@ -173,7 +174,7 @@ class Reads:
     def by_output(
         self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], num_outputs: int
     ) -> list[list[int]] | None:
-        """Return what each output of an op on lists of tensors reads, None for other ops.
+        """Return the sites that each output of an op on lists of tensors reads; None for other ops.
 
         Output i of a ``_foreach`` or ``_fused`` op reads the i-th tensor of each list, and the tensors in no list.
         """
@@ -198,8 +199,8 @@ class Reads:
         ]
 
     def sites(self, node: CallNode) -> Iterator[Site]:
-        """Yield the input sites of the call under way, for its new node."""
-        for name, edges in zip(node.names, self.row_edges, strict=False):  # a region has names of its own after them
+        """Yield the input sites of the current call, for its new node."""
+        for name, edges in zip(node.names, self.row_edges, strict=False):  # a compiled region appends further names
             role, shown, _ = special = name if isinstance(name, SpecialInput) else SpecialInput("input", name)
             if role == "delivered":
                 yield replace(self.collectives.site_of(special), name=shown, inputs=edges)

@@ -13,7 +13,7 @@ from det_callbacks.verdict import TensorNumbers
 
 
 def has_same_bits(first: Any, second: Any) -> bool:
-    """Return whether two outputs are the same, bit for bit, whatever their strides; raise as ``digest_tensor`` does."""
+    """Return whether two outputs have the same bits, whatever their strides; raise as ``digest_tensor`` does."""
     if not isinstance(first, Tensor) or not isinstance(second, Tensor):
         return type(first) is type(second) and scalar_bits(first) == scalar_bits(second)
     if first.dtype != second.dtype or first.layout != second.layout or _sizes(first) != _sizes(second):
@@ -22,12 +22,13 @@ def has_same_bits(first: Any, second: Any) -> bool:
     if is_plain and first.device == second.device and (words := INTEGERS.get(first.element_size())) is not None:
         require_storage(first)
         require_storage(second)
-        return torch.equal(first.view(words), second.view(words))  # on a device: a digest would be taken on the host
+        # compares where the tensors are; a digest would copy them to the host
+        return torch.equal(first.view(words), second.view(words))
     return digest_tensor(first) == digest_tensor(second)
 
 
 def difference_of(first: Any, second: Any) -> dict[str, Any]:
-    """Return shape, dtype and numbers for the ``OpMismatch`` of two outputs that have not the same bits."""
+    """Return shape, dtype and numbers for the ``OpMismatch`` of two outputs whose bits differ."""
     if not isinstance(first, Tensor):
         name = type(first).__name__
         return {"shape": (), "dtype": name, "num_elements": 1, "num_differing": 1, "max_ulps": None}
@@ -41,10 +42,10 @@ def difference_of(first: Any, second: Any) -> dict[str, Any]:
 
 
 def is_special(tensor: Tensor) -> bool:
-    """Return whether a tensor is more, or less, than strided elements on a storage."""
+    """Return whether a tensor is anything but strided elements in a storage."""
     return has_parts(tensor) or tensor.is_quantized or tensor.is_nested or is_zero_tensor(tensor)
 
 
 def _sizes(tensor: Tensor) -> tuple[int, ...]:
-    """Return the shape; of a nested tensor the number of its tensors, whose shapes count one by one."""
+    """Return the shape; for a nested tensor, the number of its tensors."""
     return (tensor.size(0),) if tensor.is_nested and tensor.layout is torch.strided else tuple(tensor.shape)

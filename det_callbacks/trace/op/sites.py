@@ -1,4 +1,4 @@
-"""The sites of a call that no earlier step had: the cold path, where text is made."""
+"""Builds the sites of a call that no earlier step had: the cold path, which may format text."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,26 +17,26 @@ from det_callbacks.trace.tables.overloads import OpPlan
 
 
 class SpecialInput(NamedTuple):
-    """Names an input site that is no plain tensor: the state of a generator, what a collective or a replay left."""
+    """Name of an input site that is not a plain tensor: a generator's state, a collective's or a replay's output."""
 
     role: Role
     name: str | None
-    key: tuple[Any, ...] = ()  # tells it from others of that name, when calls are compared
+    key: tuple[Any, ...] = ()  # distinguishes calls whose sites have the same name
 
 
 InputName = str | SpecialInput | None
 
 
 class ReadSites(Protocol):
-    """What the call under way reads, for its new node."""
+    """What the current call reads, for its new node."""
 
     def by_output(
         self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], num_outputs: int
     ) -> list[list[int]] | None:
-        """Return what each output of an op on lists of tensors reads, None for other ops."""
+        """Return the sites that each output of an op on lists of tensors reads; None for other ops."""
 
     def sites(self, node: CallNode) -> Iterator[Site]:
-        """Yield the input sites of the call."""
+        """Yield the input sites of the current call."""
 
 
 def build_op(
@@ -49,7 +49,7 @@ def build_op(
     outputs: Sequence[Any],
     node: CallNode,
 ) -> None:
-    """Fill in a new node of the call of an op."""
+    """Fill in a new node for the call of an op."""
     scope = node.scope
     places.backward.note_stack(node)
     node.op_base, node.is_in_place, node.source = plan.base, bool(plan.writes), source_of_call(node)
@@ -97,10 +97,10 @@ def build_op(
 
 
 def names_of_written(places: "Places", phase: str, plan: OpPlan, outputs: Sequence[Any]) -> list[str | None]:
-    """Return the names of the tensors that an op has written, None for those that it made."""
+    """Return the name of each output; None for a tensor that the op made."""
     if plan.is_functional:
         return [None] * len(outputs)
-    # which memory becomes a gradient, autograd and DDP choose by what was before the step: a name is known after it
+    # autograd and DDP decide by earlier steps which memory becomes a gradient, so its name is known after the op
     name_of = places.names.of if phase == "backward" else places.names.of_written
     return [name_of(one) if isinstance(one, Tensor) and not has_parts(one) else None for one in outputs]
 
@@ -111,10 +111,10 @@ def owner_of(name: str, parameters: Iterable[str]) -> str:
 
 
 def source_of_call(node: CallNode) -> tuple[str, ...]:
-    """Return the lines behind the call of an op.
+    """Return the source lines of the call of an op.
 
-    An op that a checkpoint repeats has none of the user's when the repeated module is torch's own: then those of its
-    first run, unless that module was called from several places.
+    Where activation checkpointing repeats a module of torch, the stack holds no user code: return the lines of the
+    op's first run, unless the module was called from several places.
     """
     source = source_of(node.scope)
     if not node.scope.recomputed or not is_of_torch(source):
@@ -129,7 +129,7 @@ def source_of_call(node: CallNode) -> tuple[str, ...]:
 
 
 def _names_of_arguments(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[str]:
-    """Yield the names of the arguments that are no tensors, in the order in which the recorder collects them."""
+    """Yield the names of the arguments that are not tensors, in the recorder's order."""
     for name, value in plan.inputs(args, kwargs):
         if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
             yield from (f"{name}[{index}]" for index, item in enumerate(value) if not isinstance(item, Tensor))
@@ -138,5 +138,5 @@ def _names_of_arguments(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def arguments_json(arguments: Mapping[str, Any]) -> str:
-    """Return the JSON object of arguments by name."""
+    """Return named arguments as a JSON object."""
     return json.dumps({name: plain_value(value) for name, value in arguments.items()}, separators=(",", ":"))

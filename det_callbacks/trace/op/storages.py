@@ -1,7 +1,7 @@
-"""Who wrote the bytes of a storage in this step: the edges of a program.
+"""Which sites wrote the bytes of a storage in this step: the edges of a program.
 
-A storage is known by its address. Every storage in the ledger is pinned by a weak reference until the step ends: its
-memory is released as always, but its address is not used again.
+A storage is identified by its address. The ledger pins every storage with a weak reference until the step ends: torch
+frees its memory as usual, but does not reuse the address.
 """
 
 from dataclasses import dataclass, field
@@ -12,22 +12,22 @@ from torch import Tensor
 
 from det_callbacks.internals.torch import pin_storage, storage_address, unpin_storage
 
-MAX_MASK_BYTES = 1 << 24  # of a storage that are looked at one by one
+MAX_MASK_BYTES = 1 << 24  # largest region to check byte by byte
 
 UNKNOWN = -1
-"""In place of a site's position: the writer is not recorded. Below it, -2 - n is the n-th delivery of a collective."""
+"""Position of a writer that was not recorded. Lower values: -2 - n is the n-th delivery of a collective."""
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The bytes of a storage from the first to the last that a strided tensor covers."""
+    """The bytes of a storage from the first to the last byte of a strided tensor."""
 
     low: int
     high: int
-    holes: tuple[tuple[int, ...], ...] = ()  # strides and lengths of a tensor that leaves some of these bytes out
+    holes: tuple[tuple[int, ...], ...] = ()  # strides and lengths of a tensor that skips some of these bytes
 
     def inside(self, mask: np.ndarray, low: int) -> np.ndarray:
-        """Return the bytes of this region as a view of a mask, which has a storage's bytes from ``low`` on."""
+        """Return this region as a view of ``mask``, a bool per byte of a storage from ``low`` on."""
         if not self.holes:
             return mask[self.low - low : self.high - low]
         itemsize = (self.high - self.low) // (1 + sum((length - 1) * step for step, length in self.holes))
@@ -36,15 +36,15 @@ class Region:
         return np.lib.stride_tricks.as_strided(mask[self.low - low :], shape, strides)
 
     def overlaps(self, other: "Region") -> bool:
-        """Return whether they share a byte; true as well for some that interleave."""
+        """Return whether two regions share a byte; also True for some that interleave."""
         return self.low < other.high and other.low < self.high
 
     def contains(self, other: "Region") -> bool:
-        """Return whether every byte of the other is in this one; false as well for some nested ones with holes."""
+        """Return whether this region has every byte of ``other``; also False for some regions with holes."""
         return self == other if self.holes else self.low <= other.low and other.high <= self.high
 
     def without(self, other: "Region") -> list["Region"]:
-        """Return what is left when the other is taken away; all of it where only one of them has no holes."""
+        """Return this region minus ``other``; all of it if either has holes and ``other`` does not contain it."""
         if other.contains(self):
             return []
         if self.holes or other.holes or not self.overlaps(other):
@@ -55,19 +55,19 @@ class Region:
 
 @dataclass(slots=True)
 class PartialWrites:
-    """Writers of parts of a storage, in the order in which they wrote: the position of a site, ``UNKNOWN`` or less."""
+    """Writers of parts of a storage in the order of writing: the position of a site, ``UNKNOWN`` or less."""
 
-    is_uninitialised: bool = False  # made in this step, so that bytes that nobody wrote hold nothing worth recording
-    is_empty: bool = False  # made by an op that only allocates
+    is_uninitialised: bool = False  # allocated in this step: unwritten bytes are not worth recording
+    is_empty: bool = False  # the op only allocated it
     writes: list[tuple[Region, int]] = field(default_factory=list)
 
     def add(self, region: Region, position: int) -> None:
-        """Add a write; it replaces the writes, and the parts of writes without holes, that lie inside it."""
+        """Add a write; it replaces earlier writes inside its region, and the parts there of those without holes."""
         self.writes = [(rest, at) for written, at in self.writes for rest in written.without(region)]
         self.writes.append((region, position))
 
     def writers(self, region: Region) -> list[int]:
-        """Return the sites whose writes are still in a region, ascending and without repetition."""
+        """Return the sites whose writes are still in a region, ascending, each once."""
         found = set()
         for written, at in reversed(self.writes):
             if written.overlaps(region):
@@ -81,7 +81,7 @@ class PartialWrites:
         return sorted({UNKNOWN - 1 - at for written, at in self.writes if at < UNKNOWN and written.overlaps(region)})
 
     def covers(self, region: Region) -> bool:
-        """Return whether every byte of a region that is worth recording was written by a recorded site."""
+        """Return whether recorded sites wrote every byte of a region that is worth recording."""
         for written, at in reversed(self.writes):
             if written.contains(region):
                 return at >= 0
@@ -92,7 +92,7 @@ class PartialWrites:
         return self.is_uninitialised or sum(max(size, 0) for size in shared) == region.high - region.low
 
     def is_filled(self, region: Region) -> bool:
-        """Return whether somebody has written every byte of a region; False as well where it is very large."""
+        """Return whether every byte of a region was written; may be False for a region beyond ``MAX_MASK_BYTES``."""
         every = (region, *(written for written, _ in self.writes))
         low, high = min(one.low for one in every), max(one.high for one in every)
         if high - low > MAX_MASK_BYTES:
@@ -103,7 +103,7 @@ class PartialWrites:
         return bool(region.inside(mask, low).all())
 
     def untouched(self, region: Region) -> list[tuple[Region, int]]:
-        """Return the writes without holes into a region into which nobody wrote later."""
+        """Return the writes into a region that have no holes and that no later write overlaps."""
         return [
             (written, at)
             for index, (written, at) in enumerate(self.writes)
@@ -115,26 +115,26 @@ class PartialWrites:
 
 
 class StorageLedger:
-    """Storage address -> the position of the one site that wrote all of it (the common case), or ``PartialWrites``.
+    """Maps a storage's address to the site that wrote all of it (the common case), or to ``PartialWrites``.
 
-    An address that is absent was not written by a recorded site of this step. ``writers`` and ``pins``, the addresses
-    held, are public because the recorder uses them once per tensor.
+    No recorded site of this step wrote an address that is absent. ``writers`` and ``pins`` (the addresses pinned) are
+    public because the recorder uses them once per tensor.
     """
 
     def __init__(self) -> None:
         self.writers: dict[int, int | PartialWrites] = {}
         self.pins: list[int] = []
         self.is_invalidated = False  # whether ``invalidate`` was called in this step
-        self.in_flight: set[int] = set()  # of the host, into which a device copies, and nobody has waited for it
+        self.in_flight: set[int] = set()  # host memory that a device may still be copying into
 
     def pin(self, tensor: Tensor) -> int:
-        """Keep the address of a tensor's storage from being used again until the step ends; return it."""
+        """Pin a tensor's storage until the step ends, so that torch does not reuse its address; return the address."""
         address = pin_storage(tensor.untyped_storage())
         self.pins.append(address)
         return address
 
     def write(self, tensor: Tensor, position: int) -> None:
-        """Note who wrote the elements of a tensor, which may be any view: a site, ``UNKNOWN``, or a delivery."""
+        """Set the writer of a tensor, which may be any view: a site, ``UNKNOWN``, or a delivery."""
         storage = tensor.untyped_storage()
         address, num_bytes = storage_address(storage), storage.nbytes()
         known = self.writers.get(address)
@@ -150,42 +150,42 @@ class StorageLedger:
             known.add(region, position)
 
     def mark_uninitialised(self, tensor: Tensor, *, is_empty: bool = False) -> None:
-        """Note a tensor whose memory is uninitialised, or as good as that: a workspace that its op has filled."""
+        """Record that a tensor is uninitialised, or is a workspace, whose contents do not matter."""
         self.writers[self.pin(tensor)] = PartialWrites(is_uninitialised=True, is_empty=is_empty)
 
     def forget(self, tensor: Tensor) -> None:
-        """Note that something unrecorded wrote a tensor: the next recorded read of it becomes an input site."""
+        """Record an unseen write to a tensor: the next recorded read of the tensor becomes an input site."""
         if storage_address(tensor.untyped_storage()) in self.writers:
             self.write(tensor, UNKNOWN)
 
     def mark_in_flight(self, tensor: Tensor) -> None:
-        """Note that a device copies into a tensor of the host, which nobody may look at before the step's end."""
+        """Record that a device copies into a host tensor; do not read the tensor before the step's end."""
         self.in_flight.add(self.pin(tensor))
         self.write(tensor, UNKNOWN)
 
     def invalidate(self) -> None:
-        """Note that something may have written any memory: the next recorded read of it becomes a site."""
+        """Record a possible unseen write to any memory: the next recorded read of each tensor becomes a site."""
         self.is_invalidated = True
         for address, known in list(self.writers.items()):
-            # what a collective has yet to bring comes later than what may have been written now
+            # a collective that is still pending writes later than this
             pending = [] if isinstance(known, int) else [write for write in known.writes if write[1] < UNKNOWN]
             del self.writers[address]
             if pending:
                 self.writers[address] = PartialWrites(writes=pending)
 
     def deliver(self, tensor: Tensor, number: int) -> None:
-        """Note that a collective writes a tensor, now or later; the first read of it makes a row."""
+        """Record that a collective writes a tensor, now or later; the first read of the tensor makes a row."""
         self.write(tensor, UNKNOWN - 1 - number)
 
     def writers_of(self, tensor: Tensor) -> list[int]:
-        """Return the recorded sites that wrote the bytes of a tensor that has a storage, ascending."""
+        """Return the recorded sites that wrote a tensor with a storage, ascending."""
         known = self.writers.get(storage_address(tensor.untyped_storage()))
         if isinstance(known, PartialWrites):
             return known.writers(region_of(tensor))
         return [] if known is None else [known]
 
     def drop_from(self, position: int) -> None:
-        """Forget the sites from a position on, when the op that would have followed them did not happen."""
+        """Forget the sites from a position on, after an op raised."""
         for address, known in list(self.writers.items()):
             if isinstance(known, PartialWrites):
                 known.writes = [write for write in known.writes if write[1] < position]
@@ -193,11 +193,11 @@ class StorageLedger:
                 del self.writers[address]
 
     def close(self) -> None:
-        """Drop everything known and let the addresses go."""
+        """Forget all writers and unpin all addresses."""
         self.is_invalidated = False
         self.in_flight.clear()
         self.writers.clear()
-        pins, self.pins = self.pins, []  # each is let go once, also where Ctrl-C ends this and it is called again
+        pins, self.pins = self.pins, []  # unpins each once, even if Ctrl-C ends this call and another follows
         for address in pins:
             unpin_storage(address)
 
@@ -213,7 +213,7 @@ def region_of(tensor: Tensor) -> Region:
 
 @lru_cache(maxsize=4096)
 def _extent(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, tuple[tuple[int, ...], ...]]:
-    """Return how many elements lie between the first and the last, these included, and what tells the holes."""
+    """Return the number of elements from the first to the last in memory, and ``Region.holes``."""
     if 0 in shape:
         return 0, ()
     dimensions = sorted((step, length) for step, length in zip(stride, shape, strict=True) if length > 1 and step)

@@ -1,4 +1,4 @@
-"""Ops whose outputs are not digested: what they change is recorded all the same."""
+"""Runs and notes ops whose outputs are not digested."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -26,7 +26,7 @@ _is_grad_enabled = torch.is_grad_enabled
 
 
 class UndigestedOps:
-    """Runs ops that make no sites of what they return: views, allocations, collectives, ops outside the selection."""
+    """Runs ops that make no sites for their outputs: views, allocations, collectives, ops outside the selection."""
 
     def __init__(
         self, step: Step, places: Places, plans: Plans, collectives: Collectives, output_hooks: OutputHooks
@@ -34,14 +34,13 @@ class UndigestedOps:
         self._step, self._places, self._plans = step, places, plans
         self._collectives, self._output_hooks = collectives, output_hooks
         self._copying: set[torch.device] = set()
-        self.fill: int | None = None  # byte that allocated memory is filled with; None leaves it as it is
+        self.fill: int | None = None  # fill allocated memory with this byte; None leaves it unchanged
 
     def begin(self) -> None:
-        """Start a step."""
         self._copying.clear()
 
     def run(self, plan: OpPlan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an op that has no digest by its kind: a view, uninitialised memory, a collective."""
+        """Run an op whose kind is not ``DIGEST``: a view, an allocation, a collective."""
         step = self._step
         if plan.kind is OpKind.VIEW:
             step.counts.num_views += 1
@@ -49,11 +48,11 @@ class UndigestedOps:
                 self._touch(func, plan)
             return plan.call(*args, **kwargs)
         if plan.kind is not OpKind.UNINITIALISED:
-            step.deferred.flush()  # it may write what nobody is told of, or let another stream do so
+            step.deferred.flush()  # it, or another stream, may write memory unseen
         if plan.kind is OpKind.COLLECTIVE:
             return self._collectives.run(plan, func, args, kwargs)
         step.counts.skipped[plan.kind.value] += 1
-        if plan.kind is OpKind.RELAYOUT and not has_parts(args[0]):  # bytes that stay have the writers they had
+        if plan.kind is OpKind.RELAYOUT and not has_parts(args[0]):  # bytes that it does not move keep their writers
             return func(*args, **kwargs)
         out = func(*args, **kwargs)
         if plan.kind is OpKind.UNINITIALISED:
@@ -71,7 +70,7 @@ class UndigestedOps:
     def unselected(
         self, plan: OpPlan, func: Any, phase: str, scope: OpScope, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run an op outside the selection: what it writes is unknown from here on."""
+        """Run an op outside the selection, and forget the writers of what it writes."""
         step = self._step
         step.counts.skipped["unselected"] += 1
         if phase != "optimizer" and (_is_grad_enabled() or self._places.backward.is_unclaimed()):
@@ -84,14 +83,13 @@ class UndigestedOps:
         return out
 
     def in_reducer(self, plan: OpPlan, scope: OpScope, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an op by which DDP's reducer makes unused parameters ready: looks them up, clears or divides gradients.
+        """Run an op of DDP's reducer on an unused parameter; return ``NotImplemented``, without a call, for other ops.
 
-        It goes through these parameters in the order of their addresses (``gradAccToVariableMap_`` in
-        ``torch/csrc/distributed/c10d/reducer.cpp``, 2.13), another one in each process. What it puts into a bucket
-        counts as written by whoever wrote the gradient that an earlier backward pass left.
-        Returns ``NotImplemented`` for any other op, which has not run then.
+        The reducer visits unused parameters in the order of their addresses (``gradAccToVariableMap_`` in
+        ``torch/csrc/distributed/c10d/reducer.cpp``, 2.13), which differs between processes, so these ops make no sites.
+        The bucket keeps the writer of the gradient that the reducer copies into it.
         """
-        # it runs where a gradient was accumulated
+        # the reducer runs where a gradient was accumulated
         if scope.name is None or not (dist.is_available() and dist.is_initialized()):
             return NotImplemented
         step, gradient = self._step, None
@@ -112,7 +110,7 @@ class UndigestedOps:
         return out
 
     def mark_in_flight(self, tensors: Iterable[Tensor], devices: Iterable[torch.device]) -> None:
-        """Note that devices copy into tensors of the host, and that nobody has waited for it."""
+        """Record that devices are copying into host tensors."""
         step = self._step
         step.counts.skipped["in_flight"] += 1
         self._copying.update(devices)
@@ -121,7 +119,7 @@ class UndigestedOps:
                 step.ledger.mark_in_flight(part)
 
     def wait_for_copies(self) -> None:
-        """Wait for the devices that copy to the host, at a step's end: what lies there is about to be read."""
+        """Wait for the devices that copy to the host, at a step's end, before the host tensors are read."""
         copying, self._copying = self._copying, set()
         accelerator = torch.accelerator.current_accelerator() if copying else None
         for device in copying:
@@ -129,7 +127,7 @@ class UndigestedOps:
                 torch.accelerator.synchronize(device)
 
     def captured(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Pass on an op that a CUDA graph is made of: it gives nothing yet, and nothing may be done beside it."""
+        """Run an op during CUDA graph capture: it computes nothing yet, and other work would join the graph."""
         step = self._step
         plan = self._plans.of(func)
         if comes_apart(plan, args, kwargs):
@@ -139,7 +137,7 @@ class UndigestedOps:
         return (plan.whole or plan).call(*args, **kwargs)
 
     def _touch(self, func: Any, plan: OpPlan) -> None:
-        """Note an op that is not digested: the autograd node it may own leads back to its module."""
+        """Register an op that is not digested: the autograd node that it may make leads back to its module."""
         graph = self._step.graph
         phase, scope = self._places.now()
         node = graph.at.likely

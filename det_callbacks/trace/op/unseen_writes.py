@@ -1,7 +1,8 @@
-"""Writers that the trace did not see (a raw kernel, NumPy, another thread), looked for where an output differs.
+"""Finds writes that the trace did not see (a raw kernel, NumPy, another thread) where an output differs.
 
-In a verify run the inputs that are still alive are then digested again and compared with what their writers had left; a
-difference makes ``is_origin`` null. Where digests are known only at the step's end, what is alive then is looked at.
+Where an output of a verify run differs, the check digests the op's inputs again and compares them with the digests of
+the sites that wrote them; if one changed, ``is_origin`` is null. Inputs of a site with a deferred digest are checked at
+the step's end if their memory still exists.
 """
 
 from collections import Counter
@@ -23,37 +24,36 @@ from det_callbacks.trace.tables.overloads import OpPlan, tensors_in, tensors_rea
 
 
 class UnseenWriteCheck:
-    """Looks at the inputs of ops whose output is not what the reference had."""
+    """Checks the inputs of ops whose outputs differ from the reference."""
 
     def __init__(self, step: Step) -> None:
         self._step = step
         self._update = 0
-        self._changed_at: dict[int, int] = {}  # address of a storage -> number of sites when it was found changed
+        self._changed_at: dict[int, int] = {}  # storage address -> number of sites when the check found it changed
 
     def begin_update(self) -> None:
-        """Note that an optimizer begins its own update: no code of the user's runs until it ends."""
+        """Record that an optimizer's update begins: no user code runs until it ends."""
         self._update = self._step.num_sites
 
     def begin(self) -> None:
-        """Start a step."""
         self._changed_at.clear()
 
     def look_before(
         self, plan: OpPlan, written: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], mark: int, phase: str
     ) -> bool:
-        """Return whether an argument that an op is about to write is not what its recorded writer left.
+        """Return whether an unseen write changed an argument that an op is about to write.
 
-        Nobody can read these bits afterwards. What the call itself has just read is not looked at again, nor, inside an
-        optimizer's update, what the update has read or written; nor what is overwritten as a whole, unread.
+        After the op these bits are gone. The check skips memory that the call has just read, that the optimizer's
+        update under way has read or written, and that the op overwrites completely without reading it.
         """
         looked_at = _ordinary(written)
         if plan.is_overwrite:
             given = Counter(map(_address, _ordinary(tensors_in((*args, *kwargs.values())))))
-            # torch.mul(a, 2, out=a) reads it
+            # torch.mul(a, 2, out=a) reads what it overwrites
             looked_at = [one for one in looked_at if given[_address(one)] > 1 or _is_part(one)]
         trusted = self._update if phase == "optimizer" else mark
         changed = [one for one in looked_at if self._is_changed(one, trusted)]
-        # the rest of the memory stays what it is, and whoever reads it later reads that
+        # the op may not overwrite all of it: later reads find the changed rest
         self._changed_at.update((_address(one), mark) for one in changed)
         return bool(changed)
 
@@ -68,9 +68,9 @@ class UnseenWriteCheck:
         *,
         was_changed: bool,
     ) -> None:
-        """Note the sites of a call that differ and read something that nobody recorded wrote.
+        """Add the sites of a call that differ and read an unseen write to ``expected.unseen_writes``.
 
-        Those whose digests are known later are noted whether they differ or not; see also ``look_back``.
+        Sites with deferred digests are added whether they differ or not; see also ``look_back``.
         """
         digests, deferred = self._step.digests, self._step.deferred.bits
         positions = range(first, len(digests))
@@ -86,9 +86,9 @@ class UnseenWriteCheck:
                 expected.unseen_writes.update(waiting)
 
     def look_back(self, expected: Expectation, program: Program, deferred: frozenset[int]) -> None:
-        """Do the same at the end of a step for the sites whose digests are known only then.
+        """Compare the sites with deferred digests, at the end of a step.
 
-        What they read is looked at where it is alive still, and no recorded site has written it since.
+        Checks the memory that they read if it still exists and no recorded site has written it since.
         """
         rows, digests = program.rows, self._step.digests
         outputs = (at for at in sorted(deferred) if rows[at].site.role == "output")
@@ -104,7 +104,7 @@ class UnseenWriteCheck:
             if not isinstance(writer, int) or writer not in wanted:
                 continue
             left = step.layout_of(writer)
-            # the ledger holds a weak reference to it; torch 2.13: None where it is gone
+            # the ledger's reference is weak: None if the storage is gone
             storage = storage_at(address)
             if storage is not None and left.is_raw and storage.nbytes() == left.num_bytes:
                 bits = queues.add(storage, 0, left.num_bytes)
@@ -115,7 +115,7 @@ class UnseenWriteCheck:
         expected.unseen_writes.update(at for at in differing if not changed.isdisjoint(read[at]))
 
     def _is_changed(self, tensor: Tensor, trusted: int | None = None) -> bool:
-        """Return whether bytes that one site before ``trusted`` wrote have changed; with holes it cannot be told."""
+        """Return whether bytes that a site before ``trusted`` wrote have changed; False for tensors with holes."""
         step, storage = self._step, tensor.untyped_storage()
         writer = step.ledger.writers.get(storage_address(storage))
         if trusted is not None and isinstance(writer, int) and writer >= trusted:
@@ -133,14 +133,14 @@ class UnseenWriteCheck:
             if not is_known or at in step.deferred.bits or not (tensor.is_cpu or is_whole):
                 continue
             now = digest_memory(address + region.low, left.num_bytes) if tensor.is_cpu else digest_output(tensor)
-            # a named tensor is digested in row-major order, whatever its strides
+            # named tensors are digested in row-major order, whatever their strides
             if now != digest and (left.is_row_major or (is_whole and digest_tensor(tensor) != digest)):
                 return True
         return False
 
 
 def _ordinary(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return the tensors that have a storage of their own."""
+    """Return the tensors without parts, which have a storage."""
     return [tensor for tensor in tensors if not has_parts(tensor)]
 
 
@@ -149,6 +149,6 @@ def _address(tensor: Tensor) -> int:
 
 
 def _is_part(tensor: Tensor) -> bool:
-    """Return whether a tensor leaves out some of its storage, which is there."""
+    """Return whether a tensor covers only part of its storage."""
     num_bytes = 0 if tensor.is_nested else tensor.untyped_storage().nbytes()
     return num_bytes > tensor.numel() * tensor.itemsize > 0 and bool(tensor.untyped_storage().data_ptr())
