@@ -55,7 +55,7 @@ def diff(options: argparse.Namespace) -> int:
 def findings(options: argparse.Namespace) -> int:
     run = Run.open(options.run_folder, check_steps=False)
     found = find_findings(run)
-    nothing = Section(lines=[f"{run.path}: nothing was found"])
+    nothing = Section(lines=[f"{run.path}: no findings"])
     report = findings_report(found) or [nothing]
     return print_found(options, lambda: findings_to_dict(run.path, found), lambda: report, status=int(bool(found)))
 

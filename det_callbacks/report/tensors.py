@@ -47,7 +47,7 @@ def _difference(entry: "EntryDifference") -> str:
     if entry.kind == "structure":
         return f"{entry.name} was {entry.reference}, and is {entry.current}"
     if entry.kind != "content":
-        return f"{entry.name} {'is missing' if entry.kind == 'missing' else 'is there, and was not before'}"
+        return f"{entry.name} {'is missing' if entry.kind == 'missing' else 'is new'}"
     if entry.num_differing is None:
         values = "" if entry.reference is None else f" (it was {entry.reference}, and is {entry.current})"
         return f"{entry.name} differs{values}"
@@ -58,14 +58,14 @@ def _difference(entry: "EntryDifference") -> str:
 def unrestored_line(path: str) -> str:
     """Return the line on a checkpoint that Lightning alone resumes."""
     return (
-        f"det_callbacks: {path} is resumed by Lightning alone: no state of generators and data with its "
-        "digests stands beside it, so with shuffling, augmentation or dropout the run will not be the same run"
+        f"det_callbacks: only Lightning resumes {path}, because no saved state of generators and data is beside it. "
+        "With shuffling, augmentation or dropout, the run will not be the same run"
     )
 
 
 def uncovered_save_line(path: str) -> str:
     """Return the line on a checkpoint that gets no digests."""
     return (
-        f"det_callbacks: {path} gets no digests and no exact resume, nor do others like it: it is remote, or not on "
-        "the disk when its save returns (AsyncCheckpointIO writes in the background)"
+        f"det_callbacks: {path} and others like it get no digests and no exact resume, because they are remote, or "
+        "not on the disk when a save returns (AsyncCheckpointIO writes in the background)"
     )

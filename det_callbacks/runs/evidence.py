@@ -162,7 +162,7 @@ def read_evidence(path: Path, *, run_id: str, keep: Filter | None = None) -> Ite
                 return  # a kill left it half written
             digest = dict(metadata or {}).get(_DIGEST)
             if any(column.null_count for column in batch.columns) or digest != _digest_batch(batch):
-                raise damaged(path, "a record batch is not what its digest says")
+                raise damaged(path, "a record batch does not match its digest")
             kept = batch if keep is None else batch.filter(pa.array(keep(batch)))
             yield from map(Row, *(column.to_pylist() for column in kept.columns))
 

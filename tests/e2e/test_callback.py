@@ -196,7 +196,7 @@ def test_no_run_is_written_over(reference, damageable, tmp_path, monkeypatch):
 
 # what happens to which file of the run, and what is then said of it
 UNUSABLE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "": (shutil.rmtree, "There is no run at"),
+    "": (shutil.rmtree, "There is no run in"),
     "run.json": (
         lambda path: path.write_text(path.read_text().replace('"format_version": 1', '"format_version": 99')),
         "has format_version 99, and this version of det_callbacks reads 1",

@@ -87,8 +87,8 @@ def test_whoever_reads_may_leave_and_a_pipe_gets_plain_text(runs):
     [
         ("reference reference", 0, "MATCH\nAll "),
         ("reference other", 1, "the initial state differs (first.weight: 1 of 9 tensors)"),
-        ("short long", 1, "Steps 4 to 23 (20 of them) are only in the current run; the 4 steps that both have agree."),
-        ("short long --steps common", 0, "Only steps that both runs have were compared."),
+        ("short long", 1, "Steps 4 to 23 (20 of them) are only in the current run; the 4 common steps match."),
+        ("short long --steps common", 0, "Only the steps that both runs have were compared."),
         ("reference elsewhere", 3, "num_threads: "),
     ],
 )
@@ -169,9 +169,9 @@ def test_ops_lists_what_torch_says_and_what_a_run_uses(command):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("show nowhere --json", "There is no run at "),
-        ("ops --used-by nowhere --json", "There is no run at "),
-        ("diff reference state", "did not record the same: level: 'op' and 'state'"),
+        ("show nowhere --json", "There is no run in "),
+        ("ops --used-by nowhere --json", "There is no run in "),
+        ("diff reference state", "were recorded with different arguments (level: 'op' and 'state')"),
         ("show reference --step 4", "holds no step 4 of segment 0, rank 0; it holds 4 steps from 0 to 3 there."),
         ("show reference --segment 1 --step 0", "holds no step 0 of segment 1, rank 0; it holds no steps there."),
         ("show reference --segment 4", "holds no segment 4, rank 0; it holds no steps there."),

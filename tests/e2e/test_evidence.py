@@ -94,7 +94,7 @@ def test_what_a_hook_makes_of_a_batch_is_told_from_what_was_loaded(tmp_path):
         reference = record(tmp_path / name, DataLoader(Samples(), 4), before)
         verdict = verify(reference, DataLoader(Samples(), 4), shifted(0.5))
         assert (verdict.cause, "on_after_batch_transfer" in verdict.explanation) == ("data_content", True)
-        assert "batch: what left the loader matches" in verdict.evidence
+        assert "batch: the loader's output matches" in verdict.evidence
 
 
 def test_a_verdict_stands_without_its_evidence(tmp_path):

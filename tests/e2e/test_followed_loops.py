@@ -132,7 +132,7 @@ def test_several_trainings_are_one_run(command):
         ("functional", "AdamW stepped, and no module with its parameters was called since the step before"),
         ("left_in_eval", "with gradients enabled and in train mode"),
         ("caught", "AdamW stepped, and no module with its parameters was called since the step before"),
-        ("broken", "the script failed with status 1"),
+        ("broken", "The script exited with status 1"),
         ("own", "the script has a run of its own, which is used"),
     ],
 )

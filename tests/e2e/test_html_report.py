@@ -217,7 +217,7 @@ def test_diff_writes_it_beside_the_verdict_which_comes_first(runs, tmp_path, cap
     assert (
         status,
         out.startswith("DIVERGED\n"),
-        "No such file or directory; name another file for the report (--html" in err,
+        "No such file or directory; pass another file for the report (--html" in err,
     ) == (2, True, True)
     assert not list(tmp_path.iterdir())
     assert diff("reference", "--html", str(file))[0] == 0

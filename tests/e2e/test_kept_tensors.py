@@ -136,7 +136,7 @@ def test_what_was_not_kept_stops_no_run_and_is_said_everywhere(tmp_path, capsys,
         reference = Training().record(tmp_path / "ref", keep_tensors=[FIRST])
     line = capsys.readouterr().out
     assert "recorded 4 steps" in line
-    assert f"; kept 0 tensors (0 bytes), and NOT those of 4 calls from step 0 on: {reason}" in line
+    assert f"; kept 0 tensors (0 bytes); did NOT keep the tensors of 4 calls from step 0 on: {reason}" in line
     verdict = verify(reference, ONE_ULP, tmp_path / "current")
     capsys.readouterr()
     assert main(["show", str(reference)]) == 0

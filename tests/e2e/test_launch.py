@@ -82,10 +82,10 @@ def test_what_rounding_does_is_measured_and_is_the_tolerance_of_a_diff(run_comma
 def test_what_goes_wrong_has_a_status_and_is_said_once(run_command):
     """Of several processes the last one would replace the verdict of the first."""
     assert run_command("record", "run", "--level", "state").status == 0
-    failed = "the script failed with status 1"
+    failed = "The script exited with status 1"
     for command, faults, status, says in (
-        ("record other", ["no fit"], 2, "no Trainer had a fit"),
-        ("verify run", ["no fit"], 2, "no Trainer had a fit"),
+        ("record other", ["no fit"], 2, "no Trainer ran a fit"),
+        ("verify run", ["no fit"], 2, "no Trainer ran a fit"),
         ("verify run", ["own", "twice"], 2, "the script has a DeterminismCallback of its own, which is used"),
         ("verify run", ["broken"], 2, failed),
         ("check", ["broken"], 2, failed),
@@ -181,7 +181,7 @@ def test_augmentation_in_the_main_process_depends_on_the_workers(run_command):
     assert "training with" not in done.text
     assert "training with ['augmentation']" in Path("home/plain.txt").read_text()
     assert "\nworkers: 2 instead of 0\n\nDIVERGED\n" in done.text
-    assert "num_workers of train_dataloader is 0 in the reference, 2 now" in " ".join(done.text.split())
+    assert "num_workers of train_dataloader is 0 in the reference and 2" in " ".join(done.text.split())
     assert re.search(r"^plain +nothing +match +- +-$", done.text, re.MULTILINE)
     row = r"^workers +2 instead of 0 +diverged +step 0, data: batch\[0\] +data_content$"
     assert re.search(row, done.text, re.MULTILINE)
@@ -231,7 +231,7 @@ def test_settings_are_in_force_before_the_first_line(tmp_path):
     ("loads", "says"),
     [
         ("jax", "nothing was recorded: it trains with JAX, which this command cannot reach"),
-        ("pytorch_lightning", "nothing was recorded: no Trainer had a fit, or one had a DeterminismCallback of the"),
+        ("pytorch_lightning", "nothing was recorded: no Trainer ran a fit, or the Trainer already had"),
         ("json", "or the Python that trains has no det_callbacks installed"),
     ],
 )
@@ -268,7 +268,7 @@ def test_a_python_that_ignores_its_variables_looks_neither_seeded_nor_varied(tmp
     folder = write_app(tmp_path / "app").parent
     for words, says in (
         (["record", "run", "--seed", "5"], "reach the script through PYTHONPATH, which this Python ignores"),
-        (["check", "--vary", "hash-seed"], "hash-seed: it could not be varied: env.PYTHONHASHSEED is what it was"),
+        (["check", "--vary", "hash-seed"], "hash-seed: The script sets env.PYTHONHASHSEED itself"),
     ):
         command = [sys.executable, "-I" if "run" in words else "-E", "train.py", *["unseeded"] * ("run" in words)]
         done = start(*words, "--level", "state", "--", *command, folder=folder)

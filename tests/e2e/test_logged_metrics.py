@@ -166,14 +166,14 @@ FEWER = {"limit_val_batches": 1}
         (None, {}, {"data": {"other": 0}}, "data_content", "first batch of loader 0: batch[0]"),
         pytest.param(None, {}, {"data": {"num_samples": 8}}, "data_content", "samples of loader 0", marks=SLOW),
         (None, {}, {"data": {"other": 5}}, "unknown", "only the first batch of each loader is compared"),
-        (None, {}, FEWER, "settings", "now, which explains the first difference. Metric val/loss"),
+        (None, {}, FEWER, "settings", "which explains the first difference. Metric val/loss"),
         (None, {}, {"data": {"other": 0}, **FEWER}, "data_content", "first batch of loader 0"),
         (None, {}, {"check_val_every_n_epoch": 2}, "settings", "step 2 is only in the reference, and 1 more"),
         (None, {}, {"val_check_interval": 2}, "settings", "Metric val/loss in the validation after step 1 is only in"),
         # metrics are not blamed for steps that were not recorded
-        (0, {"also": "another step"}, {}, "unknown", "It may have started before step 3, and steps before it were not"),
+        (0, {"also": "another step"}, {}, "unknown", "may have started before step 3, in steps that were not"),
         (2, {"also": "another loss"}, {}, "unknown", """again with modules=["*", "!metric/val/loss"]"""),
-        (0, {}, {"limit_train_batches": 2}, "structure", "Look at where epochs end: limit_train"),
+        (0, {}, {"limit_train_batches": 2}, "structure", "Check where epochs end: limit_train"),
     ],
     ids=str,
 )
@@ -224,7 +224,7 @@ def test_a_call_alone_is_recorded_and_verified_unless_nothing_is_logged(tmp_path
     with pytest.raises(DivergenceError, match=r" in trainer.test differs") as caught:
         Session("verify", run, current=tmp_path / "current").test(loader(other=0))
     assert (caught.value.verdict.cause, caught.value.verdict.first_divergence.phase) == ("data_content", "metric")
-    with pytest.raises(NothingComparedError, match=r"Nothing of trainer.test was recorded in, or compared"):
+    with pytest.raises(NothingComparedError, match=r"trainer.test logged no metric, so nothing was recorded"):
         Session("verify", run).test(limit_test_batches=0)
     with pytest.raises(NothingComparedError, match=r"Nothing of trainer.test was recorded.*no metric was logged"):
         Session("record", tmp_path / "none", also="nothing").test()
@@ -242,7 +242,7 @@ def test_a_run_with_steps_outlives_metrics_alone_and_a_test_that_breaks_off(tmp_
         assert "stopped by OSError" in capsys.readouterr().out
     assert list((tmp_path / "alone").iterdir()) == []
     Session("record", run, overwrite=True).test()
-    assert f"in {run}/.replacement; {run} is as it was before" in capsys.readouterr().out
+    assert f"in {run}/.replacement; {run} is unchanged" in capsys.readouterr().out
     assert Session("verify", run).fit().verdict.verdict == "match"
     Session("record", run, overwrite=True).fit()
     assert not (run / ".replacement").exists()
@@ -264,7 +264,7 @@ def test_the_parts_of_a_session_are_one_run_and_told_apart(tmp_path, capsys):
     assert Run.open(run).is_complete
     capsys.readouterr()
     assert whole_session("verify").verdict.verdict == "match"
-    assert "part 1 (trainer.validate) of 6 agrees" in capsys.readouterr().out
+    assert "part 1 (trainer.validate) of 6 matches" in capsys.readouterr().out
     for part, words in (("first", "test/loss in trainer.test differs"), ("last", r"\(call 2\) after step 2 differs")):
         with pytest.raises(DivergenceError, match=words) as caught:
             whole_session("verify", current=tmp_path / part, **{part: loader(other=0)})
@@ -276,7 +276,7 @@ def test_the_parts_of_a_session_are_one_run_and_told_apart(tmp_path, capsys):
     error = take_unfinished()
     assert isinstance(error, DivergenceError)
     assert "holds 6 parts (" in str(error)
-    assert "and this process ended after 3" in str(error)
+    assert "this process ended after 3 of the" in str(error)
     assert "in trainer.validate after step 2 is only in the reference, and 5 more metric" in str(error)
     verdict = Session("verify", run, steps="common").fit(max_epochs=1).validate().test().verdict
     # the choices of the fit are the run's, also of the one that a validation without optimizers came before
@@ -295,7 +295,7 @@ def test_metrics_of_a_resumed_run(after, at, ends, whole, tmp_path):
     checkpoint = tmp_path / f"{after}.ckpt"
     Session("record", tmp_path / "resumed").fit(resume=checkpoint)
     Session("record", tmp_path / "resumed").fit(resume=checkpoint, max_steps=5)
-    with pytest.raises(DivergenceError, match="a step or a metric that is there already came out otherwise"):
+    with pytest.raises(DivergenceError, match="it repeated a recorded step or metric with a different result"):
         Session("record", tmp_path / "resumed").fit(resume=checkpoint, data=loader(other=0))
     for reference, current in itertools.permutations([whole, tmp_path / "resumed"]):
         verdict = compare_runs(reference, current)
