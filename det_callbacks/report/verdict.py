@@ -115,7 +115,7 @@ def details_report(verdict: Verdict, *, lists_all: bool) -> list[Section]:
     measured = next((one for one in (first, *origins) if one is not None and one.numbers is not None), None)
     if measured is not None and measured.numbers is not None:
         facts = [] if measured == first else [("op", f"{_call(measured)} in {measured.module or 'no module'}")]
-        facts += [("", f"unknown: {measured.numbers.problem}")] if measured.numbers.problem else []
+        facts += [("", f"cannot be told: {measured.numbers.problem}")] if measured.numbers.problem else []
         facts += [(tensor.tensor, _how_much(tensor)) for tensor in measured.numbers.output]
         report.append(Section(title="By how much", facts=facts))
     if origins:

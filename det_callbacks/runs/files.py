@@ -64,7 +64,8 @@ Table = TypeVar("Table")
 def damaged(path: Path, what: object) -> ReferenceFormatError:
     """Return the error of a file that is not what was written."""
     return ReferenceFormatError(
-        f"{path} is damaged: {what}. Restore this file from a copy, or record the run again.",
+        f"{path} is damaged: {what}. The other files of the run were not looked at further; record the run again, or "
+        "restore this file from a copy.",
         str(path),
     )
 
@@ -92,7 +93,7 @@ def unseal(line: bytes, kind: type[Content], *, run_id: str) -> Content:
     """Return what was sealed; ValueError if it is something else, or of another run."""
     sealed = msgspec.json.decode(line, type=_Sealed)
     if sealed.digest != _seal_digest(bytes(sealed.content), run_id):
-        raise ValueError("its content does not match its digest")
+        raise ValueError("its content is not what its digest says")
     return msgspec.json.decode(sealed.content, type=kind)
 
 
@@ -172,7 +173,7 @@ def read_program(folder: Path, sites: SiteTable, identity: int) -> Program:
         counts = json.loads(metadata[b"counts"])
         ids, inputs = table.column("site").combine_chunks(), table.column("inputs").combine_chunks()
         if metadata[b"digest"].decode() != _counts_digest(ids.to_numpy(), counts):
-            raise ValueError("its sites or counts do not match its digest")
+            raise ValueError("its sites or counts are not what its digest says")
         try:
             rows = sites.rows(ids.to_pylist())
         except KeyError as error:

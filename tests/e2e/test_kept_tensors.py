@@ -155,7 +155,7 @@ def test_damage_is_said_and_never_a_number(references, tmp_path):
     for side, name in (("ref", "the reference"), ("current", "the current run")):
         (path,) = (tmp_path / side).rglob("kept/*/step-000000002.safetensors")
         content = path.read_bytes()
-        for problem in (f"what {name} kept could not be read: {path} is damaged: ", f"{name} did not keep it"):
+        for problem in (f"the kept tensors of {name} cannot be read: {path} is damaged: ", f"{name} did not keep it"):
             path.unlink()
             if "damaged" in problem:
                 path.write_bytes(content[:-7] + bytes([content[-7] ^ 1]) + content[-6:])  # of the last tensor

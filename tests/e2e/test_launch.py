@@ -105,18 +105,18 @@ def test_what_goes_wrong_has_a_status_and_is_said_once(run_command):
         (("record", "run", "--keep", "add"), "The op pattern 'add' names no op"),
         (("verify", "nothing"), "nothing"),
         (("record", "run", "--seed", "4294967296"), "must be a whole number from 0 to 4294967295; got '4294967296'"),
-        (("check", "--vary", "worker"), "there are workers, threads, hash-seed, memory"),
+        (("check", "--vary", "worker"), "Use workers, threads, hash-seed, memory."),
     ):
         done = run_command(*words)
         assert (done.status, done.text) == (2, "")
         assert says in done.errors
     for table, says in (
-        ("[[tool.det_callbacks]]", "is no table of options"),
-        ("levels = 1", "has no option levels; there are --level, --modules, "),
+        ("[[tool.det_callbacks]]", "is not a table of options"),
+        ("levels = 1", "has the unknown option levels. Use --level, --modules, "),
         ("only_steps = [1, true]", "[tool.det_callbacks] of pyproject.toml adds --only-steps=1,True"),
         ("level = ", "pyproject.toml cannot be read"),
         ("seed = true", "got 'True'"),
-        ("modules = []", "modules must hold at least one pattern"),
+        ("modules = []", "modules must have at least one pattern"),
     ):
         Path("pyproject.toml").write_text(table if table.startswith("[") else f"[tool.det_callbacks]\n{table}\n")
         done = run_command("record", "other")
@@ -132,7 +132,7 @@ def test_a_refusal_of_ours_is_said_once_and_is_no_failure_of_the_script(run_comm
     says = (
         f"det-callbacks: {Path('run').absolute()} holds a run already. Nothing was run or changed. Record to another "
     )
-    assert done.errors.startswith(f"{says}folder, replace the run with --overwrite, or compare")
+    assert done.errors.startswith(f"{says}folder, replace the run with --overwrite, or verify")
     assert run_command("record", "run", "--level", "state", "--overwrite").status == 0
 
     stream = Path("run/rank-00000/attempt-000.arrows")

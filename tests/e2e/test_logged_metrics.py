@@ -185,7 +185,7 @@ def test_a_metric_that_differs_alone_is_explained(recorded, session, fitted, cau
     assert (verdict.verdict, verdict.cause) == ("diverged", cause)
     assert (first.phase, first.name, first.rank, first.is_origin) == ("metric", "val/loss", 0, None)
     assert words in " ".join(verdict.explanation.split())
-    assert (verdict.explanation.partition(": ")[0].removeprefix("trainer.") in fitted) == (cause == "settings")
+    assert (verdict.explanation.partition(" is ")[0].removeprefix("trainer.") in fitted) == (cause == "settings")
 
 
 def test_what_only_one_run_has_and_lacking_steps_before_the_metrics_that_they_move(whole, tmp_path):
@@ -216,7 +216,7 @@ def test_a_metric_is_left_out_by_a_pattern(tmp_path):
 def test_a_call_alone_is_recorded_and_verified_unless_nothing_is_logged(tmp_path, capsys):
     run = tmp_path / "run"
     Session("record", run).test()
-    assert f"recorded 2 metrics of trainer.test, in {run}" in capsys.readouterr().out
+    assert f"recorded 2 metrics of trainer.test in {run}" in capsys.readouterr().out
     verdict = Session("verify", run).test().verdict
     assert (verdict.verdict, verdict.coverage.metrics) == ("match", 2)
     assert verdict.explanation == "All 2 metrics agree, bit for bit."
@@ -226,7 +226,7 @@ def test_a_call_alone_is_recorded_and_verified_unless_nothing_is_logged(tmp_path
     assert (caught.value.verdict.cause, caught.value.verdict.first_divergence.phase) == ("data_content", "metric")
     with pytest.raises(NothingComparedError, match=r"trainer.test logged no metric, so nothing was recorded"):
         Session("verify", run).test(limit_test_batches=0)
-    with pytest.raises(NothingComparedError, match=r"Nothing of trainer.test was recorded.*no metric was logged"):
+    with pytest.raises(NothingComparedError, match=r"trainer.test logged no metric, so nothing was recorded"):
         Session("record", tmp_path / "none", also="nothing").test()
     assert not (tmp_path / "none" / "run.json").exists()
     Session("record", tmp_path / "fit", also="nothing").fit().test()
@@ -275,8 +275,7 @@ def test_the_parts_of_a_session_are_one_run_and_told_apart(tmp_path, capsys):
     Session("verify", run, current=tmp_path / "ended").validate().test().fit(max_epochs=1)
     error = take_unfinished()
     assert isinstance(error, DivergenceError)
-    assert "holds 6 parts (" in str(error)
-    assert "this process ended after 3 of the" in str(error)
+    assert "this process ended after 3 of the 6 parts (" in str(error)
     assert "in trainer.validate after step 2 is only in the reference, and 5 more metric" in str(error)
     verdict = Session("verify", run, steps="common").fit(max_epochs=1).validate().test().verdict
     # the choices of the fit are the run's, also of the one that a validation without optimizers came before
@@ -316,7 +315,7 @@ def test_damaged_metrics_are_an_error(whole, tmp_path):
     cut = content[: -len(content.splitlines()[-1]) // 2]
     for says, damages in (
         ("line 1", (flipped, b"{}\n" + content, moved)),
-        ("run.json tells of 4 readings, and", (cut, b"", None)),
+        ("run.json has 4 readings, but", (cut, b"", None)),
     ):
         for damaged in damages:
             path.unlink() if damaged is None else path.write_bytes(damaged)
@@ -352,4 +351,4 @@ def test_a_draw_before_a_validation_is_named_where_no_step_is_recorded(tmp_path)
     session = Session("verify", reference, current=tmp_path / "current", on_divergence="collect", also="a draw")
     verdict = diverges(session, "differs", LambdaCallback(on_validation_start=draw))
     assert (verdict.verdict, verdict.cause, verdict.first_divergence.name) == ("diverged", "rng", "val/drawn")
-    assert "Seed what it is computed with: " in verdict.explanation
+    assert "Seed the code that computes it: " in verdict.explanation

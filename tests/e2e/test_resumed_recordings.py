@@ -83,7 +83,7 @@ def change_momentum(content: dict[str, Any]) -> None:
 
 IS_NOT = "differs from the reference's state at the end of step 3"  # of levels that do not record what is read
 KEPT = "The recorded run is unchanged"
-UNSAVED = "A buffer with persistent=False is in no checkpoint"
+UNSAVED = "Checkpoints have no buffers with persistent=False"
 CHANGES: list[tuple[Callable[[Any], object], str, dict[str, Any], str, str]] = [
     (change_momentum, "record", {}, MOMENTUM, KEPT),
     (change_momentum, "verify", {"level": "state"}, MOMENTUM, IS_NOT),
@@ -108,8 +108,8 @@ def test_what_the_checkpoint_did_not_bring_back_is_named(change, mode, options, 
     assert (caught.value.exit_code, caught.value.verdict) == (1, callback.verdict)
     assert callback.verdict.cause == "checkpoint"
     assert callback.verdict.explanation.startswith("Step 4, the first after resuming: ")
-    assert name in str(caught.value)
-    assert said in " ".join(str(caught.value).split())
+    assert name in (text := " ".join(str(caught.value).split()))
+    assert said in text
     if mode == "record":  # nothing of the attempt is left (run.json is written anew, with the same content)
         assert files_of(run) == before
 

@@ -70,7 +70,7 @@ def test_a_process_that_ends_before_the_last_fit_has_an_error(two_fits, tmp_path
     assert take_unfinished() is None
 
     Fit(DeterminismCallback(two_fits, current=tmp_path / "warns", on_divergence="warn")).run()
-    with pytest.warns(DivergenceWarning, match="holds 2 parts"):
+    with pytest.warns(DivergenceWarning, match="after 1 of the 2 parts"):
         assert take_unfinished() is None
     callback = DeterminismCallback(two_fits, current=tmp_path / "common", steps="common")
     Fit(callback).run()
