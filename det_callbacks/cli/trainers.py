@@ -18,9 +18,9 @@ def nothing_text(verb: str, notes: Path) -> str:
     others = [title for name, title in _OTHERS.items() if name in loaded]
     if "torch" in loaded and loaded.isdisjoint(_LIGHTNING):
         return (
-            f"{head}: no optimizer of torch.optim stepped after a call, with gradients enabled, of a module that holds "
-            "its parameters, or the script records itself. If the script updates parameters itself, put its loop into "
-            "a TrainingRun (docs/how-to/plain-loop.md)"
+            f"{head}: no optimizer of torch.optim stepped after a call of a module that holds its parameters, with "
+            "gradients enabled, or the script records itself. If the script updates parameters itself, put its loop "
+            "into a TrainingRun (docs/how-to/plain-loop.md)"
         )
     if others and loaded.isdisjoint(_LIGHTNING):
         return f"{head}: it trains with {listed(others)}, which this command cannot reach"

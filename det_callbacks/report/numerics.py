@@ -1,4 +1,4 @@
-"""Rounding, or a real change, in words: one sentence, the jumps, and every site."""
+"""Whether a difference is rounding or a change: a sentence, the jumps, and all sites."""
 
 from math import ceil, inf, prod
 
@@ -9,11 +9,11 @@ from det_callbacks.verdict import Numerics, SiteNumerics
 
 PRINTED_SITES, PRINTED_JUMPS = 30, 5
 COLUMNS = ("elements", "ULP", "relative", "absolute", "x tolerance")
-"""What a table says of a measure."""
+"""The columns of a measure."""
 
 
 def numerics_report(numerics: Numerics, *, lists_all: bool) -> list[Section]:
-    """Return the sentence, what was compared and how, the largest jumps, and the sites in the order of the steps."""
+    """Return the conclusion, what was compared and how, the largest jumps, and the sites in order."""
     lines = [numerics_sentence(numerics), f"Compared: {_compared(numerics)}."]
     lines += [f"Not compared: {number:,} because {why}." for why, number in numerics.not_compared.items() if number]
     report = [Section(title="Numerics", lines=lines)]
@@ -78,7 +78,7 @@ def nonfinite_sentence(found: NonFinite) -> str:
 
 
 def rounding_sentence(numerics: Numerics) -> str:
-    """Return how far the change of a last bit was carried."""
+    """Return how much the change of a last bit changed."""
     numbers = [site for site in numerics.sites if site.relative]
     far = max(numbers, key=lambda site: site.relative or 0.0, default=None)
     most = (
@@ -100,7 +100,7 @@ def measured(ulp: int | None, relative: float | None, absolute: float | None, ex
 
 
 def multiple_text(excess: float | None) -> str:
-    """Return a multiple of the tolerance: "0.25", "inf" where nothing is tolerated."""
+    """Return a multiple of the tolerance: "0.25", "inf" if the tolerance is 0."""
     return "inf" if excess is None or excess == inf else f"{excess:.3g}"
 
 
@@ -134,7 +134,7 @@ def _where(site: SiteNumerics) -> str:
 
 
 def ulps_text(ulp: int | None) -> str:
-    """Return "3 ULPs", or what has no such number."""
+    """Return "3 ULPs", or that one side has no number."""
     return "a NaN or an infinity on one side" if ulp is None else count(ulp, "ULP")
 
 

@@ -133,7 +133,7 @@ def test_recordings_without_tensors_say_how_to_keep_them(
     assert main(["diff", str(other), str(recorded()), "--numerics"]) == 2
     assert "kept no tensor that both have" in capsys.readouterr().err
     assert main(["diff", str(recorded()), str(recorded(GROSS)), "--tolerance", str(tmp_path)]) == 2
-    assert "add --numerics" in capsys.readouterr().err
+    assert "need --numerics" in capsys.readouterr().err
     assert main(["diff", str(recorded()), str(recorded(GROSS)), "--numerics", "--tolerance", str(tmp_path)]) == 2
     assert "det-callbacks check --numerics --to" in capsys.readouterr().err
 

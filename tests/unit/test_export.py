@@ -70,7 +70,7 @@ def test_what_cannot_be_exported_leaves_nothing_and_touches_nothing(tmp_path, ru
     to = tmp_path / "to"
     with monkeypatch.context() as patch:
         patch.setattr(export.pq.ParquetWriter, "write_table", Mock(side_effect=OSError(28, "No space left on device")))
-        with pytest.raises(WriteError, match=r"No space left on device; free some space, or name .* folder .--to of"):
+        with pytest.raises(WriteError, match=r"No space left on device; free some space, or pass .* folder .--to of"):
             export_run(run, to)
     file = stream_path(run, 1, 0, 0)
     content = file.read_bytes()
