@@ -43,10 +43,10 @@ def recorded_line(
     num_metrics: int,
 ) -> str:
     """Return the closing line of a recording; ``num_agreed`` is None unless it was resumed."""
-    agreed = "1 step matches the one" if num_agreed == 1 else f"{num_agreed or 0:,} steps match those"
+    match = "matches the one" if num_agreed == 1 else "match those"
+    agreed = f"{count(num_agreed, 'step')} {match} already recorded; " if num_agreed else ""
     parts = [
-        f"{f'{agreed} already recorded; ' if num_agreed else ''}"
-        f"recorded {count(num_steps, 'step' if num_agreed is None else 'new step')}{_of_ranks(num_ranks)}",
+        f"{agreed}recorded {count(num_steps, 'step' if num_agreed is None else 'new step')}{_of_ranks(num_ranks)}",
         f"{count(num_sites, 'site')} at level {level}",
         *([count(num_metrics, "metric")] if num_metrics else []),
         f"{size(num_bytes)} of digests{_replayed(saved, 'saved for replay')}",

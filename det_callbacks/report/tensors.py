@@ -58,7 +58,7 @@ def _difference(entry: "EntryDifference") -> str:
 def unrestored_line(path: str) -> str:
     """Return the line on a checkpoint that Lightning alone resumes."""
     return (
-        f"det_callbacks: only Lightning resumes {path}, because no saved state of generators and data is beside it. "
+        f"det_callbacks: {path} is resumed by Lightning alone: no saved state of generators and data is beside it. "
         "With shuffling, augmentation or dropout, the run will not be the same run"
     )
 
@@ -66,6 +66,6 @@ def unrestored_line(path: str) -> str:
 def uncovered_save_line(path: str) -> str:
     """Return the line on a checkpoint that gets no digests."""
     return (
-        f"det_callbacks: {path} and others like it get no digests and no exact resume, because they are remote, or "
-        "not on the disk when a save returns (AsyncCheckpointIO writes in the background)"
+        f"det_callbacks: {path} gets no digests and no exact resume, nor do others like it, because it is remote, or "
+        "not on the disk when its save returns (AsyncCheckpointIO writes in the background)"
     )

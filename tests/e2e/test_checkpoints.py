@@ -106,7 +106,7 @@ def test_a_remote_or_later_checkpoint_gets_no_digests_and_a_line(io, tmp_path, c
     is_remote = io is TorchCheckpointIO
     keeping = every("memory://remote" if is_remote else tmp_path, save_top_k=-1)
     fit(tmp_path, keeping, plugins=[io()]).run()
-    assert capsys.readouterr().out.count("get no digests and no exact resume") == 1
+    assert capsys.readouterr().out.count("gets no digests and no exact resume") == 1
     assert not list(tmp_path.rglob("*.digests.json"))
     if is_remote:
         Fit(ours(tmp_path), max_epochs=2).run(ckpt_path=keeping.best_model_path)

@@ -217,7 +217,7 @@ def test_missing_state_is_refused_or_said(saved, capsys):
     (saved / "7.ckpt.digests.json").unlink()
     with pytest.raises(DivergenceError):
         resume(saved, "7.ckpt")
-    said = "7.ckpt, because no saved state of generators and data is beside it."
+    said = "7.ckpt is resumed by Lightning alone: no saved state of generators and data is beside it."
     assert said in capsys.readouterr().out
 
 
