@@ -38,7 +38,7 @@ def mismatch_text(report: "CheckpointReport") -> str:
     right = num_compared - sum(entry.kind != "extra" for entry in report.entries)
     lines.append(f"{right:,} of {count(num_compared, 'entry')} are what was saved.")
     if not report.entries and not report.has_same_bytes:
-        lines.append("The file's bytes differ, and yet no entry does: the change is in what is none, or in padding.")
+        lines.append("The file's bytes differ, but no entry does: the change is outside the entries, or in padding.")
     lines.append("Use another checkpoint, or restore this one and the file of its digests from a copy.")
     return "\n".join(lines)
 
