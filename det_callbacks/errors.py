@@ -1,7 +1,7 @@
 """The exceptions and warnings of det_callbacks.
 
 Each exception with the exit code of a program that ends with it: 1 is diverged or failed, 2 could not do it, 3 not
-comparable. An error that carries a report is defined beside the report, in the file named after the code.
+comparable. An error that carries a report is defined beside the report, in the file after the code.
 
     DetCallbacksError             2
       DivergenceError             1
@@ -34,14 +34,14 @@ comparable. An error that carries a report is defined beside the report, in the 
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-if TYPE_CHECKING:  # the doctor starts without what verdict.py imports
+if TYPE_CHECKING:  # the doctor starts without the imports of verdict.py
     from det_callbacks.verdict import Verdict
 
 
 class DetCallbacksError(Exception):
-    """Root of everything det_callbacks raises on purpose.
+    """Root of the exceptions of det_callbacks.
 
-    Its first argument is the text shown to the user: what is wrong, what was still right, and what to do next. Further
+    Its first argument is the text for the user: what is wrong, what was still right, and what to do next. Further
     arguments are its data, the attributes that ``_data`` names, so that it survives pickling.
     """
 
@@ -58,7 +58,7 @@ class DetCallbacksError(Exception):
 
 
 class DivergenceError(DetCallbacksError):
-    """The current run is not the reference, bit for bit; ``verdict`` led here."""
+    """The current run differs from the reference; ``verdict`` says how."""
 
     exit_code = 1
     _data = ("verdict",)
@@ -66,26 +66,26 @@ class DivergenceError(DetCallbacksError):
 
 
 class NotComparableError(DivergenceError):
-    """The bits differ, and so does the machine in a way that can change bits: nothing is proven either way."""
+    """The bits differ, and so does the machine in a way that can change bits, so nothing is proven."""
 
     exit_code = 3
 
 
 def divergence_error(message: str, verdict: "Verdict") -> DivergenceError:
-    """Return the error of a verdict that is no match."""
+    """Return the error of a verdict other than a match."""
     kind = NotComparableError if verdict.verdict == "not_comparable" else DivergenceError
     return kind(message, verdict)
 
 
 class RankError(DetCallbacksError):
-    """Process ``rank`` failed with an exit code, or is not there any more; -1 when it cannot be told which."""
+    """Process ``rank`` failed with an exit code, or is gone; -1 if the rank is unknown."""
 
     _data = ("rank", "exit_code")
     rank: int = -1
 
 
 class NotResumableError(DetCallbacksError):
-    """A resumed run cannot be the same run as the one that saved the checkpoint: ``problems``, one sentence each."""
+    """A resumed run cannot be the run that saved the checkpoint; ``problems`` has a sentence for each reason."""
 
     _data = ("problems",)
     problems: tuple[str, ...] = ()
@@ -100,14 +100,14 @@ class ModuleRunError(DetCallbacksError):
 
 
 class _PathError(DetCallbacksError):
-    """An error of a file or a folder, whose path is its data."""
+    """An error of a file or folder, with its path."""
 
     _data: ClassVar[tuple[str, ...]] = ("path",)
     path: str = ""
 
 
 class ReferenceNotFoundError(_PathError, FileNotFoundError):
-    """There is no run where one was expected."""
+    """The folder has no run."""
 
 
 class ReferenceFormatError(_PathError, ValueError):
@@ -115,11 +115,11 @@ class ReferenceFormatError(_PathError, ValueError):
 
 
 class RunExistsError(_PathError, FileExistsError):
-    """Recording was asked for where a run, or something that is not ours, already is."""
+    """The folder of a new recording already has a run or foreign files."""
 
 
 class RunInUseError(_PathError):
-    """Another process writes into the folder of a run; the message names it."""
+    """Another process is writing to the folder of a run; the message names it."""
 
 
 class WriteError(_PathError):
@@ -127,15 +127,15 @@ class WriteError(_PathError):
 
 
 class ExportError(_PathError):
-    """A data set cannot be written where it was asked for, or there is nothing to write."""
+    """A data set cannot be written to this folder, or there is nothing to write."""
 
 
 class CheckError(DetCallbacksError):
-    """A script cannot be checked: it is not there, or what is asked for is not what a check can do."""
+    """A script cannot be checked: it is missing, or a check does not support the options."""
 
 
 class CheckpointMismatchError(_PathError):
-    """A checkpoint is not what the digests beside it say: ``entries`` ("section: name") differ, or the bytes alone."""
+    """A checkpoint does not match the digests beside it: ``entries`` ("section: name") differ, or only the bytes."""
 
     exit_code = 1
     _data = ("path", "entries")
@@ -147,11 +147,11 @@ class CheckpointFormatError(_PathError, ValueError):
 
 
 class CheckpointNotFoundError(_PathError, FileNotFoundError):
-    """There is no checkpoint, or no digests beside it, where they are needed."""
+    """A checkpoint, or the file of its digests, is missing."""
 
 
 class UnsupportedVersionError(DetCallbacksError):
-    """The installed torch or Lightning lacks a private name, without which what was asked for cannot work."""
+    """The installed torch or Lightning lacks a private name that the requested feature needs."""
 
 
 class SettingsError(DetCallbacksError):
@@ -159,7 +159,7 @@ class SettingsError(DetCallbacksError):
 
 
 class NondeterministicOpError(SettingsError, RuntimeError):
-    """``op``, without a deterministic implementation, was called in ``module``, and the allow-list does not have it."""
+    """``module`` called ``op``, which has no deterministic implementation and is not on the allow-list."""
 
     _data = ("op", "module")
     op: str = ""
@@ -167,19 +167,19 @@ class NondeterministicOpError(SettingsError, RuntimeError):
 
 
 class SelectionError(DetCallbacksError, ValueError):
-    """What was asked to be recorded or verified selects nothing, or is not what the reference holds."""
+    """The arguments of a recording or verification select nothing, or do not match the reference."""
 
 
 class NothingComparedError(DetCallbacksError):
-    """A verification ended without a single compared site; that is never a match."""
+    """A verification compared no site, which is never a match."""
 
 
 class TraceError(DetCallbacksError):
-    """A step cannot be traced: modes were left out of order, or the trace is used in a way it does not support."""
+    """A step cannot be traced: modes were left out of order, or this use is not supported."""
 
 
 class ReplayError(DetCallbacksError):
-    """Tensors cannot be saved (the budget, the disk), or saved bits cannot be put back into a live tensor."""
+    """Tensors cannot be saved (the budget, the disk), or saved bits cannot be restored to a live tensor."""
 
 
 class DetCallbacksWarning(UserWarning):
@@ -187,7 +187,7 @@ class DetCallbacksWarning(UserWarning):
 
 
 class DivergenceWarning(DetCallbacksWarning):
-    """The run diverged, and ``on_divergence="warn"`` was asked for."""
+    """The run diverged under ``on_divergence="warn"``."""
 
 
 class NondeterministicOpWarning(DetCallbacksWarning):
@@ -195,4 +195,4 @@ class NondeterministicOpWarning(DetCallbacksWarning):
 
 
 class CoverageWarning(DetCallbacksWarning):
-    """Part of a step is not covered by the trace, or the trace had to stop."""
+    """The trace does not cover a part of a step, or had to stop."""

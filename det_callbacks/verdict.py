@@ -35,9 +35,9 @@ EXIT_CODES: Mapping[str, int] = {"match": 0, "diverged": 1, "not_comparable": 3}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorNumbers:
-    """By how much one tensor differs from the reference's, where both runs kept it."""
+    """The size of the difference of one tensor that both runs kept."""
 
-    tensor: str  # what it is: "output 0"
+    tensor: str  # "output 0"
     shape: tuple[int, ...] = ()
     dtype: str = ""
     num_differing: int = 0
@@ -47,15 +47,15 @@ class TensorNumbers:
     num_nan: int = 0  # elements that differ and of which one or both are NaN; in no bin of ``ulps``
     num_inf: int = 0  # likewise, of which one or both are infinite and none is NaN
     max_ulps: int | None = None
-    # of finite elements; None without one, or where it is beyond float64
+    # of finite elements; None without one, or beyond float64
     max_absolute: float | None = None
-    max_relative: float | None = None  # likewise, by the reference's element, where that is not zero
+    max_relative: float | None = None  # likewise, by the reference's element if that is not zero
     first: tuple[int, ...] | None = None  # index of the first element that differs, row-major
-    first_values: tuple[str, str] | None = None  # its values in the reference and now, as text
+    first_values: tuple[str, str] | None = None  # its values in the reference and the current run, as text
     # of the element with NaN, else an infinity, else the largest distance
     worst: tuple[int, ...] | None = None
     worst_values: tuple[str, str] | None = None
-    problem: str = ""  # why there are no numbers; "" where there are
+    problem: str = ""  # why there are no numbers, or ""
     num_elements: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class TensorNumbers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numbers:
-    """By how much a divergence differs: of the one tensor that both runs kept, or why there are no numbers."""
+    """The size of a divergence: of the tensors that both runs kept, or why there are no numbers."""
 
     output: tuple[TensorNumbers, ...] = ()
     problem: str = ""
@@ -82,14 +82,14 @@ class Divergence:
         occurrence: number of earlier sites of the step with the same phase, module, op and output.
         name: parameter, buffer, gradient, optimizer state ("exp_avg of net.head.weight"), path in
             the batch ("batch[0]"), generator, metric or observation; None for an activation.
-        kind: content (other bits), argument (another scalar or option), structure (another shape,
-            dtype or layout), missing (only in the reference), extra (only in the current run).
+        kind: content (different bits), argument (a different scalar or option), structure (a different
+            shape, dtype or layout), missing (only in the reference), extra (only in the current run).
         source: lines of the user's code, innermost first, as "train.py:41 in forward".
         shape: in elements; None, like ``dtype``, if the site is no tensor.
         reference_digest: 16 hexadecimal digits, or None; likewise ``current_digest``.
         is_origin: True if nothing it read differs; False if it passed a difference on or is itself
             a source (an input, a batch, a weight); None if neither can be proven.
-        numbers: by how much it differs; None unless ``keep_tensors`` has its op.
+        numbers: the size of the difference; None unless ``keep_tensors`` has its op.
         segment: fit of the run, counted from 0.
     """
 
@@ -129,13 +129,12 @@ class Coverage:
         steps: first and last step compared, or None.
         ops_seen: ops that ran under the trace, over all compared steps.
         ops_digested: those whose outputs were digested.
-        opaque_regions: regions of which only the boundary was seen.
+        opaque_regions: regions of which the recorder saw only the boundary.
         replayed: op or observation whose saved bits were restored -> number of tensors ("count"),
             of those whose live bits differed ("differing"), and "mib_per_step".
-        metrics: number of logged values compared.
-        lost: what the installed torch hid in one of the runs, a sentence each.
-        followed: models and optimizers that torch's hooks found, "" if the training named its
-            steps.
+        metrics: number of compared logged values.
+        lost: what the installed torch hid from a run, a sentence each.
+        followed: models and optimizers that torch's hooks found, "" if the training named its steps.
     """
 
     ranks: int
@@ -170,11 +169,10 @@ class EnvironmentDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Something reproducible and wrong in one run, such as an epoch that repeats the last one's order.
+    """A reproducible mistake in one run, such as an epoch that repeats the order of the last one.
 
     Attributes:
-        finding: its word; ``ignore_findings`` in ``[tool.det_callbacks]`` of pyproject.toml
-            silences it.
+        finding: its word, which ``ignore_findings`` in ``[tool.det_callbacks]`` of pyproject.toml ignores.
         explanation: what is wrong, and what to do about it.
         ranks: the processes that show it.
         steps: the first and the last step that show it; () for the run as a whole.
@@ -190,22 +188,22 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteNumerics:
-    """By how much a site differs whose tensors both runs kept; the first fields are those of a ``Divergence``.
+    """The size of the difference at a site whose tensors both runs kept; the first fields are a ``Divergence``'s.
 
     Attributes:
-        kind: also "equal", where the bits are.
+        kind: also "equal".
         ulp: largest distance in units in the last place; ``relative`` and ``absolute`` are the largest errors. All are
             None where one side alone has a NaN or an infinity. Elements smaller than the root mean square of their
             tensor count at that size, since next to zero ULPs and relative errors say little.
         within: whether every element is within the tolerance; ``excess`` is the largest difference as a multiple of it,
             None where that is infinite.
-        num_elements: how many were compared: fewer than the shape has where a sample was kept.
-        reads: largest relative error of what the op reads; None where it is not known.
-        growth: the error as a multiple of that, or of the dtype's epsilon where that is larger; None without either.
-        is_start: whether a change starts here: it is beyond its tolerance, what it reads does not explain that, and no
-            other change has reached what it reads.
-        through: what is not known between the op and what it is compared with: ops that only one run has or kept, and
-            inputs that differ.
+        num_elements: number of compared elements, fewer than in the shape if a sample was kept.
+        reads: largest relative error of the op's inputs; None if unknown.
+        growth: the error as a multiple of that, or of the dtype's epsilon if that is larger; None without either.
+        is_start: whether a change starts here: it is beyond its tolerance, its inputs do not explain that, and no
+            other change has reached them.
+        through: unknown ops on the way from the compared inputs: ops that only one run has or kept, and inputs
+            that differ.
     """
 
     rank: int
@@ -238,19 +236,19 @@ class SiteNumerics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numerics:
-    """Whether two runs differ by rounding or by a real change, at the sites whose tensors both kept.
+    """Whether two runs differ by rounding or by a real change, at the sites whose tensors both runs kept.
 
     Attributes:
-        conclusion: "none" if all numbers are equal; "change" if an op beyond its tolerance has an error that what it
-            reads does not explain; else "rounding", which may add up to more than the tolerance.
+        conclusion: "none" if all numbers are equal; "change" if an op beyond its tolerance has an error that its inputs
+            do not explain; else "rounding", which may add up to more than the tolerance.
         tolerance: "torch.testing", or the file with the measured one.
-        first_jump: where a change starts: an op beyond its tolerance whose error is at least 10 times that of what it
-            reads, and the dtype's epsilon. The largest, in the first step with any.
+        first_jump: where a change starts: an op beyond its tolerance whose error is at least 10 times that of its
+            inputs, and the dtype's epsilon. The largest, in the first step with any.
         worst: the site that is farthest beyond its tolerance, or nearest to it.
-        num_default: differing sites with the tolerance of ``torch.testing``, since the measured ones have none of them.
-        not_compared: why sites that a run kept were not compared -> how many.
+        num_default: differing sites with the tolerance of ``torch.testing``, because none was measured for them.
+        not_compared: why kept sites were not compared -> how many.
         jumps: all of them of that step, the largest first.
-        sites: all that were compared, in the order of the steps.
+        sites: all compared sites, in the order of the steps.
     """
 
     conclusion: Literal["rounding", "change", "none"]
@@ -269,10 +267,9 @@ class Numerics:
 class Verdict:
     """Match, diverged or not comparable, with the evidence.
 
-    ``first_divergence`` is the least by step, position and rank. ``evidence`` led to the cause, a
-    line each, in the order of time. ``record_next`` has the arguments of ``DeterminismCallback``
-    that record what is missing to learn more, if anything. ``findings`` of the current run and
-    ``numerics``, if they were asked for, change neither the verdict nor the exit status.
+    ``first_divergence`` is the least by step, position and rank. ``evidence`` led to the cause, a line each, in the
+    order of time. ``record_next`` has the arguments of ``DeterminismCallback`` that record what is missing to learn
+    more. ``findings`` of the current run, and ``numerics``, change neither the verdict nor the exit status.
     """
 
     verdict: VerdictName
@@ -322,15 +319,15 @@ class Verdict:
 
     @classmethod
     def from_dict(cls, content: Any) -> "Verdict":
-        """Return the verdict that :meth:`to_dict` gave; ValueError, which names the field, where it is none."""
+        """Return the verdict that :meth:`to_dict` wrote; ValueError, which names the field, if it is not a verdict."""
         if not isinstance(content, Mapping) or content.get("schema") != VERDICT_SCHEMA:
-            raise ValueError(f"it is no verdict of schema {VERDICT_SCHEMA}")
+            raise ValueError(f"it is not a verdict of schema {VERDICT_SCHEMA}")
         environment = content.get("environment")
         differences = environment.get("differences") if isinstance(environment, Mapping) else None
         return msgspec.convert({**content, "environment": differences}, cls)
 
 
 def as_json(data: object) -> dict[str, Any]:
-    """Return a dataclass as JSON has it: lists for tuples, text for keys; ValueError where it has no such number."""
+    """Return a dataclass as JSON: lists for tuples, text for keys; ValueError for a number that JSON lacks."""
     content: dict[str, Any] = json.loads(json.dumps(msgspec.to_builtins(data, str_keys=True), allow_nan=False))
     return content

@@ -1,10 +1,11 @@
-"""An epoch ended in one run only on the way to the step, and with it the batches or the generators differ.
+"""Only one run ended an epoch before the step, so the batches or the generators differ.
 
 Example:
-    Step 5: the batch differs (batch[0], batch[1]), and the generator state also differs; it
-    entered the step that way, so no op is to blame. An epoch ended in one run only: look at
-    limit_train_batches, overfit_batches, drop_last and the data: the sampler drew different
-    indices. Choices differ: trainer.limit_train_batches: 1.0 in the reference, 5 now.
+    Step 5: the batch differs (batch[0], batch[1]), and the generator state also differs; the
+    step started with this difference, so no op caused it. Only one run ended an epoch before
+    this step. Compare limit_train_batches, overfit_batches, drop_last and the length of the
+    data set: the sampler drew different indices. Choices differ: trainer.limit_train_batches:
+    1.0 in the reference, 5 now.
 """
 
 from det_callbacks.causes.phrases.batches import because
@@ -14,7 +15,10 @@ from det_callbacks.compare.facts import Facts
 CAUSES: Causes = ("data_order",)
 
 _BOUNDARIES = {"epoch end", "epoch start"}
-_TODO = "An epoch ended in one run only: look at limit_train_batches, overfit_batches, drop_last and the data"
+_TODO = (
+    "Only one run ended an epoch before this step. Compare limit_train_batches, overfit_batches, drop_last and the "
+    "length of the data set"
+)
 
 
 def find(facts: Facts) -> Answer | None:

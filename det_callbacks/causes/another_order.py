@@ -1,8 +1,8 @@
-"""The same ops with the same outputs run in another order, and no bit differs: independent lines were swapped.
+"""The same ops with the same outputs run in a different order, and no bit differs: independent lines were swapped.
 
 Example:
-    Step 7, forward: aten.cos.default in net at train.py:4 in forward ran in another order than
-    in the reference, and no bit differs. Put the lines back in their order, or record the
+    Step 7, forward: aten.cos.default in net at train.py:4 in forward ran in a different order
+    from the reference, and no bit differs. Restore the order of the lines, or record the
     reference again.
 """
 
@@ -29,9 +29,9 @@ def find(facts: Facts) -> Answer | None:
     ops = listed(site_text(one) for one in moved)
     return Answer(
         cause="structure",
-        explanation=f"{place(facts)}, {moved[0].phase}: {ops} ran in another order than in the reference, and no bit "
+        explanation=f"{place(facts)}, {moved[0].phase}: {ops} ran in a different order from the reference, and no bit "
         "differs",
-        advice="Put the lines back in their order, or record the reference again",
+        advice="Restore the order of the lines, or record the reference again",
     )
 
 

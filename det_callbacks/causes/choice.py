@@ -1,12 +1,13 @@
-"""A choice differs without which the two runs would have done the same at the first difference.
+"""A choice differs that explains the first difference.
 
 Example:
-    optimizer.AdamW.lr: 0.1 in the reference, 0.2 now, which explains the first difference. Step
-    7, optimizer: aten.addcdiv_.default in net was called with different arguments (value: -0.1
-    -> -0.2); its inputs match, so the difference starts here.
+    optimizer.AdamW.lr is 0.1 in the reference and 0.2 in the current run, which explains the
+    first difference. Step 7, optimizer: aten.addcdiv_.default in net was called with different
+    arguments (value: -0.1 -> -0.2); its inputs match, so the difference starts here. Use the
+    reference's value, or record the reference again.
 """
 
-from det_callbacks.causes.phrases.choices import explained_by
+from det_callbacks.causes.phrases.choices import USE_ONE_VALUE, explained_by
 from det_callbacks.causes.phrases.steps import explain_first
 from det_callbacks.causes.rule import Answer, Causes
 from det_callbacks.compare.facts import Facts
@@ -18,4 +19,4 @@ def find(facts: Facts) -> Answer | None:
     choice = facts.explaining_choice
     if choice is None:
         return None
-    return Answer(cause="settings", explanation=explained_by(choice, explain_first(facts)))
+    return Answer(cause="settings", explanation=explained_by(choice, explain_first(facts)), advice=USE_ONE_VALUE)

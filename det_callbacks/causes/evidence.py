@@ -13,7 +13,7 @@ def evidence_lines(facts: Facts) -> tuple[str, ...]:
     """Return the evidence in the order of time: weights, data, generators, choices."""
     lines = list[str]()
     if facts.evidence.unread:
-        lines.append(f"the evidence of generators and data could not be used: {facts.evidence.unread}")
+        lines.append(f"the evidence of generators and data cannot be used: {facts.evidence.unread}")
     if facts.is_first_seen and facts.num_initial:
         lines.append(f"initial state: {_of_initial_state(facts)}")
     lines += batch_lines(facts)
@@ -29,4 +29,4 @@ def _of_initial_state(facts: Facts) -> str:
         return f"{count(facts.num_initial, 'tensor')}, all equal"
     text = f"{len(names)} of {facts.num_initial} tensors differ"
     is_all_random = {*names} == facts.random_initial and len(names) < facts.num_initial
-    return f"{text}, all that hold more than one value" if is_all_random else text
+    return f"{text}, all that are not constant" if is_all_random else text

@@ -1,10 +1,10 @@
 """A weight, buffer, gradient or optimizer state differs, and no recorded op wrote the difference.
 
 Example:
-    Step 4: net.5.bias was changed between step 3 and step 4 by something that the trace does
-    not see (NumPy, a raw kernel, a callback between steps); what ran there: on_train_batch_end
-    of WritesAfterBatch. Look at what runs there. If the write is meant, do it with torch ops
-    inside a step, so that it is recorded.
+    Step 4: something that the recorder does not see (NumPy, a raw kernel, a callback between
+    steps) changed net.5.bias between step 3 and step 4; on_train_batch_end of WritesAfterBatch
+    ran there. Check the code that runs there. If you intend the write, do it with torch ops
+    inside a step, which the recorder sees.
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,9 +21,9 @@ from det_callbacks.runs.program import GRAPH, REGION, Site
 CAUSES: Causes = ("external_write",)
 
 _OPAQUE_ROLES = ("graph", "region_input", "graph_output")
-_OF_DATA = (LOADER, DRAWING)  # always there, and it writes no weights
+_OF_DATA = (LOADER, DRAWING)  # writes no weights
 _NUMBERS = ("int", "float", "bool")
-_UNSEEN = "by something that the trace does not see (NumPy, a raw kernel"
+_UNSEEN = "something that the recorder does not see (NumPy, a raw kernel"
 
 
 def find(facts: Facts) -> Answer | None:
@@ -33,8 +33,8 @@ def find(facts: Facts) -> Answer | None:
     return Answer(
         cause="external_write",
         explanation=f"{place(facts)}{explanation}",
-        advice="Look at what runs there. If the write is meant, do it with torch ops inside a step, so that it is "
-        "recorded",
+        advice="Check the code that runs there. If you intend the write, do it with torch ops inside a step, which the "
+        "recorder sees",
     )
 
 
@@ -42,19 +42,18 @@ def _between_steps(facts: Facts) -> str:
     names, step = _changed_between_steps(facts), facts.difference.step
     if not names:
         return ""
-    were = "was" if len(names) == 1 else "were"
     when = f"between step {step - 1} and step {step}" if step else "before step 0"
     others = [phase for phase in facts.source_phases if phase not in ("input", "state")]
     return (
-        f": {listed(names)} {were} changed {when} {_UNSEEN}, a callback between steps)"
+        f": {_UNSEEN}, a callback between steps) changed {listed(names)} {when}"
         f"{_ran_between_steps(facts)}{also_differ(others)}"
     )
 
 
 def _changed_between_steps(facts: Facts) -> list[str]:
-    """Return the names of the tensors that a step found with other bits than the step before it had left.
+    """Return the names of the tensors that a step found different from what the step before left.
 
-    None where a checkpoint, a step that was not recorded or an op without a digest may have written them.
+    None where a checkpoint, an unrecorded step or an op without a digest may have written them.
     """
     if facts.is_first_seen or facts.is_after_gap or facts.is_resumed:
         return []
@@ -73,13 +72,13 @@ def _in_step(facts: Facts) -> str:
     first = facts.first.divergence
     if not _is_changed_in_step(facts):
         return ""
-    return f": {first.name} was changed within the step {_UNSEEN}){_ran_in_step(first.phase, facts)}"
+    return f": {_UNSEEN}) changed {first.name} within the step{_ran_in_step(first.phase, facts)}"
 
 
 def _is_changed_in_step(facts: Facts) -> bool:
-    """Return whether what differs first is named, and is not what the last recorded op that wrote it had left.
+    """Return whether the first difference is a named tensor that changed after its last recorded writer.
 
-    Where no recorded op wrote it in this step, the step has found it with equal bits.
+    If no recorded op wrote it in this step, it matched when the step began.
     """
     first = facts.first
     if first.start == "written since":
@@ -96,13 +95,13 @@ def _before_an_op(facts: Facts) -> str:
     if not names:
         return ""
     return (
-        f", {first.phase}: {site_text(first)} produced different bits; {listed(names, ' or ')}, which it reads, was "
-        f"changed earlier in the step {_UNSEEN})"
+        f", {first.phase}: {site_text(first)} produced different bits; {_UNSEEN}) changed "
+        f"{listed(names, ' or ')}, which it reads, earlier in the step"
     )
 
 
 def _changed_inputs(facts: Facts) -> list[str]:
-    """Return the named tensors among which an op read one that something unseen had changed since its last writer."""
+    """Return named tensors that an op read, one of which an unseen write changed after its last writer."""
     row, difference = facts.first.row, facts.difference
     _, position = difference.pairs[row]
     is_known = position in difference.current.unseen_writes and not facts.evidence.unread
@@ -120,7 +119,7 @@ def _is_found(site: Site) -> bool:
 
 
 def _sees_all_ops(facts: Facts, *, before: int) -> bool:
-    """Return whether the step digests the outputs of all ops, and none before a row ran where the trace cannot see."""
+    """Return whether the step digests the outputs of all ops, and no op before a row was opaque."""
     program, position = facts.difference.side(before)
     programs = facts.difference.reference.program, facts.difference.current.program
     if any("unselected" in one.ops_skipped or GRAPH in one.ops_skipped for one in programs):
@@ -155,4 +154,4 @@ def _ran_in_step(phase: str, facts: Facts) -> str:
 
 def _told(ran: Iterable[str]) -> str:
     shown = list(dict.fromkeys(ran))
-    return f"; what ran there: {', '.join(shown)}" if shown else ""
+    return f"; {', '.join(shown)} ran there" if shown else ""

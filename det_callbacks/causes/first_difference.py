@@ -1,4 +1,4 @@
-"""Nothing earlier explains the difference: the cause is where its origin ran, or else where it shows first.
+"""Nothing earlier explains the difference: the cause is the phase of its origin, or else of the first difference.
 
 Example:
     Step 7, forward: aten.mul.Tensor #5 in net.chain at train.py:45 in forward produced
@@ -20,7 +20,7 @@ def find(facts: Facts) -> Answer:
 def _cause(facts: Facts) -> Cause:
     first = facts.first
     if facts.origin is None and first.role in ("delivered", "graph_output"):
-        return "unknown"  # of a collective the other ranks know more: see ``compare/collectives.py``
+        return "unknown"  # the other ranks know more of a collective: ``compare/collectives.py``
     if facts.origin is None and first.role == "named" and first.divergence.phase == "state":
         return _cause_of_state_left(facts)
     found = facts.leading
@@ -32,7 +32,7 @@ def _cause(facts: Facts) -> Cause:
 
 
 def _cause_of_state_left(facts: Facts) -> Cause:
-    """Return the cause of state that only differs after the step: an optimizer owns what it has a gradient of."""
+    """Return the cause of state that only differs after the step: the optimizer owns what has a gradient."""
     ours, theirs = facts.gradients
     gradients = {*ours, *theirs}
     if is_of_parameter(facts.first) or f"grad of {facts.first.divergence.name}" in gradients:
@@ -41,11 +41,11 @@ def _cause_of_state_left(facts: Facts) -> Cause:
 
 
 def _is_between_passes(facts: Facts) -> bool:
-    """Return whether the origin, or what differs first, ran after a forward pass and before its backward pass."""
+    """Return whether the origin, or the first difference, ran between a forward pass and its backward pass."""
     program, position = facts.difference.side(facts.leading.row)
     if program.sites[position].phase != "other":
         return False
     before = (site.phase for site in reversed(program.sites[:position]) if site.op)
-    after = (site.phase for site in program.sites[position:] if site.op)  # the loss has a row of its own there
+    after = (site.phase for site in program.sites[position:] if site.op)  # the loss has a row there
     passes = [next((phase for phase in phases if phase in CAUSE_OF_PHASE), None) for phases in (before, after)]
     return passes == ["forward", "backward"]

@@ -1,9 +1,9 @@
 """The state of a generator differs first, or only the current run has an op that draws from one.
 
 Example:
-    Step 3: the generator state differs (torch.cpu); it entered the step that way, so no op is
-    to blame. Keep validation from drawing from torch.cpu: give it a generator of its own, or
-    restore the state after it.
+    Step 3: the generator state differs (torch.cpu); the step started with this difference, so
+    no op caused it. Keep validation from drawing from torch.cpu: give it a separate generator,
+    or restore the state after it.
 """
 
 from det_callbacks.causes.phrases.generators import RESUME_EXACTLY, keep_from_drawing, show_change
@@ -31,7 +31,7 @@ def _is_cause(facts: Facts) -> bool:
 
 
 def _is_made_outside(source: Finding) -> bool:
-    """Return whether a source has no name and no recorded op made it: a tensor of what NumPy or Python drew."""
+    """Return whether a source may hold numbers that NumPy or Python drew: no name, and no op made it."""
     return source.role == "input" and source.divergence.name is None
 
 
@@ -49,9 +49,9 @@ def advise(facts: Facts) -> str:
     if consumed is not None:
         return keep_from_drawing(consumed, facts.evidence)
     if not changes:
-        return "Seed it, and let checkpoints keep its state"
+        return "Seed this generator, and save its state in checkpoints"
     first = changes[0]
     what = show_change(first, facts.evidence)
     if first in facts.evidence.other_starts and first.seeds is None:
-        return f"Seed Python, NumPy and torch before the model is built: {what}"
+        return f"Seed Python, NumPy and torch before you build the model: {what}"
     return what

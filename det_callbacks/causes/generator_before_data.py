@@ -1,9 +1,10 @@
 """Something drew from a generator before the batch was drawn, or a resume did not restore it, so the batch differs.
 
 Example:
-    Step 6: the batch differs (batch[0], batch[1]), and the generator state also differs; it
-    entered the step that way, so no op is to blame. Keep on_train_epoch_end of DrawsAtEpochEnd
-    from drawing from torch.cpu: give it a generator of its own, or restore the state after it.
+    Step 6: the batch differs (batch[0], batch[1]), and the generator state also differs; the
+    step started with this difference, so no op caused it. Keep on_train_epoch_end of
+    DrawsAtEpochEnd from drawing from torch.cpu: give it a separate generator, or restore the
+    state after it.
 """
 
 from det_callbacks.causes import generator
@@ -19,7 +20,7 @@ def find(facts: Facts) -> Answer | None:
         return None
     if facts.consumed is not None and facts.is_before_step(facts.consumed):
         return Answer(cause="rng", advice=generator.advise(facts))
-    # a generator that was not restored draws other samples, and augments them differently
+    # a generator that was not restored draws and augments different samples
     is_same_data = facts.has_equal_samples or facts.evidence.batch.is_whole
     if is_same_data or not facts.is_resumed or "rng" not in facts.source_phases:
         return None

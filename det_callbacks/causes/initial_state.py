@@ -1,11 +1,11 @@
-"""A parameter or a buffer differs when the training starts: another seed, other weights, or another model.
+"""A parameter or a buffer differs when the training starts: the seed, the weights or the model differ.
 
 Example:
     Step 0: the initial state differs (net.0.weight, net.0.bias, net.5.weight and 1 more: 4 of 9
-    tensors), and the generator state also differs; it entered the step that way, so no op is to
-    blame. Set the same seed before the model is built: torch.cpu had a different state from the
-    start of the fit, seeded with 0 in the reference, 77 now. Choices differ: settings.seed: 0
-    in the reference, 77 now.
+    tensors), and the generator state also differs; the step started with this difference, so no
+    op caused it. Set the same seed before you build the model: torch.cpu had a different state
+    from the start of the fit, seeded with 0 in the reference and 77 in the current run. Choices
+    differ: settings.seed: 0 in the reference, 77 now.
 """
 
 from det_callbacks.causes.phrases.generators import show_change, show_start
@@ -20,14 +20,14 @@ def find(facts: Facts) -> Answer | None:
         return None
     is_further = {*facts.initial_sources} <= {*facts.further}
     if is_further and (not facts.is_first_seen or facts.explaining_choice is not None):
-        return None  # the choice may be another scheduler
+        return None  # the choice may be a different scheduler
     return Answer(cause="initial_weights", advice=_advise(facts))
 
 
 def _advise(facts: Facts) -> str:
     state = [one.divergence for one in facts.sources if one.divergence.phase == "state"]
     if any(one.kind != "content" for one in state):
-        return "Build the same model: some of its tensors have another name, shape or dtype, or are in one run only"
+        return "Build the same model: some tensors have a different name, shape or dtype, or exist in one run only"
     names = [name for name in facts.initial_sources if name not in facts.further]
     if not names:
         return (
@@ -37,18 +37,18 @@ def _advise(facts: Facts) -> str:
     random = [name for name in names if name not in facts.evidence.constants]
     if not random:
         return (
-            f"Look at what changes {names[0]} before the first step: it holds one value when the fit starts. A sanity "
-            "check or a forward pass in training mode moves the statistics of a BatchNorm"
+            f"Check what changes {names[0]} before the first step: its elements are equal when the fit starts. A "
+            "sanity check or a forward pass in training mode changes the statistics of a BatchNorm"
         )
     num_random = len(facts.random_initial)
     if num_random < 2 or 2 * len(random) <= num_random:
         return (
-            f"Look at how {random[0]} is initialised or loaded: the code, the weights that were loaded, or what was "
-            "drawn before (seed first) is not the same"
+            f"Set the seed first, and check how {random[0]} is initialised or loaded: the code, the loaded weights or "
+            "the random numbers drawn before it differ"
         )
     change = next((one for one in facts.evidence.other_starts if one.is_reseeded), None)
     if change is None:
-        return "Set the same seed before the model is built, or load the same weights"
-    # where it is in use since does not matter here
+        return "Set the same seed before you build the model, or load the same weights"
+    # its later use does not matter here
     what = show_change(change, facts.evidence) if change.equal_at is None else show_start(change)
-    return f"Set the same seed before the model is built: {what}"
+    return f"Set the same seed before you build the model: {what}"

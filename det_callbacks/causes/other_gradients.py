@@ -1,9 +1,9 @@
-"""The optimizer was given the gradients of other parameters, or the same ones in another order.
+"""The optimizer got the gradients of different parameters, or the same gradients in a different order.
 
 Example:
-    Step 7: the optimizer was given 3 gradients in the reference, 2 now; in one run only: grad
-    of head.bias. Give it the same parameters in the same order: look at configure_optimizers
-    and requires_grad.
+    Step 7: the optimizer got 3 gradients in the reference and 2 in the current run; only one
+    run has grad of head.bias. Pass it the same parameters in the same order: check
+    configure_optimizers and requires_grad.
 """
 
 from det_callbacks.causes.phrases.steps import place
@@ -21,14 +21,14 @@ def find(facts: Facts) -> Answer | None:
     ours, theirs = facts.gradients
     in_one_run = sorted({*ours} ^ {*theirs})
     if in_one_run:
-        counts = f"{len({*ours})} gradients in the reference, {len({*theirs})} now"
-        what = f"the optimizer was given {counts}; in one run only: {listed(in_one_run)}"
+        counts = f"{len({*ours})} gradients in the reference and {len({*theirs})} in the current run"
+        what = f"the optimizer got {counts}; only one run has {listed(in_one_run)}"
     elif len(ours) == len(theirs):
-        what = "the optimizer was given the same gradients in a different order"
+        what = "the optimizer got the same gradients in a different order"
     else:
         return None
     return Answer(
         cause="optimizer",
         explanation=f"{place(facts)}: {what}",
-        advice="Give it the same parameters in the same order: look at configure_optimizers and requires_grad",
+        advice="Pass it the same parameters in the same order: check configure_optimizers and requires_grad",
     )

@@ -1,9 +1,9 @@
-"""A tensor that no recorded op made differs: an input from outside the trace.
+"""A tensor differs that no recorded op produced.
 
 Example:
-    Step 7: an input from outside the trace differs (a tensor read in net.noise); it entered the
-    step that way, so no op is to blame. Seed what makes it, record it, or name it there:
-    observe_non_deterministic (docs/how-to/replay.md).
+    Step 7: a tensor that no recorded op produced differs (a tensor read in net.noise). Seed the
+    code that produces it, or name it there with observe_non_deterministic
+    (docs/how-to/replay.md).
 """
 
 from det_callbacks.causes.phrases.unrecorded import advise_lost_value
@@ -28,7 +28,7 @@ def _cause(facts: Facts) -> Cause | None:
     if name is None:
         return "unknown"
     if is_further(name):
-        return None  # of the first step: a choice explains it, or it is initial state
+        return None  # in the first step a choice explains it, or it is initial state
     if is_of_parameter(source):
         return "unknown" if name.startswith("grad of ") else "optimizer"
     if facts.is_first_seen and not facts.is_after_gap:

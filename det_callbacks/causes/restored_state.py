@@ -1,10 +1,10 @@
-"""In the first step after a resume, state that the checkpoint should have restored differs.
+"""In the first step after a resume, state differs that the checkpoint should have restored.
 
 Example:
-    Step 7, the first after resuming: the state after the checkpoint was loaded differs
-    (net.weight); no op is to blame. Compare the checkpoint with the one that was saved there,
-    and look at what changes this state before the step. A buffer with persistent=False is in no
-    checkpoint: keep it there with on_save_checkpoint.
+    Step 7, the first after resuming: the restored state differs (net.weight); no op caused it.
+    Compare the checkpoint with the one that was saved there (det-callbacks check-checkpoint),
+    and check what changes this state before the step. Checkpoints have no buffers with
+    persistent=False: save them with on_save_checkpoint.
 """
 
 from det_callbacks.causes.phrases.steps import SUBJECT, also_differ, how_it_entered, place
@@ -23,11 +23,12 @@ def find(facts: Facts) -> Answer | None:
     else:
         before = facts.difference.step - 1
         names = listed(facts.unrestored)
-        what = f"{SUBJECT['restored']} is not what the reference ended step {before} with ({names})"
+        what = f"{SUBJECT['restored']} differs from the reference's state at the end of step {before} ({names})"
     others = [phase for phase in facts.source_phases if phase not in ("state", "input")]
     return Answer(
         cause="checkpoint",
-        explanation=f"{place(facts)}: {what}{also_differ(others)}; no op is to blame",
-        advice="Compare the checkpoint with the one that was saved there, and look at what changes this state before "
-        "the step. A buffer with persistent=False is in no checkpoint: keep it there with on_save_checkpoint",
+        explanation=f"{place(facts)}: {what}{also_differ(others)}; no op caused it",
+        advice="Compare the checkpoint with the one that was saved there (det-callbacks check-checkpoint), and check "
+        "what changes this state before the step. Checkpoints have no buffers with persistent=False: save them with "
+        "on_save_checkpoint",
     )

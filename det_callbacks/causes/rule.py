@@ -1,4 +1,4 @@
-"""What the file of each rule has."""
+"""The parts of each rule's file."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,25 +20,25 @@ CAUSE_OF_PHASE: Mapping[str, Cause] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a rule says where it applies; its sentences have no final stop."""
+    """The answer of a rule that applies; its sentences have no final stop."""
 
     cause: Cause
-    explanation: str = ""  # what differs and where it starts; "" for what ``explain_first`` says
+    explanation: str = ""  # what differs and where it starts; "" for ``explain_first``
     advice: str = ""  # what to do about it
 
 
 class Rule(Protocol):
     """A module with the causes that it may name and a function.
 
-    The module's docstring says in its first paragraph when the rule applies; after "Example:" it has
-    an example of the whole explanation, which a test compares with a real verdict. ``make causes`` makes
-    the page ``docs/reference/causes.md`` of both.
+    The first paragraph of the module's docstring says when the rule applies. After "Example:" comes a whole
+    explanation, which a test compares with a real verdict. ``make causes`` writes both to
+    ``docs/reference/causes.md``.
     """
 
     CAUSES: Causes
 
     def find(self, facts: Facts) -> Answer | None:
-        """Return the answer where the rule applies, else None."""
+        """Return the answer if the rule applies, else None."""
 
 
 def is_of_parameter(finding: Finding) -> bool:

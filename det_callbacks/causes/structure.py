@@ -1,4 +1,4 @@
-"""Only shapes, dtypes or layouts differ, or which ops run; no tensor that both runs have holds other bits.
+"""Only shapes, dtypes, layouts or the ops differ; tensors that both runs have are equal.
 
 Example:
     Step 7, forward: aten.slice_copy.Tensor in net at train.py:12 in forward produced a

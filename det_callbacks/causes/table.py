@@ -1,4 +1,4 @@
-"""The rules in the order of time: what a run starts with, is given, draws, and computes."""
+"""The rules in the order of time: what a run starts with, receives, draws and computes."""
 
 from dataclasses import replace
 

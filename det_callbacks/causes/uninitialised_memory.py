@@ -1,10 +1,10 @@
-"""The op that differs first read memory that was allocated in the step and that no recorded op has written.
+"""The first op that differs read memory that was allocated in the step and that no recorded op wrote.
 
 Example:
     Step 0, forward: aten.clone.default in net at train.py:9 in forward produced different bits;
-    it reads a tensor (float32 [8]) that was allocated and then filled in part, and the rest
-    holds what the memory held before. Fill all of it, or allocate with torch.zeros. Memory that
-    NumPy or a raw kernel has filled looks the same.
+    it reads a tensor (float32 [8]) that was only partly written after its allocation. Write all
+    of the tensor, or allocate it with torch.zeros. If NumPy or a raw kernel writes it, the
+    recorder cannot see that write.
 """
 
 from det_callbacks.causes.phrases.sites import site_text
@@ -27,13 +27,13 @@ def find(facts: Facts) -> Answer | None:
     return Answer(
         cause="uninitialised_memory",
         explanation=explanation,
-        advice="Fill all of it, or allocate with torch.zeros. Memory that NumPy or a raw kernel has filled looks the "
-        "same",
+        advice="Write all of the tensor, or allocate it with torch.zeros. If NumPy or a raw kernel writes it, the "
+        "recorder cannot see that write",
     )
 
 
 def _explain(facts: Facts) -> str | None:
-    """Return the sentence on the first unwritten tensor that the op read; None where it read none."""
+    """Return the sentence on the first unwritten tensor that the op read; None if it read none."""
     first, difference = facts.first, facts.difference
     program, position = difference.side(first.row)
     view = difference.current if program is difference.current.program else difference.reference
@@ -43,12 +43,9 @@ def _explain(facts: Facts) -> str | None:
             continue
         tensor = describe_tensor(entry).removesuffix(f" {UNWRITTEN}")
         if program.sites[read].inputs:
-            filled = "that was allocated and then filled in part, and the rest holds what the memory held before"
+            filled = "that was only partly written after its allocation"
         else:
-            filled = (
-                "that was allocated in the step and that no recorded op has written: it holds what the memory held "
-                "before"
-            )
+            filled = "that was allocated in the step and that no recorded op wrote"
         what = f"{site_text(first.divergence)} produced different bits; it reads a tensor ({tensor}) {filled}"
         return f"{place(facts)}, {first.divergence.phase}: {what}"
     return None

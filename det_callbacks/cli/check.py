@@ -44,8 +44,8 @@ _STARTUP = Path(__file__).parents[1] / "integrations" / "startup"
 _OF_SCRIPT = {
     "match": "the script repeats itself, bit for bit",
     "diverged": "the script does not repeat itself",
-    "not_comparable": "the two runs differ, and so does what they ran on",
-    "failed": "it could not be checked whether the script repeats itself",
+    "not_comparable": "the two runs differ, and so do their machines",
+    "failed": "the script could not be checked",
 }
 
 
@@ -76,7 +76,7 @@ class Script:
         if not reason and _manifest(run) == before:
             reason = nothing
         elif not reason and (incomplete := Run.open(run).incomplete_reason):
-            reason = f"the script ended well, and its recording is incomplete: {incomplete}"
+            reason = f"The script succeeded, but its recording is incomplete: {incomplete}"
         name = RECORDING if self.name == PLAIN else self.name
         return CheckedRun(name=name, outcome="failed" if reason else "recorded", reason=reason, output=output)
 
@@ -92,25 +92,25 @@ class Script:
             return replace(done, reason=f"{current / VERDICT_FILE} cannot be read: {error}")
         done = replace(done, verdict=verdict)
         if verdict.verdict == "match" and reason:
-            return replace(done, reason=f"{reason}. What was compared before agrees")
+            return replace(done, reason=f"{reason}. The steps compared before that match")
         if verdict.verdict == "match" and self.entry not in {"", *(one.name for one in verdict.environment)}:
-            return replace(done, reason=f"it could not be varied: {self.entry} is what it was, by the script itself")
+            return replace(done, reason=f"The script sets {self.entry} itself, so --vary had no effect")
         return replace(done, outcome=verdict.verdict, reason="")
 
     def _start(self, title: str, output: Path | None, **arguments: Any) -> tuple[str, str]:
-        """Run a process; return its failure, or "", and what it means if it left no files."""
+        """Run a process; return its failure, or "", and the message for a process that left no files."""
         print_line(make_console(), f"det-callbacks: {title}: {shlex.join(self.words)}", "bold")
         sys.stdout.flush()  # before the process writes there
         variables = {**os.environ, **self.variables}
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_STARTUP), variables.get("PYTHONPATH"))))
         with contextlib.ExitStack() as files:
-            with writing(os.environ.get("TMPDIR") or "/tmp", instead="set TMPDIR to a folder that can be written"):
+            with writing(os.environ.get("TMPDIR") or "/tmp", instead="set TMPDIR to a writable folder"):
                 claim = Path(files.enter_context(tempfile.TemporaryDirectory(prefix="det_callbacks-")), "claim")
             launch: dict[str, Any] = {"arguments": {**self.arguments, **arguments}, "settings": self.settings}
             variables[LAUNCH] = json.dumps({**launch, "trainers": TRAINERS, "claim": str(claim)})
             file = None
             if output is not None:
-                with writing(output, instead="name another folder (--to)"):
+                with writing(output, instead="pass another folder (--to)"):
                     file = files.enter_context(output.open("wb"))
             try:
                 status = run_process(self.words, variables=variables, output=file)
@@ -123,8 +123,8 @@ class Script:
             if status > 0 and refusal.exists():
                 return refusal.read_text(encoding="utf-8"), nothing
         if status < 0:
-            return f"the process was killed by signal {-status} ({signal.strsignal(-status)})", nothing
-        failed = f"the script failed with status {status}: see what it, or det_callbacks, printed"
+            return f"The process was killed by signal {-status} ({signal.strsignal(-status)})", nothing
+        failed = f"The script exited with status {status}; its output shows the error"
         return failed if status else "", nothing
 
 
@@ -140,7 +140,7 @@ def _manifest(run: Path) -> bytes:
 def check_script(script: Script, home: Path, vary: Sequence[str]) -> list[CheckedRun]:
     seed = os.environ.get(_HASH_SEED, "")
     if "hash-seed" in vary and seed in ("", "random"):
-        seed = "0"  # else each process has its own
+        seed = "0"  # otherwise each process has a different one
         script = replace(script, variables={_HASH_SEED: seed})
     reference = home / "reference"
     runs = [script.record(reference, output=home / f"{RECORDING}.txt")]
@@ -162,7 +162,7 @@ def _varied(script: Script, name: str, run: Run, seed: str) -> Script:
         window = read_window(run, 0, 0, int(steps[0])) if len(steps) else None
         noted = {} if window is None else window.settings
         before = sorted({text for name, text in noted.items() if name.startswith("num_workers of ")})
-        # without a torch DataLoader it is refused
+        # a script without a torch DataLoader fails
         variables[NUM_WORKERS] = now = "0" if before and before != ["0"] else "2"
         change = f"{now} instead of {' and '.join(before) or 'none'}"
     elif name == "threads":
@@ -201,12 +201,12 @@ def _require_no_whole_run(run: Path) -> None:
     try:
         is_whole = Run.open(run, check_steps=False).is_complete
     except ReferenceFormatError:
-        is_whole = True  # nothing to go on with
+        is_whole = True  # there is nothing to continue
     if is_whole:
         raise RunExistsError(
             f"{run} holds a run already. Nothing was run or changed. Record to another folder, replace the run with "
-            "--overwrite, or compare with it: det-callbacks verify. To go on with it from a checkpoint, give the "
-            "training a DeterminismCallback of its own.",
+            "--overwrite, or verify against it with det-callbacks verify. To continue it from a checkpoint, add a "
+            "DeterminismCallback to the training.",
             str(run),
         )
 
@@ -223,16 +223,14 @@ def verify(options: argparse.Namespace) -> int:
 
 
 def check(options: argparse.Namespace) -> int:
-    """Run a script twice, and print the verdicts that are no match and a table of what was varied."""
+    """Run a script twice; print the verdicts other than a match, and a table of the varied factors."""
     script, vary = _script(options), options.vary.split(",") if options.vary else []
     if options.numerics:
         return _measure(script, options, vary)
     if unknown := [factor for factor in vary if factor not in FACTORS]:
-        raise CheckError(f"There is no {unknown[0]!r} to vary; there are {', '.join(FACTORS)}.")
+        raise CheckError(f"--vary does not know {unknown[0]!r}. Use {', '.join(FACTORS)}.")
     if "memory" in vary and platform.libc_ver()[0] != "glibc":
-        raise CheckError(
-            "memory cannot be varied here: it is glibc that fills what is allocated. Leave it out of --vary."
-        )
+        raise CheckError("--vary memory needs glibc, which fills allocated memory. Leave memory out of --vary.")
     home = new_folder(options.to, "determinism-check", option="--to")
     runs = check_script(script, home, vary)
     is_varied, sections = len(runs) > 2, [Section()]
@@ -249,16 +247,16 @@ def check(options: argparse.Namespace) -> int:
     print_report([*sections, Section()])
     facts = _OF_SCRIPT[{run.name: run.outcome for run in runs}.get(PLAIN, "failed")]
     if facts == _OF_SCRIPT["diverged"] and Run.open(home / "reference").manifest.settings.get("seed") is None:
-        facts += "; it sets no seed, and --seed 0 sets one before its first line"
+        facts += "; the script sets no seed: add --seed 0"
     if names := [run.name for run in runs[2:] if run.outcome == "diverged"]:
         facts += f"; its bits depend on {', '.join(names)}"
     return _end("check", runs, f"; {facts}; kept in {home}")
 
 
 def _measure(script: Script, options: argparse.Namespace, vary: Sequence[str]) -> int:
-    """Record a script twice, once with the last bit of its first inputs changed, and keep how far that carries."""
+    """Record a script twice, once with a changed last bit in its first inputs, and keep how much that changes."""
     if vary:
-        raise CheckError("--vary compares bits, and --numerics measures what rounding does: run one after the other.")
+        raise CheckError("--vary compares bits, and --numerics measures rounding. Run them one after the other.")
     home = new_folder(options.to, "determinism-check", option="--to")
     script = replace(script, arguments={"keep_tensors": ["*"], "only_steps": [0], **script.arguments})
     other = replace(script, variables={PERTURB: "1"}, name=PERTURBED, change="the last bit of the first inputs")
@@ -273,7 +271,9 @@ def _measure(script: Script, options: argparse.Namespace, vary: Sequence[str]) -
         return _end("check", runs, f"; kept in {home}")
     numerics = compare_numerics(Run.open(home / "reference"), Run.open(home / PERTURBED))
     if not numerics.num_differing:
-        raise CheckError(f"The last bit of the first inputs changed nothing that was kept: see {home}.")
+        raise CheckError(
+            f"The last bit of the first inputs changed no tensor in {home}, so there is no rounding to measure."
+        )
     write_rounding(home, numerics)
     print_report([Section(), Section(lines=[rounding_sentence(numerics)]), Section()])
     return _end("check", runs, f"; det-callbacks diff REFERENCE CURRENT --numerics --tolerance {home}")
@@ -303,7 +303,7 @@ def _end(command: str, runs: Sequence[CheckedRun], facts: str) -> int:
 
 def _script(options: argparse.Namespace) -> Script:
     if not options.words:
-        raise CheckError("No command was given. Name the script after --: det-callbacks check -- python train.py")
+        raise CheckError("There is no command to run. Put it after --: det-callbacks check -- python train.py")
     names = [option.removeprefix("--").replace("-", "_") for option in SCRIPT_OPTIONS]
     given = {name: getattr(options, name) for name in names}
     arguments = {name: value for name, value in given.items() if value is not None and value is not False}
@@ -321,9 +321,9 @@ def _script(options: argparse.Namespace) -> Script:
 def new_folder(to: str | Path | None, kind: str, *, option: str) -> Path:
     """Make a folder for runs that git ignores: ``to``, or one named by the time."""
     home = Path.cwd() / (to or f"{kind}/{datetime.now():%Y-%m-%d_%H-%M-%S-%f}")
-    instead = f"nothing was run; name another folder ({option})"
+    instead = f"nothing was run; pass another folder ({option})"
     if os.path.isdir(home) and any(home.iterdir()):
-        raise CheckError(f"{home} is there already, and is not an empty folder; {instead}.")
+        raise CheckError(f"{home} exists and is not empty; {instead}.")
     make_folder(home, instead=instead)
     with writing(home, instead=instead):
         (home / ".gitignore").write_text("*\n", encoding="utf-8")
@@ -331,9 +331,9 @@ def new_folder(to: str | Path | None, kind: str, *, option: str) -> Path:
 
 
 def run_process(words: Sequence[str], *, variables: Mapping[str, str], output: IO[bytes] | None = None) -> int:
-    """Run a program and return its status, negative for the signal that ended it.
+    """Run a program and return its status: negative for the signal that ended it.
 
-    Ctrl-C reaches both processes; SIGTERM is passed on, so that no training is left running.
+    Ctrl-C reaches both processes. SIGTERM is forwarded, so that no training keeps running.
     """
     both: dict[str, Any] = {} if output is None else {"stdout": output, "stderr": subprocess.STDOUT}
     process = subprocess.Popen(words, env=dict(variables), stdin=subprocess.DEVNULL, **both)

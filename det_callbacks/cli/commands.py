@@ -1,4 +1,4 @@
-"""The commands that look at runs and this machine; each returns its exit status."""
+"""The commands that read runs and this machine; each returns its exit status."""
 
 import argparse
 
@@ -29,7 +29,7 @@ def show(options: argparse.Namespace) -> int:
     if options.step is None or options.step not in steps:
         held = f"{count(len(steps), 'step')} from {steps[0]} to {steps[-1]}" if len(steps) else "no steps"
         place = f"{'' if options.step is None else f'step {options.step} of '}segment {options.segment}"
-        raise SelectionError(f"{run.path} holds no {place}, rank {rank.rank}; it holds {held} there.")
+        raise SelectionError(f"{run.path} has no {place}, rank {rank.rank}; it has {held} there.")
     view = run.view(rank.rank, options.segment, options.step)
     return print_found(options, lambda: step_to_dict(view), lambda: step_report(view))
 
@@ -39,7 +39,7 @@ def diff(options: argparse.Namespace) -> int:
 
     numbers = {name: getattr(options, name) for name in ("numerics", "tolerance", "names")}
     if not options.numerics and (options.tolerance or options.names):
-        raise SelectionError("--tolerance and --names are for numbers: add --numerics.")
+        raise SelectionError("--tolerance and --names need --numerics.")
     console = make_console(stderr=True)
     with console.status("comparing steps"):
         verdict = compare_runs(options.reference, options.current, steps=options.steps or "all", **numbers)
@@ -55,7 +55,7 @@ def diff(options: argparse.Namespace) -> int:
 def findings(options: argparse.Namespace) -> int:
     run = Run.open(options.run_folder, check_steps=False)
     found = find_findings(run)
-    nothing = Section(lines=[f"{run.path}: nothing was found"])
+    nothing = Section(lines=[f"{run.path}: no findings"])
     report = findings_report(found) or [nothing]
     return print_found(options, lambda: findings_to_dict(run.path, found), lambda: report, status=int(bool(found)))
 

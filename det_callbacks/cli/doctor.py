@@ -1,4 +1,4 @@
-"""The command that looks at this machine; it works even if other packages are broken."""
+"""The command that checks this machine; it works even if other packages are broken."""
 
 import argparse
 

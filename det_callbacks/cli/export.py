@@ -42,18 +42,18 @@ class Export:
 
 
 def export_run(run_folder: str | Path, to: str | Path) -> Export:
-    """Write a run into a new or empty folder, which appears when it is whole."""
+    """Write a run to a new or empty folder, which appears when it is complete."""
     to = Path(os.path.abspath(to))  # "." has no name
     if os.path.exists(to) and not (to.is_dir() and not any(to.iterdir())):
-        what = "is no empty folder" if to.is_dir() else "is a file; a data set is a folder"
-        raise ExportError(f"{to} {what}. Nothing was changed. Name a new folder, or an empty one.", str(to))
+        what = "is not empty" if to.is_dir() else "is a file, but a data set is a folder"
+        raise ExportError(f"{to} {what}. Nothing was changed. Pass a new or empty folder.", str(to))
     run = Run.open(run_folder, check_steps=False)
     ranks = [rank for rank in run.ranks if run.rank(rank).num_steps]
     if not ranks:
-        raise ExportError(f"{run_folder} holds no step, so there is nothing to export. {to} was not made.", str(to))
+        raise ExportError(f"{run_folder} holds no step, so there is nothing to export. {to} was not created.", str(to))
     temporary = to.with_name(f".{to.name}.{os.getpid()}.tmp")
     try:
-        with writing(to, instead="name another folder (--to of det-callbacks export)"):
+        with writing(to, instead="pass another folder (--to of det-callbacks export)"):
             for rank in ranks:
                 (temporary / f"rank={rank}").mkdir(parents=True)
             num_rows = sum(_write_rank(run, rank, temporary / f"rank={rank}" / "part-0.parquet") for rank in ranks)

@@ -1,4 +1,4 @@
-"""Prints what a command found."""
+"""Prints the result of a command."""
 
 import argparse
 import json
@@ -16,13 +16,13 @@ def print_found(
     report: Callable[[], list[Section]],
     status: int = 0,
 ) -> int:
-    """Print as text or JSON; a reader that has gone does not change the status."""
+    """Print as text or JSON; a closed pipe does not change the status."""
     try:
         if options.json:
             sys.stdout.write(json.dumps(data(), indent=1) + "\n")
         else:
             print_report(report())
         sys.stdout.flush()
-    except (BrokenPipeError, SystemExit):  # rich makes the one into the other
+    except (BrokenPipeError, SystemExit):  # rich turns a BrokenPipeError into it
         silence_output()
     return status

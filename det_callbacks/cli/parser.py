@@ -1,4 +1,4 @@
-"""The command line: what each command is given, and how one starts and ends; what it needs is loaded when it runs."""
+"""The command line: the arguments of each command, its start and its end; a command loads its code when it runs."""
 
 import argparse
 import os
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except BrokenPipeError:  # the reader has gone
         silence_output()
-    except OSError as error:  # no file of ours, which is a WriteError: standard output, or what a path leads to
+    except OSError as error:  # standard output, or a path; our files raise WriteError
         where = error.filename or "standard output"
         print_error(CheckError(f"{where} cannot be used: {error.strerror or error}."), name="det-callbacks")
         silence_output()
@@ -59,27 +59,29 @@ def _run(given: list[str]) -> int:
 
 
 def silence_output() -> None:
-    """Let what is still to be printed go nowhere: the interpreter would complain at its end, with its own status."""
-    with suppress(OSError, ValueError):  # there may be no file below
+    """Discard the rest of the output: the interpreter would report it at its end, with a different status."""
+    with suppress(OSError, ValueError):  # standard output may have no file
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _project_words() -> list[str]:
-    """Return ``[tool.det_callbacks]`` of the pyproject.toml that the working directory belongs to, as words."""
+    """Return ``[tool.det_callbacks]`` of the working directory's pyproject.toml, as words."""
     folders, words = [Path.cwd(), *Path.cwd().parents], []
     file = next((path for folder in folders if (path := folder / "pyproject.toml").is_file()), None)
     try:
         tables = {} if file is None else tomllib.loads(file.read_text(encoding="utf-8"))
         options = tables.get("tool", {}).get("det_callbacks", {}).items()
     except (ValueError, AttributeError) as error:
-        raise CheckError(f"{file} cannot be read, or [tool.det_callbacks] is no table of options: {error}") from error
+        raise CheckError(
+            f"{file} cannot be read, or [tool.det_callbacks] is not a table of options: {error}"
+        ) from error
     for key, value in options:
-        if key == "ignore_findings":  # is read where findings are looked for
+        if key == "ignore_findings":  # findings/table.py reads it
             continue
         option = f"--{key.replace('_', '-')}"
         if option not in SCRIPT_OPTIONS:
             known = ", ".join(SCRIPT_OPTIONS)
-            raise CheckError(f"[tool.det_callbacks] of {file} has no option {key}; there are {known}.")
+            raise CheckError(f"[tool.det_callbacks] of {file} has the unknown option {key}. Use {known}.")
         text = ",".join(map(str, value)) if isinstance(value, list) else value
         flag = option if value else "--no-deterministic"
         is_flag = isinstance(value, bool) and option == "--deterministic"
@@ -92,7 +94,7 @@ def _names(text: str) -> list[str]:
 
 
 def _number(text: str) -> int:
-    if not text.isdecimal() or int(text) >= 2**32:  # a seed has no more
+    if not text.isdecimal() or int(text) >= 2**32:  # the largest seed
         raise argparse.ArgumentTypeError(f"must be a whole number from 0 to 4294967295; got {text!r}")
     return int(text)
 
@@ -103,54 +105,63 @@ def _numbers(text: str) -> list[int]:
 
 def _ops(text: str) -> str | list[str]:
     is_file = text.endswith((".yaml", ".yml"))
-    return str(Path(text).absolute()) if is_file else _names(text)  # the script may go elsewhere
+    return str(Path(text).absolute()) if is_file else _names(text)  # the script may change its directory
 
 
 _ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
-    # by name: what argparse is told, the same for all commands that take it
+    # by name, the same for all commands
     "run_folder": {"metavar": "RUN", "help": "folder of the run"},
     "reference": {"metavar": "REFERENCE", "help": "folder of the reference"},
     "current": {"metavar": "CURRENT", "help": "folder of the run to compare"},
-    "checkpoint": {"metavar": "CHECKPOINT", "help": "file or folder; the reference, where OTHER is given"},
-    "other": {"metavar": "OTHER", "nargs": "?", "help": "say how this one differs from CHECKPOINT"},
-    "--json": {"action": "store_true", "help": "JSON on standard output"},
-    "--step": {"type": _number, "metavar": "N", "help": "the sites of this step"},
+    "checkpoint": {"metavar": "CHECKPOINT", "help": "file or folder; the reference, if OTHER is given"},
+    "other": {"metavar": "OTHER", "nargs": "?", "help": "show how this checkpoint differs from CHECKPOINT"},
+    "--json": {"action": "store_true", "help": "print JSON"},
+    "--step": {"type": _number, "metavar": "N", "help": "show the sites of this step"},
     "--rank": {"type": _number, "default": 0, "metavar": "R", "help": "of this process (default 0)"},
     "--segment": {"type": _number, "default": 0, "metavar": "S", "help": "of this fit of the run (default 0)"},
-    "--html": {"metavar": "FILE", "help": "write a report to look at, too: one file that loads nothing"},
-    "--numerics": {"action": "store_true", "help": "numbers, not bits: rounding, or a change? (check measures it)"},
+    "--html": {"metavar": "FILE", "help": "also write an HTML report: one file that loads nothing"},
+    "--numerics": {
+        "action": "store_true",
+        "help": "compare numbers, not bits: rounding, or a change? (check measures it)",
+    },
     "--tolerance": {"metavar": "RUN", "help": "what rounding does, measured by check --numerics (--to RUN)"},
-    "--names": {"metavar": "FILE", "help": "modules with other names in CURRENT: *.to_q, *.to_k -> *.qk, one a line"},
-    "--against": {"metavar": "RUN", "help": "ask for what was in force in this run; show how this machine differs"},
+    "--names": {
+        "metavar": "FILE",
+        "help": "modules with different names in CURRENT: *.to_q, *.to_k -> *.qk, one a line",
+    },
+    "--against": {"metavar": "RUN", "help": "use the settings of this run; show how this machine differs"},
     "--used-by": {"metavar": "RUN", "help": "only those that this run uses, with their modules"},
     "--to": {"metavar": "DIR", "help": "new or empty folder to write to"},
-    "--overwrite": {"action": "store_true", "help": "replace a run that is there"},
-    "--current": {"metavar": "DIR", "help": "folder for all that is kept (default: a new one in determinism-verify)"},
+    "--overwrite": {"action": "store_true", "help": "replace an existing run"},
+    "--current": {"metavar": "DIR", "help": "folder for the results (default: a new one in determinism-verify)"},
     "--vary": {
         "metavar": "FACTORS",
-        "help": "any of workers,threads,hash-seed,memory: changed in one further run each",
+        "help": "any of workers,threads,hash-seed,memory; each adds a run that changes it",
     },
-    "-v/--verbose": {"action": "store_true", "help": "print what the script prints, also on success"},
+    "-v/--verbose": {"action": "store_true", "help": "print the script's output, also on success"},
     "--level": {"choices": ("op", "module", "state"), "help": "op is the default"},
     "--modules": {"type": _names, "metavar": "PATTERNS", "help": "fnmatch patterns of modules, separated by commas"},
     "--every-n-steps": {"type": _number, "metavar": "N", "help": "record every n-th batch"},
     "--only-steps": {"type": _numbers, "metavar": "N,N", "help": "record these batches, by number"},
-    "--replay": {"type": _ops, "metavar": "OPS", "help": "ops whose outputs are put back: patterns, or a YAML file"},
-    "--keep": {"type": _ops, "metavar": "OPS", "help": "ops whose tensors are kept, to say by how much they differ"},
-    "--tensor-budget-mib": {"type": float, "metavar": "MIB", "help": "of kept tensors a step, above it samples"},
-    "--steps": {"choices": ("all", "common"), "help": "all (default) demands the reference's; common: those of both"},
-    "--on-divergence": {"choices": ("raise", "collect", "warn"), "help": "raise (default) stops there; others go on"},
+    "--replay": {"type": _ops, "metavar": "OPS", "help": "ops whose outputs are restored: patterns, or a YAML file"},
+    "--keep": {"type": _ops, "metavar": "OPS", "help": "ops whose tensors are kept, to measure differences"},
+    "--tensor-budget-mib": {"type": float, "metavar": "MIB", "help": "kept tensors a step; above it, samples"},
+    "--steps": {"choices": ("all", "common"), "help": "all (default): exactly the reference's; common: those of both"},
+    "--on-divergence": {
+        "choices": ("raise", "collect", "warn"),
+        "help": "raise (default) stops there; the others continue",
+    },
     "--seed": {"type": _number, "metavar": "N", "help": "seed of all generators, set before the script's first line"},
-    "--deterministic": {"action": argparse.BooleanOptionalAction, "help": "likewise, the default settings"},
+    "--deterministic": {"action": argparse.BooleanOptionalAction, "help": "apply the default settings there, too"},
 }
 SCRIPT_OPTIONS = [*_ARGUMENTS][[*_ARGUMENTS].index("--level") :]
-"""Of commands that start a script, and of pyproject.toml: arguments of ``DeterminismCallback``, and settings."""
+"""Options of commands that start a script, and of pyproject.toml: ``DeterminismCallback`` and settings."""
 _OF_CHECK = "--vary --numerics --to -v/--verbose"
 _NUMBERS = "--numerics --tolerance --names"
 _COMMANDS: Mapping[str, tuple[str, str]] = {
     # name -> what it does, and its arguments
-    "show": ("Show what a run holds.", "run_folder --json --step --rank --segment"),
-    "findings": ("Look for what is reproducible and wrong in a run; exit 1 when there is some.", "run_folder --json"),
+    "show": ("Show the contents of a run.", "run_folder --json --step --rank --segment"),
+    "findings": ("Find mistakes that a run repeats reliably; exit 1 if there are some.", "run_folder --json"),
     "diff": (
         "Compare a run with its reference.",
         f"reference current --json --steps --html {_NUMBERS}",
@@ -158,24 +169,27 @@ _COMMANDS: Mapping[str, tuple[str, str]] = {
     "record": ("Run a script that trains with a Lightning Trainer, and record its training.", "run_folder --overwrite"),
     "verify": ("Run a script, and verify its training against a recorded one.", "run_folder --current"),
     "check": ("Run a script twice, recording and then verifying, and say what differs.", _OF_CHECK),
-    "doctor": ("Show which determinism settings are in force; exit 1 when one asked for is not.", "--json --against"),
-    "ops": ("Show what the installed torch says of ops that are not deterministic, or draw.", "--json --used-by"),
-    "export": ("Write a run as a Parquet data set, which DuckDB, Polars and Spark query as it is.", "run_folder --to"),
-    "check-checkpoint": ("Compare a checkpoint with its digests, or with another.", "checkpoint other --json"),
+    "doctor": ("Show which determinism settings are in force; exit 1 if a requested one is not.", "--json --against"),
+    "ops": ("Show which ops of the installed torch are nondeterministic, or draw random numbers.", "--json --used-by"),
+    "export": ("Write a run as a Parquet data set for DuckDB, Polars and Spark.", "run_folder --to"),
+    "check-checkpoint": (
+        "Compare a checkpoint with its digests, or with another checkpoint.",
+        "checkpoint other --json",
+    ),
 }
 
 _OF_SCRIPTS = (
-    "Options may also stand in [tool.det_callbacks] of pyproject.toml, by the same names; the command line wins. "
-    "Without --seed and --deterministic no setting is changed. Exit status: 0 match or recorded, 1 diverged, "
-    "2 it could not be done, 3 not comparable."
+    "You can also set options in [tool.det_callbacks] of pyproject.toml, by the same names; the command line wins. "
+    "Without --seed and --deterministic, no setting changes. Exit status: 0 match or recorded, 1 diverged, "
+    "2 could not do it, 3 not comparable."
 )
 
 
 def _parser(more: str) -> argparse.ArgumentParser:
-    """Return the parser; ``more`` ends the usage, which stands above an error."""
+    """Return the parser; ``more`` ends the usage, which argparse prints before an error."""
     parser = argparse.ArgumentParser(
         prog="det-callbacks",
-        description="Look into recorded training runs and compare them, bit for bit.",
+        description="Show recorded training runs, and compare them bit for bit.",
         epilog="Exit status: 0 match or fine, 1 diverged, 2 could not do it, 3 not comparable.",
     )
     parser.add_argument("--version", action="version", version=f"det-callbacks {version('det_callbacks')}")

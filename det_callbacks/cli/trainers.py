@@ -1,4 +1,4 @@
-"""Names what a script trained with if nothing was recorded."""
+"""Why a script left no run."""
 
 import json
 from pathlib import Path
@@ -8,23 +8,23 @@ from det_callbacks.report.console import listed
 _LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
 _OTHERS = {"keras": "Keras", "tensorflow": "TensorFlow", "jax": "JAX"}
 TRAINERS = (*_LIGHTNING, *_OTHERS, "torch")
-"""``integrations/launch.py`` notes which of these modules a process loaded."""
+"""``integrations/launch.py`` records which of these modules a process loaded."""
 
 
 def nothing_text(verb: str, notes: Path) -> str:
-    """Return why a script that ended well left nothing, from the notes of its processes."""
+    """Return why a script that succeeded left no run, from the notes of its processes."""
     loaded = {name for file in notes.glob("loaded-*") for name in json.loads(file.read_text(encoding="utf-8"))}
-    head = f"the script ended well, and nothing was {verb}"
+    head = f"The script succeeded, but nothing was {verb}"
     others = [title for name, title in _OTHERS.items() if name in loaded]
     if "torch" in loaded and loaded.isdisjoint(_LIGHTNING):
         return (
-            f"{head}: no optimizer of torch.optim stepped after a module with its parameters was called, with "
-            "gradients enabled, or the script records itself. Where it trains in another way, such as by changing the "
-            "parameters itself, put its loop into a TrainingRun: docs/how-to/plain-loop.md"
+            f"{head}: no optimizer of torch.optim stepped after a call of a module that holds its parameters, with "
+            "gradients enabled, or the script records itself. If the script updates parameters itself, put its loop "
+            "into a TrainingRun (docs/how-to/plain-loop.md)"
         )
     if others and loaded.isdisjoint(_LIGHTNING):
         return f"{head}: it trains with {listed(others)}, which this command cannot reach"
-    reasons = "no Trainer had a fit, or one had a DeterminismCallback of the script's own"
+    reasons = "no Trainer ran a fit, or the Trainer already had a DeterminismCallback"
     if not loaded:
         reasons += (
             ", or the Python that trains has no det_callbacks installed, or ignores PYTHONPATH (its flags -E and -I)"

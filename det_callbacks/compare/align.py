@@ -1,7 +1,7 @@
 """Aligns the rows of two steps: by position in one program, else by a sequence diff over the units of both.
 
 A unit is an op call with all its rows, or one named row. Units are matched with four keys, from
-strict (with digests) to loose. The occurrence of a site and its edges are in none of them, so one
+strict (with digests) to loose. None of the keys has the occurrence of a site or its edges, so one
 op inserted among twenty of its kind shows as one op. Matches never cross.
 """
 
@@ -20,25 +20,24 @@ from det_callbacks.runs.program import Site, StepView
 DIGEST, ARGUMENTS, STRUCTURE, OP = range(4)
 """Levels of keys: the same bits; the same arguments and layouts; the same outputs and names; the same op.
 
-A name may be known on one side only, so equal bits count whatever the names are.
+A name may be known on only one side, so equal bits match under any name.
 """
 
 _LEADING = ("input", "generator", "delivered", "graph_output")
 
 Pairs = list[tuple[int, int]]
 Gap = tuple[int, int, int, int]
-"""What is still to be matched: start and stop in the reference, start and stop in the current step."""
+"""Units without a match: start and stop in the reference, start and stop in the current step."""
 
 MAX_CELLS = 1_000_000
-"""Product of the two lengths up to which a gap is searched for its longest common blocks; some 0.1 s."""
+"""The largest product of two lengths for which a gap is searched for its longest common blocks; some 0.1 s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Alignment:
-    """By row, the position in either step; -1 where that step does not have the row.
+    """The position of each row in both steps; -1 if a step does not have the row.
 
-    Numbers that the other side keeps as constants and input rows of an op that only one side has are
-    not aligned.
+    Numbers that the other side keeps as constants, and input rows of an op in only one step, are not aligned.
     """
 
     reference: np.ndarray
@@ -50,9 +49,9 @@ class Alignment:
 
 
 def align(reference: StepView, current: StepView) -> Alignment:
-    """Return which rows of two steps belong together, in the order of the steps.
+    """Return the aligned rows of two steps, in the order of the steps.
 
-    The same program costs nothing, others some 10 microseconds a site.
+    Equal programs cost nothing, different ones some 10 microseconds a site.
     """
     if reference.record.program_id == current.record.program_id:
         places = np.arange(len(reference.program), dtype=np.int64)
@@ -79,7 +78,7 @@ def _group(view: StepView, numbers: dict[Hashable, int]) -> list[_Unit]:
         return numbers.setdefault(key, len(numbers))
 
     sites, digests = view.program.sites, view.record.digests.tolist()
-    # by object: hashing each entry anew would cost more
+    # by object: hashing each entry again would cost more
     by_object = {id(entry): entry for entry in view.layout.entries}
     known = {key: number("layout", entry) for key, entry in by_object.items()}
     layouts = [known[id(entry)] for entry in view.layout.entries]
@@ -89,7 +88,7 @@ def _group(view: StepView, numbers: dict[Hashable, int]) -> list[_Unit]:
         first = start + has_argument
         rows = sites[first:stop]
         head = rows[0]
-        # rows of the state or the batch are known by their names
+        # names identify rows of the state or the batch
         what = (head.op,) if head.op else (head.op, head.role, head.name)
         kind = number(OP, head.phase, head.module, *what)
         outputs, names = tuple((row.role, row.output) for row in rows), tuple(row.name for row in rows)
@@ -103,7 +102,7 @@ def _group(view: StepView, numbers: dict[Hashable, int]) -> list[_Unit]:
 
 
 def _bounds(sites: tuple[Site, ...]) -> Iterator[tuple[int, int, int]]:
-    """Yield each unit's first row, its first row that is no input, and one past its last."""
+    """Yield each unit's first row, its first row that is not an input, and one past its last."""
     num_sites = len(sites)
     place = 0
     while place < num_sites:
@@ -159,7 +158,7 @@ def _split(left: list[int], right: list[int], gap: Gap, pairs: Pairs, *, suffix_
 
 
 def _is_same_sequence(reference: list[_Unit], current: list[_Unit]) -> bool:
-    """Return whether both are the same ops: a search for equal arguments would pair some with their neighbours."""
+    """Return whether both have the same ops: a search by arguments would then pair some with their neighbours."""
     return len(reference) == len(current) and all(
         ours.keys[OP] == theirs.keys[OP] and _have_compatible_names(ours.names, theirs.names)
         for ours, theirs in zip(reference, current, strict=True)
@@ -167,14 +166,14 @@ def _is_same_sequence(reference: list[_Unit], current: list[_Unit]) -> bool:
 
 
 def _have_compatible_names(left: Sequence[str | None], right: Sequence[str | None]) -> bool:
-    """Return whether names may be of the same tensors in order; a name may be unknown on one side."""
+    """Return whether names may name the same tensors in order; a name may be unknown on one side."""
     if len(left) != len(right):
         return False
     return all(None in (one, other) or one == other for one, other in zip(left, right, strict=True))
 
 
 def _join(views: tuple[StepView, StepView], units: tuple[list[_Unit], list[_Unit]], matches: Pairs) -> Pairs:
-    """Return the aligned rows of matched units; -1 stands for no row."""
+    """Return the aligned rows of matched units; -1 means no row."""
     partners = _pair_inputs(views, units, matches)
     moved = set(partners.values())
     ours, theirs = units
@@ -198,7 +197,7 @@ def _pair_inputs(
 ) -> dict[int, int]:
     """Return the input rows of the current step with theirs in the reference, those of matched calls first.
 
-    The others are paired by key, since an inserted op gets the rows of tensors that it reads first.
+    The others are paired by key, because an inserted op gets the rows of tensors that it reads first.
     """
     partners: dict[int, int] = {}
     for left, right in matches:
@@ -219,7 +218,7 @@ def _pair_inputs(
 
 
 def _input_key(view: StepView, place: int) -> tuple[Hashable, ...]:
-    """Return what input rows of one tensor have in common: its name, or else its layout and bits."""
+    """Return the key that input rows of one tensor share: its name, or else its layout and bits."""
     site = view.program.sites[place]
     if site.role in ("input", "graph_output") and site.name:
         return site.role, site.name
@@ -251,7 +250,7 @@ def _pair_outputs(views: tuple[StepView, StepView], ours: _Unit, theirs: _Unit) 
 def _trim(reference: Sequence[int], current: Sequence[int], gap: Gap, pairs: Pairs, *, suffix_first: bool) -> Gap:
     """Add the common prefix and suffix of a gap to ``pairs``; return the gap that is left.
 
-    ``suffix_first`` puts an insertion at the earliest of several places.
+    ``suffix_first`` puts an insertion in the earliest possible place.
     """
     r_start, r_stop, c_start, c_stop = gap
     for is_suffix in (suffix_first, not suffix_first):
@@ -270,14 +269,14 @@ def _trim(reference: Sequence[int], current: Sequence[int], gap: Gap, pairs: Pai
 def _match(left: Sequence[int], right: Sequence[int], gap: Gap) -> Pairs:
     """Match the longest common blocks of a gap.
 
-    In a large gap, the n-th occurrences of keys from its end are matched, as far as their order agrees.
+    In a large gap, keys match by their n-th occurrence from its end, as far as their order agrees.
     """
     r_start, r_stop, c_start, c_stop = gap
     if (r_stop - r_start) * (c_stop - c_start) > MAX_CELLS:
         ours, theirs = _numbered(left, r_start, r_stop), _numbered(right, c_start, c_stop)
         common = [(place, theirs[key]) for key, place in ours.items() if key in theirs]
         return _longest_increasing(common[::-1])
-    # backwards, because the search puts an insertion as late as it can
+    # backwards, because the search puts insertions as late as possible
     matcher = SequenceMatcher(None, left[r_start:r_stop][::-1], right[c_start:c_stop][::-1], autojunk=False)
     places = ((block.a + at, block.b + at) for block in matcher.get_matching_blocks() for at in range(block.size))
     return sorted((r_stop - 1 - x, c_stop - 1 - y) for x, y in places)

@@ -1,4 +1,4 @@
-"""The arguments of aligned calls: numbers have a row of their own, everything else is in the program."""
+"""The arguments of aligned calls: numbers have rows, everything else is in the program."""
 
 import json
 import struct
@@ -11,7 +11,7 @@ import numpy as np
 
 from det_callbacks.runs.program import Site, StepView, plain_value
 
-_UNKNOWN = "a value that was kept as a digest only"
+_UNKNOWN = "a value of which only a digest was kept"
 _ABSENT = "a tensor or nothing"
 _NAN = 0x7FF8_0000_0000_0000
 
@@ -19,7 +19,7 @@ _NAN = 0x7FF8_0000_0000_0000
 ArgumentDifference: TypeAlias = Mapping[str, tuple[str, str]]
 """How the arguments of two aligned calls differ: by name, the text of the reference's value and the current one.
 
-It is empty where they cannot be compared: each side kept a digest of other arguments.
+It is empty if they cannot be compared, because each side kept a digest of different arguments.
 """
 
 
@@ -28,12 +28,12 @@ class Arguments:
     """The arguments of one call, as JSON text by name."""
 
     values: Mapping[str, str]
-    digested: tuple[str, ...] = ()  # names of those of which the run keeps only one digest
+    digested: tuple[str, ...] = ()  # names of the arguments that share one digest
     bits: int = 0  # that digest
 
     @property
     def canonical(self) -> Hashable:
-        """A key that is equal for equal arguments, with or without defaults."""
+        """Equal for equal arguments, with or without defaults."""
         return tuple(sorted(self.values.items())), self.digested, self.bits
 
 
@@ -53,7 +53,7 @@ def read_arguments(view: StepView, output: int) -> Arguments:
     bits, entry = int(view.record.digests[row]), view.layout.entries[row]
     value = None if entry is None else _decode(bits, entry.dtype)
     if value is not None:
-        # two NaNs of other bits would have the same text
+        # two NaNs with different bits have the same text
         text = f'"nan {bits:#x}"' if value != value and bits != _NAN else json.dumps(plain_value(value))
         return Arguments(values={**constants, site.varying[0]: text})
     known = view.read_values().get(bits)
@@ -86,7 +86,7 @@ def _decode(bits: int, tag: str) -> Any:
 def other_arguments(
     reference: StepView, current: StepView, pairs: Iterable[tuple[int, int]], differs: np.ndarray
 ) -> dict[int, ArgumentDifference]:
-    """Return the rows with other arguments: the first of each call, and those that also differ."""
+    """Return the rows with different arguments: the first of each call, and others that also differ."""
     ours, theirs = reference.program.sites, current.program.sites
     by_call: dict[int, ArgumentDifference | None] = {}
     found: dict[int, ArgumentDifference] = {}

@@ -1,4 +1,4 @@
-"""Which rank started a difference and which received it, judged by the collectives of the differing steps."""
+"""Which rank started a difference and which received it, by the collectives of the differing steps."""
 
 import json
 from collections import Counter
@@ -14,7 +14,7 @@ Side = Literal["origin", "receiver", "unknown", "equal"]
 Begins = Literal["local", "external", "ambiguous", "received"]
 CallKey = tuple[str, str, int]
 Order = tuple[int, int, int, int]
-"""Segment, step, position in the step, rank: the least comes first."""
+"""Segment, step, position in the step, rank; sorted ascending."""
 
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv")
 
@@ -30,7 +30,7 @@ class CollectiveCall:
 
     @property
     def key(self) -> CallKey:
-        """Equal for one call on all ranks; messages of a group are not told apart, as their ends are two ops."""
+        """Equal for one call on all ranks; messages of a group share a key, because their ends are different ops."""
         is_message = self.op.partition(".")[2].startswith(_POINT_TO_POINT)
         return ("", self.group, 0) if is_message else (self.op, self.group, self.number)
 
@@ -40,7 +40,7 @@ class Classification:
     """Who started a difference, by rank; an "unknown" rank may have started or received it."""
 
     sides: tuple[Side, ...]
-    collective: CollectiveCall | None = None  # the first with equal inputs on all ranks and another output
+    collective: CollectiveCall | None = None  # the first with equal inputs on all ranks and a different output
     through: CollectiveCall | None = None  # the first that brought the difference to a receiver
     since: tuple[tuple[int, int] | None, ...] = ()  # segment and step of each rank's first difference
 
@@ -50,7 +50,7 @@ class Classification:
 
     @property
     def is_collective(self) -> bool:
-        """Whether a collective started it, and no rank can have."""
+        """Whether a collective started it, and no rank did."""
         return self.collective is not None and not {"origin", "unknown"} & {*self.sides}
 
 
@@ -59,16 +59,16 @@ class FirstDifference:
     """The first difference of a rank, and the evidence of who started it.
 
     It ``begins`` "local" (an op whose inputs match: no other rank can have caused it), "external" (a
-    weight: the rank's own at the run's first difference, later perhaps the result of another rank),
+    weight: the rank's at the run's first difference, later perhaps from another rank),
     "ambiguous" (its writer was not recorded) or "received" (a collective delivered it).
     """
 
     order: Order
     first: Divergence
-    origins: tuple[Divergence, ...] = ()  # of the step, as this rank alone sees it
+    origins: tuple[Divergence, ...] = ()  # of the step, as seen by this rank alone
     begins: Begins
-    changed: frozenset[CallKey] = frozenset()  # calls with other inputs or arguments on this rank
-    received: tuple[tuple[CollectiveCall, Divergence], ...] = ()  # what other calls delivered here
+    changed: frozenset[CallKey] = frozenset()  # calls with different inputs or arguments on this rank
+    received: tuple[tuple[CollectiveCall, Divergence], ...] = ()  # outputs of other calls on this rank
 
     @property
     def moment(self) -> tuple[int, int]:
@@ -76,7 +76,7 @@ class FirstDifference:
         return self.order[:2]
 
     def among(self, ranks: Classification | None) -> Divergence:
-        """Return the divergence with what all ranks together tell of its origin."""
+        """Return the divergence with its origin, as known from all ranks together."""
         if ranks is None:
             return self.first
         side, is_origin = ranks.sides[self.order[-1]], self.first.is_origin
@@ -94,7 +94,7 @@ class FirstDifference:
         return [*(replace(one, is_origin=True) for one in self._delivered_by(ranks)), *own]
 
     def _delivered_by(self, ranks: Classification) -> list[Divergence]:
-        """Return the outputs of the collective that are origins themselves."""
+        """Return the outputs of the collective that are origins."""
         key = None if ranks.collective is None else ranks.collective.key
         return [divergence for call, divergence in self.received if call.key == key]
 
@@ -131,7 +131,7 @@ def _side(known: FirstDifference, earliest: Sequence[FirstDifference]) -> Side:
 
 
 def describe_first(difference: StepDifference, before: str = "", *, is_unrestored: bool = False) -> FirstDifference:
-    """Return the first difference of a step; ``before`` is that of ``RankWalk``."""
+    """Return the first difference of a step; ``before`` comes from ``RankWalk.before``."""
     calls = _calls_in(difference.current)
     changed = _changed_calls(difference, calls)
     received: list[tuple[CollectiveCall, Divergence]] = []
@@ -157,7 +157,7 @@ def _begins(difference: StepDifference, row: int, before: str, *, is_unrestored:
     program, position = difference.side(row)
     if start == "collective":
         return "received"
-    # Python may have read what a collective brought and no op read
+    # Python may have read the output of a collective that no op read
     delivered = [site for site in program.sites if site.role == "delivered"]
     read = {place for site in delivered for place in site.inputs}
     sent = [place for place, site in enumerate(program.sites[:position]) if site.role == "sent"]
@@ -189,7 +189,7 @@ def _calls_in(view: StepView) -> dict[int, CollectiveCall]:
 
 
 def _changed_calls(difference: StepDifference, calls: Mapping[int, CollectiveCall]) -> frozenset[CallKey]:
-    """Return the calls with other inputs or arguments on this rank, and those only in the reference."""
+    """Return the calls with different inputs or arguments on this rank, and those only in the reference."""
     found = set()
     for row in difference.kinds:
         site, position = difference.site(row), difference.pairs[row][1]

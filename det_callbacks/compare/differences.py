@@ -1,4 +1,4 @@
-"""How the sites of one step differ, and which differences start there: nothing that their ops read differs."""
+"""How the sites of one step differ, and which differences start there: their ops read no difference."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,21 +23,21 @@ from det_callbacks.runs.program import (
 from det_callbacks.verdict import Divergence, Kind
 
 Start = Literal[
-    "here",  # nothing that the op read differs, on either side
-    "read",  # something that it read differs
-    "outside",  # it entered the step: a batch, a weight, a generator, a tensor from outside the trace
+    "here",  # the op read no difference, on either side
+    "read",  # the op read a difference
+    "outside",  # the step started with it: a batch, a weight, a generator, an unrecorded tensor
     # why it cannot be proven
     "inside a region",  # only a compiled region as a whole can be an origin
-    "written since",  # the recorded writers of a named tensor match, so something without a row wrote it
-    "other arguments",  # each side kept a digest of other arguments
+    "written since",  # the recorded writers of a named tensor match, so an unseen write changed it
+    "other arguments",  # each side kept a digest of different arguments
     "unread batch",  # Python may have read an object in the batch that could not be inspected
     "passed on",  # Python may have read a number or a shape that differs: ``_may_be_passed_on``
     "race",  # it was read before its collective was done
     "collective",  # a collective delivered it, perhaps from another rank
     "graph replay",  # a replay of a CUDA graph may have written it
-    "not recorded",  # what wrote it was not
+    "not recorded",  # its writer was not
     "region parameters",  # the parameters of a compiled region have no digest, below level op
-    "unseen writer",  # the trace did not see the writer of what it reads
+    "unseen writer",  # the recorder did not see the writer of an input
 ]
 """Where the difference at a row starts."""
 
@@ -47,22 +47,22 @@ _SOURCE_PHASES = ("data", "rng", "input")
 _BEFORE_OPS = ("state", "data", "rng", "input")
 _READ_UNSEEN = ("int", "float", "bool", "int32", "int64")
 """Data types whose values Python or C++ may read without an op: Python's own numbers, and lengths and sizes in tensors
-(``Tensor.tolist``, NumPy, the ``batch_sizes`` of a native LSTM). A site does not say whether it is of the host."""
+(``Tensor.tolist``, NumPy, the ``batch_sizes`` of a native LSTM). A site does not record whether it is on the host."""
 _HOST_GENERATORS = ("python", "numpy")
 
 MAX_DESCRIBED = 100
-"""How many divergences and how many origins of a step are described; all are counted."""
+"""How many divergences and origins of a step are described; all are counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A divergence with what its explanation needs besides."""
+    """A divergence with further facts for its explanation."""
 
     divergence: Divergence
     row: int
     role: str
     start: Start
-    is_rewired: bool = False  # the op reads other tensors than in the reference
+    is_rewired: bool = False  # the op reads different tensors than in the reference
     layouts: tuple[TensorLayout | None, TensorLayout | None] | None = None  # of both steps, where they differ
     arguments: ArgumentDifference | None = None
 
@@ -71,9 +71,9 @@ class StepDifference:
     """How the aligned sites of one step differ, and where each difference starts, by row of the alignment.
 
     ``pairs`` has the two positions of each row (-1: none), ``kinds`` the kind of each differing row.
-    ``differs`` (bool by row) is whether it has other bits or another layout, or is on one side only. It
-    is False for rows of arguments, since a call with the same outputs passes nothing on; ``arguments``
-    has the rows of calls with other arguments.
+    ``differs`` (bool by row) is whether its bits or layout differ, or only one side has it. It is False for
+    rows of arguments, because a call with the same outputs passes nothing on; ``arguments`` has the rows of
+    calls with different arguments.
     """
 
     def __init__(self, reference: StepView, current: StepView, alignment: Alignment) -> None:
@@ -101,7 +101,7 @@ class StepDifference:
         kinds.update((row, "argument") for row, known in self.arguments.items() if known)
         kinds.update(dict.fromkeys(np.flatnonzero(lefts < 0).tolist(), "extra"))
         kinds.update(dict.fromkeys(np.flatnonzero(rights < 0).tolist(), "missing"))
-        # a named input has the layout that its first reader saw: another reader is no difference
+        # the layout of a named input is that of its first reader: a different reader is no difference
         others = np.flatnonzero(self.differs & other_layout & ~other_bits).tolist()
         views = [row for row in others if self.site(row).role == "input" and self.site(row).name]
         if len(views) < len(kinds):
@@ -121,7 +121,7 @@ class StepDifference:
         return tuple(map(self.describe, self.starting("here")[:MAX_DESCRIBED]))
 
     def describe(self, row: int) -> Divergence:
-        """Return a row as the verdict has it; one that does not differ has the kind of other bits, too."""
+        """Return the divergence of a row; a row that does not differ also gets the kind content."""
         left, right = self.pairs[row]
         site, ours, theirs = self.site(row), self.reference, self.current
         layout = theirs.layout.entries[right] if right >= 0 else ours.layout.entries[left]
@@ -148,7 +148,7 @@ class StepDifference:
         )
 
     def finding(self, row: int) -> Finding:
-        """Return a differing row with what its explanation needs."""
+        """Return a differing row with the facts for its explanation."""
         left, right = self.pairs[row]
         ours, theirs = self.reference.layout.entries, self.current.layout.entries
         return Finding(
@@ -179,7 +179,7 @@ class StepDifference:
         return (self.current.program, right) if right >= 0 else (self.reference.program, left)
 
     def _by_row(self, ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
-        """Turn two arrays by position into one by row: the current step's value if it has one."""
+        """Merge two arrays by position into one by row: the current step's value if it has one."""
         lefts, rights = self.alignment.reference, self.alignment.current
         return np.asarray(np.where(rights >= 0, _with_blank(theirs)[rights], _with_blank(ours)[lefts]))
 
@@ -190,7 +190,7 @@ class StepDifference:
 
     @cached_property
     def is_leading(self) -> np.ndarray:
-        """Bool by row: it is before everything that the step computed."""
+        """Bool by row: it comes before everything that the step computed."""
         programs = self.reference.program, self.current.program
         return self._by_row(*(np.arange(len(program)) < num_leading_sites(program) for program in programs))
 
@@ -199,7 +199,7 @@ class StepDifference:
         return [self.side(row)[0].sites[place] for place in self.site(row).inputs]
 
     def _lines_of_reader(self, row: int) -> tuple[str, ...]:
-        """Return the lines of the one op that reads a generator, or made the output of a gradient."""
+        """Return the lines of the only op that reads a generator, or made the output of a gradient."""
         program, position = self.side(row)
         sites, module, name = program.sites, program.sites[position].module, program.sites[position].name or ""
         given = [position] if sites[position].role == "generator" and name.startswith("generator ") else []
@@ -235,8 +235,8 @@ class StepDifference:
 
     @cached_property
     def fed(self) -> np.ndarray:
-        """Bool by row: it read a site that differs, or memory that a named tensor shows to have changed."""
-        # by side and position: later readers read other bits there
+        """Bool by row: it read a site that differs, or memory that changed by a named tensor."""
+        # by side and position: later readers read different bits there
         since = [np.full(len(view.program), len(view.program)) for view in (self.reference, self.current)]
         for positions, known in zip((self.alignment.reference, self.alignment.current), since, strict=True):
             known[positions[self.differs & (positions >= 0)]] = -1
@@ -250,7 +250,7 @@ class StepDifference:
         return self._readers(since)
 
     def _readers(self, since: Sequence[np.ndarray]) -> np.ndarray:
-        """Return, bool by row, which rows read other bits, on either side."""
+        """Return, bool by row, which rows read different bits, on either side."""
         found = np.zeros(len(self.alignment), dtype=bool)
         sides = (self.reference, self.alignment.reference), (self.current, self.alignment.current)
         for (view, positions), known in zip(sides, since, strict=True):
@@ -267,7 +267,7 @@ class StepDifference:
 
     @cached_property
     def starts(self) -> Mapping[int, Start]:
-        """The differing rows that read nothing that differs, ascending; all others follow from them."""
+        """The differing rows that read no difference, ascending; all others follow from them."""
         return {row: self._start(row) for row in self.rows[~self.fed[self.rows]].tolist()}
 
     def start(self, row: int) -> Start:
@@ -285,7 +285,7 @@ class StepDifference:
             return "outside"
         if site.op and not site.op.startswith(REGION) and any(read.role == "graph" for read in self.sites_read(row)):
             return "inside a region"
-        # the recorded writers of a named tensor left other bits
+        # the recorded writers of a named tensor left different bits
         if not site.op and site.role == "named" and kind == "content" and any(one.op for one in self.sites_read(row)):
             return "written since"
         if self.arguments.get(row) == {}:
@@ -300,10 +300,10 @@ class StepDifference:
             return "not recorded"
         if site.op.startswith(REGION) and any(MISSES_PARAMETERS in read.arguments for read in self.sites_read(row)):
             return "region parameters"
-        # the writer of what goes into a collective or a region matches, so something unseen changed it
+        # the writer of an input of a collective or region matches, so an unseen write changed it
         is_given = site.role == "region_input" or (site.role == "sent" and kind in ("content", "structure"))
         is_unseen = self.pairs[row][1] in self.current.unseen_writes
-        # the trace sees no writer of tensors in flight or unwritten
+        # tensors in flight or unwritten have no recorded writer
         is_unknown = self._has_detail(row, IN_FLIGHT, UNWRITTEN, is_read=True)
         return "unseen writer" if is_given or is_unseen or is_unknown else "here"
 
@@ -315,8 +315,8 @@ class StepDifference:
     def _may_be_passed_on(self, row: int) -> bool:
         """Return whether a difference may follow, past every edge, from an earlier one that Python could read.
 
-        That holds for shapes, numbers and whether an op runs, and in a backward pass for how the
-        forward ops were called; it does not hold for other bits from the same inputs.
+        Python can pass on shapes, numbers and whether an op runs, and in a backward pass how the forward ops were
+        called, but not different bits from the same inputs.
         """
         if self.kinds[row] == "content" and not self._is_rewired(row):
             return False
@@ -327,7 +327,7 @@ class StepDifference:
         first = self._first_readable
         if first == len(self.alignment) or self._call(row) == self._call(first):
             return False
-        # rows of the reference alone come before those of the current step alone
+        # rows only in the reference come before rows only in the current step
         return row > first or bool(self.is_leading[first] and not self.is_leading[row])
 
     @cached_property
@@ -339,7 +339,7 @@ class StepDifference:
 
     @cached_property
     def _first_readable(self) -> int:
-        """The first differing row that Python may have read: another structure, or a number."""
+        """The first differing row that Python may have read: a different structure, or a number."""
         is_readable = self._by_row(*(_readable_sites(view.program) for view in (self.reference, self.current)))
         is_number = np.isin(_with_blank(self.current.layout.dtypes), _READ_UNSEEN)[self.alignment.current]
         is_seen = self._both & (self._other_layout | is_number)
@@ -349,7 +349,7 @@ class StepDifference:
 
     @cached_property
     def rows_after_step(self) -> list[int]:
-        """The differing rows of generators as the step left them."""
+        """The differing rows of generators at the end of the step."""
         rows = np.flatnonzero(self.differs & (self.roles == "generator")).tolist()
         return [row for row in rows if (self.site(row).name or "").endswith(AFTER_STEP)]
 
@@ -357,19 +357,19 @@ class StepDifference:
         return (self.site(row).name or "").removesuffix(AFTER_STEP) in _HOST_GENERATORS
 
     def _begin_row(self, row: int) -> int:
-        """Return the row of a generator as the step found it, given the one as the step left it."""
+        """Return the row of a generator at the start of the step, given its row at the end."""
         program, position = self.side(row)
         side = self.alignment.current if program is self.current.program else self.alignment.reference
         found = program.sites[position].inputs[:1]
         return int(np.flatnonzero(side == found[0])[0]) if found else row
 
     def _call(self, row: int) -> tuple[bool, int]:
-        """Return what the outputs of one call share: the side, and the position of the first output."""
+        """Return the key that the outputs of one call share: the side, and the position of the first output."""
         program, position = self.side(row)
         return program is self.current.program, position - program.sites[position].output
 
     def _is_rewired(self, row: int) -> bool:
-        """Return whether an op with other bits or shapes reads other sites than in the reference."""
+        """Return whether an op with different bits or shapes reads different sites than in the reference."""
         left, right = self.pairs[row]
         if self.alignment.is_same_program or not self.site(row).op or self.kinds[row] not in ("content", "structure"):
             return False
@@ -382,7 +382,7 @@ class StepDifference:
 
 
 def num_leading_sites(program: Program) -> int:
-    """Return how many sites are before everything that the step computed."""
+    """Return how many sites come before everything that the step computed."""
     is_given = False
     for position, site in enumerate(program.sites):
         if site.op or site.phase not in _BEFORE_OPS or (is_given and site.phase == "state"):
@@ -397,7 +397,7 @@ def _with_blank(values: np.ndarray) -> np.ndarray:
 
 
 def _readable_sites(program: Program) -> np.ndarray:
-    """Return, bool by position, whether Python may read it: a number, the batch, its own generators."""
+    """Return, bool by position, whether Python may read it: a number, the batch, Python's generators."""
     is_readable: np.ndarray = (program.roles == "value") | (program.phases == "data")
     for position in np.flatnonzero(program.roles == "generator").tolist():
         is_readable[position] |= program.sites[position].name in _HOST_GENERATORS

@@ -1,4 +1,4 @@
-"""What the evidence of two runs tells about a difference: who drew from a generator, which samples came."""
+"""What the evidence of two runs shows about a difference: draws from generators, and samples."""
 
 import json
 from collections import defaultdict
@@ -36,23 +36,23 @@ from det_callbacks.runs.program import IDLE, StepView
 from det_callbacks.runs.store import Run
 
 SKETCHED = 4
-"""Samples of a batch that are looked for in the reference: those with the smallest digests."""
+"""How many samples of a batch, those with the smallest digests, are searched in the reference."""
 
 MIN_FOUND = 0.75
-"""Share of them that is enough: one may have been left out of a sketch."""
+"""The share that is enough, because a sketch may leave one out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """The evidence of one run after the last step that is known to be equal."""
+    """The evidence of one run after the last step that certainly matches."""
 
     rows: tuple[Row, ...]
     settings: Mapping[str, str]  # of the loaders: "num_workers of train_dataloader" -> "2"
     hooks: Mapping[str, str]  # "before on_train_batch_end" -> the callbacks called before ours
     constants: frozenset[str] = frozenset()  # initial tensors that hold a single value
     options: Mapping[str, tuple[int, str]] = field(default_factory=dict)  # "lr of group 0" -> since which step, JSON
-    starts: Mapping[str, int] = field(default_factory=dict)  # digest of the state in which each generator began
-    scripted: tuple[str, ...] = ()  # modules that are, or hold, TorchScript
+    starts: Mapping[str, int] = field(default_factory=dict)  # digest of each generator's first state
+    scripted: tuple[str, ...] = ()  # modules that are, or contain, TorchScript
 
     def batch(self, step: int) -> dict[str, Row]:
         """Return the rows of a step's batch, by name."""
@@ -67,19 +67,19 @@ class Window:
         return [row for row in self.rows if row.name == name and row.point != BATCH and row.step <= step]
 
     def seed(self, name: str, place: tuple[int, str]) -> int | None:
-        """Return the seed of a generator that was noted at (step, point), or next after it."""
+        """Return the first seed of a generator that was recorded at or after (step, point)."""
         rows = dropwhile(lambda row: row[:2] != place, self.rows)
         return next((row.value for row in rows if row.name == SEED + name), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratorChange:
-    """How a generator came to differ from the reference's between two places (step, point)."""
+    """How a generator started to differ from the reference's between two places (step, point)."""
 
     name: str
-    equal_at: tuple[int, str] | None = None  # None if it never was equal in this fit
+    equal_at: tuple[int, str] | None = None  # None if it was never equal in this fit
     differs_at: tuple[int, str]  # of an idle generator the first place at all
-    has_other_start: bool = False  # in another state, from which neither run drew until ``differs_at``
+    has_other_start: bool = False  # in a different state, from which neither run drew until ``differs_at``
     points: tuple[str, ...] = ()  # in between, of either run, from ``equal_at`` on
     only_reference: tuple[str, ...] = ()  # points there that only the reference has
     only_current: tuple[str, ...] = ()
@@ -93,10 +93,12 @@ class GeneratorChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchChange:
-    """How the batch of a step came to differ; None stands for unknown."""
+    """How the batch of a step differs; None means unknown."""
 
-    indices: Literal["same", "reordered", "cut", "other"] | None = None  # that samplers drew; cut: other batch sizes
-    is_loaded_alike: bool | None = None  # what left the loaders agrees
+    indices: Literal["same", "reordered", "cut", "other"] | None = (
+        None  # that samplers drew; cut: different batch sizes
+    )
+    is_loaded_alike: bool | None = None  # the loaders' output matches
     found_at: int | None = None  # step of the reference with samples of this batch
     is_whole: bool = False  # that batch holds all of them
     was_searched: bool = False
@@ -106,7 +108,7 @@ class BatchChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionChange:
-    """An option of an optimizer's group, such as "lr of group 0", with another value."""
+    """An option of an optimizer's group, such as "lr of group 0", that differs."""
 
     name: str
     reference: str
@@ -116,13 +118,13 @@ class OptionChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """The evidence of a step that differs; the generators are in the order in which they came to differ."""
+    """The evidence of a step that differs; the generators are in the order in which they started to differ."""
 
     generators: tuple[GeneratorChange, ...] = ()
     idle: tuple[GeneratorChange, ...] = ()  # of generators from which nothing drew
     batch: BatchChange = BatchChange()
     hooks: Mapping[str, str] = field(default_factory=dict)  # of the current run, see ``Window``
-    constants: frozenset[str] = frozenset()  # initial tensors that hold a single value in both runs
+    constants: frozenset[str] = frozenset()  # initial tensors that are constant in both runs
     options: tuple[OptionChange, ...] = ()
     scripted: tuple[str, ...] = ()  # of the current run
     moments: tuple[tuple[int, str], ...] = ()  # (step, point) of the current run, from the step before on
@@ -130,7 +132,7 @@ class Evidence:
 
     @property
     def other_starts(self) -> list[GeneratorChange]:
-        """The generators that began in another state."""
+        """The generators that started in a different state."""
         never_equal = (one for one in self.generators if one.has_other_start or one.equal_at is None)
         return [*never_equal, *self.idle]
 
@@ -165,7 +167,7 @@ def find_evidence(reference: Run, current: Run, difference: StepDifference) -> E
 
 
 def _is_loaded_alike(*sides: tuple[Window, StepView]) -> bool | None:
-    """Return whether the loaders handed out the same; None if neither run changed the batch after that."""
+    """Return whether the loaders returned the same batch; None if neither run changed the batch after that."""
     given, noted = [], []
     for window, view in sides:
         rows = window.batch(view.record.step)
@@ -229,7 +231,7 @@ def gather_window(rows: Iterable[Row], *, since: int | None) -> Window | None:
 
 
 def from_batch_start(rows: Iterable[Row]) -> Iterator[Row]:
-    """Yield the rows since a step has begun, without those of its batch."""
+    """Yield the rows since a step began, without those of its batch."""
     return (row for row in dropwhile(lambda row: row.point != BATCH_START, rows) if row.point != BATCH)
 
 
@@ -238,7 +240,7 @@ def _find_samples(
 ) -> tuple[int | None, bool]:
     """Return the first step that has all these samples, and True; else the first with one of ``others``.
 
-    None if most of the others are nowhere in the attempt.
+    None if most of the others are not in the attempt.
     """
     steps: defaultdict[int, set[int]] = defaultdict(set)
     values = np.array(samples, dtype=np.uint64)
@@ -262,7 +264,7 @@ def _read_rows(
 
 
 def compare_windows(reference: Window, current: Window, step: int) -> Evidence:
-    """Return what two windows on the same step tell."""
+    """Return the evidence from two windows on the same step."""
     states = (row for row in current.rows if row.point != BATCH and not row.text and not row.name.startswith(SEED))
     generators = dict.fromkeys(row.name for row in states)
     found = (_generator_change(reference, current, step, name) for name in generators)
@@ -288,7 +290,7 @@ def _option_changes(reference: Window, current: Window) -> Iterator[OptionChange
 
 
 def _generator_change(reference: Window, current: Window, step: int, name: str) -> GeneratorChange | None:
-    """Return how a generator came to differ by the end of the step; None if it did not."""
+    """Return how a generator differs by the end of the step; None if it does not."""
     ours, theirs = reference.states(name, step), current.states(name, step)
     points = [row.point for row in ours], [row.point for row in theirs]
     blocks = SequenceMatcher(None, *points, autojunk=False).get_matching_blocks()
@@ -320,7 +322,7 @@ def _generator_change(reference: Window, current: Window, step: int, name: str) 
 def _idle_generators(
     reference: Window, current: Window, step: int, *, moved: Collection[str]
 ) -> Iterator[GeneratorChange]:
-    """Yield the generators that began in another state and did not move."""
+    """Yield the generators that started in a different state and did not move."""
     for name, start in current.starts.items():
         states = current.states(name, step)
         if name not in moved and states and reference.starts.get(name, start) != start:

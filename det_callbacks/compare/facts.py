@@ -1,4 +1,4 @@
-"""The facts of the first step that differs, as the rules in ``causes/`` ask for them."""
+"""The facts of the first step that differs, for the rules in ``causes/``."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from det_callbacks.runs.program import Program, is_further
 from det_callbacks.verdict import EnvironmentDifference
 
 LENGTHS = frozenset({"trainer.min_epochs", "trainer.max_epochs", "trainer.min_steps", "trainer.max_steps"})
-"""Choices that say how many steps there are, and change nothing in one that both runs have."""
+"""Choices of the number of steps, which change nothing in common steps."""
 
 DTYPES = ("trainer.precision", "torch.default_dtype")
 """Choices of the dtype that weights and batches have before anything is computed."""
@@ -23,18 +23,18 @@ DTYPES = ("trainer.precision", "torch.default_dtype")
 COLLECTIVES = ("c10d.", "_c10d_functional")
 
 DataChange = Literal[
-    "transformed",  # what left the loader agrees
-    "reordered",  # it holds the same samples in another order
-    "other data set",  # of another length
-    "listed otherwise",  # the same indices of samples of another step
-    "made otherwise",  # the same indices of samples that the reference never had
-    "drawn",  # other indices, or samples of another step
-    "other",  # nothing is known of it
+    "transformed",  # the loader's output matches
+    "reordered",  # the same samples in a different order
+    "other data set",  # of a different length
+    "listed otherwise",  # the same indices, with samples of another step
+    "made otherwise",  # the same indices, with samples that the reference never had
+    "drawn",  # different indices, or samples of another step
+    "other",  # unknown
 ]
-"""How a batch came to be another one."""
+"""How a batch differs."""
 
 _DRAWING = (LOADER, DRAWING)
-"""What begins when the data draws for itself."""
+"""What starts when the data draws."""
 _WITHIN_STEP = (AFTER_FORWARD, AFTER_BACKWARD, BATCH_END)
 _OF_MODEL = ("hparams.", CONFIGURATION)
 _STARTS_BACKWARD = "aten.ones_like.default"
@@ -46,7 +46,7 @@ class Facts:
     """The facts of the first step that differs."""
 
     difference: StepDifference
-    choices: Sequence[EnvironmentDifference]  # that differ and can change the bits of a step
+    choices: Sequence[EnvironmentDifference]  # that differ and can change bits of a step
     is_first_seen: bool  # it is the first recorded step of its fit
     is_after_unrecorded: bool  # what it read may have changed in the step before it, and it is not resumed
     is_resumed: bool  # one of the runs had just been resumed from a checkpoint
@@ -56,7 +56,7 @@ class Facts:
 
     @cached_property
     def first(self) -> Finding:
-        """What differs first."""
+        """The first difference."""
         return self.difference.finding(next(iter(self.difference.kinds)))
 
     @cached_property
@@ -67,12 +67,12 @@ class Facts:
 
     @property
     def leading(self) -> Finding:
-        """The first proven origin, or else what differs first."""
+        """The first proven origin, or else the first difference."""
         return self.origin or self.first
 
     @cached_property
     def sources(self) -> list[Finding]:
-        """What entered the step with other bits before its first origin."""
+        """The differences that the step started with, before its first origin."""
         rows = [row for row in self.difference.starting("outside") if row not in self.drawn_within]
         return [self.difference.finding(row) for row in rows if self.origin is None or row < self.origin.row]
 
@@ -84,7 +84,7 @@ class Facts:
 
     @property
     def is_after_gap(self) -> bool:
-        """Whether a step that was not recorded may have changed what this one read."""
+        """Whether an unrecorded step may have changed what this step read."""
         return self.is_after_unrecorded and not self.num_initial
 
     @property
@@ -94,12 +94,12 @@ class Facts:
 
     @cached_property
     def restored(self) -> list[Finding]:
-        """Parameters, buffers and optimizer state that differ as the step finds them."""
+        """Parameters, buffers and optimizer state that differ when the step starts."""
         return [self.difference.finding(row) for row in self.difference.starts if self._is_state(row)]
 
     @cached_property
     def num_initial(self) -> int:
-        """Tensors of the initial state that both sides list; 0 except in a fit's first step."""
+        """The number of initial tensors that both sides list; 0 except in a fit's first step."""
         return len(self._initial_names)
 
     @cached_property
@@ -109,7 +109,7 @@ class Facts:
         return [name for name in names if not is_further(name)]
 
     def _is_state(self, row: int) -> bool:
-        """Return whether a row is a tensor of the state as the step finds it: listed before it, or read first."""
+        """Return whether a row is a tensor of the state at the start of the step: listed before it, or read first."""
         site = self.difference.site(row)
         is_listed = site.role == "named" and site.phase == "state" and bool(self.difference.is_leading[row])
         return not site.op and site.name is not None and (site.role == "input" or is_listed)
@@ -130,7 +130,7 @@ class Facts:
 
     @property
     def random_initial(self) -> set[str]:
-        """Names of the initial tensors that may depend on the seed: those that hold several values."""
+        """Names of the initial tensors that may depend on the seed: those that are not constant."""
         return {*self._initial_names} - self.evidence.constants
 
     # the data
@@ -142,9 +142,9 @@ class Facts:
 
     @property
     def has_equal_samples(self) -> bool:
-        """Whether all tensors of the batch that differ hold the same samples in another order.
+        """Whether all tensors of the batch that differ hold the same samples in a different order.
 
-        If the sampler drew the same indices and only some tensors differ, labels were exchanged.
+        If the sampler drew the same indices and only some tensors differ, labels were swapped.
         """
         difference = self.difference
         tensors = [item for item in self.sources if item.divergence.phase == "data" and item.role != "samples"]
@@ -159,7 +159,7 @@ class Facts:
 
     @property
     def data_change(self) -> DataChange:
-        """How the batch came to differ."""
+        """How the batch differs."""
         batch = self.evidence.batch
         if batch.is_loaded_alike is True:
             return "transformed"
@@ -175,12 +175,12 @@ class Facts:
 
     @property
     def consumed(self) -> GeneratorChange | None:
-        """The generator that something other than the data drew from in one run only."""
+        """The generator from which something other than the data drew in only one run."""
         since = (one for one in self.evidence.generators if one.equal_at is not None and not one.is_reseeded)
         return next((one for one in since if one.points[0] not in _DRAWING and not one.has_other_start), None)
 
     def is_before_step(self, change: GeneratorChange) -> bool:
-        """Return whether a generator came to differ before the step's batch was drawn."""
+        """Return whether a generator differed before the step's batch was drawn."""
         step, point = change.differs_at
         return step < self.difference.step or point not in _WITHIN_STEP
 
@@ -194,7 +194,7 @@ class Facts:
 
     @cached_property
     def gradients(self) -> list[list[str]]:
-        """Names of the gradients that the optimizers were given, in the reference and now."""
+        """Names of the gradients that the optimizers got, in the reference and in the current run."""
         programs = self.difference.reference.program, self.difference.current.program
         return [_gradient_names(program) for program in programs]
 
@@ -213,7 +213,7 @@ class Facts:
 
     @property
     def dtype_choice(self) -> EnvironmentDifference | None:
-        """The choice by which the first difference entered the step with another dtype."""
+        """The choice that gave the first difference a different dtype."""
         ours, theirs = self.first.layouts or (None, None)
         if self.first.start != "outside" or ours is None or theirs is None or ours.shape != theirs.shape:
             return None
@@ -222,10 +222,9 @@ class Facts:
 
     @property
     def model_choice(self) -> EnvironmentDifference | None:
-        """The hyperparameter or configuration key by which the first difference is another call.
+        """The hyperparameter or configuration key that made the first difference a different call.
 
-        One whose values are also those of another choice, such as a learning rate, explains no call of
-        the model.
+        A key with the values of another choice, such as a learning rate, explains no call of the model.
         """
         found = self.leading.divergence
         if found.phase not in ("forward", "backward") or not (self._is_other_call or self.draws_in_step):
@@ -241,7 +240,7 @@ class Facts:
 
     @property
     def draws_in_step(self) -> bool:
-        """Whether a generator came to differ in the step, and no op is recorded that may have drawn."""
+        """Whether a generator started to differ in the step, and no recorded op may have drawn."""
         first = self.first.divergence
         if first.op or first.kind != "content":
             return False
@@ -250,7 +249,7 @@ class Facts:
 
     @property
     def explaining_choice(self) -> EnvironmentDifference | None:
-        """The choice without which the two runs would have done the same at the first difference."""
+        """The choice that explains the first difference."""
         explaining = filter(self._is_explained_by, self.choices)
         return next(explaining, None) or self.model_choice
 
@@ -265,7 +264,7 @@ class Facts:
         if choice == "trainer.precision":
             return is_other_call or not divergence.op
         if choice == "trainer.accumulate_grad_batches" and divergence.name == "loss":
-            return True  # it is divided by an op that only level op records
+            return True  # only level op records the op that divides it
         if choice.startswith("optimizer") and divergence.phase in ("optimizer", "state"):
             return is_other_call or not divergence.op
         if choice.startswith("optimizer") and divergence.phase == "forward" and divergence.kind in ("missing", "extra"):
@@ -274,7 +273,7 @@ class Facts:
         if choice == "torch.num_threads":
             return bool(divergence.op) and divergence.kind == "content"  # sums are split among threads
         if choice == "settings.seed" and None in (chosen.reference, chosen.current):
-            # the process may have set the same seed by itself
+            # the process may have set the same seed
             return bool(self.evidence.other_starts)
         return not divergence.is_origin if choice.startswith("settings.") else is_between
 
@@ -285,7 +284,7 @@ def choices_of_steps(environment: Sequence[EnvironmentDifference]) -> list[Envir
 
 
 def earlier_choice(choices: Sequence[EnvironmentDifference]) -> EnvironmentDifference | None:
-    """Return a choice with which earlier steps left other weights."""
+    """Return a choice that changed the weights in earlier steps."""
     return next((one for one in choices if one.name.startswith(("optimizer", "trainer.", "settings."))), None)
 
 

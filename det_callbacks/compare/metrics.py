@@ -8,7 +8,7 @@ from det_callbacks.runs.metrics import CALLS, Metric, Reading, Readings
 from det_callbacks.verdict import Cause, Divergence, EnvironmentDifference, Kind
 
 GENERATOR, LENGTH, FIRST_BATCH, OTHER_HOOKS = "generator ", "samples of ", "first batch of ", "on_train_epoch_start"
-"""With which the names in ``Reading.evidence`` begin; the last where a resumed process ran other hooks at its start."""
+"""Prefixes of the names in ``Reading.evidence``; the last if a resumed process ran different hooks at its start."""
 
 _CAUSES: tuple[tuple[str, Cause], ...] = ((LENGTH, "data_content"), (GENERATOR, "rng"), (FIRST_BATCH, "data_content"))
 _CHOICES: Mapping[str, Sequence[str]] = {
@@ -34,7 +34,7 @@ class MetricDifference:
     values: tuple[Metric | None, Metric | None]
     readings: tuple[Reading, Reading]
     choices: Sequence[EnvironmentDifference] = ()  # that differ, and can change bits
-    is_after_gap: bool = False  # a step that was not recorded may have changed its inputs
+    is_after_gap: bool = False  # an unrecorded step may have changed its inputs
 
     @property
     def kind(self) -> Kind:
@@ -51,7 +51,7 @@ class MetricDifference:
         return not all(reading.metrics for reading in self.readings)
 
     def follows_from(self, segment: int, step: int | None = None) -> bool:
-        """Return whether steps that only one run has, or an epoch that ended in one run, explain it."""
+        """Return whether steps in only one run, or an epoch that ended in only one run, explain it."""
         if self.segment != segment or not self.is_read_in_one:
             return False
         at = self.readings[1].step
@@ -59,7 +59,7 @@ class MetricDifference:
 
     @property
     def evidence(self) -> list[tuple[str, str, str]]:
-        """What differs with it: name, value in the reference, value now."""
+        """The evidence that differs with it: name, value in the reference, value in the current run."""
         ours, theirs = (reading.evidence for reading in self.readings)
         rows = ((name, ours.get(name, "none"), theirs.get(name, "none")) for name in {**theirs, **ours})
         return [row for row in rows if row[1] != row[2]] if self.kind == "content" else []
@@ -73,7 +73,7 @@ class MetricDifference:
 
     @property
     def explaining_choice(self) -> EnvironmentDifference | None:
-        """The choice that explains it, unless other data do."""
+        """The choice that explains it, unless different data do."""
         names = () if self.known_reason[0] == "data_content" else _CHOICES.get(self.readings[1].where, ())
         return next((one for one in self.choices if one.name in names), None)
 
@@ -85,7 +85,7 @@ class MetricDifference:
         return "settings" if is_explained or self.explaining_choice is not None else known
 
     def divergence(self) -> Divergence:
-        """Return it as the verdict has it."""
+        """Return the divergence of the metric."""
         left, right = self.values
         known = right if right is not None else left
         assert known is not None, "one run has it"
@@ -126,11 +126,11 @@ class MetricComparison:
 
     @property
     def pending_calls(self) -> tuple[str, ...]:
-        """The reference's calls outside of a fit that are still to come."""
+        """The reference's calls outside of a fit that have not come yet."""
         return tuple(where for where, *_ in self._left if where in CALLS and not self._is_common)
 
     def resume(self, step: int, *, is_first: bool) -> None:
-        """Ignore what may be missing since the run was resumed; with ``is_first`` also all before that."""
+        """Ignore readings that may be missing after a resume; with ``is_first`` also all before it."""
         self._resumed.add(step)
         if is_first:
             self._left = {key: reading for key, reading in self._left.items() if reading.step >= step}
@@ -138,7 +138,7 @@ class MetricComparison:
     def add(self, reading: Reading) -> bool:
         """Compare a reading, and count the reference's earlier ones as missing; return whether it differs.
 
-        A reading that only this run has is counted and returns False: missing steps may explain it.
+        A reading that only this run has is counted and returns False, because missing steps may explain it.
         """
         before = self.num_differing
         of_fits = [known for known in self._left.values() if known.where not in CALLS]
@@ -153,7 +153,7 @@ class MetricComparison:
         return differs
 
     def end(self, *, with_calls: bool = True) -> None:
-        """Count what is left as missing; without ``with_calls`` not calls after the fit, which may still come."""
+        """Count the remaining readings as missing; without ``with_calls``, not those after the fit."""
         self._miss([one for one in self._left.values() if with_calls or not one.is_after_fit])
 
     def _miss(self, readings: list[Reading]) -> None:
@@ -169,7 +169,7 @@ class MetricComparison:
             if left is not None and right is not None and left.bits == right.bits:
                 continue
             if None in (left, right) and OTHER_HOOKS in {**ours.evidence, **theirs.evidence}:
-                continue  # only one of them may have run the hook that logs it
+                continue  # only one run may have run the hook that logs it
             self.num_differing += 1
             found = MetricDifference(
                 order=(self._segment, step, _AFTER_SITES + (where << 20) + call, number),

@@ -1,4 +1,4 @@
-"""By how much two runs differ, and what to record again to learn more."""
+"""The size of a difference, and what to record again to learn more."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,15 +19,15 @@ from det_callbacks.tensors.files import KEPT, LEFT_OUT, SavedStep, SavedTensor, 
 from det_callbacks.verdict import Divergence, Numbers, TensorNumbers, Verdict
 
 MAX_RANKS = 16
-"""Ranks whose tensors are looked into, those that differ first."""
+"""How many ranks, those that differ first, have their tensors measured."""
 MEASURED_ORIGINS = 5
-"""Origins of a rank that are: reading each takes time, and telling the other ranks takes up to 10 KB."""
+"""How many origins of a rank are measured: each takes time to read, and up to 10 KB to send to the other ranks."""
 MAX_OP_STEPS = 10
-"""Steps that are recorded again at level op at once; of more, first all are recorded at level state."""
+"""How many steps are recorded again at level op at once; more are first recorded at level state."""
 
 
 def with_numbers(reference: Run, current: Run, first: Mapping[int, FirstDifference]) -> dict[int, FirstDifference]:
-    """Return the first differences of ranks with their size where both runs kept the tensors."""
+    """Return the first differences of ranks, with their size if both runs kept the tensors."""
     try:
         patterns = [*map(OpPattern.parse, as_patterns("keep_tensors", reference.manifest.keep_tensors))]
     except SelectionError as error:
@@ -57,7 +57,7 @@ def _numbers(divergence: Divergence, sides: Sequence[SavedStep]) -> Numbers:
         try:
             kept, reason = saved.find(divergence, str(digest)), saved.values.get(LEFT_OUT, "")
         except ReferenceFormatError as error:
-            return Numbers(problem=f"what {name} kept could not be read: {error}")
+            return Numbers(problem=f"the kept tensors of {name} cannot be read: {error}")
         if kept is None:
             return Numbers(problem=f"{name} did not keep it" + (f": {reason}" if reason else ""))
         found.append(kept)
@@ -80,7 +80,7 @@ def _numbers(divergence: Divergence, sides: Sequence[SavedStep]) -> Numbers:
 def next_recording(verdict: Verdict, selection: Selection) -> dict[str, Any] | None:
     """Return the arguments of ``DeterminismCallback`` that record what a verdict lacks, if any."""
     first = verdict.first_divergence
-    if first is None or first.phase == "metric":  # which is in no step
+    if first is None or first.phase == "metric":  # a metric is in no step
         return None
     if first.kind in ("missing", "extra") and first.shape is None and not first.op:
         return None  # a whole step that only one run has
@@ -99,7 +99,7 @@ def next_recording(verdict: Verdict, selection: Selection) -> dict[str, Any] | N
 
 
 def _suspects(step: int, selection: Selection) -> range:
-    """Return the steps in which a difference may have begun that this step shows."""
+    """Return the steps in which the difference may have started that this step shows."""
     if selection.only_steps is None:
         return range(max(0, step - selection.every_n_steps + 1), step + 1)
     before = [known for known in selection.only_steps if known < step]
@@ -107,7 +107,7 @@ def _suspects(step: int, selection: Selection) -> range:
 
 
 def to_keep(verdict: Verdict) -> tuple[Divergence, str] | None:
-    """Return the divergence whose tensors have to be kept to measure it, and their pattern, or None."""
+    """Return the divergence to measure, and the pattern of the tensors to keep, or None."""
     first = verdict.origins[0] if verdict.origins else verdict.first_divergence
     if first is None or first.kind != "content" or first.shape is None:
         return None

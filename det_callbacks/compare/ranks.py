@@ -20,7 +20,7 @@ from det_callbacks.verdict import Divergence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeSteps:
-    """Steps of one fit of one rank that only one run has."""
+    """Steps of one fit of one rank that are in only one run."""
 
     rank: int
     segment: int
@@ -31,17 +31,17 @@ class WholeSteps:
 
     @property
     def order(self) -> Order:
-        """They come before the sites of their first step."""
+        """Sorts before the sites of the first step."""
         return (self.segment, self.first, -1, self.rank)
 
     def divergence(self) -> Divergence:
-        """Return the first of them as a divergence."""
+        """Return the first step as a divergence."""
         return Divergence(rank=self.rank, step=self.first, phase="other", kind=self.kind, segment=self.segment)
 
 
 @dataclass(slots=True, kw_only=True)
 class RankFindings:
-    """The result of one rank; ``first`` is None where no site differs."""
+    """The result of one rank; ``first`` is None if no site differs."""
 
     rank: int
     tally: Tally = field(default_factory=Tally)
@@ -59,16 +59,15 @@ class RankFindings:
 class RankWalk:
     """Compares one rank of two runs at a time.
 
-    Equal chains at a step prove all steps up to it equal, so bisection finds the first that differs;
-    earlier ones are counted and not read. Damage there goes unnoticed, and cannot turn a difference
-    into a match. Of a verification, the record tells what was found in all but the first differing
-    step.
+    Equal chains at a step prove that all steps up to it are equal, so bisection finds the first one that
+    differs; earlier ones are counted and not read. Damage there goes unnoticed, but cannot turn a difference
+    into a match. For a verification, the record has the result of all but the first differing step.
     """
 
     reference: Run
     current: Run
-    is_common: bool  # only steps that both runs have are looked at
-    records: Mapping[int, RankRecord]  # where the current run is a verification
+    is_common: bool  # only common steps are compared
+    records: Mapping[int, RankRecord]  # if the current run is a verification
 
     def compare(self, rank: int) -> RankFindings:
         """Return the result of a rank; ReferenceFormatError if a file is damaged."""
@@ -105,7 +104,7 @@ class RankWalk:
             stored = self.current.rank(rank).steps(fit.segment).tolist()
             place = f"of fit {fit.segment}"
             if len(stored) != fit.num_stored:
-                raise damaged(path, f"it tells of {fit.num_stored} stored steps {place}, and {len(stored)} are there")
+                raise damaged(path, f"it has {fit.num_stored} stored steps {place}, but the run has {len(stored)}")
             found.add_whole("extra", fit.segment, fit.extra)
             step = next((step for step in stored if step in fit.differing), None)
             if found.first is None and step is not None:
@@ -115,7 +114,7 @@ class RankWalk:
                     is_unrestored = before == "resumed" and bool(fit.unrestored)
                     found.first = describe_first(difference, before, is_unrestored=is_unrestored)
             if found.first is None and fit.differing:
-                raise damaged(path, f"it says that step {min(fit.differing)} {place} differs, and no stored step does")
+                raise damaged(path, f"it says that step {min(fit.differing)} {place} differs, but no stored step does")
         stop = record.stopped
         for segment in self.reference.rank(rank).segments if record.steps == "all" else ():
             fit = record.fit(segment) or FitRecord(segment=segment)
@@ -127,7 +126,7 @@ class RankWalk:
         return found
 
     def before(self, segment: int, step: int) -> Literal["resumed", "unrecorded", ""]:
-        """Return what may have changed the state that a step finds."""
+        """Return what may have changed the state before a step."""
         runs = self.reference, self.current
         is_recorded = all(run.manifest.selection.selects_step(step - 1) for run in runs)
         is_resumed = any((segment, step) in run.resumed_steps for run in runs)

@@ -1,4 +1,4 @@
-"""``rank-00000/record.json``: what one rank of a verification compared, also where it matched.
+"""``rank-00000/record.json``: what one rank of a verification compared, including matches.
 
 A rank writes it when a fit ends, and removes it when another fit begins.
 """
@@ -29,7 +29,7 @@ class Tally:
 
     num_steps: int = 0  # that both runs have
     num_sites: int = 0
-    num_differing: int = 0  # sites and metrics, and steps that only one run has
+    num_differing: int = 0  # sites and metrics, and steps in only one run
     steps: tuple[int, int] | None = None
     ops_seen: int = 0
     ops_digested: int = 0
@@ -75,13 +75,13 @@ class FitRecord:
     """The steps of one fit that a verification compared; filled while it runs."""
 
     segment: int
-    compared: set[int] = field(default_factory=set)  # steps that the reference has, too
+    compared: set[int] = field(default_factory=set)  # steps that the reference also has
     differing: set[int] = field(default_factory=set)
     extra: set[int] = field(default_factory=set)
-    num_stored: int = 0  # of those that differ or are extra
-    is_resumed: bool = False  # so that no step before its first one is missing
-    metrics_since: int | None = None  # the step that a resumed fit logged nothing before
-    unrestored: tuple[str, ...] = ()  # state that a checkpoint restored with other bits
+    num_stored: int = 0  # that differ or are extra
+    is_resumed: bool = False  # no step before its first one is missing
+    metrics_since: int | None = None  # before which a resumed fit logged nothing
+    unrestored: tuple[str, ...] = ()  # state that a checkpoint restored with different bits
 
     def missing(self, known: Iterable[int]) -> set[int]:
         """Return the reference's steps that the fit lacks."""
@@ -133,26 +133,26 @@ def read_record(current: Run, rank: int) -> RankRecord:
         record = unseal(path.read_bytes(), RankRecord, run_id=current.manifest.run_id)
     except FileNotFoundError as error:
         raise ReferenceFormatError(
-            f"{path} is missing: the verification was killed, or is still running, so nobody can tell what it "
-            "compared. That is no match. Verify again.",
+            f"{path} is missing: the verification was killed, or is still running, so it is unknown what it "
+            "compared. Verify again.",
             str(path),
         ) from error
     except READ_ERRORS as error:
-        raise damaged(path, f"it is no record of what this verification compared ({error})") from error
+        raise damaged(path, f"it is not a record of this verification ({error})") from error
     if record.rank != rank:
         raise damaged(path, f"it is of rank {record.rank}")
     return record
 
 
 def read_records(reference: Run, current: Run) -> dict[int, RankRecord]:
-    """Return the record of each rank; ReferenceFormatError if the reference is another one now."""
+    """Return the record of each rank; ReferenceFormatError if the reference has changed."""
     records = {rank: read_record(current, rank) for rank in current.ranks}
     others = {record.reference_id for record in records.values()} - {reference.manifest.run_id}
     if others:
         raise ReferenceFormatError(
-            f"{current.path} was verified against another reference ({', '.join(sorted(others))}) than "
-            f"{reference.path} holds now ({reference.manifest.run_id}): it was recorded anew, or is another run. "
-            "Nothing is said about them. Verify again, or name the reference of then.",
+            f"{current.path} was verified against a different reference ({', '.join(sorted(others))}) from the run in "
+            f"{reference.path} ({reference.manifest.run_id}), which was recorded later or elsewhere. Nothing was "
+            "compared. Verify again, or pass the reference of that verification.",
             str(reference.path),
         )
     return records

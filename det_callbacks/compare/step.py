@@ -20,7 +20,7 @@ class StepCounter:
         ours, theirs = reference.record, current.record
         if (ours.program_id, ours.layout_id) == (theirs.program_id, theirs.layout_id):
             differs = ours.digests != theirs.digests
-            # in one program everything else is a difference of content
+            # in equal programs, everything else is a difference of content
             if not differs[current.program.arguments].any():
                 return len(differs), int(np.count_nonzero(differs))
         key = ours.program_id, ours.layout_id, theirs.program_id, theirs.layout_id

@@ -33,7 +33,7 @@ class SettingFinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """What the doctor found; each difference with what would remove it, or ""."""
+    """The doctor's findings; each difference with the way to remove it, or ""."""
 
     installation: Installation
     facts: Mapping[str, Any]
@@ -78,7 +78,7 @@ def diagnose(installation: Installation, *, against: Run | None = None) -> Diagn
     if accelerator is not None:
         device = torch.device(accelerator.type, torch.accelerator.current_device_index())
         facts["digest"] = f"{device}: {device_choice(device)}"
-    # choices of a Trainer or configuration cannot be seen here
+    # the choices of a Trainer or configuration are unknown here
     found = () if against is None else compare_environments(against.manifest.environment, here)
     kept = [one for one in found if one.name in here and not one.name.startswith(("settings.", "code."))]
     kept.sort(key=lambda one: (not one.changes_bits, one.name))
@@ -112,7 +112,7 @@ def _settings_of(run: Run) -> DeterminismSettings:
     if not run.manifest.settings:
         raise ReferenceFormatError(
             f"{run.path / 'run.json'} does not say which settings were in force, so there is nothing to compare with. "
-            "Name a run that DeterminismCallback or ObserverContext recorded.",
+            "Pass a run that DeterminismCallback or ObserverContext recorded.",
             str(run.path),
         )
     known = DeterminismSettings.__dataclass_fields__
@@ -120,7 +120,7 @@ def _settings_of(run: Run) -> DeterminismSettings:
     if values["float32_matmul_precision"] == "mixed":
         values["float32_matmul_precision"] = None
     if values["inductor_deterministic"] == (values["deterministic_algorithms"] in ("error", "warn")):
-        values["inductor_deterministic"] = None  # follows from the other
+        values["inductor_deterministic"] = None  # follows from deterministic_algorithms
     return DeterminismSettings.from_mapping(values)
 
 

@@ -1,1 +1,1 @@
-"""What one run tells by itself, reproducible and wrong: a file for each finding, their order in ``table.py``."""
+"""What one run shows is wrong, although it repeats: a file for each finding, their order in ``table.py``."""

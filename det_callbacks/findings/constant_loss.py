@@ -1,9 +1,9 @@
 """The loss has the same bits in all steps, while the batches differ.
 
 Example:
-    The loss has the same bits in all 8 steps that were looked at, from step 0 to 7, although
-    the batches differ. Look at whether it depends on the batch at all: a network of dead ReLUs,
-    an output that is saturated, detached or overwritten, a loss of constants.
+    The loss has the same bits in all 8 examined steps, from step 0 to 7, although the batches
+    differ. Check whether it depends on the batch: dead ReLUs, an output that is saturated,
+    detached or overwritten, or a loss of constants make it constant.
 """
 
 from det_callbacks.findings.facts import MIN_BATCHES, MIN_STEPS, FitFacts
@@ -13,7 +13,7 @@ from det_callbacks.runs.program import Site
 NAME = "constant_loss"
 LEVEL: Level = "state"
 
-_COARSE = ("float16", "bfloat16")  # in which a loss may well have the same value again
+_COARSE = ("float16", "bfloat16")  # in which a loss often repeats a value
 
 
 @of_one_process
@@ -33,15 +33,15 @@ def find(fit: FitFacts) -> Found | None:
         fit,
         steps=losses,
         names=["loss"],
-        explanation=f"The loss has the same bits in all {len(losses)} steps that were looked at, {from_to(losses)}, "
-        "although the batches differ",
-        advice="Look at whether it depends on the batch at all: a network of dead ReLUs, an output that is saturated, "
-        "detached or overwritten, a loss of constants",
+        explanation=f"The loss has the same bits in all {len(losses)} examined steps, {from_to(losses)}, although the "
+        "batches differ",
+        advice="Check whether it depends on the batch: dead ReLUs, an output that is saturated, detached or "
+        "overwritten, or a loss of constants make it constant",
     )
 
 
 def _is_loss(site: Site) -> bool:
-    """Return whether a backward pass of the step began with what is recorded there."""
+    """Return whether a site is a loss, with which a backward pass of the step began."""
     if site.phase != "forward" or site.role != "named" or site.op or site.module or site.name is None:
         return False
     return site.name == "loss" or site.name.startswith("loss[")

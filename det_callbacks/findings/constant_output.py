@@ -1,9 +1,9 @@
-"""A module returns the same bits in all steps, although what it computes them from changes.
+"""A module returns the same bits in all steps, although its inputs change.
 
 Example:
-    act returns the same bits in all 7 steps that were looked at, from step 1 to 7, although
-    what it reads changes. Look at dead ReLUs, saturated gates, weights or a scale of zero; the
-    modules after it learn nothing from the data.
+    act returns the same bits in all 7 examined steps, from step 1 to 7, although its inputs
+    change. Check for dead ReLUs, saturated gates, and weights or a scale of zero; the modules
+    after it learn nothing from the data.
 """
 
 import numpy as np
@@ -39,22 +39,22 @@ def find(fit: FitFacts) -> Found | None:
     if not names:
         return None
     steps = [record.step for record in records]
-    returns, reads = ("returns", "it reads") if len(names) == 1 else ("return", "they read")
+    returns, reads = ("returns", "its inputs") if len(names) == 1 else ("return", "their inputs")
     return found_in(
         fit,
         steps=steps,
         names=names,
-        explanation=f"{listed(names)} {returns} the same bits in all {len(steps)} steps that were looked at, "
-        f"{from_to(steps)}, although what {reads} changes",
-        advice="Look at dead ReLUs, saturated gates, weights or a scale of zero; the modules after it learn nothing "
-        "from the data",
+        explanation=f"{listed(names)} {returns} the same bits in all {len(steps)} examined steps, "
+        f"{from_to(steps)}, although {reads} change",
+        advice="Check for dead ReLUs, saturated gates, and weights or a scale of zero; the modules after it learn "
+        "nothing from the data",
     )
 
 
 def _losing_change(program: Program, changes: np.ndarray) -> list[str | None]:
-    """Return for each site the module in which it lost a change: of an op that reads what changes and is constant.
+    """Return the module in which each constant site lost a change: that of an op with inputs that change.
 
-    None of a site that changes, or that follows from nothing that does; the states of generators do not count.
+    None if a site changes, or follows from no site that does; the states of generators do not count.
     """
     follows = changes & (program.roles != "generator")
     found: list[str | None] = [None] * len(program)

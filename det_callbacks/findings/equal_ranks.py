@@ -2,8 +2,8 @@
 
 Example:
     Ranks 0, 1 get the same batches, in steps 0 to 15. Give each rank its share of the data: a
-    DistributedSampler, which Lightning adds unless use_distributed_sampler is False, or the
-    rank in what an IterableDataset yields.
+    DistributedSampler, which Lightning adds unless use_distributed_sampler is False, or an
+    IterableDataset that yields different samples on each rank.
 """
 
 from det_callbacks.findings.facts import MIN_BATCHES, MIN_STEPS
@@ -14,7 +14,7 @@ from det_callbacks.runs.evidence import AFTER_FORWARD, BATCH_START
 NAME = "equal_ranks"
 LEVEL: Level = "state"
 
-_REPLICATING = (None, "DDPStrategy")  # strategies whose ranks all get other batches; None: unknown
+_REPLICATING = (None, "DDPStrategy")  # strategies whose ranks all get different batches; None: unknown
 
 
 def find(fits: Fits) -> Found | None:
@@ -36,7 +36,7 @@ def _equal_batches(fits: Fits) -> Found | None:
         names=(),
         explanation=f"{_the_ranks(fits)} get the same batches, in {span(steps)}",
         advice="Give each rank its share of the data: a DistributedSampler, which Lightning adds unless "
-        "use_distributed_sampler is False, or the rank in what an IterableDataset yields",
+        "use_distributed_sampler is False, or an IterableDataset that yields different samples on each rank",
     )
 
 
@@ -55,8 +55,8 @@ def _equal_draws(fits: Fits) -> Found | None:
                 names=[name],
                 explanation=f"{_the_ranks(fits)} draw the same random numbers from {name} in their forward passes, "
                 f"in {span(steps)}",
-                advice="Is that meant? Dropout masks and noise are then the same on all ranks. If not, add the rank "
-                f"to the seed of {name} after the model is built",
+                advice="Dropout masks and noise are then the same on all ranks. If you do not intend this, add the "
+                f"rank to the seed of {name} after you build the model",
             )
     return None
 

@@ -1,8 +1,8 @@
-"""The workers of a loader hand out equal tensors: all of a batch, or one part of it, such as noise.
+"""The workers of a loader return equal tensors: all of a batch, or a part of it, such as noise.
 
 Example:
-    The 2 workers of train_dataloader hand out the same batch[0], in steps 0 to 29. Let each
-    worker of an IterableDataset read its share (torch.utils.data.get_worker_info()), and make
+    The 2 workers of train_dataloader return the same batch[0], in steps 0 to 29. Let each
+    worker of an IterableDataset read its share (torch.utils.data.get_worker_info()), and create
     generators in worker_init_fn or on first use, from torch.initial_seed(), which differs from
     worker to worker.
 """
@@ -25,7 +25,7 @@ def find(fit: FitFacts) -> Found | None:
 
 
 def in_groups(fit: FitFacts) -> Found | None:
-    """Return what is equal in groups of as many steps as there are workers, and in no two groups."""
+    """Return what is equal in each group of steps, one step a worker, and differs between groups."""
     loader = next(iter(fit.loaders), "")
     workers = fit.settings.get(f"num_workers of {loader}", "")
     if len(fit.loaders) != 1 or not workers.isdecimal() or int(workers) < 2:
@@ -44,14 +44,14 @@ def in_groups(fit: FitFacts) -> Found | None:
         fit,
         steps=steps,
         names=names,
-        explanation=f"The {workers} workers of {loader} hand out the same {listed(names)}, in {span(steps)}",
-        advice="Let each worker of an IterableDataset read its share (torch.utils.data.get_worker_info()), and make "
+        explanation=f"The {workers} workers of {loader} return the same {listed(names)}, in {span(steps)}",
+        advice="Let each worker of an IterableDataset read its share (torch.utils.data.get_worker_info()), and create "
         "generators in worker_init_fn or on first use, from torch.initial_seed(), which differs from worker to worker",
     )
 
 
 def _whole_epochs(fit: FitFacts) -> list[list[int]]:
-    """Return the steps of each epoch from its first step on, as far as none is missing."""
+    """Return the steps of each epoch from its first step up to the first gap."""
     found: list[list[int]] = []
     last_step, last_epoch = -1, -1
     is_whole = False
@@ -68,7 +68,7 @@ def _whole_epochs(fit: FitFacts) -> list[list[int]]:
 
 
 def _equal_steps(series: Series, epoch: np.ndarray, width: int) -> np.ndarray:
-    """Return the steps of an epoch, but for the last group, where each group is equal in itself and no other is."""
+    """Return the steps of an epoch, without the last group, if each group has equal steps that no other group has."""
     values = series.digests[np.isin(series.steps, epoch)]
     num_groups = len(values) // width - 1
     if len(values) != len(epoch) or num_groups < MIN_GROUPS:

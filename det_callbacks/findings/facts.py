@@ -26,12 +26,12 @@ from det_callbacks.runs.store import Run
 
 # Limits of a whole run, which its fits share.
 MAX_RANKS, MAX_FITS = 8, 4  # processes, and fits of each: the first ones
-MAX_STEPS = 4_000  # whose digests are read: half of them a fit's first, half its last
+MAX_STEPS = 4_000  # whose digests are read: the first and the last half of these
 MAX_BYTES = 256 * 2**20  # of these digests
 MAX_NOTED = 20_000  # steps whose evidence is read: the first of each fit
 MAX_PROGRAMS = 16  # of a fit; steps of further ones are left out
 
-MIN_STEPS = 5  # that have to show a finding
+MIN_STEPS = 5  # that must show a finding
 MIN_BATCHES = 3  # different ones among them
 
 _POINTS = frozenset({LOADER, BATCH_START, AFTER_FORWARD, PARAMETERS})
@@ -54,7 +54,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """Indices that a sampler drew for a step: the digest of all, and the first 256 as text."""
+    """Indices that a sampler drew for a step: their digest, and the first 256 as text."""
 
     step: int
     digest: int
@@ -67,7 +67,7 @@ class Drawn:
 
 
 class FitFacts:
-    """One fit of one process, read as it is asked for."""
+    """One fit of one process, read on demand."""
 
     def __init__(self, run: Run, rank: int, segment: int, paths: list[Path], *, share: int) -> None:
         self.run = run
@@ -83,7 +83,7 @@ class FitFacts:
 
     @cached_property
     def records(self) -> list[StepRecord]:
-        """The steps that are looked at, ascending."""
+        """The examined steps, ascending."""
         rank = self.run.rank(self.rank)
         fit = rank.fit(self.segment)
         if not len(fit):
@@ -150,12 +150,12 @@ class FitFacts:
 
     @property
     def num_batches(self) -> int:
-        """Number of different batches."""
+        """How many of the batches differ."""
         return len({batch for *_, batch in self.batches})
 
     @cached_property
     def rows(self) -> list[Row]:
-        """The evidence that findings need, in its order."""
+        """The evidence that findings need, in order."""
         found: list[Row] = []
         for path in self._paths:
             end: int | None = None
@@ -212,7 +212,7 @@ class FitFacts:
 
 
 def fits_of(run: Run) -> list[list[FitFacts]]:
-    """Return the first fits of a run, each of all processes that are looked at."""
+    """Return the first fits of a run, each with the examined processes."""
     paths: dict[tuple[int, int], list[Path]] = {}
     for rank in run.ranks[:MAX_RANKS]:
         for segment, path in run.stream_paths(rank):

@@ -1,9 +1,9 @@
-"""A parameter goes into updates with gradients that change and are more than rounding, and never changes itself.
+"""A parameter never changes, although its updates have gradients that change and are more than rounding.
 
 Example:
-    last.weight, last.bias had gradients in 8 updates, from step 0 to 7, and never changed. Look
-    at the learning rate of their parameter group, at what writes them back, and at their dtype:
-    in bfloat16 a small update is rounded away.
+    last.weight, last.bias had gradients in 8 updates, from step 0 to 7, and never changed.
+    Check the learning rate of their parameter group, code that restores them, and their dtype:
+    bfloat16 rounds a small update away.
 """
 
 from det_callbacks.findings.facts import MIN_STEPS, FitFacts
@@ -33,6 +33,6 @@ def find(fit: FitFacts) -> Found | None:
         names=names,
         explanation=f"{listed(names)} had gradients in {count(len(steps), 'update')}, {from_to(steps)}, and never "
         "changed",
-        advice="Look at the learning rate of their parameter group, at what writes them back, and at their dtype: in "
-        "bfloat16 a small update is rounded away",
+        advice="Check the learning rate of their parameter group, code that restores them, and their dtype: bfloat16 "
+        "rounds a small update away",
     )

@@ -2,9 +2,9 @@
 
 Example:
     unused.weight, unused.bias are in optimizer 0, which updated others in 24 steps, from step 0
-    to 23, and never got a gradient. Look at where their module is called, and whether its
-    output reaches the loss: detach(), .data, .item() and torch.no_grad() end the graph. Leave
-    out of the optimizer what is not used.
+    to 23, and never got a gradient. Check where their module is called, and whether its output
+    reaches the loss: detach(), .data, .item() and torch.no_grad() end the graph. Leave unused
+    parameters out of the optimizer.
 """
 
 from det_callbacks.findings.facts import FitFacts
@@ -15,7 +15,7 @@ from det_callbacks.report.console import count, listed
 NAME = "no_gradient"
 LEVEL: Level = "state"
 
-MIN_UPDATES = 20  # by then a branch that is taken now and then, such as an expert, has a gradient
+MIN_UPDATES = 20  # by then a rare branch, such as an expert, has a gradient
 
 
 @of_one_process
@@ -31,7 +31,7 @@ def find(fit: FitFacts) -> Found | None:
                 names=without,
                 explanation=f"{listed(without)} {are} in {optimizer}, which updated others in "
                 f"{count(len(steps), 'step')}, {from_to(steps)}, and never got a gradient",
-                advice="Look at where their module is called, and whether its output reaches the loss: detach(), "
-                ".data, .item() and torch.no_grad() end the graph. Leave out of the optimizer what is not used",
+                advice="Check where their module is called, and whether its output reaches the loss: detach(), .data, "
+                ".item() and torch.no_grad() end the graph. Leave unused parameters out of the optimizer",
             )
     return None

@@ -2,9 +2,9 @@
 
 Example:
     last.weight, last.bias get gradients and are in no optimizer, so they keep their first
-    values. Give them to an optimizer: self.parameters() has what is registered by then, lists
-    of modules need nn.ModuleList. What is to stay as it is needs no gradient:
-    requires_grad_(False).
+    values. Pass them to an optimizer: self.parameters() has the modules that are registered by
+    then, and lists of modules need nn.ModuleList. Call requires_grad_(False) on parameters that
+    should not change.
 """
 
 from det_callbacks.findings.facts import MIN_STEPS, FitFacts
@@ -21,7 +21,7 @@ def find(fit: FitFacts) -> Found | None:
     names, steps = list[str](), set[int]()
     for name in parameters_of(fit).without_optimizer:
         state = fit.states.get(name)
-        # else something other than an optimizer updates it
+        # otherwise something else updates it
         if state is not None and len(state.steps) >= MIN_STEPS and state.is_constant:
             names.append(name)
             steps.update(state.steps.tolist())
@@ -36,6 +36,6 @@ def find(fit: FitFacts) -> Found | None:
         steps=steps,
         names=names,
         explanation=f"{listed(names)} {what}",
-        advice="Give them to an optimizer: self.parameters() has what is registered by then, lists of modules need "
-        "nn.ModuleList. What is to stay as it is needs no gradient: requires_grad_(False)",
+        advice="Pass them to an optimizer: self.parameters() has the modules that are registered by then, and lists of "
+        "modules need nn.ModuleList. Call requires_grad_(False) on parameters that should not change",
     )

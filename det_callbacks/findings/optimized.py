@@ -1,4 +1,4 @@
-"""Which parameters the optimizers of a fit have had from its start to its end."""
+"""The parameters that the optimizers of a fit had from its start to its end."""
 
 import json
 from collections.abc import Mapping
@@ -10,10 +10,10 @@ from det_callbacks.runs.evidence import IN_NO_OPTIMIZER, IN_OPTIMIZER, PARAMETER
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizedParameters:
-    """Names of parameters that were trainable all the time; none where the recording has no such evidence."""
+    """Names of parameters that were always trainable; none if the recording has no such evidence."""
 
-    by_optimizer: Mapping[str, list[str]]  # "optimizer 0" -> what it always had
-    without_optimizer: list[str]  # what no optimizer ever had, and got a gradient
+    by_optimizer: Mapping[str, list[str]]  # "optimizer 0" -> its parameters
+    without_optimizer: list[str]  # with a gradient, and never in an optimizer
     with_large_gradient: list[str]  # in one of the first updates: more than rounding
 
 

@@ -2,8 +2,8 @@
 
 Example:
     5 of 5 steps from step 3 to 7 get the same batch as the step before (batch[0], batch[1]).
-    Look at what is iterated over: next(iter(loader)) in each step begins anew each time, and an
-    iterator that is stuck hands out what it has.
+    Check what the training iterates over: next(iter(loader)) starts again in each step, and an
+    iterator may be stuck.
 """
 
 from itertools import pairwise
@@ -16,7 +16,7 @@ from det_callbacks.report.console import listed
 NAME = "repeated_batch"
 LEVEL: Level = "state"
 
-MIN_SHARE = 1 / 3  # of steps that repeat the one before, where no more than two in a row do
+MIN_SHARE = 1 / 3  # of steps that repeat the one before, if at most two in a row do
 
 
 @of_one_process
@@ -24,7 +24,7 @@ def find(fit: FitFacts) -> Found | None:
     if fit.choice("trainer.overfit_batches"):
         return None
     names = _names(fit)
-    # of one sample, or of samples that are all the same, a batch may well come twice
+    # a batch of one sample, or of equal samples, may repeat by chance
     if not names or (fit.num_batches == 1 and not _has_more_data(fit)) or in_groups(fit) is not None:
         return None
     num_pairs, streak, longest, repeated = 0, 0, 0, list[int]()
@@ -47,13 +47,13 @@ def find(fit: FitFacts) -> Found | None:
         names=names,
         explanation=f"{len(repeated):,} of {num_steps:,} steps {from_to(repeated)} get the same batch as the step "
         f"before ({listed(names)})",
-        advice="Look at what is iterated over: next(iter(loader)) in each step begins anew each time, and an iterator "
-        "that is stuck hands out what it has",
+        advice="Check what the training iterates over: next(iter(loader)) starts again in each step, and an iterator "
+        "may be stuck",
     )
 
 
 def _names(fit: FitFacts) -> list[str]:
-    """Return the names of what is in a batch; none where it has no tensor of several samples."""
+    """Return the names in a batch; none if it has no tensor of several samples."""
     sites = [site for program, _ in fit.programs for site in program.sites if site.phase == "data"]
     if not any(site.role == "samples" for site in sites):
         return []
@@ -61,7 +61,7 @@ def _names(fit: FitFacts) -> list[str]:
 
 
 def _has_more_data(fit: FitFacts) -> bool:
-    """Return whether a loader is known to have more than the one batch that was trained on."""
+    """Return whether a loader certainly has more than the one batch of the training."""
     for loader in fit.loaders:
         length = fit.settings.get(f"length of the data set of {loader}", "")
         size = fit.settings.get(f"batch_size of {loader}", "")

@@ -1,9 +1,9 @@
-"""An epoch draws the indices of the epoch before, in the same order, though the loader shuffles.
+"""An epoch draws the indices of the epoch before, in the same order, although the loader shuffles.
 
 Example:
     Steps 8 to 11 train on the samples of the epoch before in the same order, although
     train_dataloader shuffles (RandomSampler). Seed once, before the training, and not in a hook
-    of each epoch; where the sampler has a seed of its own, call its set_epoch(epoch).
+    of each epoch; if the sampler has a seed, call its set_epoch(epoch).
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def find(fit: FitFacts) -> Found | None:
 
 
 def _is_shuffled(drawn: Sequence[Drawn]) -> bool:
-    """Return whether this is an order that a shuffle gave: of enough samples, and not one that only goes up."""
+    """Return whether a shuffle made this order: it has enough samples, and does not only ascend."""
     indices = [index for one in drawn for index in one.indices]
     num_descents = sum(later < earlier for earlier, later in pairwise(indices))
     return len(set(indices)) >= MIN_SAMPLES and num_descents > 1  # one: samples from the start fill the last batch
@@ -53,6 +53,6 @@ def _repeats(fit: FitFacts, loader: str, steps: Sequence[int], why: str) -> Foun
         names=[loader],
         explanation=f"{capitalised(span(steps))} {train} on the samples of the epoch before in the same order, "
         f"although {why}",
-        advice="Seed once, before the training, and not in a hook of each epoch; where the sampler has a seed of its "
-        "own, call its set_epoch(epoch)",
+        advice="Seed once, before the training, and not in a hook of each epoch; if the sampler has a seed, call its "
+        "set_epoch(epoch)",
     )

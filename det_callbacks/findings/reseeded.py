@@ -1,4 +1,4 @@
-"""A generator comes back to the state of an earlier step: something seeds it inside the loop.
+"""A generator returns to the state of an earlier step, because something seeds it inside the loop.
 
 Example:
     The generator torch.cpu is at step 8 in the state that it had at step 4, so both draw the
@@ -40,7 +40,7 @@ def find(fit: FitFacts) -> Found | None:
 
 
 def _draws(site: Site) -> str | None:
-    """Return the generator whose state an op reads before it draws; a step's own reading of it comes first."""
+    """Return the generator whose state an op reads before it draws; the step's reading of it comes first."""
     is_read = site.role == "generator" and site.occurrence > 0
     return site.name if is_read and site.name is not None and site.name.startswith("torch.") else None
 

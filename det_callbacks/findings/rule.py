@@ -1,4 +1,4 @@
-"""What the file of each finding has."""
+"""The parts of each finding's file."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ Fits: TypeAlias = Sequence[FitFacts]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """Where a finding holds, and what to say; the sentences have no final stop."""
+    """Where a finding applies, and its message; the sentences have no final stop."""
 
     ranks: tuple[int, ...]
     steps: tuple[int, ...]  # the first and the last that show it
@@ -23,22 +23,22 @@ class Found:
 
 
 class Rule(Protocol):
-    """A module with a word, the least level that records what it needs, and a function.
+    """A module with a word, the lowest level that records what it needs, and a function.
 
-    The module's docstring says in its first paragraph when the finding applies; after "Example:" it has
-    an example of the whole message, which a test compares with that of a real training. ``make findings``
-    makes the page ``docs/reference/findings.md`` of both.
+    The first paragraph of the module's docstring says when the finding applies. After "Example:" comes a whole
+    message, which a test compares with that of a real training. ``make findings`` writes both to
+    ``docs/reference/findings.md``.
     """
 
     NAME: str
     LEVEL: Level
 
     def find(self, fits: Fits, /) -> Found | None:
-        """Return where the finding holds; None where it does not, or where the recording lacks the facts."""
+        """Return where the finding applies; None if it does not, or if the recording lacks the facts."""
 
 
 def of_one_process(look: Callable[[FitFacts], Found | None]) -> Callable[[Fits], Found | None]:
-    """Make a rule of what looks at one process: its first finding, with the ranks and names of all that have it."""
+    """Make a rule from a look at one process: its first finding, with the ranks and names of all that have it."""
 
     def find(fits: Fits) -> Found | None:
         found = [one for fit in fits if (one := look(fit)) is not None]

@@ -1,9 +1,9 @@
-"""The statistics of a normalisation, or an averaged copy of the weights, stay while the weights that go with them move.
+"""The statistics of a normalisation, or an averaged copy of the weights, never change, while their weights do.
 
 Example:
-    norm.running_mean, norm.running_var never change in steps 0 to 7, while norm.weight does. Is
-    that meant? A module in eval mode keeps its statistics, also when something called eval()
-    for a validation and not train() after it.
+    norm.running_mean, norm.running_var never change in steps 0 to 7, while norm.weight does. If
+    you do not intend this, call train(): a module in eval mode keeps its statistics, also after
+    a validation that called eval().
 """
 
 import re
@@ -15,7 +15,7 @@ from det_callbacks.report.console import listed
 NAME = "stale_state"
 LEVEL: Level = "state"
 
-MIN_COPY_STEPS = 20  # after which a copy that is averaged has been updated
+MIN_COPY_STEPS = 20  # after which an averaged copy was updated
 _STATISTICS = re.compile(r"(.*?)(?:running_mean|running_var)$")
 _AVERAGED = re.compile(r"(?i)(?:^|[._])ema(?:$|[._])")
 
@@ -26,25 +26,25 @@ def find(fit: FitFacts) -> Found | None:
 
 
 def _statistics(fit: FitFacts) -> Found | None:
-    weights: dict[str, str] = {}  # by the statistics that stay while they move
+    weights: dict[str, str] = {}  # by the statistics that never change while they do
     for name, series in fit.states.items():
         match = _STATISTICS.match(name)
         if match is None or not _stays(series, MIN_STEPS):
             continue
-        # in a module without trained weights nothing tells frozen statistics from forgotten ones
+        # without trained weights, frozen statistics look like forgotten ones
         trained = [f"{match[1]}{one}" for one in ("weight", "bias") if f"{match[1]}{one}" in fit.gradients]
         if trained and not fit.states[trained[0]].is_constant:
             weights[name] = trained[0]
     return _stale(
         fit,
         weights,
-        "Is that meant? A module in eval mode keeps its statistics, also when something called eval() for a validation "
-        "and not train() after it",
+        "If you do not intend this, call train(): a module in eval mode keeps its statistics, also after a validation "
+        "that called eval()",
     )
 
 
 def _copies(fit: FitFacts) -> Found | None:
-    """Return what is called an average, began as a copy of a trained weight, and stays while that moves."""
+    """Return averages that began as a copy of a trained weight and never change while it does."""
     initial = fit.series(lambda site: site.name if site.phase == "state" else None, takes_first=True)
     moving = {int(initial[name].digests[0]): name for name in fit.gradients if _moves(fit.states.get(name))}
     originals: dict[str, str] = {}

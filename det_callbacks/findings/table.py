@@ -1,4 +1,4 @@
-"""The findings in their order: data, generators, parameters, what they compute, and what follows."""
+"""The findings in their order: data, generators, parameters, computation, state."""
 
 import tomllib
 from collections.abc import Collection, Sequence
@@ -48,7 +48,7 @@ _OPTION = "ignore_findings"
 
 
 def find_findings(run: Run, ignored: Collection[str] | None = None) -> tuple[Finding, ...]:
-    """Return the findings of a run, without ``ignored`` ones (None: those that the project ignores).
+    """Return the findings of a run, without ``ignored`` ones (None: the project's list).
 
     Reads at most 4,000 steps (256 MiB of digests) and the evidence of 20,000, of at most 8 processes
     and 4 fits. A damaged file is a ReferenceFormatError.
@@ -84,7 +84,7 @@ def _as_finding(rule: Rule, run: Run, found: Found, segment: int) -> Finding:
 def ignored_findings() -> frozenset[str]:
     """Return ``ignore_findings`` of ``[tool.det_callbacks]`` in the project's pyproject.toml.
 
-    SelectionError if it is no list of known findings.
+    SelectionError if it is not a list of known findings.
     """
     folders = [Path.cwd(), *Path.cwd().parents]
     file = next((path for folder in folders if (path := folder / "pyproject.toml").is_file()), None)
@@ -92,13 +92,13 @@ def ignored_findings() -> frozenset[str]:
         return frozenset()
     try:
         given = tomllib.loads(file.read_text(encoding="utf-8"))["tool"]["det_callbacks"][_OPTION]
-    except (ValueError, LookupError, TypeError):  # another command refuses a file that cannot be read
+    except (ValueError, LookupError, TypeError):  # Python's tools refuse such a file
         return frozenset()
     words = [rule.NAME for rule in RULES]
     unknown = [word for word in given if word not in words] if isinstance(given, list) else [given]
     if unknown:
         raise SelectionError(
-            f"{_OPTION} in [tool.det_callbacks] of {file} has {', '.join(map(repr, unknown))}, and is to be a list of "
+            f"{_OPTION} in [tool.det_callbacks] of {file} has {', '.join(map(repr, unknown))}, but must be a list of "
             f"these findings: {', '.join(words)}."
         )
     return frozenset(given)

@@ -1,9 +1,9 @@
-"""An update uses a gradient that the backward pass added to that of the update before, which was not cleared.
+"""The backward pass adds to a gradient that the update before used and that was not cleared.
 
 Example:
     In 7 steps, from step 1 to 7, the backward pass added to the gradients of first.weight,
     first.bias, norm.weight and 3 more that the update of the step before had used. Call
-    zero_grad after each update, or before each backward pass that begins a new one.
+    zero_grad after each update, or before the first backward pass of the next update.
 """
 
 from itertools import pairwise
@@ -42,20 +42,20 @@ def find(fit: FitFacts) -> Found | None:
         names=often,
         explanation=f"In {count(len(numbers), 'step')}, {from_to(numbers)}, the backward pass added to the "
         f"{gradients} of {listed(often)} that the update of the step before had used",
-        advice="Call zero_grad after each update, or before each backward pass that begins a new one",
+        advice="Call zero_grad after each update, or before the first backward pass of the next update",
     )
 
 
 def _updates(program: Program) -> dict[str, int]:
-    """Return the position of each gradient that goes into an update, the last one of each."""
+    """Return the last position of each gradient of an update."""
     named = ((site.name or "", at) for at, site in enumerate(program.sites) if site.phase == "gradient")
     return {name: at for name, at in named if name.startswith(_GRADIENT)}
 
 
 def _kept_inputs(program: Program) -> dict[str, list[int]]:
-    """Return for each gradient that goes into an update what it was added to, and was there before the step.
+    """Return, for each gradient of an update, the earlier gradients to which the step added it.
 
-    The backward pass of a generator adds to the gradients of its critic, too, but those are cleared before they count.
+    The backward pass of a generator also adds to the gradients of its critic, which are cleared before their update.
     """
     found: dict[str, list[int]] = {}
     for name, last in _updates(program).items():

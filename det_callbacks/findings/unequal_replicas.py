@@ -2,9 +2,9 @@
 
 Example:
     first.weight, first.bias, norm.weight and 3 more differ between ranks 0, 1, in steps 0 to 7.
-    Their gradients are not averaged, or only one rank updates them: look at what calls the
-    wrapped module past its forward, moves it to another device, or writes weights by itself.
-    ReplicaAuditCallback stops where it begins.
+    Their gradients are not averaged, or only one rank updates them: check for code that
+    bypasses the wrapped module's forward, moves it to another device, or writes weights.
+    ReplicaAuditCallback stops at the first difference.
 """
 
 from det_callbacks.findings.facts import MIN_STEPS
@@ -19,7 +19,7 @@ def find(fits: Fits) -> Found | None:
     if len(fits) < 2 or fits[0].choice("trainer.strategy") != "DDPStrategy":
         return None
     names, steps = list[str](), set[int]()
-    for name in fits[0].gradients:  # what is trained; a buffer may differ between broadcasts
+    for name in fits[0].gradients:  # a buffer may differ between broadcasts
         known = [fit.states[name] for fit in fits if name in fit.states]
         if len(known) < len(fits):
             continue
@@ -37,7 +37,7 @@ def find(fits: Fits) -> Found | None:
         steps=steps,
         names=names,
         explanation=f"{listed(names)} {differ} between {ranks_text([fit.rank for fit in fits])}, in {span(steps)}",
-        advice="Their gradients are not averaged, or only one rank updates them: look at what calls the wrapped "
-        "module past its forward, moves it to another device, or writes weights by itself. ReplicaAuditCallback stops "
-        "where it begins",
+        advice="Their gradients are not averaged, or only one rank updates them: check for code that bypasses the "
+        "wrapped module's forward, moves it to another device, or writes weights. ReplicaAuditCallback stops at the "
+        "first difference",
     )

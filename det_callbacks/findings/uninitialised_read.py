@@ -1,10 +1,10 @@
-"""An op reads a tensor that torch.empty made and that ops of the step have filled in part only.
+"""An op reads a tensor of torch.empty that the ops of the step wrote only partly.
 
 Example:
-    aten.nan_to_num.default reads a tensor (float32 [8, 18]) that was only allocated and then
-    filled in part, in steps 0 to 7, at net.py:7 in forward. Its other elements hold what the
-    memory held before, so they may change at any time: fill all of it, or allocate with
-    torch.zeros. Memory that NumPy or a raw kernel has filled looks the same.
+    aten.nan_to_num.default reads a tensor (float32 [8, 18]) that was only partly written after
+    its allocation, in steps 0 to 7, at net.py:7 in forward. Its other elements hold what the
+    memory held before, so they may change at any time: write all of the tensor, or allocate it
+    with torch.zeros. If NumPy or a raw kernel writes it, the recorder cannot see that write.
 """
 
 from math import prod
@@ -17,7 +17,7 @@ from det_callbacks.runs.program import UNWRITTEN, Layout, Site
 NAME = "uninitialised_read"
 LEVEL: Level = "op"
 
-MAX_ELEMENTS = 2**20  # above, the recording does not track single bytes
+MAX_ELEMENTS = 2**20  # above this, the recording does not track bytes
 
 
 @of_one_process
@@ -39,14 +39,15 @@ def find(fit: FitFacts) -> Found | None:
         fit,
         steps=of_first,
         names=dict.fromkeys(place for place, *_ in steps),
-        explanation=f"{read} that was only allocated and then filled in part, in {span(of_first)}{line}",
-        advice="Its other elements hold what the memory held before, so they may change at any time: fill all of it, "
-        "or allocate with torch.zeros. Memory that NumPy or a raw kernel has filled looks the same",
+        explanation=f"{read} that was only partly written after its allocation, in {span(of_first)}{line}",
+        advice="Its other elements hold what the memory held before, so they may change at any time: write all of "
+        "the tensor, or allocate it with torch.zeros. If NumPy or a raw kernel writes it, the recorder cannot see "
+        "that write",
     )
 
 
 def _filled_in_part(site: Site, at: int, layout: Layout) -> str:
-    """Return in words what a site is that ops of the step filled in part only; "" for others."""
+    """Return the description of a tensor that the step wrote only partly; "" for other sites."""
     entry = layout.entries[at]
     if site.role != "input" or entry is None or entry.detail != UNWRITTEN or not site.inputs:
         return ""

@@ -23,8 +23,8 @@ def progress_word(*, num_steps: int, num_differing: int, is_recording: bool) -> 
 
 
 def level_words(level: str, compiled: str, regions: Collection[str]) -> str:
-    """Return the level of a run, with what was done about compiled code."""
-    words = ["what is compiled ran as eager code, with other kernels than the compiled ones"] * (compiled == "eager")
+    """Return the level of a run, and how it ran compiled code."""
+    words = ["compiled code ran as eager code, with different kernels"] * (compiled == "eager")
     words += [f"seen only from outside: {listed(sorted(regions))}"] if regions else []
     return f"{level} ({'; '.join(words)})" if words else level
 
@@ -43,7 +43,8 @@ def recorded_line(
     num_metrics: int,
 ) -> str:
     """Return the closing line of a recording; ``num_agreed`` is None unless it was resumed."""
-    agreed = f"{count(num_agreed, 'step')} there already, and equal; " if num_agreed else ""
+    match = "matches the one" if num_agreed == 1 else "match those"
+    agreed = f"{count(num_agreed, 'step')} {match} already recorded; " if num_agreed else ""
     parts = [
         f"{agreed}recorded {count(num_steps, 'step' if num_agreed is None else 'new step')}{_of_ranks(num_ranks)}",
         f"{count(num_sites, 'site')} at level {level}",
@@ -54,21 +55,25 @@ def recorded_line(
     if kept is not None:
         parts[-1] += f"; kept {count(kept.num_tensors, 'tensor')} ({size(kept.num_bytes)}"
         parts[-1] += f", {kept.num_sampled:,} of them by a sample of their elements)" if kept.num_sampled else ")"
-        parts += [f"and NOT those of {count(kept.num_missing, 'call')} {kept.reason}"] if kept.num_missing else []
+        if kept.num_missing:
+            parts[-1] += f"; did NOT keep the tensors of {count(kept.num_missing, 'call')} {kept.reason}"
     return f"det_callbacks: {', '.join(parts)}"
 
 
 def recorded_call_line(call: str, *, path: str, num_metrics: int) -> str:
     """Return the closing line of a recorded ``trainer.test`` or the like."""
-    return f"det_callbacks: recorded {count(num_metrics, 'metric')} of {call}, in {path}"
+    return f"det_callbacks: recorded {count(num_metrics, 'metric')} of {call} in {path}"
 
 
 def nothing_recorded_text(*, path: Path, selected: str) -> str:
     """Return the error of a fit without a recorded step; ``selected`` is "" for a resumed one."""
     if selected:
-        return f"Nothing was recorded in {path}: the fit had no step that {selected} selects."
-    done = f"The checkpoint is of a training that was finished: no step was left, and {path} is as it was"
-    return f"{done}. Resume from an earlier one, or train for longer (max_epochs, max_steps)."
+        return (
+            f"The fit recorded nothing in {path}, because it had no step that {selected} selects. Select a step that "
+            "the training reaches."
+        )
+    done = f"The checkpoint is from a finished training, so there was no step to train, and {path} is unchanged"
+    return f"{done}. Resume from an earlier checkpoint, or train longer (max_epochs, max_steps)."
 
 
 def verified_line(verdict: Verdict, *, level: str, report: Path | None = None) -> str:
@@ -86,22 +91,23 @@ def verified_line(verdict: Verdict, *, level: str, report: Path | None = None) -
 def waiting_line(verdict: Verdict, *, stages: Sequence[str], num_ended: int, level: str) -> str:
     """Return the line of a fit that matched, while the reference holds more: no verdict yet."""
     return (
-        f"det_callbacks: part {num_ended} ({stages[num_ended - 1]}) of {len(stages)} agrees: verified "
-        f"{_compared(verdict, level)}, against {verdict.reference}; the verdict comes with the last"
+        f"det_callbacks: part {num_ended} ({stages[num_ended - 1]}) of {len(stages)} matches {verdict.reference}: "
+        f"verified {_compared(verdict, level)}; the verdict follows after the last part"
     )
 
 
 def unfinished_text(verdict: Verdict, *, stages: Sequence[str], num_ended: int) -> str:
     """Return the error of a process that ended before all parts of the reference ran."""
-    held = f"the reference {verdict.reference} holds {len(stages)} parts ({', '.join(stages)})"
-    todo = 'Run the others with the same callback, or compare what both have with steps="common".'
-    return f"{verdict.verdict}: {held}, and this process ended after {num_ended}. {verdict.explanation} {todo}"
+    parts = f"{num_ended} of the {len(stages)} parts ({', '.join(stages)}) of the reference {verdict.reference}"
+    todo = 'Run the other parts with the same callback, or compare the parts that both runs have with steps="common".'
+    return f"{verdict.verdict}: this process ended after {parts}. {verdict.explanation} {todo}"
 
 
 def no_metrics_text(call: str, *, reference: Path | None) -> str:
     """Return the error of a lone ``trainer.test`` or the like without a metric."""
-    text = "it has no steps, and no metric was logged. That is no match. Log one with self.log, and give it batches"
-    return f"Nothing of {call} was recorded in, or compared with, {reference}: {text}."
+    text = "so nothing was recorded in, or compared with,"
+    todo = "Log a metric with self.log, and check that the loader returns batches."
+    return f"{call} logged no metric, {text} {reference}. {todo}"
 
 
 def _compared(verdict: Verdict, level: str) -> str:
@@ -123,48 +129,48 @@ def _replayed(replayed: Mapping[str, Any], done: str) -> str:
 
 
 def audit_line(report: AuditReport, *, folder: Path, missed: Sequence[int] = ()) -> str:
-    """Return the closing line of an audit; ``missed`` are requested steps that did not come."""
-    what = f"audited {count(len(report.steps), 'step')}, {count(report.num_compared, 'op')} run again"
-    what += f"; {count(len(missed), 'step')} never came ({listed(map(str, missed))})" if missed else ""
+    """Return the closing line of an audit; ``missed`` are requested steps that the training did not reach."""
+    what = f"audited {count(len(report.steps), 'step')}, ran {count(report.num_compared, 'op')} twice"
+    what += f"; did not reach {count(len(missed), 'step')} ({listed(map(str, missed))})" if missed else ""
     if not report.findings:
-        return f"det_callbacks: nothing differed: {what} (in {folder})"
-    places = count(len(report.findings), "place")
-    return f"det_callbacks: {places} differed: {what} (audit.json and replay.yaml: {folder})"
+        return f"det_callbacks: every op repeated its bits: {what} (in {folder})"
+    ops = count(len(report.findings), "op")
+    return f"det_callbacks: {ops} gave different bits: {what} (audit.json and replay.yaml: {folder})"
 
 
 def audit_lines(report: AuditReport, *, replay: Path) -> str:
-    """Return the table of what differed, and what to do."""
+    """Return the table of ops that differed, and what to do."""
     columns = ("judgement", "phase", "module", "op", "steps", "elements", "ULPs", "source")
     rows = []
     for found in report.findings:
         ulps, source = "" if found.max_ulps is None else found.max_ulps, next(iter(found.source), "")
         place = found.judgement, found.phase, found.module, found.op
         rows.append((*place, ", ".join(at_most(4, [*map(str, found.steps)])), found.num_differing, ulps, source))
-    make = f"or record and verify with replay={str(replay)!r}, which saves their outputs and puts them back."
-    advice = [f"Make these ops deterministic (det-callbacks ops), {make}"] if report.replay else []
+    use = f"or record and verify with replay={str(replay)!r}, which saves and restores their outputs."
+    advice = [f"Make these ops deterministic (see det-callbacks ops), {use}"] if report.replay else []
     if any(found.judgement == "transient" for found in report.findings):
-        advice += ["Transient: a single call differed, and two of its three runs agreed; suspect the hardware first."]
+        advice += ["Transient: one of the three runs of a call differed. Check the hardware first."]
     if any(found.judgement == "uninitialised" for found in report.findings):
         advice += [
-            "Uninitialised: an op repeats itself, but its output depends on memory that nothing has written since it "
-            "was allocated. Fill it, or allocate with torch.zeros."
+            "Uninitialised: an op repeats its bits, but its output depends on memory that nothing has written. Write "
+            "all of that memory, or allocate it with torch.zeros."
         ]
-    begin = f"Run again on the same inputs, {count(len(report.findings), 'op')} gave other bits."
+    begin = f"{count(len(report.findings), 'op')} gave different bits from the same inputs when run again."
     table = Table(columns=columns, rows=rows, limit=MAX_FINDINGS)
     return to_text([Section(lines=[begin]), Section(table=table), Section(lines=advice)])
 
 
 def replicas_text(report: "ReplicaReport") -> str:
-    """Return what differs between replicas, what matched, and what to do."""
+    """Return how replicas differ, since when, and what to do."""
     num_names, last = len({found.name for found in report.differences}), report.last_agreement
-    agreed = "They were never compared before." if last is None else f"They last agreed {_when(last)}."
+    agreed = "This was the first audit." if last is None else f"They last agreed {_when(last)}."
     differences = "\n".join(f"  {line}" for line in at_most(MAX_DIFFERENCES, [*map(_difference, report.differences)]))
     return (
         f"The replicas of this training differ {_when(report.step)}: {count(num_names, 'tensor')} on "
         f"{report.world_size} ranks. {agreed}\n\n{differences}\n\n"
         f"Compared: {count(report.num_compared, 'tensor')} of this rank{_left_out(report.left_out)}.\n"
-        "To find the op, record with DeterminismCallback and verify. What is to differ: "
-        "ReplicaAuditCallback(ignore=[...])."
+        "To find the op, record with DeterminismCallback and verify. To exclude tensors "
+        "that should differ, pass ReplicaAuditCallback(ignore=[...])."
     )
 
 

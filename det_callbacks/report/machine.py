@@ -89,9 +89,9 @@ def _cell(entry: Mapping[str, Any], name: str) -> str:
 
 
 _FILLING = (
-    "With deterministic algorithms torch fills what torch.empty allocates: a write for each allocation, 2 to 15 % "
-    "of a step in reports of users. That hides a read of unwritten memory and mends none. Where det-callbacks findings "
-    "lists no uninitialised_read, switch it off: "
+    "With deterministic algorithms, torch fills the memory of torch.empty, which takes 2 to 15 % of a step in "
+    "reports of users. That hides reads of unwritten memory. If det-callbacks findings lists no uninitialised_read, "
+    "switch it off: "
     "det_callbacks.enforce_determinism({'fill_uninitialized_memory': False})"
 )
 
@@ -123,5 +123,5 @@ def doctor_report(diagnosis: "Diagnosis") -> list[Section]:
     if not missing:
         return [*report, Section(title="all in force", style="bold green")]
     title = f"{count(len(missing), 'setting')} not in force: {', '.join(missing)}"
-    advice = "One call sets them all, before the model is built: enforce_determinism(DeterminismSettings(...))"
+    advice = "Set them all before you build the model: enforce_determinism(DeterminismSettings(...))"
     return [*report, Section(title=title, style="bold red", lines=[advice])]

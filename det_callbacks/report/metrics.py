@@ -30,17 +30,18 @@ def advise_metric(metric: MetricDifference) -> str:
     if metric.explaining_choice is not None:
         return ""
     if metric.kind != "content":
-        return "Look at where epochs end: limit_train_batches, drop_last, the data" if metric.is_read_in_one else ""
+        todo = "Check where epochs end: limit_train_batches, drop_last, the length of the data"
+        return todo if metric.is_read_in_one else ""
     if found.startswith(GENERATOR):
-        return f"Seed what it is computed with: the {found} differs"
+        return f"Seed the code that computes it: the {found} differs"
     if found:
-        return f"Look at the data that it is computed from: the {found} differs"
+        return f"Check the data that it is computed from: the {found} differs"
     if metric.is_after_gap:
-        return begun_before("It may have started", reading.step + 1, metric.choices)
+        return begun_before("The difference may have started", reading.step + 1, metric.choices)
     later = "" if reading.where == "epoch" else ", and only the first batch of each loader is compared"
-    todo = f"Look at how it is computed: everything recorded of generators and data matches{later}"
+    todo = f"Check how it is computed: everything recorded of generators and data matches{later}"
     left_out = f"""modules=["*", "!metric/{metric.name}"] (on the command line: --modules '*,!metric/{metric.name}')"""
-    return f"{todo}. To leave out what can never repeat, such as a wall clock, record the run again with {left_out}"
+    return f"{todo}. To leave out a metric that cannot repeat, such as a wall clock, record again with {left_out}"
 
 
 def _reading(metric: MetricDifference) -> str:

@@ -43,14 +43,14 @@ def numerics_sentence(numerics: Numerics) -> str:
     if numerics.conclusion == "change":
         first = next(site for site in numerics.sites if not site.within and site.is_start and site.reads is None)
         return (
-            f"Beyond the tolerance, first at {_where(first)} ({ulps_text(first.ulp)}); {_reads(first)}, so where it "
-            "starts is not known. Compare the first step of both, from the same weights and batch."
+            f"Beyond the tolerance, first at {_where(first)} ({ulps_text(first.ulp)}); {_reads(first)}, so it is "
+            "unknown where the change starts. Compare the first step of both, from the same weights and batch."
         )
     rounding = f"the worst is {ulps_text(worst.ulp)} at {_where(worst)}, {multiple_text(worst.excess)} x the tolerance"
     if not numerics.num_beyond:
         return f"Rounding only: {rounding}."
     text = (
-        "Rounding that adds up: no op adds more than rounding does to the error of what it reads, and yet "
+        "Rounding that adds up: no op adds more than rounding to the error of its inputs, but "
         f"{count(numerics.num_beyond, 'site')} are beyond the tolerance; {rounding}."
     )
     is_measured = numerics.tolerance != "torch.testing"
@@ -63,9 +63,9 @@ def nonfinite_sentence(found: NonFinite) -> str:
     rank = f" of rank {found.rank}" if found.rank else ""
     site = found.site
     line = f" at {site.source[0]}" if site.source else ""
-    known = "what it reads is finite"
+    known = "its inputs are finite"
     if found.num_unknown:
-        known = f"no kept tensor that it reads has any, and {count(found.num_unknown, 'tensor')} were not kept"
+        known = f"no kept input has any, and {count(found.num_unknown, 'tensor')} were not kept"
     text = (
         f"The first number that is not finite comes from {site.op} in {site.module or 'no module'}{line} (step "
         f"{found.step}{rank}, {site.phase}): {' and '.join(parts)} of {count(found.num_elements, 'element')}; {known}"
@@ -141,9 +141,9 @@ def ulps_text(ulp: int | None) -> str:
 def _reads(site: SiteNumerics) -> str:
     through = f", through {listed(site.through)}" if site.through else ""
     if site.reads is None:
-        return f"what it reads differs and was not kept ({listed(site.through)})"
+        return f"its inputs differ and were not kept ({listed(site.through)})"
     if not site.reads:
-        return f"what it reads is equal{through}"
+        return f"its inputs are equal{through}"
     size = epsilon(site.dtype or "")
     by = count(ceil(site.reads / size), "ULP") if size else f"{site.reads:.2g}"
-    return f"what it reads differs by {by}{through}"
+    return f"its inputs differ by {by}{through}"

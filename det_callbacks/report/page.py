@@ -25,9 +25,9 @@ MAX_MAPS, MAX_COLUMNS, MAX_ROWS = 8, 100, 60  # heat maps (one a rank and fit), 
 NUM_BEFORE = 10  # columns before the first step that differs, if not all steps fit
 MAX_STEPS, MAX_SITES = 10, 25  # steps of a map whose sites are listed, and sites of each
 
-_INSTEAD = "name another file for the report (--html of det-callbacks diff); the verdict stands"
+_INSTEAD = "pass another file for the report (--html of det-callbacks diff); the verdict stands"
 _COLUMNS = ("site", "state", "phase", "module", "op or name", "tensor", "reference", "current", "kind", "source")
-_STATES = np.array([*".mco"])  # each worse than the one before: not compared, match, carried on, origin
+_STATES = np.array([*".mco"])  # ascending: not compared, match, carried on, origin
 
 
 def write_report(path: str | Path, verdict: Verdict, *, reference: str | Path, current: str | Path) -> Path:
@@ -107,7 +107,7 @@ def _outcomes(
 ) -> Iterator[tuple[int, int, str, StepDifference | None]]:
     """Yield the steps of a fit: number, program, outcome in words, and how the two runs differ.
 
-    A verification keeps diverging steps only; its record tells of the others.
+    A verification keeps only its diverging steps; its record has the others.
     """
     ours, theirs = reference.rank(rank).fit(segment), current.rank(rank).fit(segment)
     is_whole = current.keeps == "all"
@@ -136,11 +136,11 @@ def _outcomes(
 
 
 def _starting(verdict: Verdict, step: StepDifference, sites: Sequence[Site], *, is_first: bool) -> np.ndarray:
-    """Return at which of the differing sites a difference starts."""
+    """Return which of the differing sites start a difference."""
     starting = np.isin(step.rows, step.starting("here"))
     if not is_first:
-        return starting  # what enters a later step was carried on to there
-    # the verdict has seen the other ranks
+        return starting  # a difference that enters a later step was carried on
+    # the verdict knows the other ranks
     rank, number, first = step.rank, step.step, verdict.first_divergence
     if len(verdict.origins) < MAX_ORIGINS:
         origins = {_place(one) for one in verdict.origins if (one.rank, one.step) == (rank, number)}

@@ -63,7 +63,7 @@ def _sites(view: StepView) -> Iterator[tuple[Site, TensorLayout | None, str]]:
 
 
 def head_lines(run: Run) -> list[str]:
-    """Return what a run is."""
+    """Return the lines that describe a run."""
     chosen = run.manifest.selection.to_dict()
     shown = ", ".join(f"{name} {value}" for name, value in chosen.items() if value is not None)
     state = "complete" if run.is_complete else f"INCOMPLETE: {run.incomplete_reason}"
@@ -74,15 +74,15 @@ def head_lines(run: Run) -> list[str]:
 
 
 def run_report(run: Run, rank: RankRun) -> list[Section]:
-    """Return what a run is, and a table of its steps, of a long one the first and last."""
+    """Return the description of a run, and a table of its steps: the first and last of a long one."""
     places = [(segment, int(step)) for segment in rank.segments for step in rank.steps(segment)]
     num_fits = len({segment for segment, _ in places})
     lines = [*head_lines(run), f"rank {rank.rank}: {count(rank.num_steps, 'step')} in {count(num_fits, 'fit')}"]
     for found in run.nondeterministic_ops(rank.rank):
-        allowed = "let through by the allow-list" if found.is_allowed else "not on the allow-list"
+        allowed = "on the allow-list" if found.is_allowed else "not on the allow-list"
         lines.append(f"no deterministic implementation: {found.place}, {count(found.num_calls, 'call')}, {allowed}")
     for segment, step in sorted(run.resumed_steps):
-        lines.append(f"resumed: segment {segment} went on from a checkpoint with step {step}")
+        lines.append(f"resumed: segment {segment} continued from a checkpoint with step {step}")
     chosen = {"saved for replay": run.manifest.replay, "tensors kept": run.manifest.keep_tensors}
     lines += [f"{what}: {', '.join(patterns)}" for what, patterns in chosen.items() if patterns]
     if (nonfinite := first_nonfinite(run)) is not None:

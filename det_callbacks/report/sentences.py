@@ -1,4 +1,4 @@
-"""The sentences of a verdict that belong to no single rule."""
+"""Sentences of a verdict that no single rule owns."""
 
 from collections.abc import Iterable, Sequence
 
@@ -20,16 +20,16 @@ def explain_ranks(ranks: Classification) -> str:
     texts = [f"it started on {ranks_text(origins)}"] if origins else []
     if ranks.collective is not None:
         texts.append(
-            f"what went into {_call(ranks.collective)} matches on all ranks and what came out differs, so "
+            f"the inputs of {_call(ranks.collective)} match on all ranks and its outputs differ, so "
             f"the collective itself is {'also an origin' if origins else 'the origin'}"
         )
     if receivers and ranks.through is not None:
-        through = f"sent what the reference did and received the difference through {_call(ranks.through)}"
+        through = f"sent the same data as in the reference and received the difference through {_call(ranks.through)}"
         texts.append(f"{ranks_text(receivers)} {through}")
     elif receivers and ranks.collective is None:
         texts.append(f"{ranks_text(receivers)} received the difference")
     if unknown:
-        texts.append(f"whether {ranks_text(unknown)} started a difference or received it is unknown")
+        texts.append(f"it is unknown whether {ranks_text(unknown)} started the difference or received it")
     moments = sorted({at for at in ranks.since if at is not None})
     since = {at: [rank for rank, moment in enumerate(ranks.since) if moment == at] for at in moments}
     shown = [f"{ranks_text(since[at])} from step {at[1]}{of_segment(at[0])} on" for at in moments]
@@ -57,13 +57,13 @@ def explain_whole_steps(steps: Iterable[WholeSteps], *, show_rank: bool) -> str:
 
 
 def steps_agree(num_equal: int) -> str:
-    """Return how many steps agree, as the end of a sentence."""
-    shared = "step that both have agrees" if num_equal == 1 else "steps that both have agree"
-    return f"; the {num_equal} {shared}" if num_equal else ""
+    """Return how many steps match, as the end of a sentence."""
+    shared = "common step matches" if num_equal == 1 else f"{num_equal} common steps match"
+    return f"; the {shared}" if num_equal else ""
 
 
 def explain_match(tally: Tally, *, num_ranks: int) -> str:
-    """Return how much agrees; "" if nothing was compared."""
+    """Return how much matches; "" if nothing was compared."""
     sites = [f"{count(tally.num_sites, 'site')} of {count(tally.num_steps, 'step')}"] if tally.num_sites else []
     found = [*sites, *([count(tally.num_metrics, "metric")] if tally.num_metrics else [])]
     ranks = f" of {num_ranks} ranks" if num_ranks > 1 else ""
@@ -79,7 +79,7 @@ def code_lines(environment: Sequence[EnvironmentDifference]) -> list[str]:
     lines = []
     if commit is not None and not {None, NOT_RECORDED} & {commit.reference, commit.current}:
         lines.append(
-            f"The code is at another commit: {commit.reference[:9]} in the reference, {commit.current[:9]} now"
+            f"The commit differs: {commit.reference[:9]} in the reference, {commit.current[:9]} in the current run"
         )
     if files:
         names = listed(file.name.removeprefix(CHANGED_FILE) for file in files)

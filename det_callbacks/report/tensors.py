@@ -38,7 +38,7 @@ def mismatch_text(report: "CheckpointReport") -> str:
     right = num_compared - sum(entry.kind != "extra" for entry in report.entries)
     lines.append(f"{right:,} of {count(num_compared, 'entry')} are what was saved.")
     if not report.entries and not report.has_same_bytes:
-        lines.append("The file's bytes differ, and yet no entry does: the change is in what is none, or in padding.")
+        lines.append("The file's bytes differ, but no entry does: the change is outside the entries, or in padding.")
     lines.append("Use another checkpoint, or restore this one and the file of its digests from a copy.")
     return "\n".join(lines)
 
@@ -47,7 +47,7 @@ def _difference(entry: "EntryDifference") -> str:
     if entry.kind == "structure":
         return f"{entry.name} was {entry.reference}, and is {entry.current}"
     if entry.kind != "content":
-        return f"{entry.name} {'is missing' if entry.kind == 'missing' else 'is there, and was not before'}"
+        return f"{entry.name} {'is missing' if entry.kind == 'missing' else 'is new'}"
     if entry.num_differing is None:
         values = "" if entry.reference is None else f" (it was {entry.reference}, and is {entry.current})"
         return f"{entry.name} differs{values}"
@@ -58,14 +58,14 @@ def _difference(entry: "EntryDifference") -> str:
 def unrestored_line(path: str) -> str:
     """Return the line on a checkpoint that Lightning alone resumes."""
     return (
-        f"det_callbacks: {path} is resumed by Lightning alone: no state of generators and data with its "
-        "digests stands beside it, so with shuffling, augmentation or dropout the run will not be the same run"
+        f"det_callbacks: {path} is resumed by Lightning alone: no saved state of generators and data is beside it. "
+        "With shuffling, augmentation or dropout, the run will not be the same run"
     )
 
 
 def uncovered_save_line(path: str) -> str:
     """Return the line on a checkpoint that gets no digests."""
     return (
-        f"det_callbacks: {path} gets no digests and no exact resume, nor do others like it: it is remote, or not on "
-        "the disk when its save returns (AsyncCheckpointIO writes in the background)"
+        f"det_callbacks: {path} gets no digests and no exact resume, nor do others like it, because it is remote, or "
+        "not on the disk when its save returns (AsyncCheckpointIO writes in the background)"
     )

@@ -18,9 +18,9 @@ from det_callbacks.verdict import MAX_ORIGINS, Divergence, EnvironmentDifference
 PRINTED_ORIGINS = 20
 
 _KINDS = {
-    "content": "other bits",
-    "argument": "called with other arguments",
-    "structure": "another shape, dtype or layout",
+    "content": "different bits",
+    "argument": "called with different arguments",
+    "structure": "a different shape, dtype or layout",
     "missing": "only in the reference",
     "extra": "only in the current run",
 }
@@ -43,7 +43,7 @@ def headline(verdict: Verdict) -> str:
     first, head = verdict.first_divergence, _word(verdict)
     if first is None:
         return f"{head}: {verdict.explanation}"
-    named = (one for one in verdict.environment if verdict.explanation.startswith(f"{one.name}: "))
+    named = (one for one in verdict.environment if verdict.explanation.startswith(f"{one.name} is "))
     choice = next(named, None)
     if choice is not None:
         what = f"{choice.name} {choice.reference} -> {choice.current}"
@@ -56,10 +56,10 @@ def headline(verdict: Verdict) -> str:
 
 
 def is_certain_change(verdict: Verdict) -> bool:
-    """Return whether the training certainly changed, whatever the machine changed besides.
+    """Return whether the training certainly changed, also if the machine did.
 
-    Another machine or version may change the bits of an op and which ops run, but no choice, no shape
-    of a batch or a weight, and no number of steps.
+    A different machine or version may change the bits of an op and which ops run, but no choice, no shape of a batch
+    or a weight, and no number of steps.
     """
     first = verdict.first_divergence
     has_other_choice = any(one.changes_bits and not one.is_machine for one in verdict.environment)
@@ -74,18 +74,18 @@ def verdict_of_rank(verdict: Verdict, *, rank: int, world_size: int) -> str:
     if rank == 0:
         return verdict_lines(verdict)
     where = f"rank 0 prints the whole verdict, and {Path(verdict.current) / 'verdict.json'} holds it"
-    return f"{_word(verdict)} (said on rank {rank} of {world_size}; {where}): {verdict.explanation}"
+    return f"{_word(verdict)} (rank {rank} of {world_size}; {where}): {verdict.explanation}"
 
 
 def disagreement_text(verdict: Verdict, *, path: Path, num_agreed: int, num_dropped: int, rank: int = 0) -> str:
     """Return the error of a resumed recording whose steps differ from those of the run."""
-    said = f" (said on rank {rank}; rank 0 prints the whole verdict)" if rank else ""
+    where = f" (rank {rank}; rank 0 prints the whole verdict)" if rank else ""
     return (
-        f"The resumed run is not the run in {path}: a step or a metric that is there already came out "
-        f"otherwise ({count(num_agreed, 'step')} before it agreed). The run keeps its steps and is as it was before; "
-        f"{count(num_dropped, 'new step')} of this attempt went with it{said}.\n\n"
-        f"{verdict.explanation if rank else verdict_lines(verdict)}\nFind out what the checkpoint did not bring back, "
-        "or record this training as another run: into another folder, or over this one with overwrite=True."
+        f"The resumed run is not the run in {path}: it repeated a recorded step or metric with a different result "
+        f"({count(num_agreed, 'step')} before it matched). The recorded run is unchanged, without the "
+        f"{count(num_dropped, 'new step')} of this attempt{where}.\n\n"
+        f"{verdict.explanation if rank else verdict_lines(verdict)}\nFind what the checkpoint did not restore, or "
+        "record this training to another folder, or over this run with overwrite=True."
     )
 
 
@@ -181,9 +181,9 @@ def _source_text(verdict: Verdict) -> list[str]:
         run = Run.open(verdict.reference if first.kind == "missing" else verdict.current, check_steps=False)
         text = run.source_text(first.source[0])
     except ReferenceNotFoundError:
-        return []  # of a verdict whose runs are somewhere else
+        return []  # the runs are somewhere else
     except ReferenceFormatError as error:
-        return [f"its text cannot be read: {error}"]
+        return [f"the source text cannot be read: {error}"]
     number = first.source[0].partition(" in ")[0].rpartition(":")[2]
     return [f"{'>' if str(at) == number else ' '} {at:>4}  {line}".rstrip() for at, line in text]
 
@@ -266,7 +266,7 @@ def next_lines(verdict: Verdict) -> Sequence[str]:
     if verdict.verdict == "match" or first is None:
         return ()
     places = [f"--{name} {number}" for name, number in (("rank", first.rank), ("segment", first.segment)) if number]
-    step = [] if first.phase == "metric" else [f"--step {first.step}", *places]  # of a metric no step has it
+    step = [] if first.phase == "metric" else [f"--step {first.step}", *places]  # no step has a metric
     paths = dict.fromkeys((verdict.reference, verdict.current))
     if first.phase == "other" and not first.op:  # a step that only one run has
         paths = dict.fromkeys([verdict.reference if first.kind == "missing" else verdict.current])

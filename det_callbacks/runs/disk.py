@@ -1,7 +1,7 @@
-"""All writing to disk: what cannot be written is a ``WriteError``, which ends a program with exit status 2.
+"""All writing to disk: a failed write is a ``WriteError``, which ends a program with exit status 2.
 
-A run stays readable: files are replaced as a whole or appended to, and nothing follows a message that
-was written in part. ``tests/contract/test_house.py`` finds a write outside of ``writing``.
+A run stays readable: files are replaced as a whole or appended to, and nothing follows a partly written message.
+``tests/contract/test_house.py`` finds a write outside of ``writing``.
 """
 
 import errno
@@ -17,26 +17,26 @@ from det_callbacks.errors import WriteError
 
 ANOTHER_FOLDER: Mapping[str, str] = {
     # purpose of a run -> what names another folder
-    "record": "record into another folder (reference of DeterminismCallback, RUN of det-callbacks record)",
-    "verify": "name another folder for what is found (current of DeterminismCallback, --current of det-callbacks "
+    "record": "record to another folder (reference of DeterminismCallback, RUN of det-callbacks record)",
+    "verify": "pass another folder for the results (current of DeterminismCallback, --current of det-callbacks "
     "verify, --to of det-callbacks check)",
-    "audit": "name another folder for what is found (current of DeterminismCallback)",
+    "audit": "pass another folder for the results (current of DeterminismCallback)",
 }
 _ANY_FOLDER = (
-    "name another folder (reference or current of DeterminismCallback; RUN of det-callbacks record, --current of "
+    "pass another folder (reference or current of DeterminismCallback; RUN of det-callbacks record, --current of "
     "verify, --to of check)"
 )
 
 
 @contextmanager
 def writing(path: str | Path, *, instead: str = _ANY_FOLDER) -> Iterator[None]:
-    """Turn an OSError of the block into a ``WriteError``; ``instead`` says what else can be done."""
+    """Turn an OSError of the block into a ``WriteError``; ``instead`` says what the user can do."""
     try:
         yield
     except OSError as error:
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         todo = f"free some space, or {instead}" if is_full else instead
-        text = f"{path} cannot be written: {_reason(Path(path), error)}; {todo}."
+        text = f"Cannot write {path}: {_reason(Path(path), error)}; {todo}."
         raise WriteError(text, str(path)) from error
 
 
@@ -49,14 +49,14 @@ def _reason(path: Path, error: OSError) -> str:
 
 
 def make_folder(path: Path, *, instead: str = _ANY_FOLDER) -> None:
-    """Make a folder, and those above it."""
+    """Make a folder and its parents."""
     with writing(path, instead=instead):
         path.mkdir(parents=True, exist_ok=True)
 
 
 def replace_atomically(path: Path, content: bytes, *, instead: str = _ANY_FOLDER) -> None:
-    """Write a file so that a reader sees all of it or its earlier content."""
-    # processes of two nodes may have one number in a shared folder
+    """Write a file so that a reader sees its new or its old content."""
+    # processes of two nodes may have the same number
     temporary = path.with_name(f".{path.name}.{os.getpid()}{uuid.uuid4().int % 10**9:09d}.tmp")
     with writing(path, instead=instead):
         try:
@@ -73,8 +73,7 @@ def replace_atomically(path: Path, content: bytes, *, instead: str = _ANY_FOLDER
 class AppendedFile:
     """A file of whole messages, each appended with one system call and without fsync.
 
-    After a failed write every other is refused: readers know a torn tail, and half a message in the
-    middle would be damage.
+    A failed write refuses all later ones: readers accept a torn tail, and half a message in the middle is damage.
     """
 
     def __init__(self, path: Path, *, is_new: bool) -> None:
@@ -88,7 +87,7 @@ class AppendedFile:
         num_bytes = len(content)
         with writing(self._path):
             if self.is_broken:
-                raise OSError(errno.EIO, "an earlier write to it failed")
+                raise OSError(errno.EIO, "an earlier write failed")
             self.is_broken = True  # also after Ctrl-C
             num_written = self._file.write(content)
             if num_written != num_bytes:

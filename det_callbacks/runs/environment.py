@@ -10,21 +10,21 @@ from det_callbacks.verdict import EnvironmentDifference
 NOT_RECORDED = "<not recorded>"
 AS_COMMITTED = "<as committed>"
 
-# What the names of entries begin with, or are.
-DIGEST = "digest."  # how digests are computed on a device
+# Names of entries, or their prefixes.
+DIGEST = "digest."  # how a device computes digests
 CONFIGURATION = "config."  # a key of an application's configuration
 COMMIT = "code.git_commit"
 CHANGED_FILE = "code.file."  # digest of a source file that differs from the commit
-OPTIMIZER = "optimizer"  # classes of the optimizers; begins the names of their options
+OPTIMIZER = "optimizer"  # classes of the optimizers; prefix of their options
 FOLLOWED = "loop.followed"  # the models and optimizers of a script that was followed
-LOST = "torch.lost"  # what cannot be seen with this version of torch, a sentence each
-GENERATOR = "generators."  # digest of the state in which a generator of rank 0 began
+LOST = "torch.lost"  # what this version of torch hides, a sentence each
+GENERATOR = "generators."  # digest of the first state of a generator of rank 0
 ARGUMENTS = "process.argv"  # the words that started the program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentEntry:
-    """One JSON-able fact about where (the machine) or how (a choice) a run ran."""
+    """One JSON-able fact: where a run ran (the machine) or how (a choice)."""
 
     value: Any
     is_machine: bool
@@ -32,7 +32,7 @@ class EnvironmentEntry:
 
 
 Environment: TypeAlias = Mapping[str, EnvironmentEntry]
-"""What may decide the bits of a run, by dotted name; no host or user names, absolute paths, addresses or secrets."""
+"""Facts that may affect the bits of a run, by name; no host or user names, absolute paths, addresses, secrets."""
 
 
 def compare_environments(reference: Environment, current: Environment) -> tuple[EnvironmentDifference, ...]:
@@ -50,7 +50,7 @@ def compare_environments(reference: Environment, current: Environment) -> tuple[
         values = [absent if side is None else side.value for side in sides]
         if len(known) == 2 and json.dumps(values[0], sort_keys=True) == json.dumps(values[1], sort_keys=True):
             continue
-        if name.startswith(GENERATOR) and len(known) < 2:  # a resumed fit goes on from wherever it is
+        if name.startswith(GENERATOR) and len(known) < 2:  # a resumed fit continues from any state
             continue
         if has_other_optimizer and len(known) == 1 and name.startswith(f"{OPTIMIZER}."):
             continue
@@ -60,7 +60,7 @@ def compare_environments(reference: Environment, current: Environment) -> tuple[
                 [word for word in reference_words if word not in current_words],
                 [word for word in current_words if word not in reference_words],
             ]
-            if values == [[], []]:  # the same in another order
+            if values == [[], []]:  # the same in a different order
                 continue
         differences.append(
             EnvironmentDifference(

@@ -1,4 +1,4 @@
-"""The evidence of a process: what explains a difference, in a file beside the steps."""
+"""The evidence of a process, which explains differences, in a file beside the steps."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,28 +17,28 @@ EVIDENCE_SCHEMA = pa.schema(
     {"step": pa.int64(), **dict.fromkeys(("point", "name"), pa.string()), "value": pa.uint64(), "text": pa.string()}
 )
 
-# Names of rows, or what they begin with.
+# Names of rows, or their prefixes.
 SEED = "seed of "  # the seed of a torch generator
-START = "start of "  # the state in which a generator began the fit; the text is the same digest
-CONSTANTS = "constant initial tensors"  # those that hold a single value when the fit starts: JSON of names
-SCRIPTED = "TorchScript"  # the modules that are, or hold, TorchScript, as JSON
-CALLBACKS = "callbacks "  # who has a hook; followed by BEFORE or AFTER (ours), and the hook
+START = "start of "  # the state of a generator when the fit begins; the text is the same digest
+CONSTANTS = "constant initial tensors"  # those that are constant when the fit starts: JSON of names
+SCRIPTED = "TorchScript"  # the modules that are, or contain, TorchScript, as JSON
+CALLBACKS = "callbacks "  # the callbacks with a hook; followed by BEFORE or AFTER (ours), and the hook
 BEFORE, AFTER = "before", "after"
-IN_OPTIMIZER = "of optimizer "  # at PARAMETERS: names of what it has and trains; followed by its number
-IN_NO_OPTIMIZER = "of no optimizer"  # likewise, of what requires gradients and is in none
+IN_OPTIMIZER = "of optimizer "  # at PARAMETERS: names of the parameters that it trains; followed by its number
+IN_NO_OPTIMIZER = "of no optimizer"  # likewise, of those that require gradients and are in none
 WITH_GRADIENT = "of no optimizer, with a gradient"  # those of them that had one by the end of a step
 WITH_LARGE_GRADIENT = "with a gradient beyond rounding"  # of optimizers, in one of the first updates
 
-# What a batch holds, at BATCH: names of rows, or what they begin with.
-INDICES = "indices of "  # what the sampler of a loader drew, as JSON
+# The content of a batch, at BATCH: names of rows, or their prefixes.
+INDICES = "indices of "  # the draws of a loader's sampler, as JSON
 SAMPLE = "sample "  # the digest of a sample
 
-# Points of a step, and of what comes before it.
+# Points of a step and before it.
 LOADER = "before the loader starts"
 DRAWING = "before a batch is drawn"
 BATCH_START, AFTER_FORWARD, AFTER_BACKWARD, BATCH_END = "batch start", "after forward", "after backward", "batch end"
 
-# Points of rows that belong to no moment of a step.
+# Points of rows without a moment in a step.
 BATCH = "batch"
 OPTIONS = "optimizer options"  # of the groups, when an update first uses them: "lr of group 0", as JSON
 UNSEEN_WRITE = "unseen write"  # the values are ``StepView.unseen_writes``
@@ -53,7 +53,7 @@ Filter = Callable[[pa.RecordBatch], np.ndarray]
 
 
 class Row(NamedTuple):
-    """A value, mostly a digest, that was found at a point of a step, such as "batch start"."""
+    """A value, usually a digest, at a point of a step, such as "batch start"."""
 
     step: int
     point: str
@@ -64,7 +64,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NondeterministicOp:
-    """Calls of an op without a deterministic implementation at one place."""
+    """Calls of an op without a deterministic implementation, at one place."""
 
     op: str
     phase: str
@@ -88,7 +88,7 @@ def evidence_path(stream: Path) -> Path:
 
 
 class EvidenceWriter:
-    """Writes the evidence of one fit into a new file."""
+    """Writes the evidence of one fit to a new file."""
 
     def __init__(self, path: Path, *, run_id: str) -> None:
         self._rows: list[Row] = []
@@ -103,7 +103,7 @@ class EvidenceWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write what was appended."""
+        """Write the appended rows."""
         rows, self._rows = self._rows, []
         if rows:
             batch = pa.record_batch([*map(list, zip(*rows, strict=True))], schema=EVIDENCE_SCHEMA)
@@ -118,7 +118,7 @@ class EvidenceWriter:
 
 
 def read_values(stream: Path, run_id: str) -> dict[int, str]:
-    """Return the JSON text of arguments by digest; what cannot be read is left out."""
+    """Return the JSON text of arguments by digest, without unreadable ones."""
     try:
         rows = read_evidence(evidence_path(stream), run_id=run_id, keep=lambda it: _is(it, "point", VALUES))
         return {row.value: row.text for row in rows}
@@ -127,7 +127,7 @@ def read_values(stream: Path, run_id: str) -> dict[int, str]:
 
 
 def read_unseen_writes(stream: Path, run_id: str, step: int, num_sites: int) -> frozenset[int]:
-    """Return the sites of a step that read what something unseen changed; all if that cannot be read."""
+    """Return the sites of a step that read an unseen change; all if the evidence cannot be read."""
     try:
         rows = read_evidence(evidence_path(stream), run_id=run_id, keep=lambda it: _is(it, "step", step))
         return frozenset(row.value for row in rows if row.point == UNSEEN_WRITE)
@@ -147,7 +147,7 @@ def read_evidence(path: Path, *, run_id: str, keep: Filter | None = None) -> Ite
         try:
             stream = pa.ipc.open_stream(file)
         except (pa.ArrowException, OSError, ValueError) as error:
-            raise damaged(path, f"it does not begin as evidence does ({error})") from error
+            raise damaged(path, f"it does not begin like evidence ({error})") from error
         if not stream.schema.equals(_schema_of(run_id), check_metadata=True):
             raise damaged(path, f"it is of another run, version or kind ({stream.schema.metadata})")
         while True:
@@ -159,10 +159,10 @@ def read_evidence(path: Path, *, run_id: str, keep: Filter | None = None) -> Ite
             except (pa.ArrowException, OSError, ValueError):
                 if file.read(1):
                     raise damaged(path, "a record batch in its middle cannot be read") from None
-                return  # a kill left it half written
+                return  # a kill interrupted the write
             digest = dict(metadata or {}).get(_DIGEST)
             if any(column.null_count for column in batch.columns) or digest != _digest_batch(batch):
-                raise damaged(path, "a record batch is not what its digest says")
+                raise damaged(path, "a record batch does not match its digest")
             kept = batch if keep is None else batch.filter(pa.array(keep(batch)))
             yield from map(Row, *(column.to_pylist() for column in kept.columns))
 
@@ -172,7 +172,7 @@ def _schema_of(run_id: str) -> pa.Schema:
 
 
 def _digest_batch(batch: pa.RecordBatch) -> bytes:
-    """Return the digest of a record batch's values, however its buffers are laid out."""
+    """Return the digest of a record batch's values, for any layout of its buffers."""
     parts: list[bytes] = []
     for column in batch.columns:
         if pa.types.is_string(column.type):

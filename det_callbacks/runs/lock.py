@@ -26,7 +26,7 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # of flock on some n
 
 
 class FolderLock:
-    """The right to write into a folder, held by one process for all ranks."""
+    """The right to write to a folder, which one process holds for all ranks."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -39,7 +39,7 @@ class FolderLock:
         return self._file is not None and self._owner == os.getpid()
 
     def acquire(self, *, instead: str) -> None:
-        """Take the lock, and make the folder; ``RunInUseError`` if another writer has it.
+        """Make the folder and take its lock; ``RunInUseError`` if another writer has it.
 
         On a file system without locks a warning says that a second writer would go unnoticed.
         """
@@ -68,7 +68,7 @@ class FolderLock:
             fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in _NO_LOCKS:
-                text = f"The file system of {self._folder} has no locks, so a second writer there is not noticed."
+                text = f"The file system of {self._folder} has no locks, so a second writer goes unnoticed."
                 warnings.warn(text, CoverageWarning, stacklevel=2)
                 return
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
@@ -76,16 +76,16 @@ class FolderLock:
             file.seek(0)
             holder = file.read().decode(errors="replace") or "another process"
             raise RunInUseError(
-                f"{self._folder} is being written by {holder}. Nothing was changed there. Wait for its end, or "
+                f"{self._folder} is being written by {holder}. Nothing was changed there. Wait until it ends, or "
                 f"{instead}.",
                 str(self._folder),
             ) from error
 
     def release(self) -> None:
-        """Give the lock back; may be called again."""
+        """Release the lock; a second call does nothing."""
         is_held, file, self._file = self.is_held, self._file, None
         if is_held:
-            # before it is closed: forked children then hold a lock on a file without a name
+            # before closing: a forked child then holds a lock on a file without a name
             with writing(self._folder):
                 (self._folder / LOCK_FILE).unlink(missing_ok=True)
         if file is not None:

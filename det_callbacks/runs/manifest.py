@@ -1,4 +1,4 @@
-"""run.json: what was recorded, and under which conditions."""
+"""run.json: what was recorded, and in which environment."""
 
 import json
 import os
@@ -24,7 +24,7 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumedFit:
-    """A fit that went on from a checkpoint, and its first step after that."""
+    """A fit that continued from a checkpoint, and its first step after that."""
 
     segment: int
     step: int
@@ -32,7 +32,7 @@ class ResumedFit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One launch of the run's processes: the number of its fits, and of the readings that each has at least."""
+    """One launch of the run's processes: its number of fits, and the least number of readings of each."""
 
     segments: Count = 1
     resumed_from: tuple[ResumedFit, ...] = ()
@@ -66,23 +66,23 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the content of run.json; an error if there is none, or it is damaged or of another version."""
+    """Return the content of run.json; an error if it is missing, damaged or of another version."""
     path = folder / MANIFEST
     if not os.path.isfile(path):  # Path.is_file raises where the name is too long
         runs = folder.glob(f"*/{MANIFEST}") if os.path.isdir(folder) else ()
         inside = sorted(child.parent.name for child in runs)[:10]
         hint = f"but these folders in it are runs: {', '.join(inside)}" if inside else "record one there first"
-        raise ReferenceNotFoundError(f"There is no run at {folder}: it has no {MANIFEST}; {hint}.", str(folder))
+        raise ReferenceNotFoundError(f"There is no run in {folder}: it has no {MANIFEST}; {hint}.", str(folder))
     content = read_json(path, dict[str, Any])
     for name, known in (("format_version", FORMAT_VERSION), ("digest_version", DIGEST_VERSION)):
         if content.get(name) != known:
             raise ReferenceFormatError(
-                f"{path} has {name} {content.get(name)!r}, and this version of det_callbacks reads {known}. Use the "
-                "version that recorded it, or record the run again.",
+                f"{path} has {name} {content.get(name)!r}, but this version of det_callbacks reads {known}. Use the "
+                "version that recorded the run, or record it again.",
                 str(path),
             )
     if content.pop("digest", None) != _digest(content):
-        raise damaged(path, "its content is not what its digest says")
+        raise damaged(path, "its content does not match its digest")
     try:
         manifest = msgspec.convert(content, Manifest)
     except msgspec.ValidationError as error:

@@ -1,4 +1,4 @@
-"""What a training logs on rank 0: after validations, epochs and tests, or between two steps."""
+"""The metrics that a training logs on rank 0: after validations, epochs and tests, or between two steps."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -8,16 +8,16 @@ from det_callbacks.runs.disk import AppendedFile
 from det_callbacks.runs.files import READ_ERRORS, damaged, seal, unseal
 from det_callbacks.runs.store import Run
 
-CALLS = ("trainer.validate", "trainer.test")  # where metrics come from without a fit
+CALLS = ("trainer.validate", "trainer.test")  # sources of metrics without a fit
 
-# A reading without metrics: a process went on from a checkpoint, and may lack readings of this step. Lightning leaves
-# out what was over when a checkpoint was saved, and begins the mean of an epoch anew in its middle.
+# A reading without metrics: a process resumed from a checkpoint, and may lack readings of this step. Lightning leaves
+# out what ended before a checkpoint was saved, and restarts the mean of an epoch in its middle.
 RESUMED = "resumed"
 
 # Readings of a TrainingRun, whose loop may log after any step.
 LOG = "log"
 
-# Where readings are made, in the order in which those of one step come.
+# Where readings are made, in the order within one step.
 WHERE = (RESUMED, "validation", "epoch", LOG, *CALLS)
 
 
@@ -32,7 +32,7 @@ class Metric:
 
     @property
     def bits(self) -> tuple[str, tuple[int, ...], str]:
-        """What has to be equal in two runs."""
+        """The part that must be equal in two runs."""
         return self.dtype, self.shape, self.digest
 
 
@@ -41,7 +41,7 @@ class Reading:
     """The metrics that were computed at one place, in the order of the log."""
 
     where: str
-    number: int  # the step, or how many calls of this kind came since the last fit began
+    number: int  # the step, or the number of calls of this kind since the last fit began
     step: int  # the last training step before it, or -1
     epoch: int
     metrics: Mapping[str, Metric]
@@ -49,7 +49,7 @@ class Reading:
 
     @property
     def key(self) -> tuple[str, int, bool]:
-        """Equal for the readings of two runs that are to be compared."""
+        """Equal for readings of two runs that are compared."""
         return self.where, self.number, self.is_after_fit
 
     @property
@@ -95,7 +95,7 @@ def append_reading(path: Path, reading: Reading, *, run_id: str) -> None:
 def read_metrics(run: Run, segment: int) -> Readings:
     """Return the readings of a fit: the first attempt's, and of calls after it the last attempt's.
 
-    An epoch that was cut off in one attempt and went on in another has no reading.
+    An epoch that began in one attempt and ended in another has no reading.
     """
     run_id = run.manifest.run_id
     attempts = [[*_read(metrics_path(stream), run_id, num_told=told)] for stream, told in run.streams(segment)]
@@ -118,11 +118,11 @@ def _goes_through(step: int, ends: set[int]) -> bool:
 
 def _read(path: Path, run_id: str, *, num_told: int) -> Iterator[Reading]:
     content = path.read_bytes() if path.is_file() else b""
-    *lines, _ = content.split(b"\n")  # the last one may be half written
+    *lines, _ = content.split(b"\n")  # the last line may be incomplete
     if len(lines) < num_told:
-        raise damaged(path, f"run.json tells of {num_told} readings, and {len(lines)} are there")
+        raise damaged(path, f"run.json has {num_told} readings, but the file has {len(lines)}")
     for number, line in enumerate(lines, start=1):
         try:
             yield unseal(line, Reading, run_id=run_id)
         except READ_ERRORS as error:
-            raise damaged(path, f"line {number} is no reading of metrics ({error})") from error
+            raise damaged(path, f"line {number} is not a reading of metrics ({error})") from error

@@ -1,4 +1,4 @@
-"""The grammar in which ops are chosen, ``[phase/][module:]op``."""
+"""The grammar that chooses ops, ``[phase/][module:]op``."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ PHASES = ("forward", "backward", "gradient", "optimizer", "other")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpPattern:
-    """Ops by phase, module and name, each an fnmatch pattern ("*" where it is not given).
+    """Ops by phase, module and name, each an fnmatch pattern ("*" by default).
 
     ::
 
@@ -27,8 +27,8 @@ class OpPattern:
 
     @classmethod
     def parse(cls, text: str) -> "OpPattern":
-        """Return the pattern of a text; ``SettingsError`` if it is none."""
-        # only a module's name may hold "/" and ":"
+        """Return the pattern of a text; ``SettingsError`` if it is not a pattern."""
+        # only a module's name may contain "/" and ":"
         phase, has_phase, rest = text.partition("/") if "/" in text else ("", "", text)
         module, has_module, op = rest.rpartition(":")
         pattern = cls(phase=phase if has_phase else "*", module=module if has_module else "*", op=op)
@@ -49,7 +49,7 @@ class OpPattern:
         return f"{escape(phase)}/{escape(module)}:{escape(op)}"
 
     def matches(self, phase: str, module: str, op: str) -> bool:
-        """Return whether an op at this place is meant."""
+        """Return whether the pattern matches an op at this place."""
         return fnmatchcase(op, self.op) and fnmatchcase(module, self.module) and fnmatchcase(phase, self.phase)
 
 

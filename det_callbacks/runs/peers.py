@@ -6,11 +6,11 @@ from typing import Any, TypeVar
 
 Value = TypeVar("Value")
 
-END_OF_FIT = "the end of the fit"  # in which processes meet
+END_OF_FIT = "the end of the fit"  # where processes meet
 
 
 class Peers:
-    """The processes of a run, here only this one; no action may use the same peers."""
+    """The processes of a run, here only this one; an action must not use the same peers."""
 
     rank: int = 0
     world_size: int = 1

@@ -1,4 +1,4 @@
-"""Where a run is written: into its folder, or beside a run that it replaces once it is whole."""
+"""Where a run is written: to its folder, or beside the run that it replaces when it is complete."""
 
 import re
 import shutil
@@ -10,7 +10,7 @@ from det_callbacks.runs.disk import ANOTHER_FOLDER, make_folder, writing
 from det_callbacks.runs.files import LAYOUTS, MANIFEST, PROGRAMS, SITES, SOURCES
 from det_callbacks.runs.manifest import Purpose, read_manifest
 
-REPLACEMENT = ".replacement"  # folder in a run's folder with what is to replace it, until that is whole
+REPLACEMENT = ".replacement"  # folder in a run's folder with its replacement, until that is complete
 
 _OUR_NAME = re.compile(
     rf"{MANIFEST}|{PROGRAMS}|{SITES}|{LAYOUTS}|{SOURCES}|verdict\.json|report\.html|rank-\d{{5}}"
@@ -21,7 +21,7 @@ _OUR_NAME = re.compile(
 def make_room(path: Path, *, purpose: Purpose = "record", overwrite: bool = False) -> Path:
     """Make the folder of a new run, and return where to write it; RunExistsError if something is in the way.
 
-    With ``overwrite`` that is beside the earlier run. A verification replaces an earlier one.
+    With ``overwrite``, that is beside the earlier run. A verification replaces an earlier one.
     """
     make_folder(path, instead=ANOTHER_FOLDER[purpose])
     present = _ours(path)
@@ -34,17 +34,17 @@ def make_room(path: Path, *, purpose: Purpose = "record", overwrite: bool = Fals
         raise RunExistsError(
             f"{path} holds a run already ({', '.join(child.name for child in present[:4])}). Nothing was changed. "
             "Record to another folder, replace the run with overwrite=True (det-callbacks record: --overwrite), or "
-            'compare with it (DeterminismCallback: mode="verify"; ObserverContext: reference=...).',
+            'verify against it (DeterminismCallback: mode="verify", ObserverContext: reference=...).',
             str(path),
         )
     beside = path / REPLACEMENT
-    shutil.rmtree(beside, ignore_errors=True)  # of a recording that was not whole
+    shutil.rmtree(beside, ignore_errors=True)  # left by an incomplete recording
     make_folder(beside)
     return beside
 
 
 def put_in_place(path: Path) -> None:
-    """Replace the run in a folder by the whole one beside it; a kill in between leaves no run."""
+    """Replace the run in a folder with the complete one beside it; a kill in between leaves no run."""
     beside = path / REPLACEMENT
     _remove(child for child in _ours(path) if child != beside)
     with writing(path):
@@ -61,7 +61,7 @@ def remove_run(path: Path) -> None:
 
 
 def _ours(path: Path) -> list[Path]:
-    """Return the files of a run, run.json first: without it the others are no run."""
+    """Return the files of a run, run.json first: without it there is no run."""
     ours = (child for child in path.iterdir() if _OUR_NAME.fullmatch(child.name))
     return sorted(ours, key=lambda child: (child.name != MANIFEST, child.name))
 
@@ -72,10 +72,10 @@ def _remove(children: Iterable[Path], *, ignore_errors: bool = False) -> None:
             if child.is_dir() and not child.is_symlink():
                 shutil.rmtree(child, ignore_errors=ignore_errors)
             else:
-                child.unlink(missing_ok=True)  # of the rank that is it, at the same time
+                child.unlink(missing_ok=True)  # another rank may remove it at the same time
 
 
 def _is_of_verification(path: Path) -> bool:
     if (path / MANIFEST).is_file():
         return read_manifest(path).purpose == "verify"
-    return (path / "verdict.json").is_file() and not (path / PROGRAMS).exists()  # it was refused at its start
+    return (path / "verdict.json").is_file() and not (path / PROGRAMS).exists()  # refused at its start

@@ -18,7 +18,7 @@ _LEFT_OUT = "!metric/"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """What is digested, as the arguments of the callback say it; a value that is not allowed is a SelectionError.
+    """What is digested, by the arguments of the callback; an invalid value is a SelectionError.
 
     ::
 
@@ -29,8 +29,8 @@ class Selection:
         Selection(level="state")                # the batch, the loss, gradients, weights and optimizer state
         Selection(every_n_steps=100)            # each of these in the steps 0, 100, 200 and so on
 
-    A number that Python reads back from a tensor (``item``) is recorded in any phase but the optimizer, since any op
-    may be called with it.
+    A number that Python reads from a tensor (``item``) is recorded in every phase except the optimizer, because any
+    op may be called with it.
     """
 
     level: str = "op"
@@ -46,7 +46,7 @@ class Selection:
                 raise SelectionError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}.")
         object.__setattr__(self, "modules", as_names("modules", self.modules))
         if not self._module_patterns:
-            raise SelectionError('modules must hold at least one pattern; ("*",) selects everything.')
+            raise SelectionError('modules must have at least one pattern; ("*",) selects everything.')
         for pattern in self.modules:
             if pattern.startswith(("!", "metric/")) and not pattern.startswith(_LEFT_OUT):
                 raise SelectionError(

@@ -1,4 +1,4 @@
-"""One traced step in memory, and what a verification expects of it."""
+"""One traced step in memory, and the expectation of a verification."""
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ MAX_INPUT_CHECKS = 32  # ops a step whose inputs are digested again
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepTrace:
-    """What one step did; ``values`` has the JSON text of arguments by digest."""
+    """One recorded step; ``values`` has the JSON text of arguments by digest."""
 
     program: Program
     digests: np.ndarray
@@ -22,7 +22,7 @@ class StepTrace:
     unseen_writes: frozenset[int]
     values: Mapping[int, str]
     _make_layout: Callable[[], Layout]
-    _places: Mapping[int, int] | None = None  # if several threads ran: number of a site as it came -> position
+    _places: Mapping[int, int] | None = None  # if several threads ran: order of arrival of a site -> position
 
     @property
     def layout(self) -> Layout:
@@ -40,24 +40,24 @@ class StepTrace:
 
 
 def require_whole(program: Program, digests: "array[int]") -> None:
-    """Raise TraceError if a step has other numbers of sites and of digests."""
+    """Raise TraceError if a step has different numbers of sites and digests."""
     if len(program) != len(digests):
         raise TraceError(
-            f"The step has {len(program)} sites and {len(digests)} digests: an exception (out of memory, Ctrl-C) came "
-            "while an op was being recorded, and the program went on with the step. The training is intact; nothing of "
-            "this step was recorded. Let the exception end the step; where memory ran out, leave the device more."
+            f"The step has {len(program)} sites and {len(digests)} digests: an exception (out of memory, Ctrl-C) "
+            "interrupted the recording of an op, and the program continued the step. The training is intact, but this "
+            "step was not recorded. Let the exception end the step; if memory ran out, leave the device more."
         )
 
 
 @dataclass(slots=True, eq=False)
 class Expectation:
-    """The reference's digests of the step under way; differing sites have their inputs digested again."""
+    """The reference's digests of the current step; the inputs of differing sites are digested again."""
 
     digests: "array[int]"
     unseen_writes: set[int] = field(default_factory=set)
     checks_left: int = MAX_INPUT_CHECKS
-    among: frozenset[int] | None = None  # all digests, once several threads record: sites then come in any order
-    looked_at: set[int] = field(default_factory=set)  # the sites whose inputs were digested again since then
+    among: frozenset[int] | None = None  # all digests, if several threads record: sites then come in any order
+    looked_at: set[int] = field(default_factory=set)  # the sites whose inputs were digested again
 
     @classmethod
     def of(cls, digests: np.ndarray) -> "Expectation":
@@ -65,21 +65,21 @@ class Expectation:
         return cls(digests=array("Q", np.ascontiguousarray(digests, dtype=np.uint64).tobytes()))
 
     def differs(self, position: int, digest: int) -> bool:
-        """Return whether the reference has another digest at this position, or anywhere without an order."""
+        """Return whether the reference has a different digest at this position, or anywhere without an order."""
         if self.among is not None:
             return digest not in self.among
         return position >= len(self.digests) or self.digests[position] != digest
 
     def forget_order(self) -> None:
-        """Note that sites come in any order from here on."""
+        """Accept sites in any order from now on."""
         if self.among is None:
             self.among = frozenset(self.digests)
 
     def unproven(self, order: Sequence[int], digests: np.ndarray) -> set[int]:
-        """Return the positions of sites that differ, and whose inputs changed unseen or were not digested again.
+        """Return the positions of sites that differ, if their inputs changed unseen or were not digested again.
 
         Args:
-            order: the sites, as they came, in the order of their positions.
+            order: the sites by arrival, in the order of their positions.
             digests: by position.
         """
         changed = {position for position, number in enumerate(order) if number in self.unseen_writes}

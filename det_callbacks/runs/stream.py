@@ -1,7 +1,7 @@
 """One file of steps: an Arrow IPC stream with one record batch a step, and a marker at its regular end.
 
-Messages are made and parsed here without Arrow, which takes ten times as long; another form counts as
-damage. A step is one ``write`` without fsync, so a kill leaves whole steps and at most a torn tail.
+This module makes and parses messages without Arrow, which takes ten times as long; a different form counts
+as damage. A step is one ``write`` without fsync, so a kill leaves whole steps and at most a torn tail.
 """
 
 import os
@@ -35,8 +35,8 @@ _ROW = np.dtype(
 )
 
 Fit: TypeAlias = np.recarray[Any, Any]
-"""What is known of the steps of a fit, ascending, without their digests: in which file (of several attempts the last)
-each is, at which position there, and where it starts."""
+"""The steps of a fit, ascending, without their digests: the file of each (of several attempts, the last), its position
+there, and where it starts."""
 
 # A message is its length, a FlatBuffer (Arrow columnar format, Message.fbs) and the body. The FlatBuffer holds the
 # length of the body, 14 pairs of offset and length (the buffers of the columns; those of the bitmaps are empty), and 7
@@ -59,7 +59,7 @@ def encode_header(**place: object) -> bytes:
 
 
 def encode_step(step: int, epoch: int, program_id: int, layout_id: int, chain: int, digests: np.ndarray) -> bytes:
-    """Return the message of one step: 480 bytes and 8 a digest; 2 microseconds."""
+    """Return the message of one step: 480 bytes and 8 for each digest; 2 microseconds."""
     num = len(digests)
     values = _VALUES.pack(step, epoch, program_id, layout_id, chain, 0, num)
     return b"".join((_head_of_step(num), values, np.ascontiguousarray(digests, dtype="<u8").tobytes()))
@@ -79,9 +79,9 @@ def make_fit(rows: Sequence[tuple[int, ...]] = ()) -> Fit:
 
 
 class StreamFile:
-    """The steps in one file, which go on from ``chain_start``; ``unfinished`` is why its end is not regular.
+    """The steps in one file, which continue from ``chain_start``; ``unfinished`` is why its end is not regular.
 
-    The file is opened for each read: a mapped file that another process cuts off would kill this one.
+    Each read opens the file: a mapped file that another process truncates would kill this process.
     """
 
     def __init__(self, path: Path, *, run_id: str, rank: int, attempt: int, segment: int) -> None:
@@ -114,7 +114,7 @@ class StreamFile:
         message = file.read(_PREFIX_BYTES + 8 * num_digests)
         values = self._values(message, start)
         if values is None or [values[0], *values[2:5], values[6]] != [known_step, *known, num_digests]:
-            raise damaged(self.path, f"the step at byte {start} is another one than when the run was opened")
+            raise damaged(self.path, f"the step at byte {start} has changed since the run was opened")
         step, epoch, program_id, layout_id, chain, *_ = values
         digests = np.frombuffer(message, dtype="<u8", offset=_PREFIX_BYTES)
         previous = self.rows.item(position - 1)[-1] if position else self.chain_start
@@ -128,7 +128,7 @@ class StreamFile:
             with self.path.open("rb") as file:
                 yield file
         except OSError as error:
-            raise damaged(self.path, f"it cannot be read, or is missing, though run.json has it ({error})") from error
+            raise damaged(self.path, f"it is missing or cannot be read, although run.json has it ({error})") from error
 
     def _check_header(self, file: BinaryIO, wanted: bytes) -> None:
         try:
@@ -153,7 +153,7 @@ class StreamFile:
         return make_fit(rows)
 
     def _values(self, message: bytes, start: int) -> tuple[int, ...] | None:
-        """Return the fields before the digests of a message; None if no whole message is there."""
+        """Return the fields before the digests of a message; None without a whole message."""
         if len(message) < _PREFIX_BYTES:
             return None
         values: tuple[int, ...] = _VALUES.unpack_from(message, _HEAD_BYTES)
@@ -168,7 +168,7 @@ class StreamFile:
         rest = file.read()
         if rest == END_OF_STREAM:
             return None
-        # A killed writer leaves the beginning of one message, and all messages of a file begin alike.
+        # A killed writer leaves the beginning of a message, and all messages of a file begin with the same bytes.
         is_beginning = END_OF_STREAM.startswith(rest) or self._is_torn_step(rest)
         if not is_beginning or rest.endswith(END_OF_STREAM):
             raise damaged(self.path, f"what comes at byte {start} cannot be read")

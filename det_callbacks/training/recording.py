@@ -162,7 +162,7 @@ class Recording(TracedSession):
     @property
     def _place(self) -> str:
         place = self.run.path
-        return str(place) if place == self.path else f"{place}; {self.path} is as it was before"
+        return str(place) if place == self.path else f"{place}; {self.path} is unchanged"
 
     def _at_end(self) -> dict[str, Any]:
         try:
@@ -212,7 +212,7 @@ class Recording(TracedSession):
         may_discard = self.detector is None or self.peers.world_size == 1
         if may_discard and not self.num_steps and not (self.call and self._num_metrics):
             self._discard()
-            what = f"before its first new step: {self.path} is as it was before"
+            what = f"before its first new step: {self.path} is unchanged"
         else:
             self.run.close(complete=False)
             what = f"after {count(self.num_steps, 'step')}: incomplete, in {self._place}"

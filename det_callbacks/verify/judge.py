@@ -68,24 +68,24 @@ def compare_runs(
     Args:
         reference: folder of the reference.
         current: folder of the run to compare, or of a verification.
-        steps: "all" demands exactly the reference's steps: another one, or one that is not there, is a divergence.
-            "common" compares the steps that both runs have. Of a verification, what it was asked for holds.
-        numerics: also say by how much they differ, and whether that is rounding, at the sites whose tensors both kept.
+        steps: "all" demands exactly the reference's steps: a missing or an additional step is a divergence.
+            "common" compares the steps that both runs have. A verification keeps the value that it ran with.
+        numerics: also measure the difference, and whether it is rounding, at the sites whose tensors both runs kept.
         tolerance: folder of ``det-callbacks check --numerics``, which measured what rounding does; None for what
             ``torch.testing`` tolerates for each dtype.
-        names: file that says which modules have another name in the current run; see ``ModuleNames``.
+        names: file that maps modules with a different name in the current run; see ``ModuleNames``.
 
     Returns:
-        The verdict; the ``exit_code`` of the command line is its own. Runs of another number of processes are
-        ``not_comparable`` and are not looked into.
+        The verdict, with the ``exit_code`` of the command line. Runs with different numbers of processes are
+        ``not_comparable``, without a comparison of their steps.
 
     Raises:
         ReferenceNotFoundError: there is no run at one of the paths.
         ReferenceFormatError: a file of a run is damaged or missing, or the reference is incomplete and ``steps`` is
-            "all", or it is not the one that a verification was compared with.
-        SelectionError: the runs recorded other modules, phases or another level; for ``numerics`` one kept no tensors.
+            "all", or a verification used a different reference.
+        SelectionError: the runs recorded different modules, phases or levels; for ``numerics``, a run kept no tensors.
         NothingComparedError: the runs have no step in common, or no site.
-        ValueError: ``steps`` is another word.
+        ValueError: ``steps`` has another value.
 
     Example:
         >>> compare_runs("refs/run1", "runs/today").verdict  # doctest: +SKIP
@@ -112,7 +112,7 @@ def compare_runs(
     if others := [name for name in ("level", "modules", "phases") if before[name] != now[name]]:
         shown = "; ".join(f"{name}: {before[name]!r} and {now[name]!r}" for name in others)
         raise SelectionError(
-            f"The reference {ours.path} and {theirs.path} did not record the same: {shown}. Nothing was compared. "
+            f"{ours.path} and {theirs.path} were recorded with different arguments ({shown}), so nothing was compared. "
             f"Record the current run with the reference's {', '.join(others)}."
         )
     records = {} if theirs.keeps == "all" else read_records(ours, theirs)
@@ -121,11 +121,11 @@ def compare_runs(
     require_reference(ours, steps)
     notes = []
     if not ours.is_complete:
-        notes.append(f"The reference is incomplete, and was compared up to there: {ours.incomplete_reason}")
+        notes.append(f"The reference is incomplete, and was compared up to its last step: {ours.incomplete_reason}")
     if not theirs.is_complete and theirs.keeps == "all":
         notes.append(f"The current run is incomplete: {theirs.incomplete_reason}")
     if steps == "common":
-        notes.append("Only steps that both runs have were compared")
+        notes.append("Only the steps that both runs have were compared")
     streams = [run.rank(rank) for run in runs for rank in run.ranks if not records]
     is_small = sum(stream.num_bytes for stream in streams) < SMALL_BYTES
     for stream in streams if is_small else ():
@@ -152,39 +152,41 @@ def compare_runs(
 
 
 def _nonfinite(*runs: Run) -> list[str]:
-    """Return where the runs, as far as they kept tensors, have the first number that is not finite."""
+    """Return the first number of each run that is not finite, among the tensors that it kept."""
     found = {"reference": first_nonfinite(runs[0]), "current run": first_nonfinite(runs[1])}
     return [f"{name}: {nonfinite_sentence(one)}" for name, one in found.items() if one is not None]
 
 
 def _findings(current: Run) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
-    """Return the findings of the current run, or why they cannot be read: the verdict stands."""
+    """Return the findings of the current run, or why they cannot be read; that does not change the verdict."""
     try:
         return find_findings(current), ()
     except ReferenceFormatError as error:
-        return (), (f"the findings of the current run could not be looked for: {error}",)
+        return (), (f"the findings of the current run cannot be read: {error}",)
 
 
 def other_world_size(reference: Run, world_size: int) -> str:
-    """Return the sentence on a run with another number of processes than its reference."""
+    """Return the message on a run whose number of processes is not the reference's."""
+    before = reference.manifest.world_size
     return (
-        f"The reference {reference.path} has a world size of {reference.manifest.world_size} and this run one of "
-        f"{world_size}: each process sees other batches, so no step of one is a step of the other."
+        f"The reference {reference.path} has a world size of {before} and this run has {world_size}, so their steps "
+        f"use different batches and cannot be compared. Use {before} processes, or record a reference with "
+        f"{world_size}."
     )
 
 
 def require_reference(run: Run, steps: str) -> None:
-    """Raise ReferenceFormatError unless runs can be compared with this one, in all or in common steps."""
+    """Raise ReferenceFormatError unless the run can be a reference, for all or for common steps."""
     if run.keeps != "all":
         raise ReferenceFormatError(
-            f"{run.path} is no reference: a verification wrote it, and kept its diverging steps only. Name the run "
-            "that was recorded.",
+            f"{run.path} cannot be a reference: a verification wrote it, and kept only its diverging steps. Pass the "
+            "folder of a recording.",
             str(run.path),
         )
     if not run.is_complete and steps == "all":
         raise ReferenceFormatError(
-            f"The reference {run.path} is incomplete: {run.incomplete_reason} Go on with it from a checkpoint "
-            '(mode="record", ckpt_path), or record it again; what it holds up to there can be compared with '
+            f"The reference {run.path} is incomplete: {run.incomplete_reason} Continue the recording from a "
+            'checkpoint (mode="record", ckpt_path), record it again, or compare the steps that it has with '
             'steps="common" (det-callbacks diff --steps common).',
             str(run.path),
         )
@@ -196,12 +198,12 @@ class _Answer(NamedTuple):
     text: str
     advice: str = ""
     evidence: tuple[str, ...] = ()
-    choice: str = ""  # that the text begins with
+    choice: str = ""  # with which the text begins
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Judge:
-    """Makes a verdict of what was found in two runs; ``notes`` tell what was not compared."""
+    """Makes a verdict from the findings in two runs; ``notes`` says what was not compared."""
 
     walk: RankWalk
     ranks: Sequence[RankFindings]
@@ -291,7 +293,7 @@ class _Judge:
                 lost=self._lost,
                 followed=self._followed,
             ),
-            # the evidence has the generators that may be the cause
+            # the evidence names the generators that may be the cause
             environment=self.environment if verdict == "match" else tuple(_without_starts(self.environment)),
             evidence=answer.evidence,
         )
@@ -315,12 +317,12 @@ class _Judge:
         """Raise if too little was compared for a verdict."""
         tally, walk = self.tally, self.walk
         has_steps = bool(tally.num_steps or walk.records)
-        # steps that only one run has are no comparison
+        # steps in only one run compare nothing
         if not tally.num_sites and not tally.num_metrics and not (has_divergence and has_steps):
             raise NothingComparedError(
-                f"Nothing was compared: the reference {walk.reference.path} and {walk.current.path} have no step in "
-                "common, or none that holds a site. That is no match. Check that they are recordings of the same "
-                "training, with the same selection (det-callbacks show)."
+                f"{walk.reference.path} and {walk.current.path} have no step with recorded sites in common, so nothing "
+                "was compared. Check with det-callbacks show that both record the same training with the same "
+                "selection."
             )
         if has_divergence:
             return
@@ -329,12 +331,12 @@ class _Judge:
                 of_rank = f" of rank {rank}" if self.show_rank else ""
                 raise NothingComparedError(
                     f"The verification{of_rank} in {walk.current.path} was stopped by {record.stopped.reason} after "
-                    f"step {record.stopped.step}. What it had compared up to there agrees, and nobody knows of the "
-                    "rest. That is no match. Verify again."
+                    f"step {record.stopped.step}. The steps until then match, but the rest was not compared. Verify "
+                    "again."
                 )
 
     def _classify(self, first: Mapping[int, FirstDifference]) -> Classification | None:
-        """Return who started the difference; None for one process, or if a rank was stopped on its own."""
+        """Return which ranks started the difference; None for one process, or if a rank stopped alone."""
         stops = {record.stopped.reason for record in self.walk.records.values() if record.stopped is not None}
         if not self.show_rank or not first or stops - {TOGETHER}:
             return None
@@ -371,7 +373,7 @@ class _Judge:
             text += f"; {explain_ranks(ranks)}"
         if whole:
             text += f"; in addition, {shown_whole}"
-        chosen = next((one.name for one in facts.choices if text.startswith(f"{one.name}: ")), "")
+        chosen = next((one.name for one in facts.choices if text.startswith(f"{one.name} is ")), "")
         return _Answer(shown, answer.cause, text, answer.advice, evidence_lines(facts), chosen)
 
     def _answer_metric(self, metric: MetricDifference, agree: str) -> _Answer:

@@ -1,4 +1,4 @@
-"""A run that is verified while it trains: it stores steps that differ, and the judge reads them at the end."""
+"""A run that is verified while it trains: it stores differing steps, which the judge reads at the end."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -41,23 +41,20 @@ from det_callbacks.verdict import Divergence, Verdict
 from det_callbacks.verify.judge import compare_runs, other_world_size, require_reference
 
 STORED_STEPS = 100
-"""Diverging steps of a rank that are stored; each is as large as in a recording."""
+"""How many diverging steps of a rank are stored; each is as large as in a recording."""
 
 
 def open_reference(
     path: Path, asked: Mapping[str, Any] = MappingProxyType({}), *, steps: str, peers: Peers = ALONE
 ) -> Run:
-    """Open the reference of a verification; raise if it is none for what this run asks for.
+    """Open the reference of a verification; raise if it does not fit what this run asks for.
 
     ``asked`` has fields of a Selection, ``replay`` and ``keep_tensors``; the rest comes from the
     reference.
     """
     run = Run.open(path, ranks=(peers.rank,))
     if run.manifest.world_size != peers.world_size:
-        text = (
-            f"{other_world_size(run, peers.world_size)} Nothing was trained. Verify with as many processes, or record "
-            f"a reference of {peers.world_size}."
-        )
+        text = f"{other_world_size(run, peers.world_size)} Nothing was trained."
         raise NotComparableError(text, Verdict.refused(str(run.path), "", text))
     require_reference(run, steps)
     manifest = run.manifest
@@ -66,10 +63,10 @@ def open_reference(
     if others:
         raise SelectionError(
             f"The reference {path} was recorded with {_shown(known, others)}, and this run asks for "
-            f"{_shown(asked, others)}. Leave that out to take over the reference's, or record again."
+            f"{_shown(asked, others)}. Leave that out to use the reference's, or record again."
         )
     for segment in run.segments if not peers.rank else ():
-        read_metrics(run, segment)  # so that damage is told before anything is trained
+        read_metrics(run, segment)  # so that damage is reported before the training
     return run
 
 
@@ -85,8 +82,7 @@ def _shown(values: Mapping[str, Any], names: Sequence[str]) -> str:
 class Verification:
     """Compares the steps of this process with a reference while it trains; the judge says what differs.
 
-    The diverging steps and ``verdict.json`` go to ``current`` and replace those of an earlier
-    verification.
+    The diverging steps and ``verdict.json`` go to ``current``, and replace those of an earlier verification.
     """
 
     def __init__(
@@ -100,9 +96,9 @@ class Verification:
     ) -> None:
         self.reference, self.current, self.rank = reference, current, peers.rank
         self.tally = Tally()
-        self.fit = FitRecord(segment=0)  # the one under way
-        self.is_resuming = False  # the next step is the first one after a checkpoint was restored
-        self.differs_anywhere = False  # any rank differed, at the last ``finish``
+        self.fit = FitRecord(segment=0)  # the current one
+        self.is_resuming = False  # the next step is the first after a restored checkpoint
+        self.differs_anywhere = False  # any rank differed at the last ``finish``
         self.keep_tensors: Callable[[StepTrace, int], None] = lambda trace, step: None  # called before a step is stored
         self._steps, self._peers = steps, peers
         self._ranks = reference.rank(peers.rank)
@@ -126,12 +122,12 @@ class Verification:
 
     @property
     def segment(self) -> int:
-        """Number of the fit under way."""
+        """Number of the current fit."""
         return self.fit.segment
 
     @property
     def num_segments(self) -> int:
-        """Fits that the reference holds."""
+        """Number of fits in the reference."""
         return sum(len(self._ranks.steps(segment)) > 0 for segment in self._ranks.segments)
 
     @property
@@ -151,7 +147,7 @@ class Verification:
     # fits
 
     def withdraw_verdict(self) -> None:
-        """Remove the files of a verdict that no longer holds, as more is compared."""
+        """Remove the files of an outdated verdict, because the comparison continues."""
         with writing(self.current):
             record_path(self.current, self.rank).unlink(missing_ok=True)
             if self.rank == 0:
@@ -164,7 +160,7 @@ class Verification:
         self._environment = compare_environments(self.reference.manifest.environment, self._writer.manifest.environment)
 
     def begin_fit(self, segment: int, *, is_resumed: bool = False, is_every_step: bool = True) -> None:
-        """Start a fit; the verdict on earlier fits no longer holds."""
+        """Start a fit; a verdict on earlier fits is outdated."""
         self.withdraw_verdict()
         self.fit = FitRecord(segment=segment, is_resumed=is_resumed)
         self._fits.append(self.fit)
@@ -177,7 +173,7 @@ class Verification:
             self._writer.start_segment()
 
     def end_fit(self) -> None:
-        """Note which steps and metrics the fit lacks."""
+        """Record which steps and metrics the fit lacks."""
         self._lacks_steps |= self._steps == "all" and bool(self.fit.missing(self._known))
         self.metrics.end(with_calls=False)
 
@@ -192,7 +188,7 @@ class Verification:
         return max(self._known, default=-1) > step
 
     def expectation(self, step: int) -> Expectation | None:
-        """Return what the reference had in a step, if it has it."""
+        """Return the reference's step, if it has it."""
         if step not in self._known:
             return None
         return Expectation.of(self._reference_step(self.segment, step).record.digests)
@@ -265,7 +261,7 @@ class Verification:
             num_compared, num_differing = self._counter.count(*self._views(trace, step))
         self.tally.count([step], trace.program, num_compared)
         if not num_differing:
-            # settings of loaders and hooks hold until they are noted again
+            # settings of loaders and hooks hold until the next reading
             self._lasting.update((row.name, row) for row in self._rows if row.text and row.point != BATCH)
             self._rows = [*from_batch_start(row for row in self._rows if row.step == step)]
             return False
@@ -300,7 +296,7 @@ class Verification:
         return self.metrics.add(reading)
 
     def resume_metrics(self, reading: Reading, *, is_first: bool) -> None:
-        """Leave out what a resumed fit may lack; with ``is_first`` also all before."""
+        """Ignore readings that a resumed fit may lack; with ``is_first`` also all before it."""
         self._writer.put_reading(reading)
         self.metrics.resume(reading.step, is_first=is_first)
         if is_first:
@@ -311,8 +307,7 @@ class Verification:
     def finish(self, *, is_pending: bool = False, is_early: bool = False) -> Verdict:
         """Close the files, and return the judge's verdict; all ranks call it after every fit.
 
-        A verdict is not written while fits or tests are only pending. Steps after an early end are not
-        missing.
+        No verdict is written while fits or tests are pending. Steps after an early end are not missing.
         """
         try:
             return self._finish(TOGETHER if is_early else "", is_pending=is_pending)
@@ -326,7 +321,7 @@ class Verification:
             verdict = Verdict.from_dict(content)
         except RankError as error:
             raise RankError(
-                f"No verdict: {error} All ranks have closed their files, so that it can be had later: "
+                f"No verdict: {error} All ranks have closed their files, so you can get the verdict later: "
                 f"det-callbacks diff {self.reference.path} {self.current}",
                 error.rank,
                 error.exit_code,
@@ -373,13 +368,13 @@ class Verification:
             write_verdict(self.current, verdict)
 
     def close(self, *, complete: bool) -> None:
-        """Close the current run's files; may be called again."""
+        """Close the current run's files; a second call does nothing."""
         self._writer.close(complete=complete)
         self._writer.release()
 
 
 def write_step(writer: RunWriter, view: StepView) -> None:
-    """Store a step, with the sites that are certainly no origins."""
+    """Store a step, with the sites that cannot be origins."""
     record = view.record
     writer.put_program(view.program)
     writer.put_layout(view.layout)

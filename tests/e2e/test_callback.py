@@ -71,7 +71,7 @@ def damageable(reference: Path, tmp_path: Path) -> Path:
         ({"on_divergence": "stop"}, "on_divergence must be one of raise, collect, warn; got 'stop'."),
         ({"level": "ops"}, "level must be one of op, module, state; got 'ops'."),
         ({"phases": "forward"}, "phases must be a list of strings; got the string 'forward': write"),
-        ({"modules": []}, "modules must hold at least one pattern"),
+        ({"modules": []}, "modules must have at least one pattern"),
         ({"every_n_steps": 0}, "every_n_steps must be a whole number from 1 on; got 0."),
         ({"reference": None}, "reference must be the path of a folder; got None."),
         ({"current": ""}, "current must be the path of a folder; got ''."),
@@ -159,7 +159,7 @@ def test_what_is_given_may_be_the_references(tmp_path):
     others = {"level": "op", "every_n_steps": 1, "compiled": "eager", "keep_tensors": ["aten.mm.default"]}
     for name, value in others.items():
         error = refused_before_training(DeterminismCallback(reference, current=tmp_path / "current", **{name: value}))
-        assert "Leave that out to take over the reference's" in str(error)
+        assert "Leave that out to use the reference's" in str(error)
         assert f"{name}=" in str(error)
 
 
@@ -196,10 +196,10 @@ def test_no_run_is_written_over(reference, damageable, tmp_path, monkeypatch):
 
 # what happens to which file of the run, and what is then said of it
 UNUSABLE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "": (shutil.rmtree, "There is no run at"),
+    "": (shutil.rmtree, "There is no run in"),
     "run.json": (
         lambda path: path.write_text(path.read_text().replace('"format_version": 1', '"format_version": 99')),
-        "has format_version 99, and this version of det_callbacks reads 1",
+        "has format_version 99, but this version of det_callbacks reads 1",
     ),
     "rank-00000/attempt-000.arrows": (Path.unlink, "damaged"),
 }

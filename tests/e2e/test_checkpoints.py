@@ -176,7 +176,7 @@ def exchange(state: Any) -> None:
 CHANGES = [
     (lambda one: one["state_dict"]["last.weight"][0].add_(1), r"state_dict: last\.weight differs"),
     (lambda one: exchange(one["state_dict"]), r"first\.bias differs[\s\S]*norm\.weight differs"),
-    (lambda one: one["state_dict"].update(more=torch.ones(1)), "state_dict: more is there, and was not before"),
+    (lambda one: one["state_dict"].update(more=torch.ones(1)), "state_dict: more is new"),
     (lambda one: one.pop("optimizer_states"), r"0/state/0/step \(step of first\.weight\) is missing"),
     (lambda one: one["optimizer_states"][0]["param_groups"][0].update(lr=0.5), "0/param_groups/0/lr differs"),
 ]

@@ -87,8 +87,8 @@ def test_whoever_reads_may_leave_and_a_pipe_gets_plain_text(runs):
     [
         ("reference reference", 0, "MATCH\nAll "),
         ("reference other", 1, "the initial state differs (first.weight: 1 of 9 tensors)"),
-        ("short long", 1, "Steps 4 to 23 (20 of them) are only in the current run; the 4 steps that both have agree."),
-        ("short long --steps common", 0, "Only steps that both runs have were compared."),
+        ("short long", 1, "Steps 4 to 23 (20 of them) are only in the current run; the 4 common steps match."),
+        ("short long --steps common", 0, "Only the steps that both runs have were compared."),
         ("reference elsewhere", 3, "num_threads: "),
     ],
 )
@@ -169,12 +169,12 @@ def test_ops_lists_what_torch_says_and_what_a_run_uses(command):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("show nowhere --json", "There is no run at "),
-        ("ops --used-by nowhere --json", "There is no run at "),
-        ("diff reference state", "did not record the same: level: 'op' and 'state'"),
-        ("show reference --step 4", "holds no step 4 of segment 0, rank 0; it holds 4 steps from 0 to 3 there."),
-        ("show reference --segment 1 --step 0", "holds no step 0 of segment 1, rank 0; it holds no steps there."),
-        ("show reference --segment 4", "holds no segment 4, rank 0; it holds no steps there."),
+        ("show nowhere --json", "There is no run in "),
+        ("ops --used-by nowhere --json", "There is no run in "),
+        ("diff reference state", "were recorded with different arguments (level: 'op' and 'state')"),
+        ("show reference --step 4", "has no step 4 of segment 0, rank 0; it has 4 steps from 0 to 3 there."),
+        ("show reference --segment 1 --step 0", "has no step 0 of segment 1, rank 0; it has no steps there."),
+        ("show reference --segment 4", "has no segment 4, rank 0; it has no steps there."),
         ("show reference --rank 1", "has no rank 1; it has 1, from 0."),
         # a run that holds no ops is no run that uses none
         ("ops --used-by state", "state holds no ops (level state, 4 steps of rank 0)"),
@@ -208,7 +208,7 @@ def test_a_checkpoint_is_compared_with_its_digests_or_with_another_one(runs, com
     bias.view(torch.int32)[1] += 5
     checkpoint["state_dict"]["more"] = bias
     torch.save(checkpoint, other)
-    texts = "differ in 2 entries", "1 of 3 elements, by up to 5 ULPs", "is there, and was not before"
+    texts = "differ in 2 entries", "1 of 3 elements, by up to 5 ULPs", "is new"
     entry, _ = check(f"{path} {other}", 1, *texts)["entries"]
     assert (entry["num_differing"], entry["num_elements"], entry["max_ulps"]) == (1, 3, 5)
 

@@ -114,7 +114,7 @@ def test_eager_steps_have_the_bits_of_such_steps_and_are_not_compared_with_compi
         torch.compiler.set_stance("force_eager" if trainer.global_step < 3 else "default")
 
     only = {"only_steps": [0, 1, 2]}
-    words = "what is compiled ran as eager code, with other kernels than the compiled ones"
+    words = "compiled code ran as eager code, with different kernels"
     _, watched = fit(tmp_path, "record", network, "inductor", compiled="eager", **only)
     assert words in capsys.readouterr().out
     _, alone = fit(tmp_path, "disabled", network, "inductor", beside=[LambdaCallback(on_train_batch_start=force)])

@@ -45,7 +45,7 @@ def test_another_seed_of_cuda_is_named_and_dropout_goes_on_where_it_was(tmp_path
         fit(tmp_path, DeterminismCallback(run), cuda_seed=2)
     verdict = caught.value.verdict
     assert (verdict.cause, verdict.first_divergence.name) == ("rng", "torch.cuda")
-    assert "seeded with 1 in the reference, 2 now" in verdict.explanation
+    assert "seeded with 1 in the reference and 2 in the current run" in verdict.explanation
     resumed = DeterminismCallback(run, resume="exact", steps="common")
     fit(tmp_path, resumed, cuda_seed=9, ckpt_path=tmp_path / "3.ckpt")
     assert (resumed.verdict.verdict, resumed.verdict.coverage.steps) == ("match", (3, 7))

@@ -94,7 +94,7 @@ def test_what_a_hook_makes_of_a_batch_is_told_from_what_was_loaded(tmp_path):
         reference = record(tmp_path / name, DataLoader(Samples(), 4), before)
         verdict = verify(reference, DataLoader(Samples(), 4), shifted(0.5))
         assert (verdict.cause, "on_after_batch_transfer" in verdict.explanation) == ("data_content", True)
-        assert "batch: what left the loader matches" in verdict.evidence
+        assert "batch: the loader's output matches" in verdict.evidence
 
 
 def test_a_verdict_stands_without_its_evidence(tmp_path):
@@ -105,7 +105,7 @@ def test_a_verdict_stands_without_its_evidence(tmp_path):
         path.unlink() if damaged is None else path.write_bytes(damaged)
         verdict = verify(reference, DataLoader(NUMBERED, 4, sampler=ORDER[::-1]))
         assert (verdict.verdict, verdict.cause) == ("diverged", "data_content")
-        assert any("could not be used" in line and str(path) in line for line in verdict.evidence)
+        assert any("cannot be used" in line and str(path) in line for line in verdict.evidence)
 
 
 @dataclass
@@ -138,7 +138,7 @@ def test_what_is_not_looked_into_is_told_and_may_have_given_an_argument(tmp_path
     assert (verdict.cause, verdict.coverage.opaque_regions) == ("forward", ("batch.unread (builtins.set)",))
     found = verdict.first_divergence
     assert (found.op, found.kind, found.is_origin, verdict.origins) == ("aten.mul.Tensor", "argument", None, ())
-    assert "the batch holds something that could not be inspected" in verdict.explanation
+    assert "a part of the batch that the recorder could not inspect" in verdict.explanation
     assert "seen only from outside: batch.unread (builtins.set)" in capsys.readouterr().out
     found = verify(reference, loader(frozenset([1])), OfObjects).first_divergence
     assert (found.name, found.kind) == ("batch.unread", "structure")

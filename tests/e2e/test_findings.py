@@ -420,7 +420,7 @@ def test_a_finding_is_ignored_by_its_word_and_an_unknown_word_is_refused(repeati
     assert [one["finding"] for one in json.loads(capsys.readouterr().out)["findings"]] == ["not_in_optimizer"]
     Path("pyproject.toml").write_text(f'{table}["repeated_order", "reseeded", "not_in_optimizer"]')
     assert main(["findings", str(repeating)]) == 0
-    assert "nothing was found" in capsys.readouterr().out
+    assert "no findings" in capsys.readouterr().out
     for wrong in ('["reseeded", "repeat_order"]', '"reseeded"'):
         Path("pyproject.toml").write_text(table + wrong)
         assert main(["findings", str(repeating)]) == 2
@@ -442,7 +442,7 @@ def test_a_run_that_cannot_be_read_has_no_findings(repeating, tmp_path, capsys):
     assert "They cannot be read" in capsys.readouterr().out
     verdict = compare_runs(repeating, damaged)
     assert (verdict.verdict, verdict.findings) == ("match", ())
-    assert "findings of the current run could not be looked for" in verdict.evidence[-1]
+    assert "findings of the current run cannot be read" in verdict.evidence[-1]
 
 
 def test_a_recording_ends_with_a_line_on_what_was_found(tmp_path, capsys):

@@ -149,7 +149,7 @@ def test_it_has_no_script_and_no_address_and_no_text_of_a_run_is_markup(tmp_path
     paths = {name: tmp_path / name for name in ("reference", "current")}
     page = Page(write_report(tmp_path / "report.html", verdict, **paths))
     assert page.text.count("{{ 7*7 }}") > 20
-    assert "Where saved tensors were put back, it shows a match." in page.text
+    assert "Where replay restored saved tensors, the map shows a match." in page.text
     assert f"replayed: {NASTY}: 3 tensors put back, 2 of them differed, 0.5 MiB a step" in page.text
 
     tags = [tag for tag, _ in page.tags]
@@ -217,7 +217,7 @@ def test_diff_writes_it_beside_the_verdict_which_comes_first(runs, tmp_path, cap
     assert (
         status,
         out.startswith("DIVERGED\n"),
-        "No such file or directory; name another file for the report (--html" in err,
+        "No such file or directory; pass another file for the report (--html" in err,
     ) == (2, True, True)
     assert not list(tmp_path.iterdir())
     assert diff("reference", "--html", str(file))[0] == 0

@@ -136,7 +136,7 @@ def test_what_was_not_kept_stops_no_run_and_is_said_everywhere(tmp_path, capsys,
         reference = Training().record(tmp_path / "ref", keep_tensors=[FIRST])
     line = capsys.readouterr().out
     assert "recorded 4 steps" in line
-    assert f"; kept 0 tensors (0 bytes), and NOT those of 4 calls from step 0 on: {reason}" in line
+    assert f"; kept 0 tensors (0 bytes); did NOT keep the tensors of 4 calls from step 0 on: {reason}" in line
     verdict = verify(reference, ONE_ULP, tmp_path / "current")
     capsys.readouterr()
     assert main(["show", str(reference)]) == 0
@@ -155,7 +155,7 @@ def test_damage_is_said_and_never_a_number(references, tmp_path):
     for side, name in (("ref", "the reference"), ("current", "the current run")):
         (path,) = (tmp_path / side).rglob("kept/*/step-000000002.safetensors")
         content = path.read_bytes()
-        for problem in (f"what {name} kept could not be read: {path} is damaged: ", f"{name} did not keep it"):
+        for problem in (f"the kept tensors of {name} cannot be read: {path} is damaged: ", f"{name} did not keep it"):
             path.unlink()
             if "damaged" in problem:
                 path.write_bytes(content[:-7] + bytes([content[-7] ^ 1]) + content[-6:])  # of the last tensor

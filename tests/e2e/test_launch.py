@@ -82,10 +82,10 @@ def test_what_rounding_does_is_measured_and_is_the_tolerance_of_a_diff(run_comma
 def test_what_goes_wrong_has_a_status_and_is_said_once(run_command):
     """Of several processes the last one would replace the verdict of the first."""
     assert run_command("record", "run", "--level", "state").status == 0
-    failed = "the script failed with status 1"
+    failed = "The script exited with status 1"
     for command, faults, status, says in (
-        ("record other", ["no fit"], 2, "no Trainer had a fit"),
-        ("verify run", ["no fit"], 2, "no Trainer had a fit"),
+        ("record other", ["no fit"], 2, "no Trainer ran a fit"),
+        ("verify run", ["no fit"], 2, "no Trainer ran a fit"),
         ("verify run", ["own", "twice"], 2, "the script has a DeterminismCallback of its own, which is used"),
         ("verify run", ["broken"], 2, failed),
         ("check", ["broken"], 2, failed),
@@ -105,18 +105,18 @@ def test_what_goes_wrong_has_a_status_and_is_said_once(run_command):
         (("record", "run", "--keep", "add"), "The op pattern 'add' names no op"),
         (("verify", "nothing"), "nothing"),
         (("record", "run", "--seed", "4294967296"), "must be a whole number from 0 to 4294967295; got '4294967296'"),
-        (("check", "--vary", "worker"), "there are workers, threads, hash-seed, memory"),
+        (("check", "--vary", "worker"), "Use workers, threads, hash-seed, memory."),
     ):
         done = run_command(*words)
         assert (done.status, done.text) == (2, "")
         assert says in done.errors
     for table, says in (
-        ("[[tool.det_callbacks]]", "is no table of options"),
-        ("levels = 1", "has no option levels; there are --level, --modules, "),
+        ("[[tool.det_callbacks]]", "is not a table of options"),
+        ("levels = 1", "has the unknown option levels. Use --level, --modules, "),
         ("only_steps = [1, true]", "[tool.det_callbacks] of pyproject.toml adds --only-steps=1,True"),
         ("level = ", "pyproject.toml cannot be read"),
         ("seed = true", "got 'True'"),
-        ("modules = []", "modules must hold at least one pattern"),
+        ("modules = []", "modules must have at least one pattern"),
     ):
         Path("pyproject.toml").write_text(table if table.startswith("[") else f"[tool.det_callbacks]\n{table}\n")
         done = run_command("record", "other")
@@ -132,7 +132,7 @@ def test_a_refusal_of_ours_is_said_once_and_is_no_failure_of_the_script(run_comm
     says = (
         f"det-callbacks: {Path('run').absolute()} holds a run already. Nothing was run or changed. Record to another "
     )
-    assert done.errors.startswith(f"{says}folder, replace the run with --overwrite, or compare")
+    assert done.errors.startswith(f"{says}folder, replace the run with --overwrite, or verify")
     assert run_command("record", "run", "--level", "state", "--overwrite").status == 0
 
     stream = Path("run/rank-00000/attempt-000.arrows")
@@ -181,7 +181,7 @@ def test_augmentation_in_the_main_process_depends_on_the_workers(run_command):
     assert "training with" not in done.text
     assert "training with ['augmentation']" in Path("home/plain.txt").read_text()
     assert "\nworkers: 2 instead of 0\n\nDIVERGED\n" in done.text
-    assert "num_workers of train_dataloader is 0 in the reference, 2 now" in " ".join(done.text.split())
+    assert "num_workers of train_dataloader is 0 in the reference and 2" in " ".join(done.text.split())
     assert re.search(r"^plain +nothing +match +- +-$", done.text, re.MULTILINE)
     row = r"^workers +2 instead of 0 +diverged +step 0, data: batch\[0\] +data_content$"
     assert re.search(row, done.text, re.MULTILINE)
@@ -231,7 +231,7 @@ def test_settings_are_in_force_before_the_first_line(tmp_path):
     ("loads", "says"),
     [
         ("jax", "nothing was recorded: it trains with JAX, which this command cannot reach"),
-        ("pytorch_lightning", "nothing was recorded: no Trainer had a fit, or one had a DeterminismCallback of the"),
+        ("pytorch_lightning", "nothing was recorded: no Trainer ran a fit, or the Trainer already had"),
         ("json", "or the Python that trains has no det_callbacks installed"),
     ],
 )
@@ -268,7 +268,7 @@ def test_a_python_that_ignores_its_variables_looks_neither_seeded_nor_varied(tmp
     folder = write_app(tmp_path / "app").parent
     for words, says in (
         (["record", "run", "--seed", "5"], "reach the script through PYTHONPATH, which this Python ignores"),
-        (["check", "--vary", "hash-seed"], "hash-seed: it could not be varied: env.PYTHONHASHSEED is what it was"),
+        (["check", "--vary", "hash-seed"], "hash-seed: The script sets env.PYTHONHASHSEED itself"),
     ):
         command = [sys.executable, "-I" if "run" in words else "-E", "train.py", *["unseeded"] * ("run" in words)]
         done = start(*words, "--level", "state", "--", *command, folder=folder)

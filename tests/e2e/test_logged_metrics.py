@@ -166,14 +166,14 @@ FEWER = {"limit_val_batches": 1}
         (None, {}, {"data": {"other": 0}}, "data_content", "first batch of loader 0: batch[0]"),
         pytest.param(None, {}, {"data": {"num_samples": 8}}, "data_content", "samples of loader 0", marks=SLOW),
         (None, {}, {"data": {"other": 5}}, "unknown", "only the first batch of each loader is compared"),
-        (None, {}, FEWER, "settings", "now, which explains the first difference. Metric val/loss"),
+        (None, {}, FEWER, "settings", "which explains the first difference. Metric val/loss"),
         (None, {}, {"data": {"other": 0}, **FEWER}, "data_content", "first batch of loader 0"),
         (None, {}, {"check_val_every_n_epoch": 2}, "settings", "step 2 is only in the reference, and 1 more"),
         (None, {}, {"val_check_interval": 2}, "settings", "Metric val/loss in the validation after step 1 is only in"),
         # metrics are not blamed for steps that were not recorded
-        (0, {"also": "another step"}, {}, "unknown", "It may have started before step 3, and steps before it were not"),
+        (0, {"also": "another step"}, {}, "unknown", "may have started before step 3, in steps that were not"),
         (2, {"also": "another loss"}, {}, "unknown", """again with modules=["*", "!metric/val/loss"]"""),
-        (0, {}, {"limit_train_batches": 2}, "structure", "Look at where epochs end: limit_train"),
+        (0, {}, {"limit_train_batches": 2}, "structure", "Check where epochs end: limit_train"),
     ],
     ids=str,
 )
@@ -185,7 +185,7 @@ def test_a_metric_that_differs_alone_is_explained(recorded, session, fitted, cau
     assert (verdict.verdict, verdict.cause) == ("diverged", cause)
     assert (first.phase, first.name, first.rank, first.is_origin) == ("metric", "val/loss", 0, None)
     assert words in " ".join(verdict.explanation.split())
-    assert (verdict.explanation.partition(": ")[0].removeprefix("trainer.") in fitted) == (cause == "settings")
+    assert (verdict.explanation.partition(" is ")[0].removeprefix("trainer.") in fitted) == (cause == "settings")
 
 
 def test_what_only_one_run_has_and_lacking_steps_before_the_metrics_that_they_move(whole, tmp_path):
@@ -216,7 +216,7 @@ def test_a_metric_is_left_out_by_a_pattern(tmp_path):
 def test_a_call_alone_is_recorded_and_verified_unless_nothing_is_logged(tmp_path, capsys):
     run = tmp_path / "run"
     Session("record", run).test()
-    assert f"recorded 2 metrics of trainer.test, in {run}" in capsys.readouterr().out
+    assert f"recorded 2 metrics of trainer.test in {run}" in capsys.readouterr().out
     verdict = Session("verify", run).test().verdict
     assert (verdict.verdict, verdict.coverage.metrics) == ("match", 2)
     assert verdict.explanation == "All 2 metrics agree, bit for bit."
@@ -224,9 +224,9 @@ def test_a_call_alone_is_recorded_and_verified_unless_nothing_is_logged(tmp_path
     with pytest.raises(DivergenceError, match=r" in trainer.test differs") as caught:
         Session("verify", run, current=tmp_path / "current").test(loader(other=0))
     assert (caught.value.verdict.cause, caught.value.verdict.first_divergence.phase) == ("data_content", "metric")
-    with pytest.raises(NothingComparedError, match=r"Nothing of trainer.test was recorded in, or compared"):
+    with pytest.raises(NothingComparedError, match=r"trainer.test logged no metric, so nothing was recorded"):
         Session("verify", run).test(limit_test_batches=0)
-    with pytest.raises(NothingComparedError, match=r"Nothing of trainer.test was recorded.*no metric was logged"):
+    with pytest.raises(NothingComparedError, match=r"trainer.test logged no metric, so nothing was recorded"):
         Session("record", tmp_path / "none", also="nothing").test()
     assert not (tmp_path / "none" / "run.json").exists()
     Session("record", tmp_path / "fit", also="nothing").fit().test()
@@ -242,7 +242,7 @@ def test_a_run_with_steps_outlives_metrics_alone_and_a_test_that_breaks_off(tmp_
         assert "stopped by OSError" in capsys.readouterr().out
     assert list((tmp_path / "alone").iterdir()) == []
     Session("record", run, overwrite=True).test()
-    assert f"in {run}/.replacement; {run} is as it was before" in capsys.readouterr().out
+    assert f"in {run}/.replacement; {run} is unchanged" in capsys.readouterr().out
     assert Session("verify", run).fit().verdict.verdict == "match"
     Session("record", run, overwrite=True).fit()
     assert not (run / ".replacement").exists()
@@ -264,7 +264,7 @@ def test_the_parts_of_a_session_are_one_run_and_told_apart(tmp_path, capsys):
     assert Run.open(run).is_complete
     capsys.readouterr()
     assert whole_session("verify").verdict.verdict == "match"
-    assert "part 1 (trainer.validate) of 6 agrees" in capsys.readouterr().out
+    assert "part 1 (trainer.validate) of 6 matches" in capsys.readouterr().out
     for part, words in (("first", "test/loss in trainer.test differs"), ("last", r"\(call 2\) after step 2 differs")):
         with pytest.raises(DivergenceError, match=words) as caught:
             whole_session("verify", current=tmp_path / part, **{part: loader(other=0)})
@@ -275,8 +275,7 @@ def test_the_parts_of_a_session_are_one_run_and_told_apart(tmp_path, capsys):
     Session("verify", run, current=tmp_path / "ended").validate().test().fit(max_epochs=1)
     error = take_unfinished()
     assert isinstance(error, DivergenceError)
-    assert "holds 6 parts (" in str(error)
-    assert "and this process ended after 3" in str(error)
+    assert "this process ended after 3 of the 6 parts (" in str(error)
     assert "in trainer.validate after step 2 is only in the reference, and 5 more metric" in str(error)
     verdict = Session("verify", run, steps="common").fit(max_epochs=1).validate().test().verdict
     # the choices of the fit are the run's, also of the one that a validation without optimizers came before
@@ -295,7 +294,7 @@ def test_metrics_of_a_resumed_run(after, at, ends, whole, tmp_path):
     checkpoint = tmp_path / f"{after}.ckpt"
     Session("record", tmp_path / "resumed").fit(resume=checkpoint)
     Session("record", tmp_path / "resumed").fit(resume=checkpoint, max_steps=5)
-    with pytest.raises(DivergenceError, match="a step or a metric that is there already came out otherwise"):
+    with pytest.raises(DivergenceError, match="it repeated a recorded step or metric with a different result"):
         Session("record", tmp_path / "resumed").fit(resume=checkpoint, data=loader(other=0))
     for reference, current in itertools.permutations([whole, tmp_path / "resumed"]):
         verdict = compare_runs(reference, current)
@@ -316,7 +315,7 @@ def test_damaged_metrics_are_an_error(whole, tmp_path):
     cut = content[: -len(content.splitlines()[-1]) // 2]
     for says, damages in (
         ("line 1", (flipped, b"{}\n" + content, moved)),
-        ("run.json tells of 4 readings, and", (cut, b"", None)),
+        ("run.json has 4 readings, but", (cut, b"", None)),
     ):
         for damaged in damages:
             path.unlink() if damaged is None else path.write_bytes(damaged)
@@ -352,4 +351,4 @@ def test_a_draw_before_a_validation_is_named_where_no_step_is_recorded(tmp_path)
     session = Session("verify", reference, current=tmp_path / "current", on_divergence="collect", also="a draw")
     verdict = diverges(session, "differs", LambdaCallback(on_validation_start=draw))
     assert (verdict.verdict, verdict.cause, verdict.first_divergence.name) == ("diverged", "rng", "val/drawn")
-    assert "Seed what it is computed with: " in verdict.explanation
+    assert "Seed the code that computes it: " in verdict.explanation

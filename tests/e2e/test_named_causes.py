@@ -244,13 +244,16 @@ FAULTS = {
     # the whole explanations of some are compared in test_cause_examples.py: here is their evidence
     "another seed": planted(
         "initial_weights",
-        "initial state: 4 of 9 tensors differ, all that hold more than one value",
+        "initial state: 4 of 9 tensors differ, all that are not constant",
         "numpy had a different state from the start of the fit, and nothing drew from it",
         seed=77,
     ),
-    "loaded weights": planted("initial_weights", "the weights that were loaded", callbacks=(LoadsWeights,)),
+    "loaded weights": planted("initial_weights", "the code, the loaded weights or", callbacks=(LoadsWeights,)),
     "shuffle with another seed": planted(
-        "data_order", "Give the shuffle the same seed", "seeded with 1 in the reference, 2 now", shuffle_seed=2
+        "data_order",
+        "Give the shuffle the same seed",
+        "seeded with 1 in the reference and 2 in the current run",
+        shuffle_seed=2,
     ),
     "unsorted listing": planted(
         "data_order", "batch: one of its samples is at step 1 of the reference", listing="unsorted"
@@ -269,17 +272,19 @@ FAULTS = {
         base={"shuffle_seed": None, "logs": True},
         trainer={"limit_train_batches": 5},
     ),
-    "a data set without one sample": planted("data_content", "96 in the reference, 95 now", num_samples=95),
+    "a data set without one sample": planted(
+        "data_content", "96 in the reference and 95 in the current run", num_samples=95
+    ),
     "another batch size": planted(
         "settings",
-        "Give the loader the same batch size: batch_size of train_dataloader is 16 in the reference, 32 now",
-        "the same indices, and they are cut into batches of a different size",
+        "Use the reference's batch size: batch_size of train_dataloader is 16 in the reference and 32 in",
+        "the same indices, for batches of a different size",
         "!nowhere",
         "!drew other",
         batch_size=32,
     ),
     "validation draws": planted(
-        "rng", "equal before validation", "by a different number of draws", draws_in_validation=True
+        "rng", "equal before validation", "after a different number of draws", draws_in_validation=True
     ),
     "callback draws": planted(
         "rng", "on_train_batch_end of DrawsAtBatchEnd", "equal at the batch end of step 0", callbacks=(DrawsAtBatchEnd,)
@@ -288,33 +293,33 @@ FAULTS = {
     "a step without a loss": planted("forward", "Step 2, forward: ", " is only in the reference", skips=True),
     "dropout": planted(
         "settings",
-        "hparams.dropout: 0.0 in the reference, 0.1 now, which explains the first difference. Step 0",
+        "hparams.dropout is 0.0 in the reference and 0.1 in the current run, which explains the first difference",
         "!Keep the forward pass",
         base={"dropout": 0.0},
         dropout=0.1,
     ),
     "a callback changes the learning rate": planted(
         "optimizer",
-        "lr of group 0 is 0.01 in the reference, 0.011 now, from step 4 on. Step 4",
+        "From step 4 on, lr of group 0 is 0.01 in the reference and 0.011 in the current run. Step 4",
         callbacks=(ChangesRate,),
     ),
     "a sanity check in training mode": planted(
         "initial_weights",
         "initial state: 3 of 9 tensors differ",
-        "!all that hold more than one value",
+        "!all that are not constant",
         "!Set the same seed",
-        "moves the statistics of a BatchNorm",
+        "changes the statistics of a BatchNorm",
         base={"trainer": {"num_sanity_val_steps": 1}},
         callbacks=(SanityCheckInTrainingMode,),
     ),
     # up to here at level "op" every day
-    "seed set late": planted("initial_weights", "all that hold more than one value", is_seeded_late=True),
+    "seed set late": planted("initial_weights", "all that are not constant", is_seeded_late=True),
     "one weight": planted("initial_weights", "how net.5.bias is initialised", "1 of ", change_weight="net.5.bias"),
     "unseeded augmentation in workers": planted(
         "data_content",
         "worker seeds",
         "the sampler drew the same indices",
-        "nowhere in what the reference recorded",
+        "the reference recorded none of its samples",
         base={"augment": "unseeded", "num_workers": 1},
     ),
     "another number of workers": planted(
@@ -323,9 +328,11 @@ FAULTS = {
     "callback draws at the epoch's end": planted(
         "rng", "the sampler drew different indices", base={"shuffle_seed": None}, callbacks=(DrawsAtEpochEnd,)
     ),
-    "callback seeds anew": planted("rng", "seeded with 0 in the reference, 9 now", callbacks=(SeedsAnew,)),
+    "callback seeds anew": planted(
+        "rng", "seeded with 0 in the reference and 9 in the current run", callbacks=(SeedsAnew,)
+    ),
     "a weight changed in a step that was not recorded": planted(
-        "unknown", "before step 6, and steps before it were not recorded", base={"every_n_steps": 3}, changes_in_step=4
+        "unknown", "before step 6, in steps that were not recorded", base={"every_n_steps": 3}, changes_in_step=4
     ),
     "learning rate scheduler": planted("settings", "none in the reference, StepLR each epoch now", scheduler=True),
     "gradient clipping": planted("settings", "trainer.gradient_clip_val", trainer={"gradient_clip_val": 0.01}),
@@ -333,52 +340,51 @@ FAULTS = {
 }
 EVERYDAY, SELDOM = [*FAULTS][:15], [*FAULTS][15:]
 
-BETWEEN = "was changed between step 3 and step 4 by something that the trace does not see (NumPy, a raw kernel,"
-WITHIN = "was changed within the step by something that the trace does not see (NumPy, a raw kernel)"
+UNSEEN = "something that the recorder does not see (NumPy, a raw kernel"
 WRITES = {
     "a weight between steps": planted("external_write", callbacks=(WritesAfterBatch,)),
     "a buffer before the step": planted(
         "external_write",
-        f"Step 4: net.1.running_mean {BETWEEN}",
-        "what ran there: on_train_batch_start of WritesStatistics",
+        f"Step 4: {UNSEEN}, a callback between steps) changed net.1.running_mean between step 3 and step 4",
+        "on_train_batch_start of WritesStatistics ran there",
         callbacks=(WritesStatistics,),
     ),
     "optimizer state in a validation": planted(
         "external_write",
-        "Step 6: exp_avg of net.5.bias was changed between step 5 and step 6",
-        "what ran there: validation, on_validation_end of WritesOptimizerState",
+        "changed exp_avg of net.5.bias between step 5 and step 6",
+        "validation, on_validation_end of WritesOptimizerState ran there",
         callbacks=(WritesOptimizerState,),
     ),
     "a weight at the end of the step": planted(
         "external_write",
-        f"Step 3: net.5.bias {WITHIN}; what ran there: on_train_batch_end of WritesAfterBatch",
+        f"Step 3: {UNSEEN}) changed net.5.bias within the step; on_train_batch_end of WritesAfterBatch ran there",
         first_callbacks=(WritesAfterBatch,),
     ),
     "a gradient": planted(
         "external_write",
-        f"Step 4: grad of net.5.bias {WITHIN}",
-        "what ran there: on_before_optimizer_step of WritesGradient",
+        f"Step 4: {UNSEEN}) changed grad of net.5.bias within the step",
+        "on_before_optimizer_step of WritesGradient ran there",
         callbacks=(WritesGradient,),
     ),
     "a gradient that is clipped": planted(
         "external_write",
-        "grad of net.5.bias, which it reads, was changed earlier in the step",
+        f"{UNSEEN}) changed grad of net.5.bias, which it reads, earlier in the step",
         base={"trainer": {"gradient_clip_val": 0.5}},
         callbacks=(WritesGradient,),
     ),
     "a weight between the passes": planted(
         "external_write",
         "net.5.weight",
-        "which it reads, was changed earlier in the step by something that the trace does not see",
+        "changed net.5.weight, which it reads, earlier in the step",
         callbacks=(WritesBetweenPasses,),
     ),
     "a weight after a step that was not recorded": planted(
-        "unknown", "steps before it were not recorded", base={"every_n_steps": 2}, callbacks=(WritesAfterBatch,)
+        "unknown", "in steps that were not recorded", base={"every_n_steps": 2}, callbacks=(WritesAfterBatch,)
     ),
-    "memory that is filled in part": planted(
+    "memory that is partly written": planted(
         "uninitialised_memory",
         "Step 0, forward: aten.cat.default in no module",
-        "it reads a tensor (float32 [2, 10]) that was allocated and then filled in part",
+        "it reads a tensor (float32 [2, 10]) that was only partly written after its allocation",
         base={"left_in_memory": 0},
         left_in_memory=1,
     ),

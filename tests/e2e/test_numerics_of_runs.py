@@ -74,7 +74,7 @@ def test_a_change_is_named_where_it_starts_with_what_it_reads(
     assert main(["diff", *paths, "--numerics", "--html", str(tmp_path / "page.html")]) == 1
     for text in (capsys.readouterr().out, (tmp_path / "page.html").read_text()):
         assert "A real change starts at aten.addmm.default in net.4.up at " in words(text)
-        assert "what it reads is equal" in words(text)
+        assert "its inputs are equal" in words(text)
 
 
 def test_one_ulp_is_rounding_and_the_verdict_stays(
@@ -133,7 +133,7 @@ def test_recordings_without_tensors_say_how_to_keep_them(
     assert main(["diff", str(other), str(recorded()), "--numerics"]) == 2
     assert "kept no tensor that both have" in capsys.readouterr().err
     assert main(["diff", str(recorded()), str(recorded(GROSS)), "--tolerance", str(tmp_path)]) == 2
-    assert "add --numerics" in capsys.readouterr().err
+    assert "need --numerics" in capsys.readouterr().err
     assert main(["diff", str(recorded()), str(recorded(GROSS)), "--numerics", "--tolerance", str(tmp_path)]) == 2
     assert "det-callbacks check --numerics --to" in capsys.readouterr().err
 
@@ -223,7 +223,7 @@ def test_a_weight_that_differs_was_not_kept_so_nothing_says_that_it_is_rounding(
     main(["diff", *map(str, paths), "--numerics"])
     printed = words(capsys.readouterr().out)
     assert "first at aten.addmm.default in second at " in printed
-    assert "what it reads differs and was not kept (second.weight), so where it starts is not known" in printed
+    assert "its inputs differ and were not kept (second.weight), so it is unknown where" in printed
 
 
 class Tokens(nn.Module):
@@ -282,7 +282,7 @@ def test_the_first_number_that_is_not_finite_is_named_with_its_line(
     line = "test_numerics_of_runs.py:"
     assert "The first number that is not finite comes from aten.log.default in no module at " in shown
     assert line in shown
-    assert "(step 0, forward): 16 infinite of 16 elements; what it reads is finite. aten.mul.Tensor in" in shown
+    assert "(step 0, forward): 16 infinite of 16 elements; its inputs are finite. aten.mul.Tensor in" in shown
     assert main(["diff", str(finite), str(zero)]) == 1
     assert "current run: The first number that is not finite comes from aten.log.default" in words(
         capsys.readouterr().out

@@ -41,7 +41,7 @@ def test_it_can_fail(stop_at, given, tmp_path):
     verdict = prove(tmp_path, *given, resume="plain", stop_at=stop_at, steps=12)
     assert (verdict.verdict, verdict.cause, verdict.first_divergence.step) == ("diverged", "rng", stop_at)
     assert "the first after resuming" in verdict.explanation
-    assert 'Resume with resume="exact"' in verdict.explanation
+    assert 'resume with resume="exact"' in verdict.explanation
 
 
 def test_a_training_that_is_not_repeatable_is_said_to_be(tmp_path):

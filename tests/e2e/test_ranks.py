@@ -65,7 +65,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "collective": (
         {"phase": "forward", "step": 2, "op": "c10d.allreduce_.default", "is_origin": True},
         "collective",
-        ("matches on all ranks and what came out differs, so the collective itself is the origin",),
+        ("match on all ranks and its outputs differ, so the collective itself is the origin",),
     ),
 }
 
@@ -82,14 +82,14 @@ def test_who_started_it_is_found_and_diff_says_the_same(fault, at_op, tmp_path):
     assert all(verdict["explanation"] in " ".join(one.output.split()) for one in ended)
     assert [one.output.count("report.html)") for one in ended] == [1, 0]
     assert [one.output.count("First divergence") for one in ended] == [1, 0]
-    assert "DIVERGED (said on rank 1 of 2; rank 0 prints the whole verdict" in ended[1].output
+    assert "DIVERGED (rank 1 of 2; rank 0 prints the whole verdict" in ended[1].output
     assert_no_receiver_is_an_origin(tmp_path / "current", verdict)
 
 
 def test_several_processes_refuse_the_reference_of_one(tmp_path):
     run_training("record", tmp_path, level="state", world_size=1, batches=8)
     ended = run_training("verify", tmp_path, current=None, default_root_dir=tmp_path, status=3)
-    assert all("world size of 1 and this run one of 2" in one.output for one in ended)
+    assert all("world size of 1 and this run has 2" in one.output for one in ended)
     verdict = json.loads((tmp_path / "determinism" / "verify-000" / "verdict.json").read_text())
     assert (verdict["verdict"], verdict["counts"]["steps_compared"]) == ("not_comparable", 0)
 

@@ -106,7 +106,7 @@ def test_what_an_audit_wrote_is_taken_as_it_is_and_other_patterns_than_the_refer
     tmp_path,
 ):
     callback = DeterminismCallback(None, mode="audit", current=tmp_path / "audit", on_divergence="warn")
-    with pytest.warns(UserWarning, match="3 ops gave other bits"):
+    with pytest.warns(UserWarning, match="3 ops gave different bits"):
         train(Noisy, callback, epochs=1)
     replay = str(tmp_path / "audit" / "replay.yaml")
     record(tmp_path / "run", replay=replay)

@@ -217,16 +217,16 @@ def test_missing_state_is_refused_or_said(saved, capsys):
     (saved / "7.ckpt.digests.json").unlink()
     with pytest.raises(DivergenceError):
         resume(saved, "7.ckpt")
-    said = "7.ckpt is resumed by Lightning alone: no state of generators and data with its digests"
+    said = "7.ckpt is resumed by Lightning alone: no saved state of generators and data is beside it."
     assert said in capsys.readouterr().out
 
 
 def test_a_finished_training(tmp_path):
     record(tmp_path, SaveAfter(tmp_path, 7, at="train_epoch_end"), max_epochs=1)
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    with pytest.raises(NothingComparedError, match="of a training that was finished: no step was left"):
+    with pytest.raises(NothingComparedError, match="from a finished training, so there was no step to compare"):
         resume(tmp_path, "7.ckpt", max_epochs=1)
     callback = DeterminismCallback(tmp_path / "run", mode="record", level="state")
-    with pytest.raises(NothingComparedError, match=r"no step was left, and .* is as it was"):
+    with pytest.raises(NothingComparedError, match=r"so there was no step to train, and .* is unchanged"):
         fit(callback, max_epochs=1, ckpt_path=tmp_path / "7.ckpt")
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before

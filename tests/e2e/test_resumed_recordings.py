@@ -56,7 +56,7 @@ def test_steps_that_agree_are_not_written_twice(recorded, run, capsys):
     with pytest.raises(SelectionError, match="replay="):  # another selection cannot be gone on with
         fit(recording(run, replay=("aten.addmm.default",)), ckpt_path=recorded / "4.ckpt")
     fit(recording(run), ckpt_path=recorded / "2.ckpt", max_steps=6)  # one that stops earlier adds nothing
-    assert "4 steps there already, and equal; recorded 0 new steps" in capsys.readouterr().out
+    assert "4 steps match those already recorded; recorded 0 new steps" in capsys.readouterr().out
     callback = recording(run)
     fit(callback, SaveAfter(run.parent, 3 * BATCHES, at="train_epoch_end"), ckpt_path=recorded / "6.ckpt", max_epochs=3)
     resumed = Run.open(run)
@@ -64,7 +64,7 @@ def test_steps_that_agree_are_not_written_twice(recorded, run, capsys):
     assert steps_of(run) == list(range(3 * BATCHES))
     earlier, attempt = (resumed.rank(0).file_of(0, step).path for step in (2 * BATCHES - 1, 2 * BATCHES))
     assert earlier != attempt
-    assert f"2 steps there already, and equal; recorded {BATCHES} new steps" in capsys.readouterr().out
+    assert f"2 steps match those already recorded; recorded {BATCHES} new steps" in capsys.readouterr().out
     # the steps before are what they were, and all of it is one training
     assert compare_runs(recorded / "run", run, steps="common").counts.steps_compared == 2 * BATCHES
     fit(recording(run), ckpt_path=run.parent / f"{3 * BATCHES}.ckpt", max_epochs=4)
@@ -81,9 +81,9 @@ def change_momentum(content: dict[str, Any]) -> None:
     content["optimizer_states"][0]["state"][0]["exp_avg"][0, 0] += 1e-3
 
 
-IS_NOT = "is not what the reference ended step 3 with"  # of levels that do not record what is read
-KEPT = "The run keeps its steps and is as it was before"
-UNSAVED = "A buffer with persistent=False is in no checkpoint"
+IS_NOT = "differs from the reference's state at the end of step 3"  # of levels that do not record what is read
+KEPT = "The recorded run is unchanged"
+UNSAVED = "Checkpoints have no buffers with persistent=False"
 CHANGES: list[tuple[Callable[[Any], object], str, dict[str, Any], str, str]] = [
     (change_momentum, "record", {}, MOMENTUM, KEPT),
     (change_momentum, "verify", {"level": "state"}, MOMENTUM, IS_NOT),
@@ -108,8 +108,8 @@ def test_what_the_checkpoint_did_not_bring_back_is_named(change, mode, options, 
     assert (caught.value.exit_code, caught.value.verdict) == (1, callback.verdict)
     assert callback.verdict.cause == "checkpoint"
     assert callback.verdict.explanation.startswith("Step 4, the first after resuming: ")
-    assert name in str(caught.value)
-    assert said in " ".join(str(caught.value).split())
+    assert name in (text := " ".join(str(caught.value).split()))
+    assert said in text
     if mode == "record":  # nothing of the attempt is left (run.json is written anew, with the same content)
         assert files_of(run) == before
 
@@ -128,7 +128,7 @@ def test_a_later_step_that_differs_takes_back_new_ones_too(recorded, tmp_path):
     assert steps_of(run) == [0, 1, 4, 5, 6, 7]
     before = files_of(run)
     callback = recording(run)
-    with pytest.raises(DivergenceError, match=r"1 step before it agreed.*2 new steps of this attempt went with it"):
+    with pytest.raises(DivergenceError, match=r"1 step before it matched.*without the 2 new steps of this attempt"):
         fit(callback, model=Other, ckpt_path=recorded / "2.ckpt")
     assert callback.verdict.cause != "checkpoint"
     assert files_of(run) == before
@@ -187,7 +187,9 @@ def test_an_exception_in_a_resumed_attempt_keeps_what_was_there(recorded, run, c
     assert not Run.open(run).is_complete
     assert steps_of(run) == list(range(2 * BATCHES + 1))
     current = run.parent / "current"
-    with pytest.raises(ReferenceFormatError, match=r"is incomplete: .*8 is the last whole step\. Go on with it from a"):
+    with pytest.raises(
+        ReferenceFormatError, match=r"is incomplete: .*8 is the last whole step\. Continue the recording"
+    ):
         fit(DeterminismCallback(run, current=current), max_epochs=3)
     callback = DeterminismCallback(run, current=current, steps="common")
     fit(callback, max_epochs=3)

@@ -36,7 +36,7 @@ def test_two_fits_are_two_segments_and_verified_together(two_fits, current, caps
     fit = Fit(callback).run()
     assert callback.verdict is None
     assert not (current / "verdict.json").exists()
-    assert "part 1 (fit) of 2 agrees: verified 4 steps" in (printed := capsys.readouterr().out)
+    assert f"part 1 (fit) of 2 matches {two_fits}: verified 4 steps" in (printed := capsys.readouterr().out)
     assert "diverged" not in printed
     fit.again(epochs=2)
     assert (callback.verdict.verdict, callback.verdict.counts.steps_compared) == ("match", 8)
@@ -65,12 +65,12 @@ def test_a_process_that_ends_before_the_last_fit_has_an_error(two_fits, tmp_path
     error = take_unfinished()
     assert isinstance(error, DivergenceError)
     assert (error.exit_code, error.verdict.verdict) == (1, "diverged")
-    assert "holds 2 parts (fit, fit), and this process ended after 1" in str(error)
+    assert "this process ended after 1 of the 2 parts (fit, fit)" in str(error)
     assert "Steps 4 to 7 of segment 1 (4 of them) are only in the reference" in str(error)
     assert take_unfinished() is None
 
     Fit(DeterminismCallback(two_fits, current=tmp_path / "warns", on_divergence="warn")).run()
-    with pytest.warns(DivergenceWarning, match="holds 2 parts"):
+    with pytest.warns(DivergenceWarning, match="after 1 of the 2 parts"):
         assert take_unfinished() is None
     callback = DeterminismCallback(two_fits, current=tmp_path / "common", steps="common")
     Fit(callback).run()

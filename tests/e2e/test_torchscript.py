@@ -65,7 +65,7 @@ def test_what_ran_before_is_named_where_the_executor_runs_other_ops(is_scripted,
         again(is_scripted=True, num_before=3)
     verdict = caught.value.verdict
     assert verdict.cause == "structure"
-    said = "TorchScript runs in net, and what ran earlier in a process also decides which ops its executor runs"
+    said = "TorchScript runs net, and its executor chooses ops by what the process ran before"
     assert said in verdict.explanation
 
 
@@ -99,5 +99,5 @@ def test_a_loop_of_one_s_own_is_told_of_it_too(tmp_path):
                     optimizer.zero_grad()
 
     loop(0, mode="record")
-    with pytest.raises(DivergenceError, match="TorchScript runs in net, and what ran earlier in a process"):
+    with pytest.raises(DivergenceError, match="TorchScript runs net, and its executor chooses ops"):
         loop(3, current=tmp_path / "current")

@@ -88,7 +88,7 @@ def test_a_fit_that_replays_a_graph(tmp_path, capsys):
     assert (verdict.origins, verdict.cause) == ((), "unknown")
     assert verdict.coverage.opaque_regions == ("cuda_graph",)
     assert verdict.coverage.ops_skipped["replayed"] == 2
-    assert "a CUDA graph may have written it, and the trace cannot see into one" in verdict.explanation
+    assert "a CUDA graph may have written it, which the recorder cannot see" in verdict.explanation
 
 
 class Watched(Classifier):

@@ -111,10 +111,10 @@ def test_commands_that_start_a_script_have_a_status_and_name_the_option(run_comm
         Path(f"determinism-{kind}").write_text("theirs")
         words = (kind, *["run"] * (kind == "verify"), "--level", "state")
         done = run_command(*words)
-        says = f"{Path.cwd()}/determinism-{kind} is a file; nothing was run; name another folder ({option})."
+        says = f"{Path.cwd()}/determinism-{kind} is a file; nothing was run; pass another folder ({option})."
         assert (done.status, says in done.errors, "training with" in done.text) == (2, True, False), done.errors
         done = run_command(*words, option, "n" * 300)
-        assert (done.status, f"File name too long; nothing was run; name another folder ({option})" in done.errors) == (
+        assert (done.status, f"File name too long; nothing was run; pass another folder ({option})" in done.errors) == (
             2,
             True,
         )
@@ -122,8 +122,7 @@ def test_commands_that_start_a_script_have_a_status_and_name_the_option(run_comm
     done = run_command("record", "file/run", "--level", "state")
     assert (done.status, "Traceback" in done.errors) == (2, False)
     assert (
-        f"{Path.cwd()}/file is a file; record into another folder (reference of DeterminismCallback, RUN of "
-        in done.text
+        f"{Path.cwd()}/file is a file; record to another folder (reference of DeterminismCallback, RUN of " in done.text
     )
     assert done.last == "det-callbacks record: failed (exit status 2)"
 

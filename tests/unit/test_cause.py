@@ -182,16 +182,17 @@ def case(planted, cause, *said, **options):
     return pytest.param(planted, cause, said, options)
 
 
-GIVEN = "an input from outside the trace differs (net.weight); it entered the step that way, so no op is to blame"
-CHANGED = "net.weight was changed between step 6 and step 7 by something that the trace does not see"
+GIVEN = "a tensor that no recorded op produced differs (net.weight)."
+CHANGED = "(NumPy, a raw kernel, a callback between steps) changed {} between step 6 and step 7"
 UNRECORDED = (
     "differs (net.weight)",
-    "began to differ before step 7, and steps before it were not recorded",
+    "first differed before step 7, in steps that were not recorded",
     "!initial state",
 )
-LOST = "look for a Python value that the checkpoint does not hold"
+LOST = "so a Python value that it does not hold may differ"
 PRECISION = choice("trainer.precision")
-PRECISION_FIRST = "trainer.precision: a in the reference, b now, which explains the first difference. "
+EXPLAINS = "in the current run, which explains the first difference"
+PRECISION_FIRST = f"trainer.precision is a in the reference and b {EXPLAINS}. "
 AFTER_RESUME = {"is_resumed": True, "base": {"insert_at": 3}}
 CASES = [
     case({"insert_at": 10, "factor": 3.0}, "forward", "only in the current run", "train.py:50", "starts here"),
@@ -205,7 +206,7 @@ CASES = [
         "data_order",
         "the batch holds the same samples in a different order (batch[0])",
     ),
-    case({"weight": 3}, "checkpoint", "loaded differs (net.weight)", "no op is to blame", is_resumed=True),
+    case({"weight": 3}, "checkpoint", "the restored state differs (net.weight); no op caused it", is_resumed=True),
     case({"weight": 3, "rows": (2, 1, 3, 4)}, "checkpoint", ", and the batch also differs; ", is_resumed=True),
     case({"rows": (2, 1, 3, 4), "seed": 1}, "data_order", "a different order (batch[0])", is_resumed=True),
     case({"seed": 3}, "rng", "the generator state differs (torch.cpu)", is_resumed=True),
@@ -215,7 +216,7 @@ CASES = [
     case({"factor": 3.0}, "forward", f"!{LOST}", environment=[SEED], **AFTER_RESUME),
     case({"factor": 3.0, "rows": (2, 1, 3, 4)}, "data_order", f"!{LOST}", **AFTER_RESUME),
     case({"factor": 3.0, "weight": 3}, "checkpoint", f"!{LOST}", **AFTER_RESUME),
-    case(with_swapped_lines, "structure", "aten.cos.default in net ran in another order than in the reference"),
+    case(with_swapped_lines, "structure", "aten.cos.default in net ran in a different order from the reference"),
     case(lambda *both: with_swapped_lines(*both, "ulp"), "forward", "!another order"),
     # a hyperparameter explains a call of the model, and one that became an option of the optimizer does not
     case(
@@ -229,16 +230,18 @@ CASES = [
     case(with_an_op_that_draws, "rng", "is only in the current run"),
     case(of_other_tensors, "forward", "reads different tensors than in the reference"),
     case(lambda *both: of_other_tensors(*both, (9, 4)), "structure", "[9, 4] now; it reads different tensors than"),
-    case(of_other_arguments, "forward", "digests of different arguments", "cannot be proven"),
+    case(of_other_arguments, "forward", "digests of different arguments", "so the verdict cannot say where"),
     case(reading("net.weight"), "initial_weights", GIVEN),
-    case(reading("net.weight"), "external_write", CHANGED, begins_before=True),
+    case(reading("net.weight"), "external_write", CHANGED.format("net.weight"), begins_before=True),
     case(reading("net.weight"), "checkpoint", "!was changed", begins_before=True, is_resumed=True),
-    case(reading("net.weight", "optimizer"), "external_write", CHANGED, begins_before=True),
-    case(reading("exp_avg of net.weight"), "external_write", f"exp_avg of {CHANGED}", begins_before=True),
+    case(reading("net.weight", "optimizer"), "external_write", CHANGED.format("net.weight"), begins_before=True),
+    case(
+        reading("exp_avg of net.weight"), "external_write", CHANGED.format("exp_avg of net.weight"), begins_before=True
+    ),
     case(reading("?number"), "unknown", "!was changed", begins_before=True),
     # state beside model and optimizers, which each step has
     case(
-        finding("state of Ema: weights"), "external_write", f"state of Ema: weights {CHANGED[11:]}", begins_before=True
+        finding("state of Ema: weights"), "external_write", CHANGED.format("state of Ema: weights"), begins_before=True
     ),
     case(finding("state of Ema: weights"), "checkpoint", "(state of Ema: weights)", is_resumed=True),
     case(finding("state of Ema: weights"), "initial_weights", "initial state differs", "!was changed"),
@@ -246,7 +249,7 @@ CASES = [
     case(
         finding("state of Ema: weights"),
         "unknown",
-        "steps before it were not recorded",
+        "in steps that were not recorded",
         selection=Selection(every_n_steps=7),
         begins_before=True,
     ),
@@ -254,21 +257,21 @@ CASES = [
     case(after_an_unselected_op, "unknown", "!was changed", begins_before=True),
     case(after_a_compiled_region, "forward", GIVEN, begins_before=True),
     # a tensor of the state that no op of the step wrote, and one that no op has read
-    case(found_and_left("net.weight"), "external_write", "net.weight was changed within the step by something"),
-    case(found_and_left("net.weight", reads=False), "unknown", "cannot be proven"),
+    case(found_and_left("net.weight"), "external_write", "a raw kernel) changed net.weight within the step"),
+    case(found_and_left("net.weight", reads=False), "unknown", "so the verdict cannot say where"),
     case(reading("?number"), "unknown", LOST, is_resumed=True),
     case(reading("?number"), "unknown", "observe_non_deterministic", f"!{LOST}"),
-    case(with_another_gradient, "backward", "grad of output of net.2 at train.py:6 in forward holds different bits"),
+    case(with_another_gradient, "backward", "grad of output of net.2 at train.py:6 in forward has different bits"),
     case(
         with_own_generator,
         "rng",
         "the generator state differs (generator on cpu at train.py:5 in forward)",
-        "Seed it, and",
+        "Seed this generator, and",
     ),
     case(after_an_unselected_op, "unknown", "net.weight, a tensor read in net, a tensor read", "(modules, phases) may"),
     *(
         case(reading("net.weight"), cause, *UNRECORDED, said, environment=known, **options)
-        for known, cause, said in (((), "unknown", "record them"), ((LR,), "settings", LR.name))
+        for known, cause, said in (((), "unknown", "Record those steps"), ((LR,), "settings", LR.name))
         for options in (
             {"selection": Selection(only_steps=(7,))},
             {"selection": Selection(every_n_steps=7), "begins_before": True},
@@ -277,36 +280,43 @@ CASES = [
     case(left_behind("net.bn.running_mean"), "forward", selection=STATE),
     case(left_behind("net.weight"), "optimizer", selection=STATE),
     case(left_behind("exp_avg of net.weight"), "optimizer", selection=STATE),
-    *(case(from_row(at), how, "cannot be proven") for at, how in enumerate(("forward", "backward", "optimizer"), 1)),
+    *(
+        case(from_row(at), how, "so the verdict cannot say where")
+        for at, how in enumerate(("forward", "backward", "optimizer"), 1)
+    ),
     case(from_row(1), "settings", "settings.seed: 1 in the reference, 2 now", environment=[SEED]),
     # what nothing else explains is a seed's only where both runs know theirs
     case(from_row(1), "forward", "seed: None", environment=[choice("settings.seed", None, 0)], selection=STATE),
     case({"dtype": "float64"}, "settings", f"{PRECISION_FIRST}Step 7", environment=[PRECISION]),
     case({"insert_at": 3, "factor": 2.0}, "settings", f"{PRECISION_FIRST}Step 7", environment=[PRECISION]),
-    case({"lr": 0.2}, "settings", "0.2 now, which explains the first difference. Step 7", environment=[LR]),
+    case({"lr": 0.2}, "settings", f"and 0.2 {EXPLAINS}. Step 7", environment=[LR]),
     # other bits of an op that got the same follow from no such choice
     case({"noise_at": 3}, "forward", "!which explains the first difference", environment=[PRECISION, LR]),
     case(of_dtype, "settings", PRECISION_FIRST, environment=[PRECISION, choice("settings.deterministic_algorithms")]),
     case(of_dtype, "initial_weights", "!which explains the first difference", environment=[LR]),
     case(of_other_shape, "initial_weights", "!which explains the first difference", environment=[PRECISION]),
-    case(of_other_shape, "initial_weights", "Build the same model: some of its tensors have another name, shape"),
+    case(of_other_shape, "initial_weights", "Build the same model: some tensors have a different name, shape"),
     case(
         lambda step, now: step.named("ac"[now], 1),
         "initial_weights",
         "exists in one run only (a, c: 2 of 2 tensors)",
-        "another name",
+        "a different name",
     ),
     case(with_another_closure, "settings", environment=[LR]),
     case(with_another_layer, "structure", environment=[LR]),
     case(of_gradients("ab", "ba"), "optimizer", "the same gradients in a different order", "configure_optimizers"),
-    case(of_gradients("ab", "a"), "optimizer", "4 gradients in the reference, 3 now; in one run only: grad of b"),
+    case(
+        of_gradients("ab", "a"),
+        "optimizer",
+        "4 gradients in the reference and 3 in the current run; only one run has grad of b",
+    ),
     case(start_of_backward("other", "backward"), "backward", "ones_like", "starts here"),
     case(start_of_backward("forward", "backward"), "backward"),
     case(start_of_backward("other", "forward"), "unknown"),
     case(start_of_backward("forward", "forward"), "forward"),
     case(between_passes, "backward", "aten.div.Tensor in no module", "starts here"),
     case(after_the_update, "unknown", "starts here"),
-    case(without_an_optimizer, "unknown", "cannot be proven", selection=STATE),
+    case(without_an_optimizer, "unknown", "so the verdict cannot say where", selection=STATE),
 ]
 
 
@@ -328,7 +338,7 @@ THREADS_SAID = "torch.num_threads: 2 in the reference, 1 now"
     ("change", "environment", "expected", "said"),
     [
         ({"weight": 3}, [SEED], ("diverged", "initial_weights"), "settings.seed: 1 in the reference, 2 now"),
-        ({"noise_at": 3}, [replace(THREADS, is_machine=False)], ("diverged", "settings"), THREADS_SAID),
+        ({"noise_at": 3}, [replace(THREADS, is_machine=False)], ("diverged", "settings"), "torch.num_threads is 2 in"),
         ({"noise_at": 3}, [THREADS, SEED], ("not_comparable", "forward"), THREADS_SAID),
         ({"noise_at": 3}, [CPUS], ("diverged", "forward"), "aten.mul.Tensor #3 in net"),
         ({}, [THREADS], ("match", None), THREADS_SAID),

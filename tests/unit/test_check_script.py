@@ -82,13 +82,13 @@ def check(tmp_path: Path, monkeypatch: Any, capsys: Any) -> Check:
 @pytest.mark.parametrize(
     ("ends", "reason", "code"),
     [
-        ([End(status=1, run="none")], "the script failed with status", 2),
+        ([End(status=1, run="none")], "The script exited with status", 2),
         ([End(status=-signal.SIGSEGV)], "was killed by signal", 2),
         ([End(run="none")], "nothing was recorded", 2),
         ([End(run="incomplete")], "its recording is incomplete", 2),
         ([End(), End()], "nothing was verified", 2),
-        ([End(), End(status=2)], "the script failed with status", 2),
-        ([End(), End(status=1, verdict=MATCH)], "the script failed with status", 2),
+        ([End(), End(status=2)], "The script exited with status", 2),
+        ([End(), End(status=1, verdict=MATCH)], "The script exited with status", 2),
         ([End(), End(verdict="{")], "cannot be read", 2),
         ([End(), End(verdict=json.dumps(MATCH.to_dict() | {"schema": 2}))], "cannot be read", 2),
         ([End(), End(verdict=DIVERGED)], "DIVERGED", 1),  # on_divergence=warn
@@ -167,7 +167,7 @@ def test_what_is_known_best_decides_the_status(vary, ends, outcomes, code, check
 def test_a_script_without_a_seed_is_told_of_the_option(options, seed, check, monkeypatch):
     monkeypatch.setitem(MANIFEST, "settings", {"seed": seed})
     _, lines, _ = check(End(), End(verdict=DIVERGED), options=options)
-    assert ("it sets no seed, and --seed 0 sets one before its first line; kept in" in lines[-1]) is (seed is None)
+    assert ("the script sets no seed: add --seed 0; kept in" in lines[-1]) is (seed is None)
 
 
 def table(lines: Sequence[str]) -> list[list[str]]:
@@ -179,7 +179,7 @@ def table(lines: Sequence[str]) -> list[list[str]]:
 
 def test_what_cannot_be_started_or_has_no_new_folder_is_refused(check, tmp_path, capsys):
     assert main(["check"]) == 2
-    assert "No command was given" in capsys.readouterr().err
+    assert "There is no command to run" in capsys.readouterr().err
     for words, says in (
         ("record ref2 python train.py --lr 3", "after --: det-callbacks record ref2 -- python train.py --lr 3\n"),
         ("check --level state ./train.sh", "after --: det-callbacks check --level state -- ./train.sh\n"),
@@ -201,7 +201,7 @@ def test_what_cannot_be_started_or_has_no_new_folder_is_refused(check, tmp_path,
     for _ in range(2):
         check(End(status=1))
     first, _ = (tmp_path / "determinism-check").iterdir()
-    with pytest.raises(CheckError, match="is not an empty folder"):
+    with pytest.raises(CheckError, match="exists and is not empty"):
         new_folder(first, "determinism-check", option="--to")
 
 

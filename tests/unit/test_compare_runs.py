@@ -36,10 +36,10 @@ def test_run_of_other_length_diverges(tmp_path, ours, theirs, kind):
     assert (verdict.first_divergence.kind, verdict.first_divergence.step) == (kind, 6)
     assert (verdict.counts.steps_compared, verdict.counts.sites_differing) == (6, 4)
     side = "reference" if kind == "missing" else "current run"
-    assert f"Steps 6 to 9 (4 of them) are only in the {side}; the 6 steps that both have agree" in verdict.explanation
+    assert f"Steps 6 to 9 (4 of them) are only in the {side}; the 6 common steps match" in verdict.explanation
     common = compare_runs(reference, current, steps="common")
     assert (common.verdict, common.coverage.steps) == ("match", (0, 5))
-    assert "Only steps that both runs have" in common.explanation
+    assert "Only the steps that both runs have" in common.explanation
 
 
 def test_an_incomplete_run_is_refused_as_the_reference_and_misses_steps_as_the_current_one(tmp_path, reference):
@@ -58,9 +58,9 @@ def test_an_incomplete_run_is_refused_as_the_reference_and_misses_steps_as_the_c
 def test_what_has_nothing_in_common_is_no_match(tmp_path, reference):
     other = record(tmp_path / "other", steps_of(range(20, 25)))
     empty = [record(tmp_path / name, {step: StepBuilder() for step in range(3)}) for name in "ab"]
-    with pytest.raises(NothingComparedError, match="have no step in common"):
+    with pytest.raises(NothingComparedError, match="have no step with recorded sites in common"):
         compare_runs(reference, other)
-    with pytest.raises(NothingComparedError, match="none that holds a site"):
+    with pytest.raises(NothingComparedError, match="no step with recorded sites in common"):
         compare_runs(*empty)
     for selected in ({"level": "state"}, {"modules": ("net.*",)}, {"phases": ("forward",)}):
         (name,) = selected

@@ -60,7 +60,7 @@ def test_where_no_folder_can_be_made_the_reason_and_the_way_out_are_one_sentence
         with pytest.raises(WriteError) as caught:
             act()
         text = str(caught.value)
-        assert text.startswith(f"{path} cannot be written: {says.format(tmp=tmp_path)}; "), text
+        assert text.startswith(f"Cannot write {path}: {says.format(tmp=tmp_path)}; "), text
         assert text.count(". ") == 0
         assert any(way in text for way in ("name another one.", "(--to).", "RUN of det-callbacks record).", "--to of"))
         assert (caught.value.exit_code, str(pickle.loads(pickle.dumps(caught.value)))) == (2, text)
@@ -72,9 +72,9 @@ def test_no_write_outlives_a_failed_one_and_the_last_whole_message_stays(tmp_pat
         file.write(b"one ")
         with monkeypatch.context() as patch:
             patch.setattr(file, "_file", Mock(write=Mock(side_effect=FULL)))
-            with pytest.raises(WriteError, match="No space left on device; free some space, or name another folder"):
+            with pytest.raises(WriteError, match="No space left on device; free some space, or pass another folder"):
                 file.write(b"two ")
-        with pytest.raises(WriteError, match="an earlier write to it failed"):
+        with pytest.raises(WriteError, match="an earlier write failed"):
             file.write(b"three ")
     assert path.read_bytes() == b"one "
     with pytest.raises(ZeroDivisionError), writing(path):
@@ -127,7 +127,7 @@ def test_show_and_diff_have_a_status_where_nothing_can_be_printed_or_read(json_o
         assert "det-callbacks: standard output cannot be used: No space left" in capsys.readouterr().err
     for words in (["show", "n" * 300], ["diff", run, "n" * 300], ["verify", "n" * 300, "--", "true"]):
         assert main(words) == 2
-        assert "There is no run at n" in capsys.readouterr().err.replace(f"{Path.cwd()}/", "")
+        assert "There is no run in n" in capsys.readouterr().err.replace(f"{Path.cwd()}/", "")
     (tmp_path / "file").touch()
     for place, says in (
         ("file/report.html", "is a file"),

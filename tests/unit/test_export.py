@@ -70,7 +70,7 @@ def test_what_cannot_be_exported_leaves_nothing_and_touches_nothing(tmp_path, ru
     to = tmp_path / "to"
     with monkeypatch.context() as patch:
         patch.setattr(export.pq.ParquetWriter, "write_table", Mock(side_effect=OSError(28, "No space left on device")))
-        with pytest.raises(WriteError, match=r"No space left on device; free some space, or name .* folder .--to of"):
+        with pytest.raises(WriteError, match=r"No space left on device; free some space, or pass .* folder .--to of"):
             export_run(run, to)
     file = stream_path(run, 1, 0, 0)
     content = file.read_bytes()
@@ -84,7 +84,7 @@ def test_what_cannot_be_exported_leaves_nothing_and_touches_nothing(tmp_path, ru
     assert {path.name for path in tmp_path.iterdir()} == {"run", "empty"}
     (to / "mine").mkdir(parents=True)
     for place in (to, file):
-        with pytest.raises(ExportError, match=r"(is no empty folder|is a file).*Nothing was changed") as caught:
+        with pytest.raises(ExportError, match=r"(is not empty|is a file).*Nothing was changed") as caught:
             export_run(run, place)
         assert (caught.value.exit_code, caught.value.path) == (2, str(place))
     assert [path.name for path in to.iterdir()] == ["mine"]

@@ -63,7 +63,7 @@ def test_a_second_recording_is_refused_and_names_the_first_until_that_is_killed(
             with pytest.raises(RunInUseError, match=rf"is being written by process {other} on .*, since 20") as caught:
                 act()
             assert (caught.value.exit_code, caught.value.path) == (2, str(path))
-        assert "Nothing was changed there. Wait for its end, or " in str(caught.value)
+        assert "Nothing was changed there. Wait until it ends, or " in str(caught.value)
         assert before is None or everything_in(path) == before
     finally:
         kill(other)
@@ -151,7 +151,7 @@ def test_a_file_that_was_removed_while_it_was_waited_for_is_no_lock(tmp_path, mo
 
     monkeypatch.setattr(lock_module.fcntl, "flock", release_first)
     second.acquire(instead="wait")
-    with pytest.raises(RunInUseError, match=r"Wait for its end, or wait\."):
+    with pytest.raises(RunInUseError, match=r"Wait until it ends, or wait\."):
         third.acquire(instead="wait")
     second.release()
     second.release()
@@ -162,6 +162,6 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
     no_locks = Mock(side_effect=OSError(errno.ENOLCK, "No locks available"))
     monkeypatch.setattr(lock_module, "fcntl", Mock(wraps=lock_module.fcntl, flock=no_locks, LOCK_EX=2, LOCK_NB=4))
     lock = FolderLock(tmp_path)
-    with pytest.warns(CoverageWarning, match="has no locks, so a second writer there is not noticed"):
+    with pytest.warns(CoverageWarning, match="has no locks, so a second writer goes unnoticed"):
         lock.acquire(instead="wait")
     lock.release()

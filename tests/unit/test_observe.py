@@ -283,7 +283,7 @@ def test_raising_at_the_end_of_the_step_that_differs_and_again_at_the_end(tmp_pa
                     break
 
     run(reference, 1, 2, 3)
-    with pytest.raises(DivergenceError, match=r"Step 1.* b holds different bits") as raised:
+    with pytest.raises(DivergenceError, match=r"Step 1.* b has different bits") as raised:
         run(observer, 1, 9, 9)
     assert raised.value.verdict is observer.verdict
     assert (kinds(observer), observer.verdict.counts.sites_differing) == ([("b", "content")], 1)
@@ -326,7 +326,7 @@ def test_what_is_no_reference_no_folder_or_becomes_no_run(tmp_path):
         watch(tmp_path, "current", reference, x=1)
     refused(RunExistsError, "reference", "reference", None, "y")
     refused(RunExistsError, "reference", "reference", reference, "y")
-    refused(ReferenceFormatError, "is no reference", "next", tmp_path / "current", "x")
+    refused(ReferenceFormatError, "cannot be a reference", "next", tmp_path / "current", "x")
     write_manifest(reference, replace(read_manifest(reference), recorded_by=""))
     refused(ReferenceFormatError, "DeterminismCallback", "next", reference, "x")
     assert names(reference) == ["x"]

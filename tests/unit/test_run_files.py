@@ -174,7 +174,7 @@ def whole(**changes: object) -> bytes:
         (b'{"a":' + b"[" * 200_000, "is damaged"),
         (b'{"format_version": "1", "digest_version": 1}', "has format_version '1'"),
         (b'{"format_version": 1}', "has digest_version None"),
-        (b'{"format_version": 1, "digest_version": 1}', "not what its digest says"),
+        (b'{"format_version": 1, "digest_version": 1}', "does not match its digest"),
         (whole(world_size=0), "Expected `int` >= 1 - at `$.world_size`"),
         (whole(attempts=[]), "length >= 1 - at `$.attempts`"),
         (whole(attempts=[{"segments": 1, "resumed_from": [{"step": 4}]}]), "missing required field `segment`"),
@@ -251,7 +251,7 @@ def test_a_file_in_the_way_is_named(tmp_path):
     file.write_text("theirs")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for path in (file, file / "run", tmp_path / "link"):
-        with pytest.raises(WriteError, match=r"is a file; record into another folder \(reference of Det") as caught:
+        with pytest.raises(WriteError, match=r"is a file; record to another folder \(reference of Det") as caught:
             make_room(path, overwrite=True)
         assert (caught.value.exit_code, caught.value.path) == (2, str(path))
     assert file.read_text() == "theirs"

@@ -79,13 +79,13 @@ def test_half_a_write_is_the_last_one(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (writer.bytes_written + 100, limits[1]))
     try:
         with pytest.raises(
-            WriteError, match="only 100 of 504 bytes had room; free some space, or name another"
+            WriteError, match="only 100 of 504 bytes had room; free some space, or pass another"
         ) as caught:
             append(writer, [1])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert (caught.value.exit_code, caught.value.path) == (2, str(writer.stream))
-    with pytest.raises(WriteError, match="an earlier write to it failed"):
+    with pytest.raises(WriteError, match="an earlier write failed"):
         append(writer, [2])
     writer.close(complete=False)
     run = Run.open(tmp_path / "run")

@@ -145,7 +145,7 @@ def test_a_file_of_another_place_version_or_kind_or_that_changes_after_it_was_op
             file.read(1)
     path.unlink()
     for read in (lambda: file.read(1), lambda: open_stream(path)):
-        with pytest.raises(ReferenceFormatError, match="or is missing, though run"):
+        with pytest.raises(ReferenceFormatError, match="is missing or cannot be read, although run"):
             read()
 
 

@@ -44,7 +44,7 @@ OLD, NEW = "0" * 40, "1" * 40
     [
         ([differing(CHANGED, AS_COMMITTED, "12")], "models/net.py changed since the reference was recorded."),
         ([differing(CHANGED, "ab", None)], "models/net.py changed since the reference was recorded."),
-        ([differing(COMMIT, OLD, NEW)], "The code is at another commit: 000000000 in the reference, 111111111 now."),
+        ([differing(COMMIT, OLD, NEW)], "The commit differs: 000000000 in the reference, 111111111 in the"),
         # which may be the change that was committed meanwhile
         ([differing(COMMIT, OLD, NEW), differing(CHANGED, "ab", AS_COMMITTED)], "!models/net.py"),
         ([differing(COMMIT, OLD, NEW), differing(CHANGED, "ab", "12")], "models/net.py changed since"),

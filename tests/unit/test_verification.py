@@ -97,14 +97,14 @@ def test_what_is_not_over_is_no_match(reference, tmp_path):
     stopped = detector(reference, tmp_path / "stopped")
     run_fits(stopped, [steps_of(range(4))], ends=False)
     assert stopped.stop("KeyboardInterrupt") is None
-    with pytest.raises(NothingComparedError, match=r"stopped by KeyboardInterrupt after step 3.*That is no match"):
+    with pytest.raises(NothingComparedError, match=r"by KeyboardInterrupt after step 3.*the rest was not compared"):
         compare_runs(reference, tmp_path / "stopped")
     running = detector(reference, tmp_path / "running")
     run_fits(running, [steps_of(range(10))])
     assert running.finish().verdict == "match"
     running.begin_fit(1)
     running.close(complete=False)
-    with pytest.raises(ReferenceFormatError, match=r"record\.json is missing: .*That is no match"):
+    with pytest.raises(ReferenceFormatError, match=r"record\.json is missing: .*Verify again"):
         compare_runs(reference, tmp_path / "running")
 
 
@@ -136,10 +136,10 @@ def test_a_damaged_record_is_an_error(damage, reference, tmp_path):
 
 def test_a_verification_is_no_reference_and_belongs_to_its_own(reference, tmp_path):
     verified(reference, tmp_path / "current")
-    with pytest.raises(ReferenceFormatError, match="is no reference"):
+    with pytest.raises(ReferenceFormatError, match="cannot be a reference"):
         compare_runs(tmp_path / "current", reference)
     record(reference, steps_of(range(10)), overwrite=True)
-    with pytest.raises(ReferenceFormatError, match="verified against another reference"):
+    with pytest.raises(ReferenceFormatError, match="verified against a different reference"):
         compare_runs(reference, tmp_path / "current")
 
 

@@ -1,4 +1,4 @@
-"""How a batch came to differ: the sampler, the loader and its settings."""
+"""Why a batch differs: the sampler, the loader and its settings."""
 
 from det_callbacks.causes.phrases.sites import source_name
 from det_callbacks.compare.facts import Facts
@@ -7,13 +7,13 @@ from det_callbacks.report.console import listed
 _DREW = {
     "same": "the same indices in the same order",
     "reordered": "the same indices in a different order",
-    "cut": "the same indices, and they are cut into batches of a different size",
+    "cut": "the same indices, for batches of a different size",
     "other": "different indices",
 }
 
 
 def batch_lines(facts: Facts) -> list[str]:
-    """Return the evidence of another batch, one finding a line."""
+    """Return the evidence of a batch that differs, one finding a line."""
     tensors = [item for item in facts.sources if item.divergence.phase == "data"]
     if not tensors:
         return []
@@ -23,7 +23,7 @@ def batch_lines(facts: Facts) -> list[str]:
 
 
 def because(todo: str, facts: Facts) -> str:
-    """Return what to do, and why: the loader's settings that differ, or what else is known of the batch."""
+    """Return what to do, and why: the settings of the loader that differ, or the first fact on the batch."""
     of_batch = _of_batch(facts) if facts.has_other_data else []
     reasons = _of_loader(facts) or of_batch[:1]
     return f"{todo}: {listed(reasons, '; ')}" if reasons else todo
@@ -31,7 +31,10 @@ def because(todo: str, facts: Facts) -> str:
 
 def _of_loader(facts: Facts) -> list[str]:
     settings = facts.evidence.batch.settings
-    return [f"{name} is {ours} in the reference, {theirs} now" for name, (ours, theirs) in settings.items()]
+    return [
+        f"{name} is {ours} in the reference and {theirs} in the current run"
+        for name, (ours, theirs) in settings.items()
+    ]
 
 
 def _of_batch(facts: Facts) -> list[str]:
@@ -39,12 +42,12 @@ def _of_batch(facts: Facts) -> list[str]:
     if batch.indices is not None:
         found.append(f"the sampler drew {_DREW[batch.indices]}")
     if batch.is_loaded_alike is not None:
-        found.append("what left the loader matches" if batch.is_loaded_alike else "what left the loader differs")
+        found.append("the loader's output matches" if batch.is_loaded_alike else "the loader's output differs")
     if batch.found_at is not None:
         which = "all of its samples are" if batch.is_whole else "one of its samples is"
         found.append(f"{which} at step {batch.found_at} of the reference")
     elif batch.was_searched and batch.indices != "cut":
-        found.append("its samples are nowhere in what the reference recorded")
+        found.append("the reference recorded none of its samples")
     if batch.first_index is not None and batch.indices != "cut":
         loader, position, ours, theirs = batch.first_index
         found.append(f"first different sample: {loader} [{position}] drew {ours} in the reference, {theirs} now")

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from det_callbacks.report.console import listed
 from det_callbacks.verdict import EnvironmentDifference
 
+USE_ONE_VALUE = "Use the reference's value, or record the reference again"
+
 
 def both_values(entries: Sequence[EnvironmentDifference]) -> str:
     """Return entries of the environment in both runs."""
@@ -12,5 +14,6 @@ def both_values(entries: Sequence[EnvironmentDifference]) -> str:
 
 
 def explained_by(choice: EnvironmentDifference, sentence: str) -> str:
-    """Return a choice and the sentence on the first difference, which it explains."""
-    return f"{both_values([choice])}, which explains the first difference. {sentence}"
+    """Return the sentence on a choice that differs, and the sentence on the first difference, which it explains."""
+    both = f"{choice.reference} in the reference and {choice.current} in the current run"
+    return f"{choice.name} is {both}, which explains the first difference. {sentence}"

@@ -1,4 +1,4 @@
-"""How the state of a generator came to differ, what ran in between, and what to do."""
+"""Why the state of a generator differs, what ran in between, and what to do."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -16,7 +16,7 @@ from det_callbacks.runs.evidence import (
 )
 
 RESUME_EXACTLY = (
-    'Resume with resume="exact" from a checkpoint saved with the callback: Lightning does not restore generators'
+    'Lightning does not restore generators: resume with resume="exact", from a checkpoint saved with the callback'
 )
 
 _VALIDATION = "on_validation_epoch_start on_validation_batch_start on_validation_batch_end on_validation_epoch_end"
@@ -41,7 +41,7 @@ _WITHIN_STEP = (BATCH_START, AFTER_FORWARD, AFTER_BACKWARD, BATCH_END)
 
 
 def show_change(change: GeneratorChange, evidence: Evidence) -> str:
-    """Return how a generator came to differ, without a final stop."""
+    """Return why a generator differs, without a final stop."""
     why = _why_it_differs(change)
     if change.equal_at is None:
         if change.differs_at[0] == 0:
@@ -57,12 +57,12 @@ def show_change(change: GeneratorChange, evidence: Evidence) -> str:
 
 
 def show_idle(change: GeneratorChange) -> str:
-    """Return that a generator began in another state and stayed there."""
+    """Return that a generator started in a different state and stayed in it."""
     return f"{show_start(change)}, and nothing drew from it"
 
 
 def show_start(change: GeneratorChange) -> str:
-    """Return that a generator began in another state."""
+    """Return that a generator started in a different state."""
     return f"{change.name} had a different state from the start of the fit{_why_it_differs(change)}"
 
 
@@ -71,14 +71,14 @@ def _why_it_differs(change: GeneratorChange) -> str:
         return ""
     ours, theirs = change.seeds
     if change.is_reseeded:
-        return f", seeded with {ours} in the reference, {theirs} now"
-    return ", by a different number of draws from the same seed"
+        return f", seeded with {ours} in the reference and {theirs} in the current run"
+    return ", after a different number of draws from the same seed"
 
 
 def keep_from_drawing(change: GeneratorChange, evidence: Evidence) -> str:
-    """Return what to do if one run only draws from a generator."""
+    """Return what to do if only one run draws from a generator."""
     ran = _shown(change, evidence)
-    return f"Keep {ran} from drawing from {change.name}: give it a generator of its own, or restore the state after it"
+    return f"Keep {ran} from drawing from {change.name}: give it a separate generator, or restore the state after it"
 
 
 def _shown(change: GeneratorChange, evidence: Evidence) -> str:

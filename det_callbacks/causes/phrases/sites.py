@@ -1,4 +1,4 @@
-"""What a site is called, how it differs, and whether the difference starts there."""
+"""The name of a site, how it differs, and whether the difference starts there."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,20 +9,19 @@ from det_callbacks.runs.program import READS, REGION, TensorLayout
 from det_callbacks.verdict import Divergence
 
 _UNPROVEN: Mapping[Start, str] = {
-    "inside a region": "it ran inside a compiled region, which the trace cannot see into",
-    "written since": "the op that wrote it matches, and something that leaves no row changed it since "
-    "(a view, NumPy, a raw kernel)",
+    "inside a region": "it ran inside a compiled region, which the recorder cannot see into",
+    "written since": "the op that wrote it matches, but an unseen write (a view, NumPy, a raw kernel) changed it since",
     "other arguments": "the two runs kept digests of different arguments of it",
-    "unread batch": "the batch holds something that could not be inspected, and Python may have read it",
-    "passed on": "a shape or a number that Python could read differs earlier, and Python may have passed that on",
-    "race": "it was read before the collective had been waited for, which is a race",
-    "collective": "what this rank sent matches, and it came from another rank or from the collective itself",
-    "graph replay": "a CUDA graph may have written it, and the trace cannot see into one",
+    "unread batch": "Python may have read a part of the batch that the recorder could not inspect",
+    "passed on": "a shape or a number that Python can read differs earlier, and Python may have passed it on",
+    "race": "the step read it before it waited for the collective, which is a race",
+    "collective": "what this rank sent matches, and the difference came from another rank or the collective itself",
+    "graph replay": "a CUDA graph may have written it, which the recorder cannot see",
     "not recorded": "the op that wrote it was not recorded",
     "region parameters": "the parameters that the compiled region reads have no digest at this level",
-    "unseen writer": "the trace did not see what wrote its inputs (NumPy, a raw kernel, torch.empty)",
+    "unseen writer": "the recorder did not see what wrote its inputs (NumPy, a raw kernel, torch.empty)",
 }
-_VERBS = {"region_input": "received", "graph_output": "holds", "sent": "received", "delivered": "delivered"}
+_VERBS = {"region_input": "received", "graph_output": "has", "sent": "received", "delivered": "delivered"}
 
 
 def describe(finding: Finding) -> str:
@@ -36,7 +35,7 @@ def _where_it_starts(finding: Finding) -> str:
     if divergence.is_origin is False:
         return "one of its inputs differs"
     if divergence.is_origin is None:
-        return f"{_UNPROVEN[finding.start]}, so where it starts cannot be proven"
+        return f"{_UNPROVEN[finding.start]}, so the verdict cannot say where the difference starts"
     if divergence.op.startswith(REGION):
         return "the inputs of the compiled region match, so the difference starts inside it"
     if finding.is_rewired:
@@ -58,12 +57,12 @@ def _how_it_differs(finding: Finding) -> str:
         return f"produced a different structure: {both_layouts(finding.layouts)}"
     if divergence.kind in ("missing", "extra"):
         return f"is only in the {side_of(divergence)}"
-    verb = "produced" if divergence.op else "holds"
+    verb = "produced" if divergence.op else "has"
     return f"{_VERBS.get(finding.role, verb) if divergence.kind == 'content' else verb} different bits"
 
 
 def site_text(divergence: Divergence) -> str:
-    """Return what a site is called, with its module and its line."""
+    """Return the name of a site with its module and its line."""
     source = source_text(divergence.source)
     if not divergence.op:
         owner = f" of {_module(divergence.module)}" if divergence.module else ""
@@ -94,7 +93,7 @@ def _module(module: str) -> str:
 
 
 def source_name(finding: Finding) -> str:
-    """Return the name of what entered a step, or where it was read."""
+    """Return the name of a tensor that entered a step, or where it was read."""
     divergence, line = finding.divergence, source_text(finding.divergence.source)
     if divergence.name is None:
         where = f"in {_module(divergence.module)}" if divergence.module else "outside any module"

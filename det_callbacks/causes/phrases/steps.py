@@ -1,4 +1,4 @@
-"""Where a step is, and what entered it with other bits."""
+"""The place of a step, and the differences that it started with."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,11 +9,11 @@ from det_callbacks.report.console import listed
 
 _SUBJECTS = {
     # phase -> subject of a sentence, and a part of it
-    "restored": ("the state after the checkpoint was loaded", "part of the state after the checkpoint was loaded"),
+    "restored": ("the restored state", "part of the restored state"),
     "state": ("the initial state", "part of the initial state"),
     "data": ("the batch", "part of the batch"),
     "rng": ("the generator state", "a generator"),
-    "input": ("an input from outside the trace", "an input from outside the trace"),
+    "input": ("a tensor that no recorded op produced", "a tensor that no recorded op produced"),
 }
 SUBJECT: Mapping[str, str] = {phase: subject for phase, (subject, _) in _SUBJECTS.items()}
 
@@ -46,13 +46,14 @@ def _explain_sources(facts: Facts) -> str:
     named = [one for one in facts.sources if one.divergence.phase == phase and one.role != "samples"]
     others = [one.divergence.phase for one in facts.sources if one.divergence.phase != phase]
     what = how_it_entered(phase, named or facts.sources[:1], facts)
-    return f"{place(facts)}: {what}{also_differ(others)}; {_who_wrote_it(facts, phase)}"
+    return f"{place(facts)}: {what}{also_differ(others)}{_who_wrote_it(facts, phase)}"
 
 
 def _who_wrote_it(facts: Facts, phase: str) -> str:
-    if phase == "input" and "unselected" in facts.difference.current.program.ops_skipped:
-        return "an op that was not recorded (modules, phases) may have written it"
-    return "it entered the step that way, so no op is to blame"
+    if phase != "input":
+        return "; the step started with this difference, so no op caused it"
+    is_partial = "unselected" in facts.difference.current.program.ops_skipped
+    return "; an op that was not recorded (modules, phases) may have written it" if is_partial else ""
 
 
 def how_it_entered(phase: str, found: Sequence[Finding], facts: Facts) -> str:
@@ -78,7 +79,7 @@ def how_it_entered(phase: str, found: Sequence[Finding], facts: Facts) -> str:
 
 
 def also_differ(phases: Sequence[str]) -> str:
-    """Return what else entered the step with other bits, as a clause."""
+    """Return what else the step started with that differs, as a clause."""
     subjects = [SUBJECT[phase] for phase in dict.fromkeys(phases)]
     if not subjects:
         return ""

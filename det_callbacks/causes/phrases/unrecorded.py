@@ -1,4 +1,4 @@
-"""What to do if nothing recorded explains a difference."""
+"""Advice for a difference that nothing recorded explains."""
 
 from collections.abc import Sequence
 
@@ -7,23 +7,25 @@ from det_callbacks.compare.facts import Facts, earlier_choice
 from det_callbacks.verdict import EnvironmentDifference
 
 _LOST_VALUE = (
-    "All that a checkpoint restores matches: look for a Python value that the checkpoint does not hold, and keep it "
-    "there with on_save_checkpoint and on_load_checkpoint, or in a buffer"
+    "Everything that the checkpoint restores matches, so a Python value that it does not hold may differ: save that "
+    "value with on_save_checkpoint and on_load_checkpoint, or in a buffer"
 )
-_FROM_OUTSIDE = "Seed what makes it, record it, or name it there: observe_non_deterministic (docs/how-to/replay.md)"
+_FROM_OUTSIDE = (
+    "Seed the code that produces it, or name it there with observe_non_deterministic (docs/how-to/replay.md)"
+)
 
 
 def begun_before(what: str, step: int, choices: Sequence[EnvironmentDifference]) -> str:
-    """Return that something may have begun in steps that were not recorded; ``what`` is the subject."""
+    """Return that a difference may have started in steps that were not recorded; ``what`` starts the sentence."""
     choice = earlier_choice(choices)
-    text = f"{what} before step {step}, and steps before it were not recorded"
+    text = f"{what} before step {step}, in steps that were not recorded"
     if choice is None:
-        return f"{text}: record them too to see where it starts"
-    return f"{text}: a choice explains it, {both_values([choice])}"
+        return f"{text}. Record those steps to find where the difference starts"
+    return f"{text}. A choice explains it: {both_values([choice])}"
 
 
 def advise_lost_value(facts: Facts) -> str:
-    """Return advice on a value that a resume lost or that came from outside; "" if a choice differs."""
+    """Return advice on a value that a resume lost or that no recorded op produced; "" if a choice differs."""
     if facts.choices or not _may_be_python_value(facts):
         return ""
     if facts.is_resumed:
