@@ -121,7 +121,7 @@ def _refuse_late(settings: DeterminismSettings) -> None:
     for name, setting in SETTINGS.items():
         wanted = getattr(settings, name)
         if wanted is not None and (reason := setting.too_late(wanted)) is not None:
-            late.append(f"{name}={wanted!r} comes too late: {reason}")
+            late.append(f"{name}={wanted!r} can no longer take effect: {reason}")
             variables.append(setting.how(wanted))
     if late:
         raise SettingsError(
@@ -144,22 +144,23 @@ def _seed_all(seed: int) -> None:
 
 def _require_seed(seed: int, model: nn.Module) -> None:
     how = (
-        "Seed before the model is built: training_snapshot in a test, lightning.seed_everything(seed, workers=True), "
-        "enforce_determinism(settings), seed_everything of LightningCLI, --seed of the command line, the Hydra preset."
+        "Seed before you build the model, with training_snapshot in a test, lightning.seed_everything(seed, "
+        "workers=True), enforce_determinism(settings), seed_everything of LightningCLI, --seed of the command line, or "
+        "the Hydra preset."
     )
     states = [("the seed of torch", str(seed), str(torch.initial_seed()))]
     states += [(name, value, str(os.environ.get(name))) for name, value in _seed_variables(seed).items()]
     for name, wanted, found in states:
         if wanted != found:
             raise SettingsError(
-                f"seed={seed} is not in force: {name} is {found} and should be {wanted}. Where the program seeds "
-                f"itself, leave the seed out, or give both the same one and workers=True. {how}"
+                f"seed={seed} is not in force: {name} is {found} and should be {wanted}. If the program seeds itself, "
+                f"omit the seed from the settings, or use the same seed in both, with workers=True. {how}"
             )
     parameters, known = dict(model.named_parameters()), _seeded_after["parameters"]
     if early := [name for name, one in parameters.items() if known.get(id(one), lambda: None)() is one]:
         raise SettingsError(
-            f"The seed came too late: {len(early)} of the model's {len(parameters)} parameters ({', '.join(early[:3])}"
-            f"{', ...' if len(early) > 3 else ''}) existed when it was set, so they were drawn without it. {how}"
+            f"The seed was set too late: {len(early)} of the model's {len(parameters)} parameters "
+            f"({', '.join(early[:3])}{', ...' if len(early) > 3 else ''}) were already initialised. {how}"
         )
 
 

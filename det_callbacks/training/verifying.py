@@ -104,8 +104,8 @@ class Verifying(TracedSession):
             if self.is_resumed and not (run.fit.compared or run.fit.extra):
                 run.close(complete=False)
                 raise NothingComparedError(
-                    "The checkpoint is of a training that was finished: no step was left, so nothing was compared with "
-                    f"{self.path}. Verify from an earlier one, or from the start."
+                    "The checkpoint is from a finished training, so there was no step to train, and nothing was "
+                    f"compared with {self.path}. Verify from an earlier checkpoint, or from the start."
                 )
             run.end_fit()
         missing = [FIT] * (run.num_segments - self.stages.count(FIT))

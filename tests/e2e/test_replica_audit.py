@@ -118,7 +118,7 @@ def averaged() -> DDPStrategy:
     ("strategy", "model", "text"),
     [
         (STRATEGIES["fsdp2"][0], Sharded, "Nothing can be compared: no parameter has a replica"),
-        (Unwrapped, Classifier, "Unwrapped does not say which ranks hold the same parameters"),
+        (Unwrapped, Classifier, "Unwrapped does not define which ranks hold the same parameters"),
         pytest.param(averaged, Classifier, "differ by design between two averagings", marks=pytest.mark.slow),
     ],
 )
