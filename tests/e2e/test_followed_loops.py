@@ -131,10 +131,10 @@ def test_several_trainings_are_one_run(command):
         ("by_hand", "Net was called, but no optimizer of torch stepped after it (AdamW), so there is no step"),
         (
             "functional",
-            "AdamW stepped, but since its last step no module with its parameters was called the step before",
+            "AdamW stepped, but since its last step no module with its parameters was called with",
         ),
         ("left_in_eval", "with gradients enabled in train mode"),
-        ("caught", "AdamW stepped, but since its last step no module with its parameters was called the step before"),
+        ("caught", "AdamW stepped, but since its last step no module with its parameters was called with"),
         ("broken", "the script failed with status 1"),
         ("own", "the script has its own run, which is used"),
     ],

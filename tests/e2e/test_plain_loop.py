@@ -324,7 +324,7 @@ def test_misuse_says_what_to_do(reference, tmp_path):
         ({"model": loop}, "model must be a torch.nn.Module; got Loop"),
         ({"optimizers": []}, r"one or several optimizers of torch\.optim; got none"),
         ({"optimizers": None}, "got NoneType"),
-        ({"resume": "exact"}, r"resume is for Lightning's Trainer.* use resume_from"),
+        ({"resume": "exact"}, r"TrainingRun has no argument resume.* use resume_from"),
         ({"log_metrics": True}, "log_metrics is for Lightning's Trainer"),
         ({"mode": "off"}, "mode must be one of record, verify, audit, disabled"),
     ):

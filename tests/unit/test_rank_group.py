@@ -41,7 +41,7 @@ def without_storage(group: RankGroup, rank: int) -> Any:
 
 
 FAILED = "RankError: Rank 1 failed in the audit of the replicas after step 0, so this rank (0 of 2) stops too: Det"
-AT = "RankError: Rank {} of 2 is at the audit of the replicas after step {}, and rank {} at the audit of the replicas "
+AT = "RankError: Rank {} of 2 is at the audit of the replicas after step {}, but rank {} at the audit of the replicas "
 
 
 @pytest.mark.parametrize(
