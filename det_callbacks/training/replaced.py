@@ -1,11 +1,11 @@
-"""Methods of single objects that are replaced while a training is followed; those of torch: ``trace/compiled``."""
+"""Replaces methods of single objects while a training is followed (for torch's methods see ``trace/compiled``)."""
 
 from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from types import ModuleType
 from typing import Any
 
-OF_SAMPLERS = {"__class__": "of loaders and samplers: Python looks __iter__ and __next__ up in the class"}
+OF_SAMPLERS = {"__class__": "of loaders and samplers: Python looks up __iter__ and __next__ in the class"}
 
 
 class ReplacedMethods:
@@ -16,12 +16,12 @@ class ReplacedMethods:
         self._undo: list[Callable[[], object]] = []
 
     def put(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        """Replace a method of an object, or a function of a module, by ``make(method)``; of ``__class__`` the class."""
-        assert name in self._places, "each place stands in the registry with its reason"
+        """Replace a method of an object, or a function of a module, by ``make(method)``; ``__class__`` its class."""
+        assert name in self._places, "the registry has a reason for each place"
         before = getattr(owner, name)
         setattr(owner, name, make(before))
         is_own = name == "__class__" or isinstance(owner, ModuleType | type)
-        # else the class still has the method
+        # else the method is still in the class
         undo = partial(setattr, owner, name, before) if is_own else partial(vars(owner).pop, name, None)
         self._undo.append(undo)
 

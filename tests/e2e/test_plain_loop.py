@@ -345,7 +345,7 @@ def test_misuse_says_what_to_do(reference, tmp_path):
         pass
     with pytest.raises(SelectionError, match="Call resume_from before the with block"), new() as run:
         run.resume_from(2)
-    with pytest.raises(SelectionError, match="step must be a whole number from 0 on"):
+    with pytest.raises(SelectionError, match="step must be an integer, at least 0"):
         new().resume_from(-1)
     with pytest.raises(SelectionError, match=r"The TrainingRun of .* is open already.*one run at a time"), new(), new():
         pass
