@@ -1,4 +1,4 @@
-"""What every dispatch mode of this package has in common."""
+"""The base class of the package's dispatch modes."""
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -23,13 +23,13 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 TAKE_APART = object()
-"""What handling a composite op gives: the mode takes it apart, and gets the ops that it comes down to."""
+"""Returned for a composite op: the mode decomposes it, and gets the inner ops."""
 
 
 class DispatchMode(TorchDispatchMode):
-    """A dispatch mode that lets torch.compile compile under it, and costs 4 instead of 7 microseconds an op.
+    """A dispatch mode that lets torch.compile compile under it, and takes 4 instead of 7 microseconds an op.
 
-    ``handle`` is called as ``__torch_dispatch__`` is, and returns what the op returned, or ``TAKE_APART``.
+    ``handle`` is called like ``__torch_dispatch__``, and returns the op's result, or ``TAKE_APART``.
     """
 
     supports_higher_order_operators = True
@@ -46,8 +46,8 @@ class DispatchMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # The wrapper that torch would put around __torch_dispatch__ costs 3 microseconds per op. What it does, keeping
-        # Dynamo out of this code when it runs between the parts of a compiled function, __init__ does once.
+        # Torch's wrapper of __torch_dispatch__ costs 3 microseconds per op. It keeps Dynamo out of this code between
+        # the parts of a compiled function, which __init__ does once.
         return False
 
     def __torch_dispatch__(
@@ -60,7 +60,7 @@ class DispatchMode(TorchDispatchMode):
 
     @property
     def is_on(self) -> bool:
-        """Whether this mode handles ops; one that is off lets them pass."""
+        """Whether this mode handles ops; otherwise it lets them pass."""
         return self._handle is not None
 
     def turn_off(self) -> None:
@@ -68,10 +68,10 @@ class DispatchMode(TorchDispatchMode):
         self._handle = None
 
     def take_apart(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a composite op so that this mode sees the ops that it comes down to, as it does outside inference mode.
+        """Run a composite op so that this mode sees its inner ops, as it does outside inference mode.
 
-        A handler runs without autocast. The ops inside have it as they would without this mode, or they would give
-        other bits: as it was when the op was called, or off where the op has an autocast rule of its own.
+        A handler runs without autocast. The inner ops get the autocast that they have without this mode, to keep
+        their bits: that of the op's call, or none if the op has an autocast rule.
         """
         devices = {tensor.device.type for tensor in tensors_in((*args, *kwargs.values()))}
         has_rule = any(
@@ -87,11 +87,11 @@ class DispatchMode(TorchDispatchMode):
 
     @property
     def is_on_top(self) -> bool:
-        """Whether this is the mode that was entered last: leaving it pops whatever that is."""
+        """Whether this is the innermost mode, since leaving pops the innermost."""
         return current_mode() is self
 
     def leave(self) -> str | None:
-        """Leave this mode; where another one is on top, which leaving would pop, only let ops pass, and name that."""
+        """Leave this mode; if another is on top, which leaving would pop, only let ops pass, and return its name."""
         if self.is_on_top:
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
             return None
@@ -99,20 +99,20 @@ class DispatchMode(TorchDispatchMode):
         return self.describe_top()
 
     def describe_top(self) -> str:
-        """Return the class of the mode that was entered last."""
+        """Return the class of the innermost mode."""
         return type(current_mode()).__name__
 
 
 def runs_uncompiled(function: _Function) -> _Function:
-    """Mark a function that runs between the parts of a compiled one as it is; one graph may hold it all the same."""
+    """Mark a function to run uncompiled between the parts of a compiled function; a graph may still hold it."""
     dynamo.skip(function.__code__)
     return function
 
 
 def breaks_graph(reason: str) -> Callable[[_Function], _Function]:
-    """Mark a function that a compiled one calls outside its graph.
+    """Mark a function that compiled functions call outside their graphs.
 
-    What ``torch.compiler.disable`` does, without importing Dynamo for everybody who imports this package.
+    Like ``torch.compiler.disable``, but without importing Dynamo whenever this package is imported.
     """
 
     def mark(function: _Function) -> _Function:

@@ -1,4 +1,4 @@
-"""HashMode: what one step computed, as digests."""
+"""HashMode: records the digests of one step."""
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -27,25 +27,25 @@ from det_callbacks.trace.state.optimizers import OptimizerPhases, in_phase
 
 
 class HashMode:
-    """Record the digests of one step: everything that runs inside the ``with`` block.
+    """Record the digests of one step: of everything that runs inside the ``with`` block.
 
-    The results survive the block. A mode can be entered again for the next step; it is not reentrant, and one step at
-    a time is kept. Cost and limits: docs/explanation.
+    The results survive the block. You can enter a mode again for the next step; it is not reentrant, and keeps only
+    the last step. For cost and limits see docs/explanation.
 
     Args:
-        model: module that names are relative to; its parameters and buffers are recorded when the block ends. None
-            names outermost modules by their class and records no state.
-        modules: fnmatch patterns over qualified module names; "*" is everything, ops outside any module included.
-        level: "op", "module" or "state"; each holds the ones below it.
+        model: module that names are relative to; its parameters and buffers are recorded at the end of the block. None
+            names outermost modules by their class, and records no state.
+        modules: fnmatch patterns for qualified module names; "*" also includes ops outside any module.
+        level: "op", "module" or "state"; each level includes those after it.
         phases: among "forward", "backward" and "optimizer".
-        compiled: "run" records the ends of what torch.compile compiled, and the ops seen inside; "eager" runs the code
-            that it was compiled from, so that each op is seen: other kernels, and slower.
+        compiled: "run" records inputs and outputs of compiled regions, and the ops seen inside; "eager" runs the
+            original code, so that each op is seen, with different kernels and slower.
 
     Attributes:
         trace: the last step; None before the first.
-        is_open: whether a step is under way.
-        is_off: whether the trace had to be turned off for good.
-        optimizers: whose state is recorded; those that step inside the block are added.
+        is_open: whether a step is open.
+        is_off: whether the trace was turned off for good.
+        optimizers: optimizers whose state is recorded; includes those that step inside the block.
 
     Raises:
         SelectionError: an argument is not one of the allowed ones.
@@ -75,7 +75,7 @@ class HashMode:
 
     @classmethod
     def for_training(cls, model: nn.Module, selection: Selection, *, base_phase: str = "other") -> "HashMode":
-        """Return a mode whose steps are opened and closed by a training loop that also sets the phases."""
+        """Return a mode for a training loop that opens and closes the steps, and sets the phases."""
         mode = cls.__new__(cls)
         cls._open(mode, model, selection, base_phase=base_phase)
         return mode
@@ -100,7 +100,7 @@ class HashMode:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The optimizers whose state is recorded."""
+        """Optimizers whose state is recorded."""
         return self._phases.seen
 
     @optimizers.setter
@@ -109,7 +109,7 @@ class HashMode:
 
     @property
     def sketch(self) -> tuple[int, ...]:
-        """The sketch of the largest samples in the batch of the last step, when that has ended."""
+        """The sketch of the largest samples in the last step's batch, after the step has ended."""
         largest = max(self._samples, key=lambda one: (one.sketch != (), one.num_bytes), default=None)
         return () if largest is None else largest.sketch
 
@@ -126,7 +126,7 @@ class HashMode:
             self.abandon()
 
     def begin(self, *, batch: Any = None, is_first: bool = False, expected: Expectation | None = None) -> None:
-        """Start a step on a batch; the first one of a training has its initial state, too."""
+        """Start a step on a batch; the first step of a training also has the initial state."""
         if self.is_open:
             raise TraceError("HashMode is already open: it traces one step at a time. Leave it before entering again.")
         if self.is_off:
@@ -147,12 +147,12 @@ class HashMode:
             if self.selection.level != "state":
                 recorder.places.modules.open()
             self._listener.open(sees_ops=self.selection.level == "op")
-        except BaseException:  # Ctrl-C between two of them: nobody will call __exit__
+        except BaseException:  # Ctrl-C between two of them: Python does not call __exit__
             self.abandon()
             raise
 
     def finish(self) -> StepTrace | None:
-        """End the step and return what it did; None when the trace had to be turned off."""
+        """End the step and return its trace; None if the trace was turned off."""
         if not self.is_open:
             return None
         self._leave()
@@ -168,13 +168,13 @@ class HashMode:
                 if self.selection.level == "op":
                     self.recorder.places.names.keep(places, entries)
                 self.trace = self.recorder.finish()
-        except BaseException:  # Ctrl-C too: nothing that follows the step may stay
+        except BaseException:  # Ctrl-C too: no hook or mode may stay
             self.recorder.abandon()
             raise
         return self.trace
 
     def abandon(self) -> None:
-        """Drop the step under way; may be called at any time and more than once."""
+        """Drop the current step; may be called at any time and more than once."""
         if self.is_open:
             self._leave()
         self.recorder.abandon()
@@ -188,18 +188,18 @@ class HashMode:
                 self.recorder.named.group(name, phase, list(flatten(values, name)), owner="")
 
     def digest_state(self) -> dict[str, int]:
-        """Return the digest of each parameter, buffer and state of an optimizer by name; of a number its 64 bits."""
+        """Return the digest of each parameter, buffer and optimizer state by name; for a number, its 64 bits."""
         self._name_parameters()
         entries = [(name, value) for name, value in self._state() if holds_data(value)]
         digests = iter(digest_tensors([value for _, value in entries if isinstance(value, Tensor)]))
         return {name: next(digests) if isinstance(value, Tensor) else scalar_bits(value)[0] for name, value in entries}
 
     def marks_forward(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function with phase forward while it runs."""
+        """Return the function wrapped to run in phase forward."""
         return in_phase(self.recorder, "forward", function)
 
     def leaves_out(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function with its ops outside the trace: they belong to no training step."""
+        """Return the function wrapped to run outside the trace, since its ops belong to no training step."""
 
         def left_out(*args: Any, **kwargs: Any) -> Any:
             mode = self._listener.mode
@@ -215,12 +215,12 @@ class HashMode:
         return left_out
 
     def pause(self) -> None:
-        """Leave ops outside the trace until ``go_on``, or the end of the step: they belong to no training step."""
+        """Stop recording until ``go_on`` or the end of the step: the ops belong to no training step."""
         if self._listener.mode is not None:
             self._listener.mode.recorder = None
 
     def go_on(self) -> None:
-        """Record ops again after ``pause``."""
+        """Resume recording after ``pause``."""
         if self._listener.mode is not None:
             self._listener.mode.recorder = self.recorder
 
@@ -231,8 +231,8 @@ class HashMode:
             return
         self.is_off = True
         warnings.warn(
-            f"Another dispatch mode ({above}) was opened inside the step and left open; det_callbacks turned its own "
-            "mode off and records nothing from here on. Close that mode before the step ends.",
+            f"Another dispatch mode ({above}) was opened inside the step and left open, so det_callbacks turned off "
+            "its mode and records nothing from here on. Close the other mode before the step ends.",
             CoverageWarning,
             stacklevel=3,
         )
@@ -273,13 +273,13 @@ class HashMode:
 
 
 class Listener:
-    """Lets a recorder see what runs, but for modules; without ``phases`` another one follows updates and outputs."""
+    """Lets a recorder see ops, and, if it has ``phases``, updates and outputs; does not follow modules."""
 
     def __init__(self, recorder: Recorder, phases: OptimizerPhases | None) -> None:
         self._recorder = recorder
         self._phases = phases
         self._outputs = ModuleOutputs(recorder.named, recorder.places, recorder.step.lock)
-        self.mode: Interceptor | None = None  # while none is open
+        self.mode: Interceptor | None = None  # None if closed
 
     def open(self, *, sees_ops: bool) -> None:
         """Listen from here on."""
@@ -294,7 +294,7 @@ class Listener:
             self._recorder.strands.mode = self.mode
 
     def close(self) -> str | None:
-        """Stop; return the class of a mode that is open above ours, which then stays and passes all ops on."""
+        """Stop; if a mode is open above ours, return its class; our mode then stays, and lets ops pass."""
         if self._phases is not None:
             self._phases.close()
             self._outputs.close()
@@ -306,11 +306,11 @@ class Listener:
 
 
 class OpRegion:
-    """Lets the recorder see ops while it is open; regions nest, and only the outermost counts.
+    """Lets the recorder see ops while a region is open; regions nest, and only the outermost counts.
 
-    What a tensor's writers were is forgotten when a region ends: between regions anything may write it unseen.
-    ``level`` is that of a HashMode around the regions, if there is one. Then they are only counted at "op", where it
-    sees every op anyway, and at "state", where nobody knows the modules.
+    The end of a region forgets all writers of tensors, since unseen code may write them between regions. ``level`` is
+    that of an enclosing HashMode, if any; regions are then only counted at "op", where it sees every op anyway, and at
+    "state", where the modules are unknown.
     """
 
     def __init__(self, recorder: Recorder, *, level: str | None = None) -> None:
@@ -320,22 +320,22 @@ class OpRegion:
         self.depth = 0
 
     def enter(self) -> None:
-        """Open a region; inside another one it changes nothing."""
+        """Open a region; an inner region changes nothing."""
         self.depth += 1
         if self.depth == 1 and not self._is_counted_only:
             self._listener.open(sees_ops=True)
 
     def leave(self) -> None:
-        """Close a region; it is an error when none is, or when another dispatch mode was opened in it and still is."""
+        """Close a region; raise if none is open, or if another dispatch mode is still open in it."""
         if not self.depth:
             raise TraceError(
-                "There is no region to close: disable_hash_mode was called more often than enable_hash_mode."
+                "There is no region to close, because disable_hash_mode was called more often than enable_hash_mode."
             )
         mode = self._listener.mode
         if self.depth == 1 and mode is not None and not mode.is_on_top:
             raise TraceError(
-                f"Another dispatch mode ({mode.describe_top()}) is open above that of enable_hash_mode, or took "
-                "its place. The region is still open. Close what was opened last first."
+                f"Another dispatch mode ({mode.describe_top()}) is open above that of enable_hash_mode, or replaced "
+                "it, so the region is still open. Close that mode first."
             )
         self.depth -= 1
         if not self.depth:
@@ -347,12 +347,12 @@ class OpRegion:
         self._close()
 
     def suspend(self) -> None:
-        """Let ops pass, in a region that is open, until ``resume``: no step is under way."""
+        """Let ops pass in an open region until ``resume``, because no step is open."""
         if self._listener.mode is not None:
             self._listener.mode.recorder = None
 
     def resume(self) -> None:
-        """Record ops again where a region is open."""
+        """Record ops again if a region is open."""
         if self._listener.mode is not None:
             self._listener.mode.recorder = self._recorder
 
@@ -363,8 +363,8 @@ class OpRegion:
         self._recorder.forget_writers()
         if self._listener.close() is not None:
             warnings.warn(
-                "A region of enable_hash_mode ended below another dispatch mode that is still open; its own is turned "
-                "off now. Close that mode first.",
+                "A region of enable_hash_mode ended while another dispatch mode above it is still open, so its mode "
+                "was turned off. Close the other mode first.",
                 CoverageWarning,
                 stacklevel=4,
             )

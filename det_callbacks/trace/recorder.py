@@ -1,7 +1,7 @@
-"""The recorder: what one step did, op by op, with as little work per op as can be.
+"""The recorder: records one step op by op, with minimal work per op.
 
-On the hot path (``Recorder.op``) there is no logging, no string formatting and no schema parsing; a call that fits the
-one predicted at this position costs look-ups and comparisons, its reads, and the digests of what it wrote.
+The hot path (``Recorder.op``) has no logging, string formatting or schema parsing; a call that matches the predicted
+one costs look-ups and comparisons, its reads, and the digests of its outputs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -57,10 +57,10 @@ _READ_BACK = torch.ops.aten._local_scalar_dense.default
 
 
 class Recorder:
-    """Records one step at a time; ``begin`` and ``finish`` enclose a step.
+    """Records one step at a time, between ``begin`` and ``finish``.
 
-    What the step has gathered is in ``step``, and where what runs belongs in ``places``; the others have one job each,
-    and get what they need for it.
+    ``step`` has the results so far, and ``places`` the phase and module of the running code; the other members have
+    one job each.
     """
 
     def __init__(self, selection: Selection, root: nn.Module | None = None) -> None:
@@ -93,7 +93,7 @@ class Recorder:
 
     @property
     def phase(self) -> str:
-        """Phase of what runs outside a backward pass; set by whoever knows (the callback, the optimizer hooks)."""
+        """Phase of ops outside a backward pass; the callback and the optimizer hooks set it."""
         return self.places.phase
 
     @phase.setter
@@ -103,7 +103,7 @@ class Recorder:
         self._unseen_writes.begin_update()
 
     def begin(self, expected: Expectation | None = None) -> None:
-        """Start a step; where an output is not as ``expected``, the op's inputs are looked at while they live."""
+        """Start a step; if an output is not as ``expected``, check the op's inputs while they exist."""
         self.step.begin()
         self.places.backward.clear()
         self.generators.clear()
@@ -118,7 +118,7 @@ class Recorder:
         REPLACED.watch(self.compiled)
 
     def finish(self) -> StepTrace:
-        """End the step and return what it did."""
+        """End the step and return its trace."""
         step = self.step
         with step.lock:
             program = step.graph.program(step.counts)
@@ -137,7 +137,7 @@ class Recorder:
         return trace
 
     def abandon(self) -> None:
-        """Drop the step under way and every weak reference it holds; may be called more than once."""
+        """Drop the current step and all its weak references; may be called more than once."""
         self.step.discard()
         self.places.backward.clear()
         self.compiled.end()
@@ -148,18 +148,18 @@ class Recorder:
         self._expected = None
 
     def forget_writers(self) -> None:
-        """Forget who wrote which memory: from here on anything may write it unseen."""
+        """Forget the writers of all memory, because unseen code may write it from here on."""
         self.step.ledger.close()
         self.generators.clear()
 
     @property
     def num_sites(self) -> int:
-        """Sites recorded so far in this step."""
+        """Number of sites recorded so far in this step."""
         return len(self.step.digests)
 
     def op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op and record it."""
-        # how calls of this op are recorded; most that make no sites are handed on
+        # how to record calls of this op; most calls without sites return early
         plan = self.plans.known.get(id(func)) or self.plans.of(func)
         if plan.kind is not _DIGEST:
             if plan.whole is not None:
@@ -169,7 +169,7 @@ class Recorder:
             if plan.kind is not _DIGEST:
                 return self.undigested.run(plan, func, args, kwargs)
 
-        # where it belongs, and whether that is recorded
+        # its phase and module, and whether they are recorded
         places = self.places
         if graph_task_id() == -1:
             phase = places.phase
@@ -184,12 +184,12 @@ class Recorder:
             and (reduced := self.undigested.in_reducer(plan, scope, args, kwargs)) is not NotImplemented
         ):
             return reduced
-        # a number that Python gets may become an argument of an op in any module
+        # a number that Python reads may become an argument of an op in any module
         may_be_passed_on = func is _READ_BACK and phase != "optimizer"
         if not places.selects_all and not may_be_passed_on and not places.selects(phase, scope):
             return self.undigested.unselected(plan, func, phase, scope, args, kwargs)
 
-        # what it reads: the sites that wrote its inputs, and a new site for each input that none of them wrote
+        # its reads: the sites that wrote its inputs, and a new site for each input that none wrote
         step = self.step
         deferred = step.deferred
         digests = step.digests
@@ -210,7 +210,7 @@ class Recorder:
             else:
                 for value in (*args, *kwargs.values()) if kwargs else args:
                     kind = value.__class__
-                    # only ordinary tensors are known by their storage; `writer` is then the one site that wrote it
+                    # ordinary tensors are known by their storage; `writer` is the only site that wrote it
                     if kind in PLAIN and value.layout is STRIDED:
                         storage = value.untyped_storage()
                         writer = writers.get(storage_address(storage))
@@ -235,11 +235,11 @@ class Recorder:
                 if deferred.is_used:
                     deferred.before_writes(written)
             out = plan.call(*args, **kwargs)
-        except BaseException:  # Ctrl-C too: a user may catch it and go on with the step
+        except BaseException:  # Ctrl-C too: a user may catch it and continue the step
             self._reads.roll_back(mark)
             raise
 
-        # what it wrote
+        # its outputs
         if is_functional and out.__class__ is Tensor and plan.is_plain:
             outputs: Sequence[Any] = (out,)
         elif plan.sole_write >= 0:
@@ -256,10 +256,10 @@ class Recorder:
         if self.output_hooks.every:
             out, outputs = self.output_hooks.call(plan, phase, scope, out, outputs, args, kwargs)
 
-        if plan.is_overwrite:  # what it reads does not tell which tensor it writes
+        if plan.is_overwrite:  # its reads do not show which tensor it writes
             names += names_of_written(places, phase, plan, outputs)
 
-        # which call it is: the one predicted here, or another one, which may have to be built
+        # its call: the one predicted here, or another, which may be new
         graph = step.graph
         if names:
             written_by = graph.labels_of(reads, mark, self._reads.row_edges)
@@ -301,7 +301,7 @@ class Recorder:
         if phase != "optimizer" and (phase != "backward" or _is_grad_enabled() or scope.recomputed):
             places.backward.register(node)
 
-        # its sites: the numbers among its arguments, then what it wrote, each with its digest, layout and writer
+        # its sites: numbers among its arguments, then its outputs, each with digest, layout and writer
         indices = step.layout_indices
         if node.numbers:
             digests.append(node.bits)
@@ -309,7 +309,7 @@ class Recorder:
             position += 1
         first = position
         slots = step.layouts.slots
-        # not in the backward pass and the optimizer, whose parts follow from those of the forward pass
+        # not in the backward pass and the optimizer, where the forward pass determines the parts
         parts = parts_of_arguments(args, kwargs, places.names.offset_in) if phase == "forward" else ()
         for output in outputs:
             if output.__class__ in PLAIN and output.layout is STRIDED and not output.is_nested:
@@ -349,7 +349,7 @@ class Recorder:
         return out
 
     def _ordered(self, program: Program, digests: np.ndarray) -> StepTrace:
-        """Return the trace of a step that ran modules in several threads: its sites came in the order of the clock."""
+        """Return the trace of a step that ran modules in several threads, whose sites are in order of time."""
         step = self.step
         graph, modules = step.graph, self.places.modules.names
         calls = graph.calls()
@@ -382,7 +382,7 @@ class Recorder:
     def _append_special(self, output: Any, parts: Parts, *, is_fresh: bool) -> None:
         """Append a number, or a tensor that is not an ordinary strided one.
 
-        A fresh one (sparse, a wrapper) may be made around tensors that exist; their bytes keep their writers.
+        A fresh one (sparse, a wrapper) may wrap existing tensors, whose bytes keep their writers.
         """
         step = self.step
         position = self.num_sites
@@ -398,10 +398,10 @@ class Recorder:
                     step.ledger.write(part, position)
 
     def _plan_of_accumulation(self, args: tuple[Any, ...]) -> OpPlan:
-        """Return how the engine's sum of two gradients in place is recorded: like the sum that it makes otherwise.
+        """Return the plan for the engine's in-place sum of two gradients: that of the out-of-place sum.
 
-        It adds in place when nobody else holds the memory (torch 2.13, ``InputBuffer::accumulate``). A digest
-        that waits may hold it, too, and the program must not depend on that.
+        The engine adds in place if nothing else holds the memory (torch 2.13, ``InputBuffer::accumulate``). A
+        pending digest may hold it too, and the program must not depend on that.
         """
         if self.step.deferred.is_used:
             self.step.deferred.before_writes(args[:1])
@@ -409,6 +409,6 @@ class Recorder:
         return self._accumulation
 
     def _expect_any_order(self) -> None:
-        """Note that other threads record from here on, too: no site is known by its position before the step ends."""
+        """Note that other threads also record from here on, so positions of sites are unknown until the step ends."""
         if self._expected is not None:
             self._expected.forget_order()

@@ -1,4 +1,4 @@
-"""What the step under way has gathered so far: its sites, who wrote which memory, and its walk through the programs."""
+"""The results of the current step so far: its sites, the writers of memory, and its walk through the programs."""
 
 from array import array
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ from det_callbacks.trace.op.storages import StorageLedger
 
 
 class Step:
-    """One step after the other; a site is made by appending its bits and its layout here.
+    """The current step; appending bits and a layout makes a site.
 
-    ``lock`` is held while something is recorded: the autograd engine runs each device's part of a backward pass in a
-    thread of its own, modules may run in a pool of threads, and an op lets the others go on while it runs.
+    Recording holds ``lock``: the autograd engine runs the backward pass of each device in a separate thread, modules
+    may run in a thread pool, and an op lets other threads continue while it runs.
     """
 
     def __init__(self) -> None:
@@ -43,17 +43,17 @@ class Step:
         self.counts = StepCounts()
 
     def discard(self) -> None:
-        """Let go of every weak reference that the step holds; may be called more than once."""
+        """Release all weak references of the step; may be called more than once."""
         self.deferred.discard()
         self.ledger.close()
 
     @property
     def num_sites(self) -> int:
-        """Sites recorded so far."""
+        """Number of sites recorded so far."""
         return len(self.digests)
 
     def append(self, tensor: Tensor, slot: LayoutSlot | None = None) -> LayoutSlot:
-        """Digest a tensor, in memory order where it is dense, as the next site; return its layout."""
+        """Digest a tensor as the next site, in memory order if dense; return its layout."""
         slot = slot or self.layouts.of(tensor)
         self.digests.append(self.deferred.digest(len(self.digests), tensor, slot))
         self.layout_indices.append(slot.index)
@@ -61,12 +61,12 @@ class Step:
         return slot
 
     def append_bits(self, bits: int, slot: LayoutSlot) -> None:
-        """Append a site whose 64 bits are known."""
+        """Append a site with known 64 bits."""
         self.digests.append(bits)
         self.layout_indices.append(slot.index)
 
     def append_value(self, value: Any) -> None:
-        """Append the bits of a tensor or a number."""
+        """Append the bits of a tensor or number."""
         if isinstance(value, Tensor):
             self.append(value)
         else:
@@ -74,7 +74,7 @@ class Step:
             self.append_bits(bits, self.layouts.special(tag))
 
     def append_output(self, tensor: Tensor, writers: Sequence[int]) -> None:
-        """Append a tensor; the digest of the one site that wrote the same bytes is taken over."""
+        """Append a tensor; if a single site wrote the same bytes, reuse its digest."""
         slot = self.layouts.of(tensor)
         if len(writers) == 1 and slot.is_raw:
             (writer,) = writers
@@ -91,16 +91,16 @@ class Step:
         return self.layouts.order[self.layout_indices[position]]
 
     def writers_of(self, tensor: Tensor) -> list[int]:
-        """Return the sites of this step that wrote a tensor's bytes."""
+        """Return the sites in this step that wrote a tensor's bytes."""
         return sorted({writer for part in parts_with_memory(tensor) for writer in self.ledger.writers_of(part)})
 
     def forget(self, tensor: Tensor) -> None:
-        """Note that something unrecorded wrote a tensor, whatever it consists of."""
+        """Note that unrecorded code wrote a tensor, including its inner tensors."""
         for part in parts_with_memory(tensor):
             self.ledger.forget(part)
 
     def run_unseen(self, label: str, phase: str, scope: OpScope) -> None:
-        """Note that something without rows ran, and may have written any memory: another program than without it."""
+        """Note in the program that code without rows ran, which may have written any memory."""
         self.counts.opaque.add(label)
         self.ledger.invalidate()
         self.graph.step_to((label, phase, scope, [], [], [], 0), lambda node: None)
