@@ -50,7 +50,7 @@ _INITIAL_LANES = (
     0x9E3779B1,
 )
 
-# Stripe s of a block uses the eight words of the secret from s on, the very last stripe other words; the
+# Stripe s of a block uses the eight words of the secret from s on, the final stripe other words; the
 # scramble after a block uses the eight from 16 on.
 _WORDS = [
     word for offset, count in ((0, 24), (121, 8), (11, 8)) for word in struct.unpack_from(f"<{count}q", _SECRET, offset)

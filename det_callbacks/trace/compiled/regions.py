@@ -62,7 +62,7 @@ class Region:
     source: tuple[str, ...] = ()
 
     def enter(self, inputs: Iterable[tuple[str, Any]]) -> list[tuple[str, Tensor, int]]:
-        """Record the inputs; return name, tensor and position of those with rows: parameters only if it may write them."""
+        """Record the inputs; return name, tensor and position of those with rows: parameters only if written."""
         step = self.step
         is_op_level = self.places.selection.level == "op"
         may_write_parameters = is_op_level and (self.phase == "optimizer" or not torch.is_grad_enabled())
