@@ -144,7 +144,7 @@ class BitwiseEquivalenceMode:
         """Start a block, such as one step; occurrences are counted from here."""
         if self.is_open:
             raise TraceError(
-                "BitwiseEquivalenceMode is already open: it runs one block at a time. Leave it before entering again."
+                "BitwiseEquivalenceMode is already open, and runs one block at a time. Leave it before you enter it."
             )
         self._calls.clear()
         self.places.phase = self._base_phase
@@ -410,7 +410,7 @@ def _differing(first: Sequence[Any], second: Sequence[Any]) -> list[_Difference]
 
 @contextmanager
 def _unseen() -> Iterator[None]:
-    """Hide what the checks do, from torch-function modes too."""
+    """Hide the ops of the checks, from torch-function modes too."""
     with _no_modes_below(), without_function_modes():
         yield
 

@@ -100,7 +100,7 @@ class AuditFinding(OpMismatch):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditReport:
-    """The outcome of an audit.
+    """The result of an audit.
 
     Attributes:
         num_compared: number of ops that ran again and were compared, over all steps.

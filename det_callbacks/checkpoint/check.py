@@ -26,7 +26,7 @@ class EntryDifference:
     """
 
     section: str  # key of the checkpoint, or "files" of a folder
-    path: str  # "" where the section is one value
+    path: str  # "" if the section is a single value
     kind: str
     reference: str | None = None  # digest, layout, type, or a shortened value
     current: str | None = None  # likewise
@@ -37,7 +37,7 @@ class EntryDifference:
 
     @property
     def name(self) -> str:
-        """Section and path, with the parameter where it is known: "state_dict: net.weight"."""
+        """Section and path, with the parameter if known: "state_dict: net.weight"."""
         name = f"{self.section}: {self.path}" if self.path else self.section
         return name if self.parameter is None else f"{name} ({self.path.rpartition('/')[2]} of {self.parameter})"
 
@@ -113,7 +113,7 @@ def check_checkpoint(path: str | Path, other: str | Path | None = None) -> Check
 
 
 def compare_saved(place: Path, sidecar: Sidecar) -> CheckpointReport:
-    """Compare a checkpoint with its sidecar; a file is loaded only if its bytes differ."""
+    """Compare a checkpoint with its sidecar; load a file only if its bytes differ."""
     content, found = measure(place)
     has_same_bytes = sidecar.file == content
     if found is None and not has_same_bytes:

@@ -95,7 +95,7 @@ def encode_plain(value: Any) -> bytes | None:
     """Return bytes that identify a plain value and its type; None for other objects."""
     try:
         return _text(value).encode("utf-8", "surrogatepass")
-    except (TypeError, ValueError, RecursionError):  # also for huge numbers
+    except (TypeError, ValueError, RecursionError):  # huge integers raise ValueError
         return None
 
 

@@ -40,7 +40,7 @@ SPARSE_PARTS: Mapping[torch.layout, tuple[str, ...]] = {
     **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), _BY_COLUMNS),
 }
 
-# Copied as integers: float8, sub-byte and bits dtypes have few ops, and NaNs stay as they are.
+# Copied as integers, because float8, sub-byte and bits dtypes have few ops, and to preserve NaNs.
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -199,7 +199,7 @@ def inner_tensors(wrapper: torch.Tensor) -> list[torch.Tensor]:
             "that hold its data"
         )
     if isinstance(wrapper, AsyncCollectiveTensor):
-        # the wrapper's own ``wait`` would suppress the program's later one, which modes see
+        # the wrapper's ``wait`` would suppress the program's later wait, which modes see
         return [torch.ops._c10d_functional.wait_tensor(part) for part in inner]
     return inner
 

@@ -268,7 +268,7 @@ def command_choice(overrides: Sequence[str] | None = None, *, start: str | Path 
 
 
 def _arguments(script: Sequence[str]) -> list[str]:
-    """Return the original arguments, even if the script has changed ``sys.argv``."""
+    """Return the original arguments, even if the script changed ``sys.argv``."""
     if not script:
         return []
     name = script[1] if script[0] == "-m" else sys.argv[0]

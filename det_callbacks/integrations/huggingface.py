@@ -1,4 +1,4 @@
-"""DeterminismCallback for Hugging Face's Trainer, whose loop drives a TrainingRun (read at 4.57 and 5.24)."""
+"""DeterminismCallback for Hugging Face's Trainer, whose loop drives a TrainingRun (transformers 4.57 and 5.24)."""
 
 import inspect
 import json
@@ -69,7 +69,7 @@ class _TrainerRun(TrainingRun):
             )
         if "log_metrics" in arguments:
             raise SelectionError("log_metrics is for Lightning's Trainer: omit it, and log the verdict yourself.")
-        # model and optimizer exist when the Trainer trains
+        # model and optimizer exist only when the Trainer trains
         FollowedRun.__init__(self, reference, resume="plain", **arguments)
         self._of_trainer = ReplacedMethods(_PLACES)
         self._iterator: object = None
@@ -128,7 +128,7 @@ class _TrainerRun(TrainingRun):
         self._hooks.go_on()
 
     def end_step(self) -> None:
-        # accelerate has copied them to the device, where memory may be scarce
+        # accelerate has copied them to the device, whose memory may be scarce
         self._training.forget_drawn()
         self._leave_step(None)
 

@@ -120,7 +120,7 @@ class LoopTraining(Training):
             )
 
 
-_PLACES = {"backward": "of torch.autograd: no hook of torch has the loss, or is called at the end of a backward pass"}
+_PLACES = {"backward": "of torch.autograd: no hook of torch gets the loss, or runs at the end of a backward pass"}
 _LOADER = "train_dataloader"
 
 
@@ -396,7 +396,7 @@ class TrainingRun(FollowedRun):
 
     @runs_uncompiled
     def _before_update(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        """Refuse an optimizer that was not given, unless a given one calls it."""
+        """Raise for an optimizer that was not passed, unless a passed one calls it."""
         kind = type(optimizer).__name__
         if id(optimizer) not in self._known:
             own = {id(parameter) for one in self._optimizers for parameter in parameters_of(one)}

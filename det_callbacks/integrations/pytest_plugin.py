@@ -29,11 +29,11 @@ _OUTCOMES = ("fail", "skip", "xfail")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("determinism", "trainings that are compared bit for bit (det_callbacks)")
-    # an option with an optional value would take a path after it for the value
+    # an option with an optional value would treat a path after it as the value
     for name, value, text in (
-        (_RECORD, "all", "record trainings whose reference is missing, and again those that differ"),
-        (f"{_RECORD}=missing", "missing", "record trainings whose reference is missing, and verify the others"),
-        (f"{_RECORD}=force", "force", "as without a value, also under CI=true"),
+        (_RECORD, "all", "record trainings without a reference, and record trainings that differ again"),
+        (f"{_RECORD}=missing", "missing", "record trainings without a reference, and verify the others"),
+        (f"{_RECORD}=force", "force", "as without a value, but also under CI=true"),
     ):
         group.addoption(name, dest="determinism_record", action="store_const", const=value, help=text)
     unused = "what to do with references that no collected test used: list them, or fail"
@@ -104,7 +104,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
 
 
 def _end(error: "DetCallbacksError", config: pytest.Config, *, command: str) -> NoReturn:
-    """End a test that differs or could not be compared; pytest's short summary shows the first line."""
+    """Fail a test that differs or could not be compared; pytest's short summary shows the first line."""
     from det_callbacks.report.numerics import numerics_sentence  # noqa: PLC0415  # loads numpy
     from det_callbacks.report.verdict import headline, is_certain_change, verdict_lines  # noqa: PLC0415  # likewise
 

@@ -1,4 +1,4 @@
-"""The trainings of one test, recorded into its folder or verified against it."""
+"""Records the trainings of a test into its folder, or verifies them against it."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ from det_callbacks.verdict import Verdict
 from det_callbacks.verify.judge import compare_runs
 
 _NUMBERS: Mapping[str, Any] = {"only_steps": [0, 1], "keep_tensors": ["*"], "tensor_budget_mib": 4}
-"""What is recorded where numbers are compared, unless a test says otherwise."""
+"""Default arguments for recordings whose numbers are compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,15 +39,15 @@ class _Training:
     reference: Path
     folder: Path
     is_recording: bool
-    tolerance: str | Path | None = None  # of numbers; None where bits are compared
+    tolerance: str | Path | None = None  # for numbers; None compares bits
 
 
 class TrainingRuns:
-    """What the fixture ``training_snapshot`` returns; a test calls it for each training.
+    """The value of the fixture ``training_snapshot``; a test calls it for each training.
 
-    All generators are seeded with 0 now; ``close`` restores everything. ``record``: None verifies,
-    "missing" records what is missing, "all" also replaces what differs. ``command`` records the
-    references of the test.
+    The constructor seeds all generators with 0; ``close`` restores everything. ``record`` is None to
+    verify, "missing" to record missing references, or "all" to also replace references that differ.
+    ``command`` records the references of the test.
     """
 
     def __init__(self, *, folder: Path, record: str | None, new_folder: Callable[[], Path], command: str) -> None:
@@ -178,7 +178,7 @@ def _agrees(verdict: Verdict) -> bool:
 
 
 def _keep(training: _Training) -> str:
-    """Move a recording to its place, unless an equal reference is there; return what was done."""
+    """Move a recording to its place, unless the reference there is equal; return the outcome."""
     target = training.reference
     is_there = (target / MANIFEST).exists()
     if is_there:
@@ -190,7 +190,7 @@ def _keep(training: _Training) -> str:
     lock = FolderLock(target)  # two sessions may record at once
     lock.acquire(instead="run one session at a time")
     try:
-        with writing(target, instead="run the tests where the folder of the test file can be written"):
+        with writing(target, instead="run the tests where the folder of the test file is writable"):
             shutil.rmtree(target / REPLACEMENT, ignore_errors=True)  # of a killed session
             shutil.copytree(training.folder, target / REPLACEMENT)
         put_in_place(target)

@@ -52,10 +52,10 @@ class TorchSteps:
         self._run: FollowedLoop | None = None
         self._is_off = False
         self._awaits_module = True  # a call of a module may begin or end a step
-        self._stepped: set[int] = set()  # in this step, by identity
-        self._idle: set[int] = set()  # optimizers that a step need not wait for
+        self._stepped: set[int] = set()  # optimizers that stepped in this step, by identity
+        self._idle: set[int] = set()  # optimizers that need not step in a step
         self._has_drawn = False  # since the step began
-        self._has_trained = False  # a module was called in training mode
+        self._has_trained = False  # whether a module was called in training mode
         self._optimizers: list[ref[Optimizer]] = []
         self._used: set[int] = set()
         self._trained: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()

@@ -69,7 +69,7 @@ model_averager = LIGHTNING.of_instance(
 combined_loader = LIGHTNING.of_instance("_FitLoop._combined_loader", "the loaders of a loop, None before they are made")
 LOAD_LOADER_STATES = LIGHTNING.name_of(
     "lightning.pytorch.loops.fit_loop._FitLoop._load_combined_loader_states",
-    "the method that runs just before the loaders are first iterated over",
+    "the method that runs just before the first iteration over the loaders",
 )
 loader_mode = LIGHTNING.of_instance(
     "lightning.pytorch.utilities.CombinedLoader._mode",

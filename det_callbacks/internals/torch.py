@@ -150,7 +150,7 @@ is_zero_tensor: Callable[[Tensor], bool] = TORCH.optional(
     "torch._is_zerotensor",
     "whether a tensor represents zeros, without memory",
     without=lambda tensor: False,
-    lost="efficient zero tensors, which forward-mode differentiation makes, are refused by digests",
+    lost="efficient zero tensors, which forward-mode differentiation makes, have no digests",
 )
 set_conjugate: Callable[[Tensor, bool], None] = TORCH.needed(
     "torch._C._set_conj", "copies the conjugate bit of a tensor", for_=EQUIVALENCE
@@ -204,14 +204,14 @@ COO_PARTS = (
 num_writes: Callable[[Tensor], int] = TORCH.attribute(
     "torch.Tensor._version", "the number of writes to a tensor that autograd knows"
 )
-JAGGED_CACHES = frozenset({"_min_seqlen_tensor", "_max_seqlen_tensor"})  # of a jagged tensor, once asked for
+JAGGED_CACHES = frozenset({"_min_seqlen_tensor", "_max_seqlen_tensor"})  # of a jagged tensor, set on first use
 
 # Dispatch.
 
 schema_of = TORCH.attribute("torch.ops.aten.abs.default._schema", "the schema of an op")
 current_mode = TORCH.needed("torch.utils._python_dispatch._get_current_dispatch_mode", "the innermost dispatch mode")
 push_mode: Callable[[Any], None] = TORCH.needed(
-    "torch.utils._python_dispatch._push_mode", "enters a mode again inside its own handler"
+    "torch.utils._python_dispatch._push_mode", "enters a mode again inside its handler"
 )
 pop_mode = TORCH.needed("torch.utils._python_dispatch._pop_mode", "leaves it")
 without_modes = TORCH.needed(

@@ -186,7 +186,7 @@ _ALL = (
         allowed=("error", "warn", "disabled"),
     ),
     _flag("fill_uninitialized_memory", "utils.deterministic.fill_uninitialized_memory"),
-    # the two values that torch.use_deterministic_algorithms names
+    # the two values in the docs of torch.use_deterministic_algorithms
     _variable("cublas_workspace_config", (":4096:8", ":16:8"), when="before_cuda", **_OF_CUDA),
     *(_flag(f"cudnn_{name}", f"backends.cudnn.{name}", **_OF_CUDA) for name in ("benchmark", "deterministic")),
     _flag("cudnn_allow_tf32", "backends.cudnn.allow_tf32", **_OF_CUDA),

@@ -128,7 +128,9 @@ class HashMode:
     def begin(self, *, batch: Any = None, is_first: bool = False, expected: Expectation | None = None) -> None:
         """Start a step on a batch; the first step of a training also has the initial state."""
         if self.is_open:
-            raise TraceError("HashMode is already open: it traces one step at a time. Leave it before entering again.")
+            raise TraceError(
+                "HashMode is already open, and traces only one step at a time. Leave it before you enter it again."
+            )
         if self.is_off:
             raise TraceError("HashMode was turned off because another dispatch mode was left open above it.")
         recorder = self.recorder

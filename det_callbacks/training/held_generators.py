@@ -18,7 +18,7 @@ MAX_OBJECTS = 20_000
 """Limit on visited objects; takes about 20 milliseconds."""
 
 MAX_ITEMS = 256
-"""Larger containers are data."""
+"""Larger containers are treated as data."""
 
 _LEFT: tuple[Any, ...] = (
     *(bool, int, float, complex, str, bytes, bytearray, type(None), type, range, slice),

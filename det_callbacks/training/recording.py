@@ -206,7 +206,7 @@ class Recording(TracedSession):
     def stop(self, reason: str) -> None:
         self._end_comparison()
         if self.call is not None and FIT in self.stages:
-            what = f"so nothing of it is recorded in {self.path}"
+            what = f"so {self.path} records nothing of it"
             self.print_line(f"det_callbacks: {self.call} was stopped by {reason}, {what}")
             return
         # only all ranks together may discard a resumed attempt

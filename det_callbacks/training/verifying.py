@@ -149,7 +149,7 @@ class Verifying(TracedSession):
         if verdict is not None:
             found = f"{verdict.verdict}; report: {self._report(verdict)}"
         elif self.peers.world_size > 1:
-            found += f" (det-callbacks diff {self.path} {self.run.current}: what all ranks found)"
+            found += f" (det-callbacks diff {self.path} {self.run.current} shows the results of all ranks)"
         self.print_line(f"det_callbacks: verification{self._of_rank} stopped by {reason} after {num_steps}: {found}")
 
     def _report(self, verdict: Verdict) -> Path | None:

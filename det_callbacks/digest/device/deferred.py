@@ -50,7 +50,7 @@ class DigestQueue:
         self._method = method
         self._max_tensors, self._max_bytes = max_tensors, max_bytes
         self._stream: Hashable = None
-        self._readers: dict[int, dict[Hashable, None]] = {}  # by storage: the streams that may still be reading it
+        self._readers: dict[int, dict[Hashable, None]] = {}  # storage -> streams that may still be reading it
         self._lock = RLock()
         self.discard()
 
@@ -123,7 +123,7 @@ class DigestQueue:
                 digests = self._method.collect(self._launched) if self._launched else []
             assert len(digests) == self._num_added, "one for each span"
             if digests:
-                self._readers = {}  # the device is done with all of them
+                self._readers = {}  # the device has finished reading
             self.discard()
             return digests
 

@@ -57,10 +57,10 @@ class TritonDigest:
         self._device = device
         self._is_cuda = device.type == "cuda"
         self._lock = threading.Lock()
-        self._waiting: dict[Hashable, list[Launched]] = defaultdict(list)  # by stream: launches whose sums wait
+        self._waiting: dict[Hashable, list[Launched]] = defaultdict(list)  # stream -> launches whose sums wait
         self._num_sum_bytes: Counter[Hashable] = Counter()
         _require_no_capture()
-        # tensors made in inference mode cannot be written outside of it
+        # tensors made in inference mode cannot be written outside it
         with torch.inference_mode(False), self._on(self.stream()):
             self._launchers: Any = kernels.Launchers()
             self._constants = torch.tensor(kernels.CONSTANTS, dtype=torch.int64, device="cpu").to(device)
@@ -194,7 +194,7 @@ class TritonDigest:
 
 def _require_no_capture() -> None:
     """Raise if the current stream captures a CUDA graph: each replay would run the kernel."""
-    # builds without CUDA raise at the second question
+    # builds without CUDA raise at the second call
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise DetCallbacksError(
             "cannot take a digest while the current stream captures a CUDA graph; the capture and all tensors are "

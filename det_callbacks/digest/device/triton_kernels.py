@@ -1,8 +1,8 @@
 """The digest as Triton kernels: many spans of device memory -> 64 bits each, without synchronisation.
 
-The specification is in ``det_callbacks.digest.host``, that of XXH3-64 (seed 0, the default secret) in
+``det_callbacks.digest.host`` specifies the digest. The specification of XXH3-64 (seed 0, default secret) is
 https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md; only its branch for inputs above 240
-bytes is needed. The 16 stripes of a block of 1 KiB only add to the eight accumulators, so
+bytes is used. The 16 stripes of a block of 1 KiB only add to the eight accumulators, so
 ``_sum_blocks`` computes the sums of all blocks of up to 16 spans in parallel; the spans are arguments,
 since a table would need a copy to the device. ``_hash_leaves`` scrambles the accumulators between
 blocks, with a warp for each leaf. The host combines the hashes of a span's leaves.
@@ -236,7 +236,7 @@ IS_INTERPRETED = not isinstance(_sum_blocks, triton.JITFunction)
 
 
 class Launchers:
-    """The kernels, compiled for the current device; each takes programs, the stream, the kernel's arguments."""
+    """The kernels, compiled for the current device; each takes the grid size, the stream and kernel arguments."""
 
     def __init__(self) -> None:
         self.sum_blocks = _launcher(_sum_blocks, num_warps=4)
@@ -245,7 +245,7 @@ class Launchers:
 
 def _launcher(kernel: triton.JITFunction, *, num_warps: int) -> Callable[..., None]:
     # launching a compiled kernel directly takes a few microseconds instead of 20 to 30;
-    # in Triton 3.7.1 CompiledKernel.__getitem__ takes the stream, and integers for what is an int64
+    # in Triton 3.7.1 CompiledKernel.__getitem__ takes the stream, and integers for int64 arguments
     if IS_INTERPRETED:
         return lambda num_programs, _stream, *arguments: kernel[(num_programs,)](*arguments, num_warps=num_warps)
     compiled: Any = kernel.warmup(*[0] * len(kernel.arg_names), grid=(1,), num_warps=num_warps)

@@ -74,7 +74,7 @@ def _ending_the_process_on_errors() -> Iterator[None]:
 
 
 def _print_error(error: Exception) -> None:
-    """Print the message of our errors, or the traceback of others and with HYDRA_FULL_ERROR."""
+    """Print our errors without a traceback, unless HYDRA_FULL_ERROR is set, and others with one."""
     if isinstance(error, DetCallbacksError) and os.environ.get("HYDRA_FULL_ERROR", "0") in ("", "0"):
         from det_callbacks.report.console import print_error  # noqa: PLC0415  # loads rich
 

@@ -70,7 +70,7 @@ class DeterminismCallback(FollowedRun, pl.Callback):
             reference are still missing.
         replica_report: the ReplicaReport of the last audit of the replicas, or None.
         audit_report: the AuditReport of an audit; None before the end of a fit.
-        choices: further entries for the recorded environment (see ``capture_environment``).
+        choices: additional entries for the recorded environment (see ``capture_environment``).
 
     Raises:
         SelectionError, SettingsError: an argument is not allowed (at construction), or can no longer
@@ -128,7 +128,7 @@ class DeterminismCallback(FollowedRun, pl.Callback):
         callbacks = [other for other in vars(trainer)["callbacks"] if isinstance(other, DeterminismCallback)]
         if sum(callback.mode != "disabled" and not callback.gives_way for callback in callbacks) > 1:
             raise SelectionError(
-                "This Trainer has two DeterminismCallbacks. Give it one; to record and verify, train twice."
+                "This Trainer has two DeterminismCallbacks. Use only one; to record and verify, train twice."
             )
         super()._prepare()
 

@@ -33,7 +33,7 @@ def prove_resume(
     level: Literal["op", "module", "state"] = "op",
     resume: Resume = "exact",
 ) -> Verdict:
-    """Prove that a resumed training has the bits of the uninterrupted one.
+    """Prove that a resumed training has the same bits as the uninterrupted one.
 
     Three trainings start from the current generator states. The first trains ``steps`` steps and is
     recorded. The second saves a checkpoint after ``stop_at`` steps (at an epoch's end in
@@ -74,7 +74,9 @@ def prove_resume(
         'match'
     """
     if type(stop_at) is not int or type(steps) is not int or not 0 < stop_at < steps:
-        raise SelectionError(f"stop_at is at least 1 and less than steps; got stop_at={stop_at!r} and steps={steps!r}.")
+        raise SelectionError(
+            f"stop_at must be at least 1 and less than steps; got stop_at={stop_at!r} and steps={steps!r}."
+        )
     place = (free_folder(Path(), kind="resume") if folder is None else Path(folder)).absolute()
     checkpoint = place / "interrupted.ckpt"
     recorded = partial(DeterminismCallback, mode="record", level=level, resume=resume)
@@ -102,7 +104,7 @@ def prove_resume(
         )
     with suppress(TrainingInterruptedError):
         train(recorded(place / "interrupted"), _End(stop_at, checkpoint))
-    with closing(RankGroup().open()) as group:  # all ranks have written their files
+    with closing(RankGroup().open()) as group:  # after all ranks have written their files
         group.gather(lambda: None, task="proving a resume")
     before = compare_runs(place / "reference", place / "interrupted", steps="common")
     if before.verdict != "match":

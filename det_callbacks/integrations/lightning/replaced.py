@@ -10,7 +10,7 @@ PLACES: Mapping[str, str] = {
     "log": "of the loop's results: keeps self.log's sums out of the trace, since a resumed epoch starts them again",
     "reset": "of the loop's results: likewise",
     RESTORE: "of the checkpoint connector: sharding strategies load after on_fit_start",
-    LOAD_LOADER_STATES: "of the fit loop: runs just before the loader is first iterated over",
+    LOAD_LOADER_STATES: "of the fit loop: runs just before the first iteration over the loader",
     "setup_data": "of the fit loop: the start of a fit, where the loops' counts are corrected",
     "on_run_start": "of the epoch loop: begins the batches of an epoch, after its hooks",
     "save_checkpoint": "of the strategy: saves every checkpoint",
