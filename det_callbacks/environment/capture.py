@@ -151,7 +151,7 @@ def _machine_facts(lightning: str) -> Iterator[tuple[str, Any]]:
     driver = Path("/proc/driver/nvidia/version")
     yield "gpu.driver", _first(r"Kernel Module\D*([\d.]+)", driver) if initialized else None
     yield "gpu.nccl", ".".join(map(str, torch.cuda.nccl.version())) if initialized else None
-    if initialized:  # there is a context
+    if initialized:  # choosing may compile kernels on the device
         yield f"{DIGEST}cuda", str(device_choice(torch.device("cuda", torch.cuda.current_device())))
 
 

@@ -164,7 +164,7 @@ class _TrainerRun(TrainingRun):
         return batches, num_items
 
     def _train_step(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run forward and backward without recording the loss sums that the Trainer logs and resets."""
+        """Record forward and backward, but not the loss sums that the Trainer logs and resets."""
         self._hooks.go_on()
         loss = train(*args, **kwargs)
         self._hooks.pause()

@@ -188,7 +188,7 @@ class LightningTraining(Training):
 def _trainer_choices(trainer: pl.Trainer) -> dict[str, Any]:
     names = ["accumulate_grad_batches", "gradient_clip_val", "world_size", "limit_train_batches", "overfit_batches"]
     names += ["min_epochs", "max_epochs", "min_steps", "max_steps"]
-    # as in Trainer.enable_validation, but makes no loaders, which may draw from generators
+    # only if there is a validation (as in Trainer.enable_validation), which may draw from generators
     if validation_data(trainer.fit_loop.epoch_loop.val_loop).is_defined():
         names += ["limit_val_batches", "val_check_interval", "check_val_every_n_epoch", "num_sanity_val_steps"]
     algorithm = trainer.gradient_clip_algorithm

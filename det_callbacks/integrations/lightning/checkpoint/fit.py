@@ -85,7 +85,7 @@ def values(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def saved_states(trainer: pl.Trainer) -> dict[str, str]:
-    """Return the states of callbacks and schedulers as text, except those restored or saving checkpoints."""
+    """Return the states of callbacks and schedulers as text, except those that are restored or save checkpoints."""
     states = {
         f"state of {callback.state_key}": callback.state_dict()
         for callback in vars(trainer)["callbacks"]
