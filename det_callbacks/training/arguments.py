@@ -126,7 +126,7 @@ class RunArguments:
 
 def require_whole(name: str, value: object, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise SelectionError(f"{name} must be an integer, at least {least}; got {value!r}.")
+        raise SelectionError(f"{name} must be a whole number from {least} on; got {value!r}.")
 
 
 def require_one_of(name: str, value: object, kind: Any) -> None:

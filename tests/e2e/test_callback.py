@@ -72,7 +72,7 @@ def damageable(reference: Path, tmp_path: Path) -> Path:
         ({"level": "ops"}, "level must be one of op, module, state; got 'ops'."),
         ({"phases": "forward"}, "phases must be a list of strings; got the string 'forward': write"),
         ({"modules": []}, "modules must hold at least one pattern"),
-        ({"every_n_steps": 0}, "every_n_steps must be an integer, at least 1; got 0."),
+        ({"every_n_steps": 0}, "every_n_steps must be a whole number from 1 on; got 0."),
         ({"reference": None}, "reference must be the path of a folder; got None."),
         ({"current": ""}, "current must be the path of a folder; got ''."),
         ({"overwrite": "yes"}, "overwrite must be True or False; got 'yes'."),
@@ -370,7 +370,7 @@ def test_a_callback_that_is_disabled_one_too_many_or_without_processes(reference
         Fit(*(DeterminismCallback(tmp_path / name, mode="record") for name in ("a", "b"))).run()
     fit = Fit(DeterminismCallback(reference, current=tmp_path / "current"))
     monkeypatch.setattr(pl.Trainer, "world_size", property(lambda self: 2))
-    with pytest.raises(DetCallbacksError, match=r"has 2 processes, and torch\.distributed knows of 1") as caught:
+    with pytest.raises(DetCallbacksError, match=r"has 2 processes, but torch\.distributed has 1") as caught:
         fit.run()
     assert caught.value.exit_code == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]

@@ -325,7 +325,7 @@ def test_misuse_says_what_to_do(reference, tmp_path):
         ({"optimizers": []}, r"one or several optimizers of torch\.optim; got none"),
         ({"optimizers": None}, "got NoneType"),
         ({"resume": "exact"}, r"TrainingRun has no argument resume.* use resume_from"),
-        ({"log_metrics": True}, "log_metrics is for Lightning's Trainer"),
+        ({"log_metrics": True}, "TrainingRun has no argument log_metrics, which is for Lightning's Trainer"),
         ({"mode": "off"}, "mode must be one of record, verify, audit, disabled"),
     ):
         with pytest.raises(SelectionError, match=text):
@@ -345,7 +345,7 @@ def test_misuse_says_what_to_do(reference, tmp_path):
         pass
     with pytest.raises(SelectionError, match="Call resume_from before the with block"), new() as run:
         run.resume_from(2)
-    with pytest.raises(SelectionError, match="step must be an integer, at least 0"):
+    with pytest.raises(SelectionError, match="step must be a whole number from 0 on"):
         new().resume_from(-1)
     with pytest.raises(SelectionError, match=r"The TrainingRun of .* is open already.*one run at a time"), new(), new():
         pass

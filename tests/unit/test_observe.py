@@ -97,7 +97,7 @@ def test_what_is_a_name_and_what_cannot_be_a_name_or_an_observation(tmp_path):
                 with pytest.raises(error, match="name of an observation"):
                     function(name, torch.ones(1))  # type: ignore[operator, arg-type]  # a wrong one
         for tree, complaint in (
-            ({1, 2}, "a set; .* a sorted list"),
+            ({1, 2}, "a set; .* sets with sorted"),
             ([1, [lambda: 0]], r"'x\[1\]\[0\]' is a function"),
             (nn.Linear(1, 1), "state_dict"),
             (endless, "contain itself"),
@@ -183,7 +183,7 @@ def test_observers_change_no_bit(tmp_path):
 
 
 def observed_in_a_worker(batch: list[int]) -> Tensor:
-    with pytest.warns(CoverageWarning, match="DataLoader's worker"):
+    with pytest.warns(CoverageWarning, match="a DataLoader worker"):
         observe("inside", batch)
     return torch.tensor(batch)
 
@@ -230,7 +230,7 @@ def test_a_gradient_that_never_comes_is_reported(tmp_path):
     assert sorted(names(reference.path)) == ["grad of never", "grad of undefined", "grad of x"]
     with pytest.warns(CoverageWarning, match="is recorded as missing, because no backward") as said:
         current = run("c", reference.path, goes_back=False)
-    assert str(said[0].message).startswith("grad of x was observed")
+    assert str(said[0].message).startswith("grad of x is recorded as missing")
     assert ("grad of x", "structure") in kinds(current)
 
 
@@ -296,7 +296,7 @@ def test_a_context_is_used_once_and_only_one_at_a_time(tmp_path):
         observer.next_step()
     with observer:
         observe("x", 1)
-        with pytest.raises(TraceError, match="active already"), ObserverContext(tmp_path, "other"):
+        with pytest.raises(TraceError, match="is already active"), ObserverContext(tmp_path, "other"):
             pass
         observe("y", 1)
     assert names(tmp_path / "run") == ["x", "y"]
