@@ -107,7 +107,7 @@ def test_what_is_a_name_and_what_cannot_be_a_name_or_an_observation(tmp_path):
         ):
             with pytest.raises((TypeError, ValueError), match=complaint):
                 observe("x", tree)
-            with pytest.raises(TypeError, match="on a tensor"):
+            with pytest.raises(TypeError, match="needs a tensor"):
                 observe_grad("x", tree)  # type: ignore[arg-type]  # likewise
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     assert len(names(tmp_path / "run")) == 8
